@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.ranks import Block, Held, Piece, spread_over
+from rallypoint.core.ranks import Block, Held, Piece, check_shared, spread_over
 from rallypoint.errors import ModelError
 
 
@@ -75,3 +75,12 @@ def test_a_parameter_that_two_stages_train_is_refused() -> None:
         spread_over(ends)
     frozen = [[Held(one.name, one.shape, one.dtype, "frozen", one.block) for one in stage] for stage in ends]
     assert len(spread_over(frozen)) == 3
+
+
+def test_ranks_that_share_neither_model_nor_batch_are_refused() -> None:
+    whole = [Held("w", (4,), "float32", "trained", Block((0,), (4,)))]
+    spread = spread_over([whole, whole])
+    check_shared(spread, 2, 2)
+    check_shared(spread_over([whole]), 1, 1)
+    with pytest.raises(ModelError, match="all 2 ranks of this worker hold the whole model"):
+        check_shared(spread, 2, 1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from rallypoint.parallel.group import Kind, Order, RankGroup
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.precision.losses import Losses
-from rallypoint.worker.ranks.figures import Figures
+from rallypoint.worker.ranks.figures import Figures, Logged, Said
 from rallypoint.worker.ranks.followers import OtherRanks
 from rallypoint.worker.ranks.job import RankJob
 from rallypoint.worker.ranks.run import RankRun
@@ -37,11 +39,14 @@ class OneRank(RankGroup):
         self.rank, self.size = 1, 1
         self.orders: list[Order] = []
         self.told: list[float] = []
+        self.said: list[Said] = []  # of replicas
 
     def hear(self) -> Order:
         return self.orders.pop(0)
 
     def all_bytes(self, data: bytes) -> list[bytes]:
+        with suppress(msgspec.DecodeError):
+            self.said.append(msgspec.msgpack.decode(data, type=Said))
         return [data]
 
     def all_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -116,7 +121,7 @@ def test_a_rank_that_leaves_the_loop_says_so() -> None:
     job = RankJob(rank.group, "worker0")
     job._run = rank.run
     next(iter(rank.run))
-    with pytest.raises(UsageError, match="ended before the last step on rank 1"):
+    with pytest.raises(UsageError, match=r"left before the last step on rank 1 .* call run.stop\(\)"):
         job.__exit__(None, None, None)
 
 
@@ -132,8 +137,62 @@ def test_losses_that_an_error_has_cut_short_are_agreed_on() -> None:
     for _ in range(2):
         losses.add(torch.tensor(math.nan), 0)
         ranks.micro(has_loss=True)
-    ranks.agree(losses, [1.0])
+    ranks.agree(losses, [1.0], Logged())
     assert not figures.finite
+
+
+def test_a_rank_s_wish_to_stop_reaches_rank_0_with_the_replica_s_figures() -> None:
+    rank = Rank()
+    rank.group.orders = [Order(Kind.INSTALL), Order(Kind.COMPUTE), Order(Kind.COMPUTE, 1), Order(Kind.END)]
+    for micro in rank.run:
+        with micro:
+            micro.log(seen=micro.step)
+            micro.backward(rank.net(micro.batch[0]).sum())
+        if micro.step == 1:
+            rank.run.stop("enough")
+            rank.run.stop("more than enough")
+    assert [said.stop for said in rank.group.said] == [None, "enough"]
+    assert [said.figures for said in rank.group.said] == [{"seen": 0.0}, {"seen": 1.0}]
+    assert rank.run._figures.stop is None
+
+
+def test_an_evaluation_s_wish_to_stop_reaches_all_ranks() -> None:
+    figures = Figures(OneRank(), (0, 1))
+    figures.stop = "good enough"
+    ranks = OtherRanks(OneRank(), figures)
+    assert ranks.result({"loss": math.nan}) == pytest.approx({"loss": math.nan}, nan_ok=True)
+    assert (ranks.stop(), ranks.stop()) == ("good enough", None)
+
+
+class Several(OneRank):
+    """Ranks that say the same figures: each but the first is given."""
+
+    def __init__(self, *others: Said) -> None:
+        super().__init__()
+        self.others = [msgspec.msgpack.encode(one) for one in others]
+
+    def all_bytes(self, data: bytes) -> list[bytes]:
+        return [data, *self.others]
+
+
+def test_logged_figures_are_averaged_over_the_parts_of_the_batch() -> None:
+    group = Several(Said(0, 9.0, 2.0, {"right": 9.0}, None), Said(1, 3.0, 2.0, {"right": 3.0, "last": 7.0}, "done"))
+    figures, logged = Figures(group, (0, 2)), Logged()
+    logged.add({"right": 1.0})
+    figures.agree([1.0], 2.0, logged)
+    assert (figures.loss, figures.weight, figures.stop) == (2.0, 2.0, "done")
+    assert figures.logged == {"right": 2.0, "last": 7.0}  # of rank 1, which has part 0 as well, nothing
+
+
+def test_another_whole_model_on_one_rank_is_refused() -> None:
+    class Differ(OneRank):
+        def all_bytes(self, data: bytes) -> list[bytes]:
+            return [data, b"null"] if data.startswith(b'["') else [data]
+
+    whole = Net()
+    mesh = Parallel(unsharded=whole)
+    with pytest.raises(ModelError, match="rank 1 of this worker was given another whole model"):
+        SpreadModel(Differ(), Net(), mesh)
 
 
 class Stopped(HostStaging):

@@ -111,6 +111,16 @@ def spread_over(holdings: Sequence[Sequence[Held]], names: Sequence[str] = ()) -
     return _ordered(spread, names) if names else spread
 
 
+def check_shared(spread: Sequence[Spread], ranks: int, parts: int) -> None:
+    """Raise ModelError when so many ranks share nothing: neither the model nor the batch, which is cut into `parts`."""
+    if ranks > 1 and parts == 1 and all(len(one.sent) == 1 and len(one.pieces) == ranks for one in spread):
+        raise ModelError(
+            f"all {ranks} ranks of this worker hold the whole model and compute the same samples: spread it "
+            "(torch.distributed.fsdp.fully_shard, parallelize_module, a PipelineStage on each) and pass "
+            'rp.Parallel(mesh, split="dp"), or leave --ranks out'
+        )
+
+
 def _ordered(spread: Sequence[Spread], names: Sequence[str]) -> list[Spread]:
     place = {name: index for index, name in enumerate(names)}
     if missing := sorted({tensor.name for tensor in spread} ^ place.keys()):

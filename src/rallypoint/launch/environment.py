@@ -15,6 +15,7 @@ ID = "RALLYPOINT_ID"
 NEAR = "RALLYPOINT_NEAR"  # the place where a member is: a host or a rack, by any name (see `core.view.Member`)
 RANKS = "RALLYPOINT_RANKS"  # the number of ranks of this worker; torch's RANK, WORLD_SIZE, MASTER_... say the rest
 RANKS_STORE = "RALLYPOINT_RANKS_STORE"  # the descriptor of a file in memory, through which the ranks find each other
+RANKS_BOARD = "RALLYPOINT_RANKS_BOARD"  # another one, in which each rank says what it does: see `parallel.board`
 HEALTH = "RALLYPOINT_HEALTH"  # where a worker answers health checks: see `launch.health`
 LEFT_STATUS = "RALLYPOINT_LEFT_STATUS"  # the exit status of a member that was told to go while its job goes on; 0
 SERVERS = "RALLYPOINT_SERVERS"  # under torchrun or mpirun: how many servers, or beside which ranks

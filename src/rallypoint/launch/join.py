@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -22,8 +23,9 @@ from rallypoint.launch.health import answering
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.net.transport import Transport
 from rallypoint.parallel.group import RankGroup
-from rallypoint.worker.loop.session import OTHER_RANK_S, Job
+from rallypoint.worker.loop.session import Job
 from rallypoint.worker.ranks.job import RankJob
+from rallypoint.worker.ranks.watch import OTHER_RANK_S
 
 
 def join() -> Job | RankJob:
@@ -45,8 +47,10 @@ def join() -> Job | RankJob:
     group = _group()
     if group is not None:
         sys.excepthook = _of_the_leader if group.leads else _of_another_rank
+        atexit.register(_exit_failed)  # it runs after `_closed_at_exit`'s
     if group is not None and not group.leads:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader is told too, and tells this rank
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader is told too, and tells this rank
         return RankJob(group, id=os.environ.get(environment.ID) or f"worker-{os.getppid()}")
     access = access_of(role="worker")
     with contextlib.ExitStack() as until_exit:
@@ -74,9 +78,18 @@ def _group() -> RankGroup | None:
     """Return the group of ranks that this process is one of; None if its worker is one process."""
     if int(os.environ.get(environment.RANKS) or 1) < 2:
         return None
+    from rallypoint.parallel.board import Board, start_pulse
     from rallypoint.parallel.group import group_of_this_process
 
-    return group_of_this_process(int(os.environ[environment.RANKS_STORE]))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # whole lines: all ranks write to one pipe
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    board = Board(int(os.environ[environment.RANKS_BOARD]), rank, size)
+    start_pulse(board)
+    board.at("meeting the other ranks in rp.join()")
+    group = group_of_this_process(int(os.environ[environment.RANKS_STORE]), board)
+    board.at("" if group.leads else "in the script, before job.train")
+    return group
 
 
 def _exit_as_left(job: Job, status: int) -> None:
@@ -119,8 +132,20 @@ def _of_the_leader(kind: type[BaseException], error: BaseException, trace: Trace
     """Print an error as `_one_sentence` does, but for what follows from the end of another rank."""
     from rallypoint.parallel.group import is_of_another_rank
 
+    _failed.set()
     if not is_of_another_rank(error):
         _one_sentence(kind, error, trace)
+
+
+_failed = threading.Event()  # the script has ended with an error on this rank
+
+
+def _exit_failed() -> None:
+    """End this process, if it is one of several ranks and its script has failed: see `_of_another_rank`."""
+    if _failed.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _of_another_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

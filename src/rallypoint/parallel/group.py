@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from rallypoint.core.ranks import Spread
 from rallypoint.errors import RankLost, UsageError
+from rallypoint.parallel.board import Board
 
 _FOREVER = timedelta(days=365)  # a standby group waits for its first order as long as the job lasts
 LEADER = 0
-LOST = "another rank of this worker has ended: its own error says why"
+LOST = "another rank of this worker has ended"
 
 
 class Kind(enum.IntEnum):
@@ -50,11 +51,14 @@ class RankGroup:
     Attributes:
         rank: this process's; LEADER is the one that talks to the servers and the coordinator.
         size: the number of ranks.
+        board: where each rank says what it does; None: nowhere.
     """
 
-    def __init__(self, *, ends: bool = False) -> None:
+    board: Board | None = None
+
+    def __init__(self, *, ends: bool = False, board: Board | None = None) -> None:
         """Use the default process group, which must exist. `ends`: `close` destroys it."""
-        self._ends = ends
+        self._ends, self.board = ends, board
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_FOREVER)
 
@@ -62,6 +66,16 @@ class RankGroup:
     def leads(self) -> bool:
         """Is this the leader?"""
         return self.rank == LEADER
+
+    def at(self, where: str) -> None:
+        """Say what this rank does from now on, in words that follow "rank 1: "; "": nothing that others wait for."""
+        if self.board is not None:
+            self.board.at(where)
+
+    def last_words(self, text: str) -> None:
+        """Say why this rank is going to end."""
+        if self.board is not None:
+            self.board.last_words(text)
 
     def close(self) -> None:
         """Destroy the process groups that this has made."""
@@ -76,6 +90,7 @@ class RankGroup:
     def hear(self) -> Order:
         """Return the leader's next order. Waits as long as it takes."""
         numbers = torch.zeros(len(Order._fields), dtype=torch.int64)
+        self.at("waiting for what rank 0 does next")
         with _others_live():
             dist.broadcast(numbers, LEADER, group=self._group)
         kind, first, second = (int(number) for number in numbers)
@@ -169,7 +184,9 @@ def wire_dtype(tensor: Spread) -> torch.dtype:
     return dtype
 
 
-def group_of_this_process(store: int, environment: Mapping[str, str] = os.environ) -> RankGroup:
+def group_of_this_process(
+    store: int, board: Board | None = None, environment: Mapping[str, str] = os.environ
+) -> RankGroup:
     """Return this process's group, as RANK and WORLD_SIZE say. Uses the default process group, or makes it.
 
     `store` is the descriptor of a file that all ranks have, through which they find each other.
@@ -187,4 +204,4 @@ def group_of_this_process(store: int, environment: Mapping[str, str] = os.enviro
             f"the script has made a process group of {dist.get_world_size()} ranks, and this worker has {size}: make "
             "it after rallypoint.join(), or from RANK and WORLD_SIZE"
         )
-    return RankGroup(ends=made)
+    return RankGroup(ends=made, board=board)

@@ -241,10 +241,6 @@ CONFLICTS = (
         "--aggregators out",
     ),
     Conflict(
-        _F.RANKS, _F.STOP,
-        "the scripts of all ranks would have to stop in the same place; use a lower steps=",
-    ),
-    Conflict(
         _F.FP16, _F.CODEC_STATE,
         "what a codec keeps of one step is scaled by that step's loss scale, and is sent with the next; use a codec "
         "without state (error_feedback=False), or precision=\"bf16\"",

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 
 from rallypoint.launch import environment
+from rallypoint.launch.engines.gpus import VISIBLE, GpuShare, devices_of
 from rallypoint.launch.lifeline import hold_lifeline
 
 _LOOPBACK = "lo"  # Gloo would listen where the host's name leads; the ranks of one worker are on one machine
@@ -30,20 +31,24 @@ _OWN_WORDS_S = 5.0  # seconds in which the leader may say why, after another ran
 class Ranks:
     """The processes of the ranks of one worker; the first leads."""
 
-    def __init__(self, count: int, argv: Sequence[str]) -> None:
+    def __init__(self, count: int, argv: Sequence[str], gpus: str | None = None) -> None:
+        """Start `argv` so many times. `gpus` are those that all of them see; None: as this process."""
         self._keep, give = os.pipe()
         port, store = _free_port(), os.memfd_create("ranks")  # in memory: it goes with the processes
+        board = os.memfd_create("board")
         self._lifeline, self._processes = give, []
         for rank in range(count):
             env = {
                 **os.environ, environment.RANKS: str(count), "RANK": str(rank), "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port), environment.LIFELINE: str(self._keep),
-                environment.RANKS_STORE: str(store),
+                environment.RANKS_STORE: str(store), environment.RANKS_BOARD: str(board),
                 "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK),
+                **({} if gpus is None else {VISIBLE: gpus}),
             }  # fmt: skip
-            self._processes.append(subprocess.Popen(argv, env=env, pass_fds=(self._keep, store)))
+            self._processes.append(subprocess.Popen(argv, env=env, pass_fds=(self._keep, store, board)))
         os.close(store)
+        os.close(board)
         self._told = False
 
     def leave(self) -> None:
@@ -114,7 +119,11 @@ def _free_port() -> int:
 def main(arguments: Sequence[str]) -> int:
     """Run a group of ranks to its end."""
     hold_lifeline()
-    ranks = Ranks(int(arguments[0]), arguments[1:])
+    count = int(arguments[0])
+    share = GpuShare(count, os.environ.get(environment.COORDINATOR, ""), devices_of(os.environ))
+    if share.shared:
+        print(f"the GPUs of this machine are taken by other workers: this one shares {share.visible}", file=sys.stderr)
+    ranks = Ranks(count, arguments[1:], share.visible)
     signal.signal(signal.SIGTERM, lambda number, frame: ranks.leave())
     return ranks.run()
 

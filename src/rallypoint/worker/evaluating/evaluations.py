@@ -35,7 +35,7 @@ class Evaluations:
     ) -> None:  # fmt: skip
         """`ends(step)`: the job ends with that step. `watch(step)` is entered around the script's code."""
         self._model, self._seed, self._ends, self._watch = model, seed, ends, watch
-        self._registered: list[_Registered] = []
+        self._registered: list[Registered] = []
         self._seen: int | None = None  # the step of the previous version
         self.high = False
 
@@ -52,7 +52,7 @@ class Evaluations:
         check_period(every)
         if priority not in ("", "high"):
             raise UsageError(f'run.every(priority={priority!r}): give priority="high", or leave it out')
-        self._registered.append(_Registered(every, evaluation))
+        self._registered.append(Registered(every, evaluation))
         self.high = self.high or priority == "high"
 
     @property
@@ -60,7 +60,7 @@ class Evaluations:
         """How often each evaluation is due, in steps."""
         return [one.every for one in self._registered]
 
-    def due_at(self, step: int, before: int) -> list[_Registered]:
+    def due_at(self, step: int, before: int) -> list[Registered]:
         """The evaluations due with the version of `step`, whatever this worker has evaluated; `before`: see `due`."""
         ends = self._ends(step)
         return [one for one in self._registered if is_due(one.every, step, before, ends=ends)]
@@ -70,7 +70,7 @@ class Evaluations:
         passed = self._passed(before)
         return any(one.is_due(step, passed, ends=self._ends(step)) for one in self._registered)
 
-    def due(self, step: int, before: int) -> list[_Registered]:
+    def due(self, step: int, before: int) -> list[Registered]:
         """Return the evaluations due with the version of `step`; `before` is the step of the version before it.
 
         Call it for every version, also on workers that do not evaluate: any worker may evaluate the next version.
@@ -87,11 +87,11 @@ class Evaluations:
     def _passed(self, before: int) -> int:
         return before if self._seen is None else min(self._seen, before)  # below `_seen` after a roll-back
 
-    def bits(self, due: list[_Registered]) -> int:
+    def bits(self, due: list[Registered]) -> int:
         """Return these evaluations as a number: bit i stands for the one that was registered as number i."""
         return sum(1 << index for index, one in enumerate(self._registered) if one in due)
 
-    def chosen(self, bits: int) -> list[_Registered]:
+    def chosen(self, bits: int) -> list[Registered]:
         """Return the evaluations that `bits` says. Raises UsageError for one that was not registered here."""
         if bits >> len(self._registered):
             raise UsageError(
@@ -101,7 +101,7 @@ class Evaluations:
         return [one for index, one in enumerate(self._registered) if bits >> index & 1]
 
     def run(
-        self, due: list[_Registered], step: int, report: Callable[[dict[str, float]], None],
+        self, due: list[Registered], step: int, report: Callable[[dict[str, float]], None],
         agree: Agree = lambda values: values,
     ) -> None:  # fmt: skip
         """Run these evaluations in eval mode without gradients, and pass each result to `report`.
@@ -124,7 +124,9 @@ class Evaluations:
                 module.training = training
 
 
-class _Registered:
+class Registered:
+    """One evaluation of the script."""
+
     def __init__(self, every: int, evaluation: Evaluation) -> None:
         self.every, self.evaluation = every, evaluation
         self.done = 0  # the last step at which it ran here

@@ -1,4 +1,4 @@
-"""An evaluation whose lease this worker holds: the version comes from the servers, into the model and out of it."""
+"""Evaluations on this worker: the lead's, and those whose lease it holds, with versions that come from the servers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Metrics
-from rallypoint.worker.evaluating.evaluations import Evaluations
+from rallypoint.worker.evaluating.evaluations import Evaluations, Registered
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.parts import Parts
 
 
 class LeasedEvaluations:
-    """Evaluates versions of which this worker holds the lease. Main thread only, between two replicas.
+    """Evaluates the versions that are this worker's to evaluate. Main thread only, between two replicas.
 
-    The version is pulled beside what this worker trains with. While the evaluation runs, the model holds that version;
-    then it holds again what it held before, bit for bit. A lease that is given to another worker, or that a roll-back
-    ends, ends the evaluation before its next forward pass.
+    A version of which it holds the lease is pulled beside what this worker trains with. While the evaluation runs, the
+    model holds that version; then it holds again what it held before, bit for bit. A lease that is given to another
+    worker, or that a roll-back ends, ends the evaluation before its next forward pass.
 
     Attributes:
         version: the version that the model holds for an evaluation; None while there is none.
@@ -33,6 +33,24 @@ class LeasedEvaluations:
         self._parts, self._exchange, self._evaluations, self._around = parts, parts.exchange, evaluations, around
         self.version: int | None = None
         self._checks = ForwardChecks(parts.model, lambda module: parts.exchange.leased.check())
+
+    def lead(self, version: int, generation: ViewNumber, due: list[Registered]) -> None:
+        """Evaluate the version that the model holds, which the lead has not left to another worker."""
+        parts, step = self._parts, self._parts.config.steps_at(version)
+        figures: dict[str, float] = {}
+
+        def report(values: dict[str, float]) -> None:
+            figures.update(values)
+            parts.reports.evaluated(Metrics(step, values, generation))
+
+        with self._around(step):
+            parts.followers.evaluate(step, self._evaluations.bits(due))
+            self._evaluations.run(due, step, report, agree=parts.followers.result)
+        if parts.leases:
+            parts.reports.version_evaluated(version, generation, figures)
+        if (reason := parts.followers.stop()) is not None:
+            parts.stopping.wish(reason)
+        parts.stopping.heed(self._exchange)
 
     def evaluate(self, version: int) -> None:
         """Evaluate this version, or do nothing if it is not this worker's duty any more."""

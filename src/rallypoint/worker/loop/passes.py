@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
-from rallypoint.core.typed import MOST_METRICS
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
 from rallypoint.parallel.holdings import whole_of
@@ -17,6 +15,7 @@ from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.precision.autocast import Autocast
 from rallypoint.worker.precision.losses import Losses, losses_of
+from rallypoint.worker.ranks.figures import Logged, mean_of
 
 
 class Passes:
@@ -24,6 +23,7 @@ class Passes:
 
     Attributes:
         losses, weights: of the replica's micro-batches and steps so far.
+        logged: the figures that the script has logged of the replica.
         autocast: as `precision` says.
     """
 
@@ -39,7 +39,7 @@ class Passes:
 
     def begin(self, replica: int) -> None:
         """A replica begins its round."""
-        self._figures: dict[str, list[float | torch.Tensor]] = {}
+        self.logged = Logged()
         self.resume(self._new_losses(replica), [])
 
     def resume(self, losses: Losses, weights: list[float]) -> None:
@@ -52,15 +52,7 @@ class Passes:
 
     def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
         """Add figures of one micro-batch (called by Micro)."""
-        for name, value in figures.items():
-            self._figures.setdefault(name, []).append(value)
-        if len(self._figures) > MOST_METRICS:
-            raise UsageError(f"micro.log got more than {MOST_METRICS} different names in one step")
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """The mean of each figure over the replica's micro-batches. Reading them waits for a device."""
-        return {name: mean_of([float(value) for value in values]) for name, values in self._figures.items()}
+        self.logged.add(figures)
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
@@ -132,8 +124,3 @@ class Passes:
     def ends_round(self, step: int) -> bool:
         """True if a round ends with this step."""
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
-
-
-def mean_of(values: Sequence[float]) -> float:
-    """The mean, correctly rounded."""
-    return math.fsum(values) / len(values)

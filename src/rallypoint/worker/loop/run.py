@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -16,8 +15,8 @@ from rallypoint.config import JobConfig
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
-from rallypoint.errors import JobAborted, UsageError
-from rallypoint.net.messages import Metrics, Report, Say
+from rallypoint.errors import UsageError
+from rallypoint.net.messages import Report, Say
 from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.evaluating.leased import LeasedEvaluations
 from rallypoint.worker.exchange.exchange import Rewound
@@ -26,12 +25,12 @@ from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.guard import ModelGuard
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
-from rallypoint.worker.loop.passes import Passes, mean_of
+from rallypoint.worker.loop.passes import Passes
 from rallypoint.worker.loop.prefetch import Prefetch
-from rallypoint.worker.loop.versions import Versions
+from rallypoint.worker.loop.versions import Versions, check_last
+from rallypoint.worker.ranks.figures import mean_of
+from rallypoint.worker.ranks.followers import LEFT_LOOP
 from rallypoint.worker.sources.delayed import Ahead
-
-log = logging.getLogger("rallypoint")
 
 _E = TypeVar("_E", bound=Evaluation)
 
@@ -191,7 +190,7 @@ class Run:
         if self._exchange.gone:
             raise SystemExit(0)  # told to leave, and no replica is assigned any more
         self.release_model()
-        _check_last(self._exchange.step, self._exchange.end.last)
+        check_last(self._exchange.step, self._exchange.end.last)
         self._versions.restore_buffers()
 
     def finish(self) -> None:
@@ -203,6 +202,8 @@ class Run:
             return
         (replica, whole), self._left = self._left, None
         stopping, round = self._parts.stopping, self._exchange.step
+        if not self._parts.alone:
+            raise UsageError(LEFT_LOOP.format(rank=0))
         if stopping.why_not:
             raise UsageError(f"the loop ended before the last step: {stopping.why_not}")
         losses = self._passes.losses
@@ -267,19 +268,22 @@ class Run:
         try:
             for step in steps[0 if done is None else done.steps :]:
                 yield from self._step(step, replica)
-            self._followers.agree(self._passes.losses, self._passes.weights)
+            self._followers.agree(self._passes.losses, self._passes.weights, self._passes.logged)
+            self._heed_ranks()
             self._source.end_replica(replica)
         except Rewound:
             self._early.undo()
             self._source.abandon()
             return
         optimizer, passes = self._parts.optimizer, self._passes
-        loss, weight = self._followers.figures(mean_of(passes.losses.read()), mean_of(passes.weights))
+        loss, weight, figures = self._followers.figures(
+            mean_of(passes.losses.read()), mean_of(passes.weights), passes.logged
+        )
         self._parts.coordinator.send(Report(
             round, replica, loss, weight,
             items=len(steps) * self._config.batch * self._config.items_per_sample,
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
-            settings=optimizer.settings_digest() if optimizer is not None else "", figures=passes.figures,
+            settings=optimizer.settings_digest() if optimizer is not None else "", figures=figures,
         ))  # fmt: skip
 
     def _go_ahead(self) -> Iterator[Micro]:
@@ -320,8 +324,18 @@ class Run:
                 raise Rewound
             if len(losses) == before + index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
-        self._parts.stopping.heed(self._exchange)  # nothing that the next version needs is sent before
+        if self._parts.alone:
+            self._parts.stopping.heed(self._exchange)  # nothing that the next version needs is sent before
         self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read()[before:])))
+
+    def _heed_ranks(self) -> None:
+        """In a worker of several ranks: heed what any of them has said of stopping the job."""
+        if self._parts.alone:
+            return
+        if (reason := self._followers.stop()) is not None:
+            self._parts.stopping.wish(reason)
+        with suppress(Rewound):  # the other ranks send their gradients first: `end_replica` raises it after that
+            self._parts.stopping.heed(self._exchange)
 
     def _before_module(self, module: torch.nn.Module) -> None:
         # Outside of `with micro:`, which alone swallows Rewound, the script gets what the model holds
@@ -337,18 +351,7 @@ class Run:
         if not due or not self._parts.leads() or self._exchange.view.leases(version):
             return
         self._source.show_version()
-        reports, figures = self._parts.reports, dict[str, float]()
-
-        def report(values: dict[str, float]) -> None:
-            figures.update(values)
-            reports.evaluated(Metrics(step, values, generation))
-
-        with self._evaluating(step):
-            self._followers.evaluate(step, self._evaluations.bits(due))
-            self._evaluations.run(due, step, report, agree=self._followers.result)
-        if self._parts.leases:
-            reports.version_evaluated(version, generation, figures)
-        self._parts.stopping.heed(self._exchange)
+        self._leased.lead(version, generation, due)
 
     @contextmanager
     def _evaluating(self, step: int) -> Iterator[None]:
@@ -386,14 +389,3 @@ def _forget_gradients(parts: Parts) -> None:
 def _compares(step: int) -> bool:
     """True if the parameters' values are compared around the script's code of this step: 0, 1, 2, 4, 8, ..."""
     return step & (step - 1) == 0
-
-
-def _check_last(version: int, rounds: int) -> None:
-    """Warn if the job is over and the model, which holds `version`, does not hold its last one. JobAborted if none."""
-    if version < 0:
-        raise JobAborted("the job was over before this worker had any of its parameters")
-    if version < rounds:
-        log.warning(
-            "the job is over, but this worker's model holds version %d of %d: the job did not wait for it (it was out "
-            "of the servers' reach). Use the weights that the others have saved", version, rounds,
-        )  # fmt: skip

@@ -21,7 +21,7 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import Collate, MapDataset, MicroBatches
-from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError, sentence_of
+from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
@@ -43,7 +43,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
-from rallypoint.parallel.group import LOST, RankGroup, is_of_another_rank
+from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
@@ -56,6 +56,7 @@ from rallypoint.worker.loop.run import Run
 from rallypoint.worker.ranks.followers import NoFollowers
 from rallypoint.worker.ranks.lead import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
+from rallypoint.worker.ranks.watch import cause_of, watch_of
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging, staging_for
@@ -65,7 +66,6 @@ from rallypoint.worker.streamed.parameters import streamed_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
-OTHER_RANK_S = 2.0  # another rank's end may be the cause of an error: within this time, this one is ended too
 _TOO_LATE = "the job was over before this worker took part in it"
 
 
@@ -110,6 +110,7 @@ class Job:
         )  # fmt: skip
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
+        self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
 
     def train(
         self, model: torch.nn.Module, dataset: MapDataset, *, collate_fn: Collate | None = None,
@@ -256,10 +257,7 @@ class Job:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self._finish(self._run if error is None else None)
         elif not isinstance(error, JobAborted):
-            lost = self._group is not None and is_of_another_rank(error)
-            if lost:
-                time.sleep(2 * OTHER_RANK_S)  # longer than another rank waits before it prints its error
-            self._give_up(LOST if lost else sentence_of(error))
+            self._give_up(cause_of(error, self._group))
         self.close()
         if self._group is not None and error is None:  # else other ranks may be in a collective, and wait for this one
             self._group.close()
@@ -292,6 +290,7 @@ class Job:
             self._exchange.close()
         if self._staging is not None:
             self._staging.close()
+        self._watch.close()
         self._link.close()
         if self._link.welcome.folder:
             self._tracer.save(Path(self._link.welcome.folder))

@@ -10,6 +10,7 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.view import ViewNumber
 from rallypoint.worker.exchange.exchange import Exchange, Rewound
 from rallypoint.worker.ranks.figures import Figures
+from rallypoint.worker.ranks.followers import GRADIENTS
 from rallypoint.worker.ranks.tensors import LeaderTensors
 from rallypoint.worker.sources.source import WaitsForVersions
 
@@ -59,6 +60,13 @@ class RankGradients(WaitsForVersions):
 
         Raises Rewound, after all ranks have sent theirs, when they are stale.
         """
+        self._tensors.at(GRADIENTS)
+        try:
+            self._send(replica)
+        finally:
+            self._tensors.at("")
+
+    def _send(self, replica: int) -> None:
         pushes = self._exchange.replica
         pushes.weigh(self._figures.weight, finite=self._figures.finite)
         sends = _Sends(self._exchange)

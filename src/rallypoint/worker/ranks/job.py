@@ -11,9 +11,10 @@ import torch
 
 from rallypoint.config import JobConfig, Settings, parse
 from rallypoint.data.loader import Collate, MapDataset, MicroBatches
-from rallypoint.errors import UsageError
-from rallypoint.parallel.group import RankGroup
+from rallypoint.errors import UsageError, sentence_of
+from rallypoint.parallel.group import RankGroup, is_of_another_rank
 from rallypoint.parallel.plan import Parallel
+from rallypoint.worker.ranks.followers import LEFT_LOOP
 from rallypoint.worker.ranks.run import RankRun
 from rallypoint.worker.ranks.spread import SpreadModel
 from rallypoint.worker.ranks.tensors import in_order, layout_of
@@ -52,6 +53,7 @@ class RankJob:
         """Train `model`, of which this rank has a part: see `Job.train`. The leader's settings count."""
         if self._run is not None:
             raise UsageError("this job has its run already: one job.train for one rp.join")
+        self._group.at("in job.train, comparing the model with the other ranks'")
         config, folder = heard(self._group)
         spread = SpreadModel(self._group, model, parallel or Parallel())
         spread.check_data(dataset)
@@ -59,6 +61,7 @@ class RankJob:
             spread.collect_value(tensor, None)
         batches = MicroBatches(dataset, config, spread.device, collate_fn, part=spread.part)
         self._run = RankRun(spread, config, batches, in_order(spread, layout_of(spread, config)), folder)
+        self._group.at("in the script, before its loop")
         return self._run
 
     def leave(self, status: int = 0) -> None:
@@ -73,9 +76,12 @@ class RankJob:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
+            if not is_of_another_rank(error):
+                called = f"the script has called sys.exit({error.code!r})" if isinstance(error, SystemExit) else ""
+                self._group.last_words(called or sentence_of(error))
             return
         if self._run is not None and not self._run.ended:
-            raise UsageError(f"the loop ended before the last step on rank {self.rank} of this worker: do not leave it")
+            raise UsageError(LEFT_LOOP.format(rank=self.rank))
         self.close()
 
 

@@ -28,6 +28,7 @@ class Lead:
         self, group: RankGroup, config: JobConfig, model: torch.nn.Module, parallel: Parallel | None, folder: str
     ) -> None:
         check_ranks(config)
+        group.at("in job.train, comparing the model with the other ranks'")
         told(group, config, folder)
         self._group, self._config = group, config
         self._spread = SpreadModel(group, model, parallel or Parallel())
@@ -37,7 +38,9 @@ class Lead:
     def tensors(self, dataset: MapDataset) -> LeaderTensors:
         """Compare the data sets of the ranks, and return the model's tensors."""
         self._spread.check_data(dataset)
-        return LeaderTensors(self._spread, self._config)
+        tensors = LeaderTensors(self._spread, self._config)
+        self._group.at("")
+        return tensors
 
     def batches(self, dataset: MapDataset, collate: Collate | None) -> MicroBatches:
         """Return this rank's part of the micro-batches."""

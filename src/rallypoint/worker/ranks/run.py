@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,8 +22,8 @@ from rallypoint.worker.activations import Activations
 from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.precision.autocast import Autocast
-from rallypoint.worker.ranks.figures import Figures
-from rallypoint.worker.ranks.followers import first_result
+from rallypoint.worker.ranks.figures import Figures, Logged
+from rallypoint.worker.ranks.followers import COMPUTED, COMPUTING, EVALUATING, GRADIENTS, VERSION, first_result
 from rallypoint.worker.ranks.spread import SpreadModel
 
 log = logging.getLogger("rallypoint")
@@ -49,6 +50,7 @@ class RankRun:
         self._activations = Activations(spread.model, config, spread.device)
         self._step, self._started, self.ended, self._leads = -1, False, False, False
         self._losses: list[torch.Tensor] = []
+        self._logged = Logged()
         self._weight, self._computed = 1.0, 0  # of the step in progress: the weight, the micro-batches
 
     @property
@@ -81,14 +83,13 @@ class RankRun:
         print(text, flush=True)
 
     def stop(self, reason: str = "") -> None:
-        """Raises UsageError: the scripts of all ranks would have to stop in the same place."""
-        raise UsageError(
-            "run.stop is not supported together with --ranks: the scripts of all ranks would have to stop in the same "
-            "place; use a lower steps="
-        )
+        """End the job with the next version: see `Run.stop`. Rank 0 hears of it at the replica's end."""
+        if self._figures.stop is None:
+            self._figures.stop = reason
 
     def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
-        """Does nothing (called by Micro): rank 0's figures count."""
+        """Add figures of one micro-batch (called by Micro): rank 0 gets them at the replica's end."""
+        self._logged.add(figures)
 
     def every(self, steps: int) -> Callable[[_E], _E]:
         """Decorate an evaluation: it runs on all ranks of the worker that evaluates. See `Run.every`."""
@@ -124,21 +125,26 @@ class RankRun:
         self._spread.restore_buffers()
 
     def _install(self, version: int) -> None:
+        self._spread.group.at(VERSION.format(version=version))
         for _, tensor in self._order:
             self._spread.hand_out(tensor, None)
         self._spread.keep_buffers()
         self._step = self._config.steps_at(version)
 
     def _evaluate(self, order: Order) -> None:
+        self._spread.group.at(EVALUATING.format(step=order.first))
         due = self._evaluations.chosen(order.second)
-        group = self._spread.group
+        agree = partial(first_result, self._spread.group, self._figures)
         self._spread.restore_buffers()  # as the leader's: after the last version a replica may have changed them
         with self._autocast.on():
-            self._evaluations.run(due, order.first, lambda values: None, agree=lambda own: first_result(group, own))
+            self._evaluations.run(due, order.first, lambda values: None, agree=agree)
+        self._figures.stop = None  # rank 0 knows of it
         self._spread.forget_gradients()
 
     def _replica(self, round: int, replica: int) -> Iterator[Micro]:
-        self._losses = []
+        group = self._spread.group
+        group.at(COMPUTING.format(step=round, replica=replica))
+        self._losses, self._logged = [], Logged()
         self._spread.restore_buffers()
         for step in self._config.steps_of(round):
             self._computed = 0
@@ -147,7 +153,10 @@ class RankRun:
                 yield Micro(self, step=step, replica=replica, index=index, batch=batch)
                 if self._computed == index:
                     raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
-        self._figures.agree([float(loss) for loss in self._losses], self._weight)
+        group.at(COMPUTED)
+        self._figures.agree([float(loss) for loss in self._losses], self._weight, self._logged)
+        self._figures.stop = None  # rank 0 knows of it
+        group.at(GRADIENTS)
         for entry, tensor in self._order:
             if entry.spec.group >= 0:
                 self._spread.collect_gradient(tensor, None)

@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from rallypoint.core.ranks import Held, Spread, spread_over
+from rallypoint.core.ranks import Held, Spread, check_shared, spread_over
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MapDataset
 from rallypoint.errors import DataError, ModelError
@@ -37,8 +37,8 @@ class SpreadModel:
         self.part = data_part(parallel.mesh, parallel.dimensions)
         check_data_parallel(self._tensors, parallel.dimensions)
         holdings = [msgspec.json.decode(data, type=list[Held]) for data in group.all_bytes(msgspec.json.encode(held))]
-        names = [] if parallel.unsharded is None else [one.name for one in held_of(parallel.unsharded)[0]]
-        spread = spread_over(holdings, names)
+        spread = spread_over(holdings, self._order(parallel.unsharded))
+        check_shared(spread, group.size, self.part[1])
         self.trained = [tensor for tensor in spread if tensor.role == "trained"]
         self.frozen = [tensor for tensor in spread if tensor.role == "frozen"]
         self.buffers = [tensor for tensor in spread if tensor.role == "buffer"]
@@ -48,6 +48,18 @@ class SpreadModel:
         first = next(iter(self._tensors.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
         self._buffers_at_start: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def _order(self, unsharded: torch.nn.Module | None) -> list[str]:
+        """Return the names of the whole model's tensors; [] if it was not given. All ranks compare theirs."""
+        names = None if unsharded is None else [one.name for one in held_of(unsharded)[0]]
+        given = self.group.all_bytes(msgspec.json.encode(names))
+        for rank, one in enumerate(given):
+            if one != given[0]:
+                raise ModelError(
+                    f"rank {rank} of this worker was given another whole model than rank 0 (or only one of them was "
+                    "given any): pass the same rp.Parallel(mesh, unsharded=...) on all ranks"
+                )
+        return names or []
 
     def check_data(self, dataset: MapDataset) -> None:
         """Raise DataError if a rank's data set differs from the leader's, as far as that can be seen."""

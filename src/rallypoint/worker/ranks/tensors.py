@@ -32,6 +32,10 @@ class LeaderTensors(ModelTensors):
         self._frozen = self._hashes()
         self._last: tuple[str, torch.Tensor] = "", torch.empty(0)  # the tensor that `part` has put together last
 
+    def at(self, where: str) -> None:
+        """Say what the leader does with the other ranks: see `RankGroup.at`."""
+        self._spread.group.at(where)
+
     def frozen_hashes(self) -> dict[str, str]:
         """Return a hash of every frozen parameter's bytes, whole."""
         return self._frozen
@@ -58,9 +62,11 @@ class LeaderTensors(ModelTensors):
     def _value(self, tensor: Spread) -> torch.Tensor:
         if self._last[0] != tensor.name:
             place = [one.name for _, one in self.spread].index(tensor.name)
+            self.at(f"collecting the values of {tensor.name}")
             self._spread.group.tell(Order(Kind.VALUE, place))
             whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor))
             self._spread.collect_value(tensor, whole)
+            self.at("")
             self._last = tensor.name, whole
         return self._last[1]
 
@@ -79,9 +85,11 @@ class LeaderTensors(ModelTensors):
     def read_from(self, vector: torch.Tensor) -> None:
         """Copy parameters and buffers from a flat fp32 CPU vector to all ranks, which have been told of it."""
         self._last = "", torch.empty(0)
+        self.at("handing a version out to the other ranks")
         for entry, tensor in self.spread:
             like = torch.empty(tensor.shape if tensor.role == "buffer" else 0, dtype=wire_dtype(tensor))
             self._spread.hand_out(tensor, Placed(like, entry).of(vector))
+        self.at("")
 
 
 def layout_of(spread: SpreadModel, config: JobConfig) -> Layout:

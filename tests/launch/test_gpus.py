@@ -1,0 +1,49 @@
+"""Several workers of ranks on one machine: each sees its own GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rallypoint.launch.engines.gpus import GpuShare, devices_of, shares_of
+
+
+def test_the_gpus_are_those_that_are_visible_or_the_driver_s(tmp_path: Path) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert devices_of({"CUDA_VISIBLE_DEVICES": "3, 5,GPU-ab"}, tmp_path) == ["3", "5", "GPU-ab"]
+    assert devices_of({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert devices_of({}, tmp_path) == ["0", "1"]
+    assert devices_of({}, tmp_path / "no driver") == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks", "shares"),
+    [("01234567", 4, ["0123", "4567"]), ("01234", 2, ["01", "23"]), ("0", 2, []), ("", 2, []), ("01", 2, ["01"])],
+)
+def test_a_share_has_as_many_gpus_as_a_worker_has_ranks(devices: str, ranks: int, shares: list[str]) -> None:
+    assert ["".join(share) for share in shares_of(list(devices), ranks)] == shares
+
+
+def test_each_worker_of_a_job_gets_another_share_and_gives_it_back(tmp_path: Path) -> None:
+    job, devices = str(tmp_path), ["0", "1", "2", "3"]
+    first, second = GpuShare(2, job, devices), GpuShare(2, job, devices)
+    try:
+        assert (first.visible, first.shared, second.visible, second.shared) == ("0,1", False, "2,3", False)
+        third = GpuShare(2, job, devices)
+        assert (third.visible, third.shared) == ("0,1", True)
+        third.close()
+        first.close()
+        third = GpuShare(2, job, devices)
+        assert (third.visible, third.shared) == ("0,1", False)
+        third.close()
+    finally:
+        first.close()
+        second.close()
+
+
+def test_without_enough_gpus_nothing_is_changed(tmp_path: Path) -> None:
+    share = GpuShare(4, str(tmp_path), ["0"])
+    assert share.visible is None
+    share.close()
