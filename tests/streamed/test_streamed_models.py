@@ -134,6 +134,8 @@ def test_models_that_read_parameters_unseen_are_refused() -> None:
     model.last._compiled_call_impl = model.last.forward  # as `model.last.compile()` leaves it
     with EmbeddedJob() as job, pytest.raises(ModelError, match=r"leave torch\.compile out"):
         job.train(model, DATA, **{**COMMON, **STREAMED})
+    with EmbeddedJob() as job, pytest.raises(ModelError, match="0 has max_norm, which writes into its weight"):
+        job.train(torch.nn.Sequential(torch.nn.Embedding(9, 3, max_norm=1.0)), DATA, **{**COMMON, **STREAMED})
     with EmbeddedJob() as job, pytest.raises(ConfigError, match="init= is for models on the meta device"):
         job.train(Again(), DATA, init=print, **COMMON)
 

@@ -91,6 +91,10 @@ def _check(model: torch.nn.Module) -> None:
                 f'{name or type(module).__qualname__} is compiled, and compiled code reads parameters unseen: with '
                 'parameters="streamed" leave torch.compile out'
             )
+        if getattr(module, "max_norm", None) is not None:
+            raise ModelError(
+                f'{name} has max_norm, which writes into its weight: parameters="streamed" would lose that'
+            )
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or parameter.is_meta:
             continue
