@@ -34,6 +34,11 @@ class LeasedEvaluations:
         self.version: int | None = None
         self._checks = ForwardChecks(parts.model, lambda module: parts.exchange.leased.check())
 
+    def register(self) -> None:
+        """Tell the coordinator which evaluations the script has."""
+        if self._parts.leases and self._evaluations.periods:
+            self._parts.reports.registered(self._evaluations.periods, high=self._evaluations.high)
+
     def lead(self, version: int, generation: ViewNumber, due: list[Registered]) -> None:
         """Evaluate the version that the model holds, which the lead has not left to another worker."""
         parts, step = self._parts, self._parts.config.steps_at(version)

@@ -137,7 +137,7 @@ class Run:
         def register(evaluation: _E) -> _E:
             self._evaluations.add(steps, evaluation, priority)
             if self._started:
-                self._tell_evaluations()
+                self._leased.register()
             return evaluation
 
         return register
@@ -146,7 +146,7 @@ class Run:
         if self._started:
             raise UsageError("a run is iterated once")
         self._started = True
-        self._tell_evaluations()
+        self._leased.register()
         _forget_gradients(self._parts)  # of the script's own passes before the loop
         self._check_forwards()
         while True:
@@ -158,10 +158,6 @@ class Run:
             else:
                 self._do(action)
         self._end()
-
-    def _tell_evaluations(self) -> None:
-        if self._parts.leases and self._evaluations.periods:
-            self._parts.reports.registered(self._evaluations.periods, high=self._evaluations.high)
 
     def _do(self, action: machine.Next) -> None:
         match action:
