@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from test_survival import SCRIPT, STEPS, Cluster, alive, undisturbed_run
@@ -41,6 +42,18 @@ class EvaluatingCluster(Cluster):
         file = self.home / "evaluating"
         self.until(file.exists)
         return file.read_text()
+
+    def evaluated_by(self, at: int = AT) -> list[str]:
+        """The workers that have got the lease of this step, one after the other."""
+        said = [event["text"] for event in self.events("Say")]
+        return [text.rpartition(" ")[2] for text in said if text.startswith(f"step {at} is evaluated by")]
+
+    def standby_evaluates(self) -> psutil.Process:
+        """The standby in the middle of that evaluation; waits for it."""
+        self.open(EVERY + 2)
+        self.until(lambda: len(self.evaluated_by()) == 1)  # before anybody may come to that step
+        assert self.evaluating() == self.evaluated_by()[0]
+        return self.processes()[self.evaluated_by()[0]]
 
     def go(self) -> None:
         (self.home / "go").touch()
@@ -86,3 +99,55 @@ def test_a_worker_that_is_told_to_go_in_the_middle_of_an_evaluation_ends_it_firs
     assert cluster.hash == undisturbed.hash
     assert sorted(cluster.figures()) == undisturbed.figures()
     assert [step for step, _ in undisturbed.figures()] == list(range(EVERY, STEPS + 1, EVERY))
+
+
+@pytest.mark.slow
+def test_a_standby_evaluates_while_workers_train_and_if_it_is_killed_another_does(
+    cluster: EvaluatingCluster, undisturbed: EvaluatingCluster
+) -> None:
+    cluster.run("--workers", "2", "--standby", "2", "--servers", "2")
+    victim = cluster.standby_evaluates()
+    cluster.until_caught_up(AT + 2)  # the others train meanwhile
+    (cluster.home / "evaluating").unlink()
+    victim.kill()
+    cluster.until(lambda: len(cluster.evaluated_by()) == 2)
+    assert cluster.evaluating() == cluster.evaluated_by()[1]
+    cluster.open(STEPS)
+    cluster.go()
+    assert cluster.ended() == 0, cluster.output
+    assert cluster.hash == undisturbed.hash
+    assert sorted(cluster.figures()) == undisturbed.figures()
+
+
+@pytest.mark.slow
+def test_the_coordinator_is_killed_while_a_standby_evaluates(
+    cluster: EvaluatingCluster, undisturbed: EvaluatingCluster
+) -> None:
+    cluster.run("--workers", "2", "--standby", "1", "--servers", "2")
+    cluster.standby_evaluates()
+    cluster.until_caught_up(AT + 2)
+    cluster.processes()["coordinator"].kill()
+    cluster.go()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert cluster.hash == undisturbed.hash
+    assert sorted(cluster.figures()) == undisturbed.figures()
+
+
+@pytest.mark.slow
+def test_the_server_that_keeps_the_version_is_killed_while_a_standby_evaluates(
+    cluster: EvaluatingCluster, undisturbed: EvaluatingCluster
+) -> None:
+    cluster.run("--workers", "2", "--standby", "2", "--servers", "2", "--replication", "2")
+    victim = cluster.standby_evaluates()
+    cluster.until_caught_up(AT + 2)
+    (cluster.home / "evaluating").unlink()
+    cluster.processes()["server0"].kill()
+    victim.kill()  # the next one gets the version from the backup
+    cluster.until(lambda: len(cluster.evaluated_by()) == 2)
+    assert cluster.evaluating() == cluster.evaluated_by()[1]
+    cluster.go()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert cluster.hash == undisturbed.hash
+    assert sorted(cluster.figures()) == undisturbed.figures()

@@ -9,6 +9,7 @@ import pytest
 
 from rallypoint.config import JobConfig, overrides_from, record_of, resolve
 from rallypoint.config.changes import Change, changed_record
+from rallypoint.config.kept import kept_record
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import SGD, AdamW
@@ -105,3 +106,19 @@ def test_every_setting_that_cannot_change_is_one() -> None:
     from rallypoint.config.changes import _FIXED
 
     assert {key.partition(".")[0] for key in _FIXED} <= set(JobConfig.__struct_fields__)
+
+
+def test_a_record_from_before_some_settings_existed_is_that_of_the_workers_who_go_on_with_it() -> None:
+    now = record()
+    plain = msgspec.to_builtins(now)
+    before = {**plain, "config": {k: v for k, v in plain["config"].items() if k not in ("average", "precision")}}
+    before["config"]["optimizer"] = {k: v for k, v in plain["config"]["optimizer"].items() if k != "weight_decay"}
+    kept = kept_record(before, "snapshot step-00000003-1")
+    assert disagreement(kept, now) is None
+    going_on, changes = changed_record(kept, {}, 3)
+    assert (disagreement(going_on, now), changes) == (None, [])
+
+
+def test_a_record_with_all_settings_is_read_as_it_was_written() -> None:
+    plain = msgspec.to_builtins(record())
+    assert kept_record(plain, "x") == msgspec.convert(plain, JobRecord)

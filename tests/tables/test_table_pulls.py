@@ -157,7 +157,7 @@ def test_first_weights_for_a_table_and_pulls_of_what_is_none_are_refused(job: Jo
     assert "which has 0 to 0" in refusal(channel)
     other = next(s for s in job.servers if s.id == job.view.primary[DENSE])
     channel = job.enter(other._gate.address, "worker", "worker0")
-    channel.send(Header(Kind.PULL_ROWS, job.view.number, shard=DENSE))
+    channel.send(Header(Kind.PULL_ROWS, job.view.number, shard=DENSE, length=4), memoryview(bytes(4)))
     assert "which has not such rows" in refusal(channel)
     assert job.runs()
 

@@ -14,7 +14,7 @@ import torch
 import rallypoint as rp
 from rallypoint.errors import UsageError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.worker.loop.evaluations import Evaluations
+from rallypoint.worker.evaluating.evaluations import Evaluations
 from rallypoint.worker.tensors import weights_hash
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))

@@ -50,14 +50,14 @@ def test_a_roll_back_during_an_evaluation_changes_neither_bytes_nor_results(
     with cluster.job as job:
         run = job.train(model, data, **SETTINGS)
         sent: list[Metrics] = []
-        send = run._parts.coordinator.send
+        send = run._parts.reports._send
 
         def watched(message: Any) -> None:
             if isinstance(message, Metrics):
                 sent.append(message)
             send(message)
 
-        run._parts.coordinator.send = watched  # type: ignore[method-assign]
+        run._parts.reports._send = watched
 
         @run.every(2)
         def evaluate(step: int) -> dict[str, float]:

@@ -15,12 +15,15 @@ from rallypoint.net.messages import (
     CaughtUp,
     Disproved,
     Done,
+    Evaluated,
+    Evaluates,
     GiveUp,
     Hello,
     Knows,
     Leaving,
     Message,
     Metrics,
+    NotKept,
     NotStored,
     Propose,
     Release,
@@ -37,7 +40,10 @@ MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `
 _AGE_S = 1e9  # no wait is longer
 
 _MAY_SAY: dict[str, tuple[type, ...]] = {
-    "worker": (Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Stop, Done, GiveUp),
+    "worker": (
+        *(Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Say, Stop, Done, GiveUp),
+        *(Metrics, Evaluates, Evaluated, NotKept),
+    ),
     "server": (Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
     "aggregator": (Knows, Beat, Say),
     "observer": (SnapshotWanted, Resize, Release),

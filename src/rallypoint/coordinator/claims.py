@@ -13,16 +13,19 @@ from typing import Generic, TypeVar
 
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.view import View
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.messages import (
     Capture,
     CaughtUp,
     Disproved,
     Done,
+    Evaluated,
+    Evaluates,
     GiveUp,
     Leaving,
     Message,
     Metrics,
+    NotKept,
     NotStored,
     Propose,
     Report,
@@ -33,9 +36,10 @@ from rallypoint.net.messages import (
 
 @dataclass(slots=True)
 class Claims:
-    """Remembers who was asked for a snapshot; all else is in the view in force."""
+    """Remembers who was asked for a snapshot, and who has held an evaluation lease; all else is in the view."""
 
     _asked: Capture | None = None
+    _holders: dict[str, ViewNumber] = field(default_factory=dict)  # of leases, and in which generation they had one
 
     def asked(self, capture: Capture) -> None:
         """A snapshot begins."""
@@ -46,7 +50,7 @@ class Claims:
         match message:
             case Report():
                 return member in course.members.present and self.may_report(member, message, course.view)
-            case Metrics():
+            case Metrics() | Evaluated():
                 return member in course.members.present and self.may_evaluate(member, message, course.view)
             case Stored() | NotStored():
                 return self.may_answer(member, message)
@@ -64,16 +68,19 @@ class Claims:
             return view.takes(worker, (report.replica,))
         return report.generation < view.generation
 
-    def may_evaluate(self, worker: str, metrics: Metrics, view: View | None) -> bool:
+    def may_evaluate(self, worker: str, claim: Metrics | Evaluated, view: View | None) -> bool:
         """Can the worker have evaluated in the view in force or an earlier one of its generation?
 
-        Who computes replica 0 evaluates. Figures of an earlier generation are judged by who counts them.
+        Who computes replica 0 evaluates, and who holds a lease. Figures of an earlier generation are judged by who
+        counts them.
         """
         if view is None:
             return False
-        if metrics.generation == view.generation:
-            return view.takes(worker, (0,))
-        return metrics.generation < view.generation
+        if view.lease is not None and view.lease.holder:
+            self._holders[view.lease.holder] = view.generation
+        if claim.generation == view.generation:
+            return view.takes(worker, (0,)) or self._holders.get(worker) == view.generation
+        return claim.generation < view.generation
 
     def may_answer(self, member: str, message: Stored | NotStored) -> bool:
         """Was the member asked for a part of that snapshot?"""
@@ -135,6 +142,12 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.SnapshotLost(snapshot, f"{sender}: {reason}", passed)
         case Stop(version=version, reason=reason, left=left, generation=generation):
             return cluster_events.Stopped(sender, version, reason, left, generation)
+        case Evaluates(periods=periods, high=high):
+            return cluster_events.Evaluates(sender, periods, high)
+        case Evaluated(version=version, generation=generation, values=values):
+            return cluster_events.Evaluated(sender, version, generation, values)
+        case NotKept(version=version, generation=generation):
+            return cluster_events.NotKept(sender, version, generation)
         case Done(generation=generation, version=version):
             return cluster_events.Done(sender, generation, version)
         case GiveUp(reason=reason, version=version, generation=generation):

@@ -93,6 +93,8 @@ class CoordinatorShell:
         self.last_word: Finished | Aborted | None = None
         self.announcer = Announcer(self.machine, now)
         self.evaluations, self._early = Evaluations(), Early[Metrics](EVALUATED)
+        for version, figures in self.machine.course.evaluations.results.items():  # shown by an earlier coordinator
+            self.evaluations.add(self.announcer.config.steps_at(version), figures)
         self._agreement, self._claims, self._newcomers = Agreement(), Claims(), Newcomers.of(terms, now)
         self._sizes = Sizes(now)
         self._terms, self._now = terms, now

@@ -9,7 +9,7 @@ import msgspec
 
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.layout import Layout, first_difference
-from rallypoint.core.modes import Feature, ModeTraits, Pace, refusal, why_not
+from rallypoint.core.modes import Feature, ModeName, ModeTraits, Pace, refusal, why_not
 
 
 class DataIdentity(msgspec.Struct, frozen=True):
@@ -61,6 +61,15 @@ class JobRecord(msgspec.Struct, frozen=True):
     def supports(self, feature: Feature) -> bool:
         """True if the feature works in this job, together with those that the job uses."""
         return not why_not(self.mode.name, feature, frozenset(self.features))
+
+    @property
+    def leases(self) -> bool:
+        """True if a worker that does not train may evaluate a version: servers send every version whole and exactly.
+
+        The rest stays with the lead: other modes, a lossy `down`, parameters held in bf16 or streamed, tables.
+        """
+        whole = not {Feature.DOWN, Feature.HOLD, Feature.TABLES, Feature.STREAMED}.intersection(self.features)
+        return self.mode.name is ModeName.SYNC and whole
 
     def refusal_of(self, terms: Set[Feature]) -> str:
         """The sentence why this job cannot run on a cluster whose terms ask for these features; "" if it can."""

@@ -52,6 +52,16 @@ class Stop(msgspec.Struct, frozen=True):
     worker: str = ""
 
 
+class Lease(msgspec.Struct, frozen=True):
+    """An evaluation lease: `holder` has the right and the duty to evaluate `version`, which may not exist yet.
+
+    Servers keep that version. `holder` is "" while nobody is there who could.
+    """
+
+    version: int
+    holder: str = ""
+
+
 class View(msgspec.Struct, frozen=True):
     """The members, the replicas that each worker computes, and the shards that each server holds.
 
@@ -76,6 +86,7 @@ class View(msgspec.Struct, frozen=True):
         aggregators: the aggregators that are here.
         aggregator_of: worker -> the aggregator that it may use. A worker that is not in it uses the servers.
         stop: the job ends before its last round; None while nobody has said so.
+        lease: who evaluates which version in place of the lead; None: the lead evaluates each that is due.
     """
 
     number: ViewNumber
@@ -95,6 +106,7 @@ class View(msgspec.Struct, frozen=True):
     aggregators: tuple[Member, ...] = ()
     aggregator_of: dict[str, str] = {}
     stop: Stop | None = None
+    lease: Lease | None = None
 
     def last(self, rounds: int) -> int:
         """The job's last version, where it would have so many rounds."""
@@ -131,6 +143,10 @@ class View(msgspec.Struct, frozen=True):
     def lead(self, step: int) -> str:
         """The worker that computes replica 0 at `step`: it evaluates and saves. "" if there is none."""
         return next((worker for worker, replicas in self.assigned(step).items() if 0 in replicas), "")
+
+    def leases(self, version: int) -> bool:
+        """True if the evaluation of `version` is leased: the lead leaves it to the holder."""
+        return self.lease is not None and self.lease.version == version
 
     def moved(self, before: View) -> list[int]:
         """The shards that went to another primary after the view `before`, ascending; also if they came back since."""

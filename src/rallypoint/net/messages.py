@@ -8,17 +8,20 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from rallypoint.core.job import JobRecord
-from rallypoint.core.typed import MOST_MEMBERS, MOST_METRICS, Count, Index, Name, Norm, Replicas, Seconds
+from rallypoint.core.typed import MOST_MEMBERS, Count, Index, Name, Norm, Replicas, Seconds
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import ProtocolError
+from rallypoint.net.evaluations.messages import Evaluated as Evaluated
+from rallypoint.net.evaluations.messages import Evaluates as Evaluates
+from rallypoint.net.evaluations.messages import Figures
+from rallypoint.net.evaluations.messages import Metrics as Metrics
+from rallypoint.net.evaluations.messages import NotKept as NotKept
 from rallypoint.net.greetings import AnyMessage, Hidden, Secret, Shown
 from rallypoint.net.greetings import Challenge as Challenge
 from rallypoint.net.greetings import Hello as Hello
 from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
 from rallypoint.observe.lines import printable
-
-Figures = Annotated[dict[Name, float], msgspec.Meta(max_length=MOST_METRICS)]
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
 
@@ -159,14 +162,6 @@ class Held(AnyMessage, frozen=True):
 
 class Release(AnyMessage, frozen=True):
     """From an observer: end the job although its newest version is in no snapshot."""
-
-
-class Metrics(AnyMessage, frozen=True):
-    """The result of an evaluation after `step` steps of training, in that generation."""
-
-    step: Index
-    values: Figures
-    generation: ViewNumber = ViewNumber()
 
 
 class Say(Shown, frozen=True):
@@ -359,7 +354,7 @@ Message = (
     Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
-    Snapshotted | Knows | Held | Release
+    Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,4 +1,4 @@
-"""Requests of workers for rows of tables, or words of shards. They may ask for a version that does not exist yet."""
+"""Requests of workers for rows of tables, words of shards or whole shards, at a version that may not exist yet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Pulls:
         return self._requests.shards
 
     def add(self, channel: Channel, header: Header, ids: Ids | None) -> None:
-        """A worker asks for the rows `ids` of a table's part; None: for the words that the header names."""
+        """A worker asks for the rows `ids` of a table's part, or for all of another shard; None: for the words that the
+        header names."""
         newest = bool(header.flags & NEWEST)
         place = (0, 0) if ids is not None else (header.replica, header.wants)
         self._requests.add(header.shard, Request(channel, header.step, newest, (header, ids), place))
@@ -61,6 +62,8 @@ def _payload(owned: HeldShard, version: int, asked: Header, ids: Ids | None) -> 
     if ids is None:
         assert isinstance(owned, StreamedShard), "only streamed parameters are pulled by words"
         return owned.words(version, asked.replica, asked.wants)
-    assert isinstance(owned, OwnedRows), "only tables have rows"
+    if not isinstance(owned, OwnedRows):
+        _, kept, nbytes = owned.raw(version)
+        return kept.retain(), kept.bytes[:nbytes]
     buffer, nbytes = owned.rows(version, ids)
     return buffer, buffer.bytes[:nbytes]

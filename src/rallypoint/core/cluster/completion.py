@@ -14,6 +14,7 @@ import msgspec
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Note, Say
+from rallypoint.core.cluster.evaluating.leases import awaits_evaluation, lost_evaluations
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
@@ -120,6 +121,9 @@ class Completion:
         effects = self._believe(said) if not said <= members.done and self._can_be(said) else []
         if course.phase is not Phase.RUNNING or not members.is_complete(course.now) or not self.snapshots.final:
             return effects
+        if awaits_evaluation(course):
+            return effects
+        effects += lost_evaluations(course)
         lead, able = course.view.lead(course.last), members.finishing
         able = able - members.awaited or able  # who is away hears of it later, or not at all
         stop, at = course.views.stop, course.record.steps_at(course.last)

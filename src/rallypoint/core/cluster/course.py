@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
+from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.recovery import Recovery
 from rallypoint.core.cluster.state import ClusterState, Failing, Phase
@@ -35,6 +36,7 @@ class Course:
         now: the time of the last Tick, in seconds.
         members: the workers and servers that are here.
         evaluating: the workers that evaluate now, after their beats.
+        evaluations: the script's evaluations, and their results.
         record: the job's record; None before a worker has proposed one.
         strategies: what depends on the record: see `strategies_for`.
     """
@@ -53,6 +55,7 @@ class Course:
     now: float = 0.0
     members: Membership = field(default_factory=Membership)
     evaluating: set[str] = field(default_factory=set)
+    evaluations: EvaluationLedger = field(default_factory=EvaluationLedger)
     record: JobRecord | None = None
     strategies: Strategies = field(default_factory=Strategies)
 
@@ -114,14 +117,15 @@ class Course:
         view = self.view
         if view is None or self.phase is Phase.GATHERING:
             return True
-        return bool(view.contributors.get(member)) or member in {view.uploader, *view.primary.values()}
+        evaluates = view.lease is not None and view.lease.holder == member
+        return evaluates or bool(view.contributors.get(member)) or member in {view.uploader, *view.primary.values()}
 
     def state(self) -> ClusterState:
         """What the next coordinator needs to go on."""
         return ClusterState(
             self.record, self.view, tuple(sorted(self.views.caught_up)), self.members.incarnations, self.views.epoch,
             self.begun, self.furthest, self.workers_max, self.last_word, dict(self.recovery.reached),
-            self.failing,
+            self.failing, dict(self.evaluations.results),
         )  # fmt: skip
 
     def dismiss_aggregators(self) -> list[Effect]:

@@ -127,6 +127,34 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluates:
+    """The script on a worker has evaluations with these periods, in steps; `high`: one has a high priority."""
+
+    worker: str
+    periods: tuple[int, ...]
+    high: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A worker has run all evaluations that are due with `version`, in that generation, with these figures."""
+
+    worker: str
+    version: int
+    generation: ViewNumber
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class NotKept:
+    """A worker was to evaluate `version`, and no server has it any more."""
+
+    worker: str
+    version: int
+    generation: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """A member's process closed its connection, or has ended; `reason` says why, as far as known."""
 
@@ -243,5 +271,7 @@ class Found:
 Event = (
     Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked | Failed
     | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver | Outrun
-    | Released | Stopped
+    | Released | Stopped | Evaluates | Evaluated | NotKept
 )  # fmt: skip
+
+OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time

@@ -23,11 +23,13 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
+from rallypoint.core.cluster.evaluating.leases import heard
 from rallypoint.core.cluster.health.apart import disproved, set_apart
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
+from rallypoint.core.cluster.health.waiting import waiting_for
 from rallypoint.core.cluster.invariants import check_course
-from rallypoint.core.cluster.state import ClusterState, Phase, Resumed, awaited
+from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
 from rallypoint.core.cluster.storing.snapshots import Snapshots
@@ -92,6 +94,7 @@ class ClusterMachine:
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
         course.last_word, course.failing = state.last_word, state.failing
+        course.evaluations.recovered(state.results, state.view)
         if not self.terms.earlier:  # else the launcher knows the last size that was announced; the journal may not
             course.workers_max = state.workers_max
         if course.view is None or state.last_word is not None:
@@ -100,11 +103,6 @@ class ClusterMachine:
         course.phase = Phase.RUNNING
         course.members.expect(course.view)
         course.recovery.recovered(state.state_holders, moved=bool(course.view.assignments) or state.begun)
-
-    def _took_over(self, state: ClusterState) -> None:
-        epoch = max(self.course.views.epoch, state.epoch + 1)
-        self.course.views.epoch = self._snapshots.duty.epoch = epoch
-        self._recover(state)
 
     # ---- questions the shell asks ----
 
@@ -144,8 +142,7 @@ class ClusterMachine:
 
     @property
     def handed_over(self) -> bool:
-        """True if this generation goes on from a version that workers had reached: reports of steps before it count.
-        """
+        """True if this generation goes on from a version that workers had: reports of steps before it count."""
         return self.course.begun and self.view is not None and self.course.recovery.hands_over(self.view)
 
     def shards_to_store(self, member: str, snapshot: str) -> set[int]:
@@ -154,18 +151,9 @@ class ClusterMachine:
 
     def waiting_for(self) -> str | None:
         """A phrase for what the whole job waits for (I8); None when it only waits for the step in progress."""
-        course = self.course
-        if course.phase is Phase.FAILING:
+        if self.course.phase is Phase.FAILING:
             return self._ending.awaited
-        if course.members.all_done and not self._snapshots.final:
-            return self._snapshots.awaited_at_the_end
-        if self._silence.cut_off:
-            return "members to be heard again (the coordinator presumes that it is cut off itself)"
-        if course.phase is Phase.RECOVERING and (phrase := course.recovery.awaited(course.members, self.terms)):
-            return phrase
-        return awaited(
-            course.phase, course.members, self.terms, workers=course.workers_to_begin, servers=course.servers_to_begin
-        )
+        return waiting_for(self.course, self._snapshots, cut_off=self._silence.cut_off)
 
     def validate(self) -> None:
         """Raise AssertionError with a sentence if an invariant does not hold. Call it between any two events."""
@@ -176,6 +164,11 @@ class ClusterMachine:
 
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event; return the effects, to be run in order."""
+        known, effects = self.course.known, self._handle(event)
+        same = isinstance(event, events.OFTEN) and self.course.known == known
+        return effects if same else [*effects, *self._succession.lease()]
+
+    def _handle(self, event: events.Event) -> list[Effect]:
         course = self.course
         if course.phase is Phase.OVER:
             return [Refuse(event.member.id, "the job is over")] if isinstance(event, events.Joined) else []
@@ -208,6 +201,9 @@ class ClusterMachine:
                 return [*self._succession.advance(), *self._succession.dismiss()]
             case events.Done() | events.Stopped():
                 return self._completion.handle(event)
+            case events.Evaluates() | events.Evaluated() | events.NotKept():
+                heard(event, course)
+                return self._completion.advance()
             case events.Resized(workers=workers):
                 course.workers_max = max(1, workers)
                 course.changed()
@@ -225,7 +221,8 @@ class ClusterMachine:
             case events.TookOver(state=state, complete=complete):
                 course.views.complete = complete
                 if state is not None:
-                    self._took_over(state)
+                    course.views.epoch = self._snapshots.duty.epoch = max(course.views.epoch, state.epoch + 1)
+                    self._recover(state)
                 return []
             case events.Outrun():
                 return self._succession.outrun(event)
@@ -318,6 +315,7 @@ class ClusterMachine:
         members.remove(member)
         self._assigner.forget(member)
         self._reach.forget(member)
+        course.evaluations.able.discard(member)
         had_state = course.recovery.gone(member)
         if course.phase is Phase.GATHERING:
             if not members.proposed and self.resume is None and not course.views.begun:

@@ -74,6 +74,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     last_word: Finish | Abort | None = None
     state_holders: dict[str, int] = {}
     failing: Failing | None = None
+    results: dict[int, dict[str, float]] = {}
 
 
 def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, servers: int) -> str | None:

@@ -32,6 +32,7 @@ class Strategies:
         aggregates: workers may use aggregators.
         workers_have_codec_states: a snapshot needs the workers' codec states.
         in_rounds: servers report each round, once.
+        leases: evaluations may be leased.
         snapshot_version: the rule for the version of the next snapshot.
         snapshot_lead: ask for a snapshot so many steps before its version.
     """
@@ -42,6 +43,7 @@ class Strategies:
     aggregates: bool = True
     workers_have_codec_states: bool = False
     in_rounds: bool = True
+    leases: bool = False
     snapshot_version: VersionRule = a_little_ahead
     snapshot_lead: int = CAPTURE_AHEAD
 
@@ -56,6 +58,7 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         aggregates=not terms.backup_tasks and record.supports(Feature.AGGREGATORS),
         workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is Holder.SERVERS,
         in_rounds=record.mode.pace is Pace.ROUNDS,
+        leases=terms.leases and record.leases,
         snapshot_version=snapshot_version,
         snapshot_lead=snapshot_lead,
     )

@@ -11,6 +11,7 @@ from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
+from rallypoint.core.cluster.evaluating.leases import lease_noted, rolled_back, wanted_lease
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
@@ -45,6 +46,7 @@ class Succession:
         assignments = self._assignments(before) if assignments is None else assignments
         if course.recovery.needs_new_generation(before, assignments, course.members, ending=ending):
             return self.recover(ending=ending)
+        course.views.lease = wanted_lease(course)
         view = course.views.following(course.record.layout.shards, course.members, assignments, ending=ending)
         if view is None:  # shards are lost
             return self.recover()
@@ -54,7 +56,16 @@ class Succession:
             return self.new_generation("")
         if view.assigned(course.furthest + 1).keys() != before.assigned(course.furthest + 1).keys():
             self.assigner.others_compute()
-        return self._publish(view, abandon=view.primary != before.primary)
+        noted = lease_noted(course, before)
+        return [*noted, *self._publish(view, abandon=view.primary != before.primary)]
+
+    def lease(self) -> list[Effect]:
+        """Publish a view with another evaluation lease, if there is to be one."""
+        course = self.course
+        view = course.view
+        if view is None or course.phase is not Phase.RUNNING or (view.lease is None and not course.evaluations.periods):
+            return []
+        return self.advance() if wanted_lease(course) != view.lease else []
 
     def caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> list[Effect]:
         """A primary says that the backups of these shards have caught up. See `ViewSequence.backups_caught_up`."""
@@ -165,6 +176,7 @@ class Succession:
         course = self.course
         assert course.record is not None
         course.applied, course.witnesses = -1, set()
+        rolled_back(course)
         course.members.left = dict.fromkeys(course.members.left, -1)
         course.recovery.begins(stored=origin != "")
         self.assigner.restart()

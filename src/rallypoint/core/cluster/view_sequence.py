@@ -20,7 +20,7 @@ from rallypoint.core.cluster.view_change import (
     surviving_primaries,
 )
 from rallypoint.core.layout import Shard
-from rallypoint.core.view import Assignment, Member, Stop, View, ViewNumber
+from rallypoint.core.view import Assignment, Lease, Member, Stop, View, ViewNumber
 
 
 @dataclass(slots=True)
@@ -35,6 +35,7 @@ class ViewSequence:
         caught_up: the shards whose backup holds all that was published: that backup may become primary.
         complete: every view of earlier coordinators that had an effect is known.
         stop: the job ends before its last round; the next view says it to everybody.
+        lease: the evaluation lease that the next view of this generation has.
     """
 
     epoch: int
@@ -44,6 +45,7 @@ class ViewSequence:
     caught_up: set[int] = field(default_factory=set)
     complete: bool = False
     stop: Stop | None = None
+    lease: Lease | None = None
     _last: ViewNumber = field(default_factory=ViewNumber)
 
     @property
@@ -59,7 +61,7 @@ class ViewSequence:
     def go_on_from(self, view: View | None, caught_up: Iterable[int]) -> None:
         """Put in force what an earlier coordinator has left."""
         self.view, self.caught_up = view, set(caught_up)
-        self.stop = None if view is None else view.stop
+        self.stop, self.lease = (None, None) if view is None else (view.stop, view.lease)
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
@@ -94,7 +96,7 @@ class ViewSequence:
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
-            stop=self.stop, **self._aggregation(members, assignments),
+            stop=self.stop, lease=self.lease, **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, before)
 

@@ -108,7 +108,8 @@ class Apply:
     """Apply the finished mean gradient, times `scale`; the result is `version`. None: leave the parameters unchanged.
 
     `step` is the position in the learning-rate schedule; `rate` multiplies the schedule's rate. Keep the wire copies
-    from version `oldest` on. With `replicate`, also send the scaled gradient to the backup, as `replica`'s.
+    from version `oldest` on, and that of `pinned`. With `replicate`, also send the scaled gradient to the backup, as
+    `replica`'s.
     """
 
     version: int
@@ -118,6 +119,7 @@ class Apply:
     rate: float = 1.0
     replica: int = 0
     replicate: bool = False
+    pinned: int = -1
 
 
 @dataclass(frozen=True, slots=True)

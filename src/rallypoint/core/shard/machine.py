@@ -78,6 +78,7 @@ class ShardMachine:
     compensates: bool = False
     version: int = -1  # updates applied here; -1: no state yet
     published: int = -1  # the newest version that followers may see (<= `version`)
+    pinned: int = -1  # the version whose evaluation is leased: it is kept, whatever its age
     first: int = 0  # the version that was loaded here: none before it may be kept
     awaiting: bool = False  # the sum is finished and waits for the decision
     chosen: tuple[int, ...] = ()  # the round in progress takes these, as an earlier primary had chosen; empty: any
@@ -238,7 +239,7 @@ class ShardMachine:
         rate = self._count(skipped=scale is None)
         applied = Apply(
             self.version + 1, self.clocks.mean if self.clocks else self.version, scale, self._oldest, rate=rate,
-            replica=self._sum.first, replicate=self.replication.replicating,
+            replica=self._sum.first, replicate=self.replication.replicating, pinned=self.pinned,
         )  # fmt: skip
         done = self._sum.contributions
         self._sum.clear()
@@ -316,7 +317,8 @@ class ShardMachine:
         if self.version > event.step:
             return [Drop(event.ticket), self._choice.acknowledge(self.version)]
         place = self.clocks.mean if self.clocks else self.version
-        applied = Apply(self.version + 1, place, None if event.skip else 1.0, self._oldest, rate=event.rate)
+        scale = None if event.skip else 1.0
+        applied = Apply(self.version + 1, place, scale, self._oldest, rate=event.rate, pinned=self.pinned)
         self.version += 1
         if event.replica < len(self.clocks):
             self.clocks.tick(event.replica, self.version)

@@ -310,6 +310,7 @@ class ServerMachine:
         if backup is not None:
             self._backups[index] = backup
         machine = self._machines[index]
+        machine.pinned = -1 if view.lease is None else self.plan.cadence.updates_before(index, view.lease.version)
         done = machine.handle(shard_events.Assigned(primary, backup is not None, fresh))
         verdict = self._clip.verdict(machine.version) if self._clip is not None else None
         if verdict is not None and index in self.plan.decides and not verdict.stops:

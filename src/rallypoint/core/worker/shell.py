@@ -21,6 +21,7 @@ from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.custody import NoCodecStates
 from rallypoint.core.worker.ending import Ending
 from rallypoint.core.worker.handover import Paths
+from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.links import LinkTable, Route
 from rallypoint.core.worker.slots import (
     Action,
@@ -29,6 +30,7 @@ from rallypoint.core.worker.slots import (
     Discard,
     Effect,
     Ended,
+    Evaluate,
     Follow,
     Initialise,
     Installed,
@@ -60,6 +62,7 @@ class WorkerShell:
         finished: the job has finished (`finish`).
         leaving: this worker was told to leave.
         ending: whether the model holds the job's last version.
+        leased: the version that this worker is to evaluate.
     """
 
     def __init__(self, machine: Machine, states: NoCodecStates, snapshots: Snapshots) -> None:
@@ -67,7 +70,7 @@ class WorkerShell:
         self.links, self.route = LinkTable(machine.me), Route(machine.me)
         self._view: View | None = None  # as it was published; the machine gets it as `route` has it
         self.holds = -1
-        self.ending = Ending(machine)
+        self.ending, self.leased = Ending(machine), LeasedVersion(machine)
         self.finished = self.leaving = False
         self._about: int | None = None  # the replica that is being computed, or will be at once
 
@@ -156,19 +159,20 @@ class WorkerShell:
 
     # ---- what the main thread does ----
 
-    def next_action(self) -> Action | Store | Ended | None:
+    def next_action(self) -> Action | Store | Ended | Evaluate | None:
         """The main thread's next action; None when it has to wait. Changes nothing."""
-        if (share := self.snapshots.due(self.holds)) is not None:
-            return share
-        if self.ending.due:
-            return Ended(self.machine.step)
-        action = self.machine.next_action()
-        # Do not wait for a replica that was reassigned during its step: its new worker has the codec states by now.
-        if isinstance(action, Compute) and action.replica in self.machine.assigned:
-            return action if self.states.ready(action.replica) else None
-        return action
+        action: Action | Store | Ended | None = self.snapshots.due(self.holds)
+        if action is None and self.ending.due:
+            action = Ended(self.machine.step)
+        elif action is None:
+            action = self.machine.next_action()
+            # Do not wait for a replica that was reassigned during its step: its new worker has the codec states by now.
+            waits = isinstance(action, Compute) and action.replica in self.machine.assigned
+            if waits and isinstance(action, Compute) and not self.states.ready(action.replica):
+                action = None
+        return self.leased.due(self._view, action) or action
 
-    def choose(self) -> Action | Store | Ended | None:
+    def choose(self) -> Action | Store | Ended | Evaluate | None:
         """Like `next_action`, and note that the main thread is about to do what is returned."""
         action = self.next_action()
         if isinstance(action, Store):

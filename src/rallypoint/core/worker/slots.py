@@ -320,6 +320,13 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Evaluate `version`, which may not exist yet: this worker holds its lease."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Store:
     """Store this worker's share of a snapshot: the model is at `version`, or past it.
 
@@ -332,3 +339,4 @@ class Store:
 
 
 Action = Initialise | Compute | Install
+Next = Action | Store | Ended | Evaluate  # what a worker's shell says that comes next

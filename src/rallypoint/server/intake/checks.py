@@ -95,11 +95,13 @@ class FrameChecks:
             limits.check(header.codec, header.length)
 
     def pull(self, header: Header) -> int:
-        """Check that it asks for rows of a table's part. Returns how many rows the part has."""
+        """Check that it asks for rows of a table's part, or (no bytes) for all of another shard. Returns how many rows
+        the part has; 0 if the shard is none."""
         part = self.place(header).part
-        if part is None or header.length > 4 * part.rows:
+        rows = 0 if part is None else part.rows
+        if header.length > 4 * rows:
             raise ProtocolError(f"a pull of {header.length} bytes from shard {header.shard}, which has not such rows")
-        return part.rows
+        return rows
 
     def words(self, header: Header) -> None:
         """Check that it asks for words of a shard whose parameters are streamed."""

@@ -289,10 +289,9 @@ class Reducer:
         """Call it only after an event: while effects run, a machine is ahead of its tensors."""
         for index in self._pulls.shards:
             machine, owned = self.machine.machine(index), self._owned.get(index)
-            if machine is None or not machine.primary:
+            if machine is None or owned is None or not machine.primary:
                 self._pulls.refuse(index)
                 continue
-            assert owned is not None
             self._pulls.answer(index, machine, owned, self.shell.fence.number)
 
     def _stored_state(self, index: int, version: int) -> ShardRecord:

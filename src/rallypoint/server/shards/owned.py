@@ -27,7 +27,8 @@ _WIRE = "wire-"
 
 
 class OwnedShard:
-    """Master weights, optimizer state, the sum in progress, and the wire copies of the last two versions."""
+    """Master weights, optimizer state, the sum in progress, the wire copies of the last two versions, and a pinned one.
+    """
 
     def __init__(
         self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch, entries: Sequence[Entry] = ()
@@ -119,7 +120,7 @@ class OwnedShard:
         self._scale.advance(self.master, kept, skipped=scale is None)
         finished = self._sum.leave()
         wire.tensor[: self.shard.words].copy_(self.master)
-        self._wire.keep(update.version, wire, update.oldest)
+        self._wire.keep(update.version, wire, update.oldest, update.pinned)
         return (finished, self.shard.nbytes) if update.replicate else None
 
     def release(self) -> None:

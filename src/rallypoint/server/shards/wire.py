@@ -34,10 +34,10 @@ class WireCopies:
         """A kept version: fp32, shape (words,)."""
         return self._raw[version].tensor[: self._shard.words]
 
-    def keep(self, version: int, buffer: Buffer, oldest: int) -> None:
-        """Keep `buffer` as a version, and release the versions before `oldest`."""
+    def keep(self, version: int, buffer: Buffer, oldest: int, pinned: int = -1) -> None:
+        """Keep `buffer` as a version, and release the versions before `oldest`, but not `pinned`."""
         self._raw[version] = buffer
-        for old in [v for v in self._raw if v < oldest]:
+        for old in [v for v in self._raw if v < oldest and v != pinned]:
             self._raw.pop(old).release()
             if old in self._encoded:
                 self._encoded.pop(old)[1].release()

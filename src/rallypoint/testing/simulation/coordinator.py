@@ -13,7 +13,7 @@ from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.net.messages import Aborted, Finished, Hello, Message, Report, Say
+from rallypoint.net.messages import Aborted, Finished, Hello, Message, Metrics, Report, Say
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.network import Node, Wire, World
@@ -38,6 +38,8 @@ class Outcome:
     aborted: str = ""
     said: list[str] = field(default_factory=list)
     computed: list[tuple[str, int, int]] = field(default_factory=list)
+    evaluated: list[tuple[int, float]] = field(default_factory=list)
+    leased: set[int] = field(default_factory=set)
 
 
 class SimulatedCoordinator:
@@ -92,6 +94,8 @@ class SimulatedCoordinator:
 
     def _handle(self, event: inbox.Event) -> None:
         todo = self.shell.handle(event, self._time)
+        if (view := self.machine.view) is not None and view.lease is not None:
+            self.outcome.leased.add(view.lease.version)
         saved = any(isinstance(act, acts.Save) for act in todo)
         if saved and self.shell.last_word is None and self.node.world.spring("half said"):
             first = next(i for i, act in enumerate(todo) if isinstance(act, acts.Save))
@@ -136,6 +140,8 @@ class SimulatedCoordinator:
         match message:
             case Say(text=text):
                 self.outcome.said.append(f"{self.node.world.now:.2f} {text}")
+            case Metrics(step=step, values=values):
+                self.outcome.evaluated.append((step, values["figure"]))
             case Finished():
                 self.outcome.finished = True
             case Aborted(reason=reason):

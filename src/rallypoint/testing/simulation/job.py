@@ -47,8 +47,7 @@ class SimulatedJob:
     """A job of `steps` steps and `replicas` replicas over `shards` shards, the last of which are buffers.
 
     With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite is skipped. Under
-    LocalSteps `steps` counts rounds. `periods` are those of groups of their own, as (sync_every, sync_offset).
-    """
+    LocalSteps `steps` counts rounds. `periods` are of groups of their own, as (sync_every, sync_offset)."""
 
     shards: int = 6
     buffers: int = 1
@@ -64,6 +63,7 @@ class SimulatedJob:
     poison: tuple[int, int] | None = None  # (step, replica) whose gradient is not finite, which stops the job
     tables: int = 0  # shards of parameters that are parts of a table
     stop: ScriptStops | None = None  # same bytes only
+    every: int = 0  # an evaluation is due after so many steps; 0: never
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     # (shard, replica) of codec states that were between two workers when their server died, or their shard moved
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)

@@ -15,6 +15,7 @@ from rallypoint.core.policy import AllReduce, LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.policies import (
     CodecState,
+    Evaluating,
     InnerState,
     Mode,
     Played,
@@ -78,6 +79,8 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
     if isinstance(played, Scaled):
         return _scaled(_plan_of(seed, _SYNC))
+    if isinstance(played, Evaluating):
+        return _evaluating(_plan_of(seed, _SYNC))
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
     if isinstance(played, Poisoned):
@@ -140,6 +143,15 @@ def _stopped(plan: Plan) -> Plan:
     step, replica = rng.randrange(plan.job.steps - 1), rng.randrange(plan.job.replicas)
     terms = msgspec.structs.replace(plan.terms, backup_tasks=False)  # they may overtake who says so
     return replace(plan, terms=terms, job=replace(plan.job, stop=ScriptStops(step, replica, rng.random() < 0.4)))
+
+
+def _evaluating(plan: Plan) -> Plan:
+    """Two workers more stand by; in every fourth plan evaluations are not leased."""
+    rng = random.Random(plan.seed * 7919 + 11)
+    asked = plan.seed % 4 == 0
+    terms = msgspec.structs.replace(plan.terms, backup_tasks=asked, aggregators=0)
+    job = replace(plan.job, every=rng.choice([1, 2, 3, 5]))
+    return replace(plan, terms=terms, job=job, workers=plan.workers + 2, aggregators=0)
 
 
 def _scaled(plan: Plan) -> Plan:
@@ -267,8 +279,8 @@ def hesitates(seed: int) -> bool:
 def played_by(plan: Plan) -> Played:
     """What a plan was made for."""
     job = plan.job
-    if job.fp16:
-        return Scaled()
+    if job.fp16 or job.every:
+        return Scaled() if job.fp16 else Evaluating()
     if job.tables:
         assert not isinstance(job.sync, LocalSteps | AllReduce)
         return Tables(job.sync)

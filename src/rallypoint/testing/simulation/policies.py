@@ -10,7 +10,7 @@ Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
-    "tables:WORD, stopped or stopped:WORD, scaled"
+    "tables:WORD, stopped or stopped:WORD, scaled, evaluating"
 )
 
 
@@ -54,17 +54,22 @@ class Scaled:
     """A job with fp16, whose loss scale follows from the steps that servers skip."""
 
 
-Played = Scaled | Mode | CodecState | InnerState | Poisoned | Tables | Stopped
+@dataclass(frozen=True)
+class Evaluating:
+    """A synchronous job whose script evaluates every few steps, with workers that stand by."""
+
+
+Played = Scaled | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Evaluating
 
 
 def parse_policy(text: str) -> Played:
     """One of the `WORDS` as what is to be played. ValueError for anything else."""
     name, colon, number = text.partition(":")
-    if text == "scaled":
-        return Scaled()
+    if text in ("scaled", "evaluating"):
+        return Scaled() if text == "scaled" else Evaluating()
     if name == "codec-state":
         sync = parse_policy(number) if colon else Sync()
-        if not isinstance(sync, Scaled | CodecState | InnerState | Poisoned | Tables | Stopped | AllReduce):
+        if isinstance(sync, Sync | BoundedStaleness | Async | LocalSteps):
             return CodecState(sync)
     if name == "poisoned":
         return Poisoned(_parse_mode(number) if colon else Sync())
@@ -110,8 +115,8 @@ def _parse_mode(text: str) -> Mode:
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
     match policy:
-        case Scaled():
-            return "scaled"
+        case Scaled() | Evaluating():
+            return "scaled" if isinstance(policy, Scaled) else "evaluating"
         case CodecState(sync=sync):
             of = word_for(sync)
             return None if of is None else "codec-state" if sync == Sync() else f"codec-state:{of}"

@@ -20,6 +20,7 @@ from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan, played_by
 from rallypoint.testing.simulation.policies import Played, replay_line
+from rallypoint.testing.simulation.replicas.evaluated import check_evaluations
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.store import SimulatedStore
@@ -233,6 +234,7 @@ class Simulation:
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, self._stuck()
         self._check_size()
+        check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
         job = self.plan.job
         for shard in range(job.shards):
             contents = self._final_contents(shard)

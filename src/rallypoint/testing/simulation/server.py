@@ -353,7 +353,7 @@ class SimulatedServer:
             update = (apply.version - 1, apply.scale is None, held.parts[0], apply.replica, apply.rate)
             link = self.shell.replicate(index, apply.version, held.master)
             link.send(0, ("replicate", self.shell.fence.number, index, *update))
-        held.keep(apply.version, apply.oldest)
+        held.keep(apply.version, apply.oldest, apply.pinned)
 
     def _send_version(self, wire: Wire, index: int, version: int, *, newest: bool = False) -> None:
         content = self.job.sent(index, self.held[index].wire[version])

@@ -25,9 +25,9 @@ class Held:
     parts: dict[int, Content] = field(default_factory=dict)  # of the sum in progress, by the first replica
     wire: dict[int, Content] = field(default_factory=dict)
 
-    def keep(self, version: int, oldest: int) -> None:
+    def keep(self, version: int, oldest: int, pinned: int = -1) -> None:
         self.wire[version] = self.master
-        self.wire = {v: content for v, content in self.wire.items() if v >= oldest}
+        self.wire = {v: content for v, content in self.wire.items() if v >= oldest or v == pinned}
 
 
 def check_published(server: SimulatedServer, index: int, version: int) -> None:

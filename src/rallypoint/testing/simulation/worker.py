@@ -15,6 +15,7 @@ from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
+from rallypoint.testing.simulation.replicas.evaluations import SimulatedEvaluations
 from rallypoint.testing.simulation.replicas.forward import SimulatedForward
 from rallypoint.testing.simulation.replicas.inner import InnerOptimizers
 from rallypoint.testing.simulation.replicas.script import Script
@@ -62,6 +63,9 @@ class SimulatedWorker:
         self.membership = Membership(
             self.node, "worker", self._on_message, self._on_admitted, beat=lambda: _beat_of(self)
         )
+        self._evaluations = SimulatedEvaluations(
+            self._exchange, self.evaluate_s, self.membership.send, self._poke
+        )  # fmt: skip
         self._script = Script(job.stop, lambda: self.shell.view if self.shell.number.count else None,
             self.membership.send)
 
@@ -84,6 +88,7 @@ class SimulatedWorker:
 
     def _on_admitted(self, new: bool) -> None:
         self.membership.send(("propose", self.job.record))
+        self._evaluations.register(new=new)
         if self.done and self._claim is not None:
             self.membership.send(("done", *self._claim))
         self._script.say(again=True)
@@ -122,7 +127,9 @@ class SimulatedWorker:
 
     def _poke(self) -> None:
         """Something has changed: whatever the main thread waits for may be there."""
-        if self._blocked:
+        if self._evaluations.runs:
+            self._evaluations.go_on()
+        elif self._blocked:
             self._blocked = False
             self._fill_next()
         elif not self._acting:
@@ -131,9 +138,9 @@ class SimulatedWorker:
 
     def _act(self) -> None:
         self._acting = False
-        if self._replica >= 0 or self._blocked or self._busy:
+        if self._replica >= 0 or self._blocked or self._busy or self._evaluations.runs:
             return
-        self._forward.allow()
+        self._forward.allow(not self._evaluations.leads(self.machine.step + 1))
         if self._goes_ahead():
             return
         if self.shell.gone:
@@ -168,7 +175,7 @@ class SimulatedWorker:
         """How long work takes here that takes so many seconds on a worker of speed 1, more or less."""
         return work / self.speed * self.node.world.random.uniform(0.5, 1.5)
 
-    def _begin(self, action: machine.Action | machine.Store | machine.Ended | None) -> None:
+    def _begin(self, action: machine.Action | machine.Store | machine.Ended | machine.Evaluate | None) -> None:
         self._acting = False
         if action is not None:
             self._thread.works(self.node.world.now)
@@ -177,6 +184,8 @@ class SimulatedWorker:
             self._poke()
         elif isinstance(action, machine.Ended):
             self._end()
+        elif isinstance(action, machine.Evaluate):
+            self._evaluations.begin(action.version)
         elif isinstance(action, machine.Compute) and self._script.leaves(action.step):
             if self.shell.next_action() == action:
                 self._script.leave(action.step)
@@ -244,6 +253,8 @@ class SimulatedWorker:
             own = self.job.cadence.updates_before(shard, self.machine.step)
             self.job.check_version(shard, own, content)
         self._replicas.installed(self.model)
+        if (version := self.machine.step) > 0 and self._evaluations.leads(version):
+            self._evaluations.lead(version, self.model, self.shell.view.generation)
         self._end()
 
     def _end(self) -> None:
@@ -257,7 +268,8 @@ class SimulatedWorker:
             self._poke()
 
         self._busy = True
-        self.node.later(self.evaluate_s * self.node.world.random.random(), evaluated)
+        seconds = 2 * self.evaluate_s if self._evaluations.runs else self.evaluate_s * self.node.world.random.random()
+        self.node.later(seconds, evaluated)
 
     def _store_share(self, wanted: machine.Store) -> None:
         """Of a snapshot of the version that the model holds, where workers are stateful."""

@@ -41,6 +41,7 @@ from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.exchange.replica import ReplicaPushes
 from rallypoint.worker.exchange.replicated import States as Records
 from rallypoint.worker.exchange.replicated import optimizer_state
+from rallypoint.worker.exchange.rows.leased import LeasedPull
 from rallypoint.worker.exchange.rows.pulls import RowPulls
 from rallypoint.worker.streamed.memory import ShardMemory, SlotMemory, WholeVector
 from rallypoint.worker.streamed.pulls import WordPulls
@@ -57,6 +58,7 @@ class Exchange:
         replica: the replica that is being computed.
         forward: the version that a forward pass reads while it arrives.
         rows: pulls of rows of tables.
+        leased: the version that this worker is to evaluate.
         words: pulls of streamed parameters.
         end: the job's end.
         arrivals: the receiver that the links call with what arrives.
@@ -101,6 +103,7 @@ class Exchange:
         self.replica = ReplicaPushes(layout, locked, self._pushes, self._links, self.memory)
         self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)
+        self.leased = LeasedPull(layout, locked, self.rows)
         self.words = WordPulls(locked, self._links, pinned=pinned)
         self.end = JobEnd(locked)
         self.arrivals = Arrivals(
@@ -222,7 +225,7 @@ class Exchange:
         finally:
             self._evaluating = False
 
-    def next_action(self) -> machine.Action | machine.Store | machine.Ended | None:
+    def next_action(self) -> machine.Next | None:
         """Wait until there is something to do and return it.
 
         Returns None when the job is over, or this worker is to leave.

@@ -11,9 +11,9 @@ from rallypoint.config import JobConfig
 from rallypoint.core.view import ViewNumber
 from rallypoint.data.loader import MicroBatches
 from rallypoint.net.member import CoordinatorLink
-from rallypoint.net.messages import Metrics
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.ending.stopping import Stopping
+from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.allreduce import WorkerOptimizer
 from rallypoint.worker.ranks.followers import Followers, NoFollowers
@@ -31,10 +31,11 @@ class Parts:
         optimizer: the optimizer that steps on this worker; None where the servers step.
         streamed: the model's parameters, where they stay on the servers; else None.
         followers: the other ranks of this worker, if it is a group.
+        leases: an evaluation may be leased to a worker that does not train.
         done: tells the coordinator that this worker holds the last version, in which generation, and which that is.
         leads: true on the worker that evaluates (now) and saves (when the job is over).
         say: shows a line to the user.
-        evaluated: tells the coordinator the result of an evaluation.
+        reports: tells the coordinator of evaluations.
         stopping: tells the coordinator that the script stops the job.
     """
 
@@ -50,11 +51,12 @@ class Parts:
     done: Callable[[ViewNumber, int], None]
     leads: Callable[[], bool]
     say: Callable[[str], None]
-    evaluated: Callable[[Metrics], None]
+    reports: EvaluationReports
     stopping: Stopping
     optimizer: WorkerOptimizer | None = None
     streamed: StreamedParameters | None = None
     followers: Followers = field(default_factory=NoFollowers)
+    leases: bool = False
 
     @property
     def alone(self) -> bool:

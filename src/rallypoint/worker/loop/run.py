@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -16,23 +15,22 @@ from rallypoint.config import JobConfig
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
-from rallypoint.errors import JobAborted, UsageError
-from rallypoint.net.messages import Metrics, Report, Say
+from rallypoint.errors import UsageError
+from rallypoint.net.messages import Report, Say
+from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
+from rallypoint.worker.evaluating.leased import LeasedEvaluations
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
-from rallypoint.worker.loop.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.guard import ModelGuard
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.passes import Passes
 from rallypoint.worker.loop.prefetch import Prefetch
-from rallypoint.worker.loop.versions import Versions
+from rallypoint.worker.loop.versions import Versions, check_last
 from rallypoint.worker.ranks.figures import mean_of
 from rallypoint.worker.ranks.followers import LEFT_LOOP
 from rallypoint.worker.sources.delayed import Ahead
-
-log = logging.getLogger("rallypoint")
 
 _E = TypeVar("_E", bound=Evaluation)
 
@@ -56,6 +54,7 @@ class Run:
             ends=lambda step: step == parts.config.steps_at(parts.exchange.end.last),
         )  # fmt: skip
         self._passes = Passes(parts, self._early, self._evaluations.passed)
+        self._leased = LeasedEvaluations(parts, self._evaluations, self._evaluating)
         self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
         self._left: tuple[int, bool] | None = None  # the loop was left in this replica; is its gradient complete?
@@ -70,7 +69,7 @@ class Run:
     @property
     def step(self) -> int:
         """Steps of training in the version that the model holds; -1 before the first version."""
-        return self._config.steps_at(self._exchange.step)
+        return self._config.steps_at(self._exchange.step if self._leased.version is None else self._leased.version)
 
     @property
     def lead(self) -> bool:
@@ -119,22 +118,26 @@ class Run:
             raise UsageError(self._parts.stopping.why_not)
         self._parts.stopping.wish(reason)
 
-    def every(self, steps: int) -> Callable[[_E], _E]:
-        """Decorate ``fn(step) -> {"val_loss": ...}``: the lead worker calls it after every `steps` steps and after the
-        last step.
+    def every(self, steps: int, *, priority: Literal["", "high"] = "") -> Callable[[_E], _E]:
+        """Decorate ``fn(step) -> {"val_loss": ...}``: one worker calls it after every `steps` steps and after the last
+        step. In a synchronous job that is a worker that stands by, if there is one, while others train; else the lead.
+
+        With ``priority="high"`` a worker that stands by and is to train ends its evaluation first.
 
         The model is in eval mode and gradients are off. The result is shown and logged. Where versions jump over a
         multiple of `steps` (a quorum, local steps), the function is called with the first version after it. The global
         random generators are seeded for it from the job's seed and the step.
 
-        Raises UsageError for what is no number from 1 on. The loop raises UsageError for a result that is no dict of
-        numbers, and for an evaluation that changes values of the model's parameters.
+        Raises UsageError for what is no number from 1 on, and for another priority. The loop raises UsageError for a
+        result that is no dict of numbers, and for an evaluation that changes values of the model's parameters.
         """
 
         check_period(steps)
 
         def register(evaluation: _E) -> _E:
-            self._evaluations.add(steps, evaluation)
+            self._evaluations.add(steps, evaluation, priority)
+            if self._started:
+                self._leased.register()
             return evaluation
 
         return register
@@ -143,6 +146,7 @@ class Run:
         if self._started:
             raise UsageError("a run is iterated once")
         self._started = True
+        self._leased.register()
         _forget_gradients(self._parts)  # of the script's own passes before the loop
         self._check_forwards()
         while True:
@@ -155,8 +159,10 @@ class Run:
                 self._do(action)
         self._end()
 
-    def _do(self, action: machine.Initialise | machine.Install | machine.Store | machine.Ended) -> None:
+    def _do(self, action: machine.Next) -> None:
         match action:
+            case machine.Evaluate(version=version):
+                self._leased.evaluate(version)
             case machine.Initialise():
                 self._versions.initialise()
             case machine.Install(version=version):
@@ -180,7 +186,7 @@ class Run:
         if self._exchange.gone:
             raise SystemExit(0)  # told to leave, and no replica is assigned any more
         self.release_model()
-        _check_last(self._exchange.step, self._exchange.end.last)
+        check_last(self._exchange.step, self._exchange.end.last)
         self._versions.restore_buffers()
 
     def finish(self) -> None:
@@ -213,7 +219,7 @@ class Run:
                 self._do(action)
         self._end()
 
-    def _next_action(self, *, early: bool = True) -> machine.Action | machine.Store | machine.Ended | None:
+    def _next_action(self, *, early: bool = True) -> machine.Next | None:
         if early:
             self._prefetch()
         self._early.allow(early and self._may_begin_early(self._exchange.step + 1))
@@ -232,7 +238,10 @@ class Run:
     def _may_begin_early(self, round: int) -> bool:
         """True if nothing has to be done with this round's version before its forward pass begins."""
         step = self._config.steps_at(round)
-        return not _compares(step) and not self._evaluations.coming(step, before=self._config.steps_at(round - 1))
+        if _compares(step):
+            return False
+        evaluates = self._evaluations.coming(step, before=self._config.steps_at(round - 1))
+        return not evaluates or self._exchange.view.leases(round)
 
     # ---- one replica ----
 
@@ -335,22 +344,20 @@ class Run:
         """Run the evaluations that are due with this version. They notice a roll-back only after they end."""
         step = self._config.steps_at(version)
         due = self._evaluations.due(step, before=self._config.steps_at(version - 1))
-        if not due or not self._parts.leads():
+        if not due or not self._parts.leads() or self._exchange.view.leases(version):
             return
         self._source.show_version()
+        self._leased.lead(version, generation, due)
+
+    @contextmanager
+    def _evaluating(self, step: int) -> Iterator[None]:
+        """Around the script's evaluations of that step."""
         self._checks.off()  # an evaluation may save or copy the model
         streaming = nullcontext() if self._parts.streamed is None else self._parts.streamed.evaluating(step)
         with (
             self._tracer.span("evaluate", step=step), self._exchange.evaluating(), self._passes.autocast.on(), streaming
         ):  # fmt: skip
-            report = self._parts.evaluated
-            self._followers.evaluate(step, self._evaluations.bits(due))
-            self._evaluations.run(
-                due, step, lambda values: report(Metrics(step, values, generation)), agree=self._followers.result
-            )
-        if (reason := self._followers.stop()) is not None:
-            self._parts.stopping.wish(reason)
-        self._parts.stopping.heed(self._exchange)
+            yield
         self._check_forwards()
         _forget_gradients(self._parts)  # of the evaluation's own passes
 
@@ -378,14 +385,3 @@ def _forget_gradients(parts: Parts) -> None:
 def _compares(step: int) -> bool:
     """True if the parameters' values are compared around the script's code of this step: 0, 1, 2, 4, 8, ..."""
     return step & (step - 1) == 0
-
-
-def _check_last(version: int, rounds: int) -> None:
-    """Warn if the job is over and the model, which holds `version`, does not hold its last one. JobAborted if none."""
-    if version < 0:
-        raise JobAborted("the job was over before this worker had any of its parameters")
-    if version < rounds:
-        log.warning(
-            "the job is over, but this worker's model holds version %d of %d: the job did not wait for it (it was out "
-            "of the servers' reach). Use the weights that the others have saved", version, rounds,
-        )  # fmt: skip

@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +33,6 @@ from rallypoint.net.messages import (
     GiveUp,
     Leaving,
     Message,
-    Metrics,
     NewView,
     NotStored,
     Propose,
@@ -48,6 +46,7 @@ from rallypoint.observe.waits import wait_until
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.ending.stopping import Stopping
+from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.loop.own import several, worker_optimizer
@@ -67,7 +66,6 @@ from rallypoint.worker.streamed.parameters import streamed_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
-_REPEATED = 4  # evaluations
 _TOO_LATE = "the job was over before this worker took part in it"
 
 
@@ -103,7 +101,6 @@ class Job:
         self._lead = self._captured = ""
         self._wanted: Capture | None = None  # the last snapshot that the coordinator asked for
         self._failure: BaseException | None = None
-        self._metrics: deque[Metrics] = deque(maxlen=_REPEATED)  # of the last evaluations
         self._exchange: Exchange | None = None
         self._staging: Staging | None = None
         self._run: Run | None = None
@@ -111,7 +108,7 @@ class Job:
             transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
             handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat),
         )  # fmt: skip
-        self._stopping = Stopping(self._link.send)
+        self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
 
@@ -166,8 +163,8 @@ class Job:
         self._run = Run(Parts(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange, source=source,
             staging=self._staging, coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
-            say=self._say, evaluated=self._evaluated, optimizer=optimizer, stopping=self._stopping,
-            followers=NoFollowers() if lead is None else lead.followers,
+            say=self._say, reports=self._reports, optimizer=optimizer, stopping=self._stopping,
+            followers=NoFollowers() if lead is None else lead.followers, leases=lead is None and record.leases,
             streamed=streamed_for(
                 model, tensors, exchange, FirstValues(model, tensors, made, config.seed, init), self._say
             ),
@@ -217,10 +214,9 @@ class Job:
         """How far this worker's run is; None before it has one. Any thread may ask."""
         if (run := self._run) is None:
             return None
-        with self._changed:
-            metrics = self._metrics[-1].values if self._metrics else {}
         steps = run.config.steps if self._exchange is None else run.config.steps_at(self._exchange.end.last)
-        return Progress(steps if self._finished else min(max(0, run.step), steps), steps, self._leads(), metrics)
+        done = steps if self._finished else min(max(0, run.step), steps)
+        return Progress(done, steps, self._leads(), self._reports.figures)
 
     @property
     def left(self) -> bool:
@@ -318,11 +314,6 @@ class Job:
     def _report_wait(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
 
-    def _evaluated(self, metrics: Metrics) -> None:
-        with self._changed:
-            self._metrics.append(metrics)
-        self._link.send(metrics)
-
     def _beat(self) -> Beat:
         return Beat() if self._exchange is None else self._exchange.beat()
 
@@ -335,11 +326,10 @@ class Job:
         agreed left nothing in its journal, so the next one counts incarnations from 1 again.
         """
         with self._changed:
-            record, metrics = self._record, () if new else tuple(self._metrics)
+            record = self._record
         if record is not None:
             self._link.send(Propose(record))
-        for of_one in metrics:  # they may have been sent into a link that was broken and not yet known to be
-            self._link.send(of_one)
+        self._reports.repeat(new=new)
         self._stopping.repeat(self._view)
         if self._leaving:
             self._link.send(Leaving())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import cast
 
@@ -16,6 +17,8 @@ from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.precision.held import HeldParameters
+
+log = logging.getLogger("rallypoint")
 
 
 class Versions:
@@ -141,3 +144,14 @@ class Versions:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def check_last(version: int, rounds: int) -> None:
+    """Warn if the job is over and the model, which holds `version`, does not hold its last one. JobAborted if none."""
+    if version < 0:
+        raise JobAborted("the job was over before this worker had any of its parameters")
+    if version < rounds:
+        log.warning(
+            "the job is over, but this worker's model holds version %d of %d: the job did not wait for it (it was out "
+            "of the servers' reach). Use the weights that the others have saved", version, rounds,
+        )  # fmt: skip

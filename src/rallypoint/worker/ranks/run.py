@@ -19,7 +19,7 @@ from rallypoint.errors import UsageError
 from rallypoint.parallel.group import Kind, Order
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
-from rallypoint.worker.loop.evaluations import Evaluation, Evaluations, check_period
+from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.precision.autocast import Autocast
 from rallypoint.worker.ranks.figures import Figures, Logged

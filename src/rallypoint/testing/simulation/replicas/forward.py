@@ -34,10 +34,10 @@ class SimulatedForward:
         assert isinstance(machine, OverlapMachine)
         return machine
 
-    def allow(self) -> None:
-        """The main thread looks for something to do."""
+    def allow(self, may: bool) -> None:
+        """The main thread looks for something to do. `may`: nothing is to be done first with the next version."""
         if isinstance(self._exchange.machine, OverlapMachine):
-            self._machine.allow_early(self._random.random() < self._early_share)
+            self._machine.allow_early(may and self._random.random() < self._early_share)
 
     def begin(self, model: list[Content]) -> None:
         """A replica begins: early, if its version is not installed. `model` changes in place."""

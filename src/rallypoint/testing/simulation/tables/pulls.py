@@ -39,6 +39,16 @@ class RowPulls:
             newest=not self._shell.machine.computing,
         )  # fmt: skip
 
+    def whole(self, version: int) -> None:
+        """All shards are needed at a version that is to be evaluated, and may not exist yet."""
+        self._pulls += 1
+        self._replica = -1
+        self._pull = Pull(self._pulls, version, False, dict.fromkeys(range(self._job.shards), _NO_BYTES))
+
+    def whole_model(self) -> list[Content]:
+        """What has come of all shards."""
+        return [content for _, content in sorted(self._got.items())]
+
     @property
     def outdated(self) -> bool:
         """Do the servers not keep the step in progress any more?"""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from rallypoint.core.layout import Shard
 from rallypoint.core.worker.slots import Initialise
 from rallypoint.errors import NO_SNAPSHOT, JobAborted
 from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell, Rewound
 from rallypoint.worker.exchange.rows.pull import Pull
+
+_NOTHING = memoryview(b"")
 
 
 class RowPulls:
@@ -60,6 +63,32 @@ class RowPulls:
             locked.progress.got_on()
         return pull.got
 
+    def whole(self, version: int, shards: Iterable[Shard], goes_on: Callable[[], bool]) -> Pull | None:
+        """Pull all of these shards at a version that may not exist yet. Main thread only.
+
+        `goes_on` is asked under the lock. Returns None once it says no, else the pull: with every shard's bytes, or
+        `outdated` if no server keeps that version any more.
+        """
+        locked = self._locked
+        self._pulls += 1
+        pull = Pull(self._pulls, version, False, {shard.index: (_NOTHING, shard.nbytes) for shard in shards})
+        with locked.changed:
+            self._pull = pull
+            try:
+                while not pull.over:
+                    locked.check(stale=False)
+                    if not goes_on():
+                        return None
+                    for shard in self._unasked(pull):
+                        self._ask(pull, shard)
+                    locked.wait(
+                        lambda: pull.over or not goes_on() or bool(self._unasked(pull)),
+                        lambda: self._where_whole_misses(pull),
+                    )
+            finally:
+                self._pull = None
+        return pull
+
     def arrived(self, header: Header, data: bytearray) -> None:
         """Take rows that have arrived, or the answer that the version is not kept any more. Takes the lock."""
         with self._locked.changed:
@@ -76,6 +105,18 @@ class RowPulls:
     def _where_missing(self, pull: Pull) -> str:
         home = self._locked.shell.view.primary
         return f"rows of tables, step {self._locked.machine.step}: {self._links.describe(pull.missing, home)}"
+
+    def _where_whole_misses(self, pull: Pull) -> str:
+        machine = self._locked.machine
+        if not machine.takes_part:
+            return ""  # the version may not exist yet
+        home = self._locked.shell.view.primary
+        return f"version {pull.version}, to be evaluated: {self._links.describe(pull.missing, home)}"
+
+    @property
+    def me(self) -> str:
+        """This worker's name."""
+        return self._locked.machine.me
 
     def _unasked(self, pull: Pull) -> list[int]:
         shell = self._locked.shell

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from rallypoint.core.evaluation import is_due
 from rallypoint.core.order import derive_seed
 from rallypoint.core.typed import LONGEST_NAME, MOST_METRICS, can_name
 from rallypoint.data.randomness import seeded
@@ -23,6 +24,9 @@ class Evaluations:
     local steps, backup tasks). Example: ``every = 10`` and versions of steps 8, 16, 24: due at 16 and 24. Each
     evaluation starts with global random generators seeded from (seed, step). Training's random state is restored
     afterwards.
+
+    Attributes:
+        high: one of them has a high priority.
     """
 
     def __init__(
@@ -31,25 +35,42 @@ class Evaluations:
     ) -> None:  # fmt: skip
         """`ends(step)`: the job ends with that step. `watch(step)` is entered around the script's code."""
         self._model, self._seed, self._ends, self._watch = model, seed, ends, watch
-        self._registered: list[_Registered] = []
+        self._registered: list[Registered] = []
         self._seen: int | None = None  # the step of the previous version
+        self.high = False
 
     @classmethod
     def unwatched(cls, model: torch.nn.Module, *, seed: int, steps: int) -> Evaluations:
         """Return evaluations around which nothing is entered."""
         return cls(model, seed=seed, ends=lambda step: step == steps, watch=lambda step: nullcontext())
 
-    def add(self, every: int, evaluation: Evaluation) -> None:
-        """Call ``evaluation(step)`` after every `every` steps and after the last. UsageError for less than 1."""
+    def add(self, every: int, evaluation: Evaluation, priority: str = "") -> None:
+        """Call ``evaluation(step)`` after every `every` steps and after the last.
+
+        UsageError for less than 1, or another priority than "high" and "".
+        """
         check_period(every)
-        self._registered.append(_Registered(every, evaluation))
+        if priority not in ("", "high"):
+            raise UsageError(f'run.every(priority={priority!r}): give priority="high", or leave it out')
+        self._registered.append(Registered(every, evaluation))
+        self.high = self.high or priority == "high"
+
+    @property
+    def periods(self) -> list[int]:
+        """How often each evaluation is due, in steps."""
+        return [one.every for one in self._registered]
+
+    def due_at(self, step: int, before: int) -> list[Registered]:
+        """The evaluations due with the version of `step`, whatever this worker has evaluated; `before`: see `due`."""
+        ends = self._ends(step)
+        return [one for one in self._registered if is_due(one.every, step, before, ends=ends)]
 
     def coming(self, step: int, before: int) -> bool:
         """True if `due` would return an evaluation. Changes nothing."""
         passed = self._passed(before)
         return any(one.is_due(step, passed, ends=self._ends(step)) for one in self._registered)
 
-    def due(self, step: int, before: int) -> list[_Registered]:
+    def due(self, step: int, before: int) -> list[Registered]:
         """Return the evaluations due with the version of `step`; `before` is the step of the version before it.
 
         Call it for every version, also on workers that do not evaluate: any worker may evaluate the next version.
@@ -66,11 +87,11 @@ class Evaluations:
     def _passed(self, before: int) -> int:
         return before if self._seen is None else min(self._seen, before)  # below `_seen` after a roll-back
 
-    def bits(self, due: list[_Registered]) -> int:
+    def bits(self, due: list[Registered]) -> int:
         """Return these evaluations as a number: bit i stands for the one that was registered as number i."""
         return sum(1 << index for index, one in enumerate(self._registered) if one in due)
 
-    def chosen(self, bits: int) -> list[_Registered]:
+    def chosen(self, bits: int) -> list[Registered]:
         """Return the evaluations that `bits` says. Raises UsageError for one that was not registered here."""
         if bits >> len(self._registered):
             raise UsageError(
@@ -80,7 +101,7 @@ class Evaluations:
         return [one for index, one in enumerate(self._registered) if bits >> index & 1]
 
     def run(
-        self, due: list[_Registered], step: int, report: Callable[[dict[str, float]], None],
+        self, due: list[Registered], step: int, report: Callable[[dict[str, float]], None],
         agree: Agree = lambda values: values,
     ) -> None:  # fmt: skip
         """Run these evaluations in eval mode without gradients, and pass each result to `report`.
@@ -103,14 +124,15 @@ class Evaluations:
                 module.training = training
 
 
-class _Registered:
+class Registered:
+    """One evaluation of the script."""
+
     def __init__(self, every: int, evaluation: Evaluation) -> None:
         self.every, self.evaluation = every, evaluation
         self.done = 0  # the last step at which it ran here
 
     def is_due(self, step: int, passed: int, *, ends: bool) -> bool:
-        passed = max(passed, self.done)
-        return step > self.done and (ends or step // self.every > passed // self.every)
+        return step > self.done and is_due(self.every, step, max(passed, self.done), ends=ends)
 
 
 def check_period(every: object) -> None:

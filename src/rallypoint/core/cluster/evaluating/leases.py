@@ -1,0 +1,134 @@
+"""Evaluation leases: who evaluates a version that is due, in place of the lead in its training loop.
+
+The lease is in the view, so it is journalled, it comes back with a coordinator, and it reaches the servers before any
+contribution of a worker that relies on it: they keep the version from then on, until a later view says another.
+
+    no lease: the lead evaluates each version that is due, before it computes replica 0 of that step
+    a standby is there: it gets the next version that is due. The lead leaves out what the view in force leases
+    the lead is lost while it evaluates: the view that replaces it leases that version
+    the holder is lost: another standby, or a worker once the version exists
+    the version has its result: the lease is over, the next one begins
+
+If the lead gets the lease too late, both evaluate. They get the same figures, and the first counts (I2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.effects import Effect, Note, Say
+from rallypoint.core.cluster.events import Evaluated, Evaluates, NotKept
+from rallypoint.core.view import Lease, View
+
+AHEAD = 2  # the lead may be so many steps ahead of what is known: a lease of an earlier version would come too late
+
+
+def wanted_lease(course: Course) -> Lease | None:
+    """The lease that the next view is to have, with the members that are here."""
+    view, record, ledger = course.view, course.record, course.evaluations
+    if view is None or record is None or not course.strategies.leases:
+        return None
+    lease = view.lease
+    if lease is not None and (ledger.is_over(lease.version) or lease.version > course.last):
+        lease = None
+    if lease is None and ledger.periods:
+        version = _version_to_lease(course, view)
+        lease = None if version is None else Lease(version)
+    return None if lease is None else Lease(lease.version, _holder(course, view, lease))
+
+
+def heard(event: Evaluates | Evaluated | NotKept, course: Course) -> None:
+    """Take what a worker says of evaluations: which its script has, a result, a version that no server keeps."""
+    ledger, view = course.evaluations, course.view
+    if event.worker not in course.members.present or course.record is None:
+        return
+    if isinstance(event, Evaluates):
+        ledger.register(event.worker, event.periods, high=event.high)
+    elif view is None or not course.is_current(event.generation) or not 0 < event.version <= course.last:
+        return
+    elif isinstance(event, Evaluated):
+        if ledger.add(event.version, event.figures) and view.leases(event.version):
+            course.changed()  # it must not be given again, or shown again, by the next coordinator
+    elif view.leases(event.version) and not ledger.is_over(event.version):
+        ledger.lost.add(event.version)
+
+
+def rolled_back(course: Course) -> None:
+    """A new generation begins from version `course.furthest` + 1: later versions are made, and evaluated, again."""
+    ledger, lease, version = course.evaluations, course.views.lease, course.furthest + 1
+    ledger.rewind(version)
+    if lease is not None and lease.version < version and not ledger.is_over(lease.version):
+        ledger.lost.add(lease.version)
+    course.views.lease = None
+
+
+def lease_noted(course: Course, before: View) -> list[Effect]:
+    """Note for the event log who evaluates which step, if the next view says something new about it."""
+    lease = course.views.lease
+    if lease is None or not lease.holder or lease == before.lease or course.record is None:
+        return []
+    return [Note(f"step {course.record.steps_at(lease.version)} is evaluated by {lease.holder}")]
+
+
+def lost_evaluations(course: Course) -> list[Effect]:
+    """Say which evaluations have no result, at the job's end."""
+    assert course.record is not None
+    steps = sorted(course.record.steps_at(version) for version in course.evaluations.lost)
+    said = f"without an evaluation: step {', '.join(map(str, steps))}; whoever had that version was lost"
+    return [Say(said)] if steps else []
+
+
+def awaits_evaluation(course: Course) -> str:
+    """A phrase for the evaluation that the job's end waits for; "" if there is none."""
+    if course.view is None or course.record is None or not course.strategies.leases:
+        return ""
+    if not course.evaluations.able & course.members.present:
+        return ""  # nobody is here who could
+    lease, ledger, last = course.view.lease, course.evaluations, course.last
+    if lease is not None and not ledger.is_over(lease.version) and lease.version <= last:
+        at = course.record.steps_at(lease.version)
+        return f"the evaluation of step {at} by {lease.holder or 'a worker that can run it'}"
+    if ledger.periods and last > 0 and not ledger.is_over(last):
+        return f"the evaluation of the last step, {course.record.steps_at(last)}"
+    return ""
+
+
+def _version_to_lease(course: Course, view: View) -> int | None:
+    assert course.record is not None
+    ledger, known, last = course.evaluations, course.known, course.last
+    if course.members.all_done:
+        return None if ledger.is_over(last) or last <= 0 else last
+    if known <= last and ledger.is_due(course.record, known, last) and not ledger.is_over(known):
+        lead = view.lead(known)
+        if lead not in course.members.present or lead in course.members.leaving:
+            return known
+    if not _standbys(course, view):
+        return None
+    return ledger.next_due(known + AHEAD, last)
+
+
+def _holder(course: Course, view: View, lease: Lease) -> str:
+    members, ledger, holder = course.members, course.evaluations, lease.holder
+    able = [worker for worker in members.proposed if worker in members.present and worker in ledger.able]
+    staying = [worker for worker in able if worker not in members.leaving | members.apart]
+    idle = _standbys(course, view)
+    if holder in staying and (holder in idle or not idle or ledger.high):
+        return holder
+    if idle:
+        return idle[0]
+    if holder in able:
+        return holder  # it was told to go: it ends its evaluation first
+    if lease.version > course.known and not members.all_done:
+        return ""  # a worker that trains evaluates a version only once it has come to it
+    if (lead := view.lead(course.known)) in able:
+        return lead
+    return next((worker for worker in staying if worker not in members.awaited), "")
+
+
+def _standbys(course: Course, view: View) -> Sequence[str]:
+    """The workers that can evaluate and have nothing else to do, the earliest first."""
+    members, active = course.members, set(course.active())
+    busy = active | members.leaving | members.apart | members.awaited
+    idle = [worker for worker in members.proposed if worker in members.present and worker not in busy]
+    return [w for w in idle if w in course.evaluations.able and not view.takes_part(w, course.furthest + 1)]

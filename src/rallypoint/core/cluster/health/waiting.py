@@ -1,0 +1,26 @@
+"""What the whole job waits for, as a phrase (I8)."""
+
+from __future__ import annotations
+
+from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.evaluating.leases import awaits_evaluation
+from rallypoint.core.cluster.state import Phase, awaited
+from rallypoint.core.cluster.storing.snapshots import Snapshots
+
+
+def waiting_for(course: Course, snapshots: Snapshots, *, cut_off: bool) -> str | None:
+    """The phrase; None when the job only waits for the step in progress. `cut_off`: no member is heard.
+
+    Not for a job that is failing: that waits for its last snapshot.
+    """
+    if course.members.all_done and not snapshots.final:
+        return snapshots.awaited_at_the_end
+    if cut_off:
+        return "members to be heard again (the coordinator presumes that it is cut off itself)"
+    if course.phase is Phase.RECOVERING and (phrase := course.recovery.awaited(course.members, course.terms)):
+        return phrase
+    if course.members.all_done and (phrase := awaits_evaluation(course)):
+        return phrase
+    return awaited(
+        course.phase, course.members, course.terms, workers=course.workers_to_begin, servers=course.servers_to_begin
+    )

@@ -1,0 +1,33 @@
+"""The evaluation lease of one worker: whether it is to evaluate a version now."""
+
+from __future__ import annotations
+
+from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.worker.machine import SlotMachine
+from rallypoint.core.worker.slots import Action, Compute, Ended, Evaluate, Store
+
+
+class LeasedVersion:
+    """Says when the version whose lease the view gives to this worker is to be evaluated.
+
+    A worker that stands by begins at once, also if that version does not exist yet, and stops when there is something
+    else to do. A worker that trains does it before its next replica, as soon as its own model has come to that version.
+    """
+
+    def __init__(self, machine: SlotMachine) -> None:
+        self._machine = machine
+        self._over: tuple[ViewNumber, int] | None = None  # the generation and version that it has seen to
+
+    def due(self, view: View | None, action: Action | Store | Ended | None) -> Evaluate | None:
+        """The version to evaluate now, where `action` would be next; None if there is none."""
+        lease = None if view is None else view.lease
+        if view is None or lease is None or lease.holder != self._machine.me:
+            return None
+        if self._over == (view.generation, lease.version) or not (action is None or isinstance(action, Compute)):
+            return None
+        waits = self._machine.takes_part and self._machine.step < lease.version
+        return None if waits else Evaluate(lease.version)
+
+    def over(self, generation: ViewNumber, version: int) -> None:
+        """It has evaluated that version, or nobody can any more."""
+        self._over = (generation, version)

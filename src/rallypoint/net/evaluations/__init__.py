@@ -1,0 +1,1 @@
+"""What workers say of evaluations."""

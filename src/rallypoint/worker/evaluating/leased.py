@@ -1,0 +1,112 @@
+"""Evaluations on this worker: the lead's, and those whose lease it holds, with versions that come from the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from rallypoint.core.view import ViewNumber
+from rallypoint.net.messages import Metrics
+from rallypoint.worker.evaluating.evaluations import Evaluations, Registered
+from rallypoint.worker.exchange.locked import Rewound
+from rallypoint.worker.loop.forward_checks import ForwardChecks
+from rallypoint.worker.loop.parts import Parts
+
+
+class LeasedEvaluations:
+    """Evaluates the versions that are this worker's to evaluate. Main thread only, between two replicas.
+
+    A version of which it holds the lease is pulled beside what this worker trains with. While the evaluation runs, the
+    model holds that version; then it holds again what it held before, bit for bit. A lease that is given to another
+    worker, or that a roll-back ends, ends the evaluation before its next forward pass.
+
+    Attributes:
+        version: the version that the model holds for an evaluation; None while there is none.
+    """
+
+    def __init__(
+        self, parts: Parts, evaluations: Evaluations, around: Callable[[int], AbstractContextManager[None]]
+    ) -> None:
+        """`around(step)` is entered around evaluations, as around those of the lead."""
+        self._parts, self._exchange, self._evaluations, self._around = parts, parts.exchange, evaluations, around
+        self.version: int | None = None
+        self._checks = ForwardChecks(parts.model, lambda module: parts.exchange.leased.check())
+
+    def register(self) -> None:
+        """Tell the coordinator which evaluations the script has."""
+        if self._parts.leases and self._evaluations.periods:
+            self._parts.reports.registered(self._evaluations.periods, high=self._evaluations.high)
+
+    def lead(self, version: int, generation: ViewNumber, due: list[Registered]) -> None:
+        """Evaluate the version that the model holds, which the lead has not left to another worker."""
+        parts, step = self._parts, self._parts.config.steps_at(version)
+        figures: dict[str, float] = {}
+
+        def report(values: dict[str, float]) -> None:
+            figures.update(values)
+            parts.reports.evaluated(Metrics(step, values, generation))
+
+        with self._around(step):
+            parts.followers.evaluate(step, self._evaluations.bits(due))
+            self._evaluations.run(due, step, report, agree=parts.followers.result)
+        if parts.leases:
+            parts.reports.version_evaluated(version, generation, figures)
+        if (reason := parts.followers.stop()) is not None:
+            parts.stopping.wish(reason)
+        parts.stopping.heed(self._exchange)
+
+    def evaluate(self, version: int) -> None:
+        """Evaluate this version, or do nothing if it is not this worker's duty any more."""
+        if (pulled := self._exchange.leased.begin(version)) is None:
+            return
+        generation, vector = pulled
+        if vector is None:
+            self._parts.reports.not_kept(version, generation)
+            return
+        step, before = self._parts.config.steps_at(version), self._parts.config.steps_at(version - 1)
+        due = self._evaluations.due_at(step, before)
+        figures: dict[str, float] = {}
+
+        def report(values: dict[str, float]) -> None:
+            figures.update(values)
+            self._parts.reports.evaluated(Metrics(step, values, generation))
+
+        with self._holding(version, vector), self._around(step):
+            del vector, pulled
+            self._checks.on()
+            try:
+                self._evaluations.run(due, step, report)
+            except Rewound:
+                return  # another worker evaluates it
+            finally:
+                self._checks.off()
+        self._exchange.leased.end()
+        self._parts.reports.version_evaluated(version, generation, figures)
+        self._heed(version, generation)
+
+    def _heed(self, version: int, generation: ViewNumber) -> None:
+        """The evaluation may have called `run.stop()`. A worker that stands by has nothing to hold back."""
+        stopping = self._parts.stopping
+        if self._exchange.step >= version:
+            stopping.heed(self._exchange)
+        elif stopping.wanted is not None and not self._exchange.end.is_early:
+            stopping.say(version + 1, generation)
+
+    @contextmanager
+    def _holding(self, version: int, vector: torch.Tensor) -> Iterator[None]:
+        """In the body the model holds the parameters and buffers of `vector`, which are those of `version`."""
+        tensors = self._parts.tensors
+        placed = [one.tensor for one in (*tensors.parameters, *tensors.buffers)]
+        with torch.no_grad():
+            before = [tensor.clone() for tensor in placed]
+        tensors.read_from(vector)
+        self.version = version
+        try:
+            yield
+        finally:
+            self.version = None
+            with torch.no_grad():
+                for tensor, values in zip(placed, before, strict=True):
+                    tensor.copy_(values)

@@ -1,0 +1,280 @@
+"""Evaluation leases as the coordinator gives them: to whom, until when, and what the job's end waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+from test_core_cluster import STEPS, _Job, _of, _record, _terms
+
+from rallypoint.core.cluster.effects import Abort, Finish, Publish, Say
+from rallypoint.core.cluster.events import (
+    Done,
+    Evaluated,
+    Evaluates,
+    Failed,
+    Found,
+    Leaving,
+    Left,
+    NotKept,
+    Progress,
+    Resized,
+)
+from rallypoint.core.cluster.state import ClusterState, Phase
+from rallypoint.core.policy import AllReduce, Async, Sync
+from rallypoint.core.view import Lease
+
+EVERY = 4
+
+
+def _begun(*workers: str, computing: int = 2, high: bool = False, terms: dict | None = None, **config: object) -> _Job:
+    """A job that has begun; its script evaluates every 4 steps of 20. The workers after the first two stand by."""
+    workers = workers or ("w0", "w1", "w2")
+    job = _Job(_terms(computing, 2, **(terms or {})), record=_record(**config))  # type: ignore[arg-type]
+    job.come("s0", "s1", *workers)
+    _reported(job, 0)
+    for worker in workers:
+        job.play(Evaluates(worker, (EVERY,), high))
+    return job
+
+
+def _reported(job: _Job, step: int) -> None:
+    """All workers have computed the steps up to this one."""
+    for reached in range(max(0, job.machine.course.furthest), step + 1):
+        for worker in job.view.assigned(reached):
+            job.play(Progress(worker, reached, 0, 0.1, job.view.generation))
+
+
+def _result(job: _Job, worker: str, version: int, figures: Mapping[str, float] | None = None) -> Evaluated:
+    return Evaluated(worker, version, job.view.generation, figures or {"loss": 1.0 / version})
+
+
+def _end(job: _Job, *workers: str) -> list:
+    _reported(job, STEPS - 1)
+    return job.done(*workers)
+
+
+def test_a_standby_gets_the_next_version_that_is_due() -> None:
+    job = _begun()
+    assert job.view.lease == Lease(4, "w2")
+
+
+def test_what_a_script_evaluates_may_be_said_before_the_first_view() -> None:
+    job = _Job(_terms(2, 2), record=_record())
+    job.come("w0", "w1", "w2")
+    for worker in ("w0", "w1", "w2"):
+        job.play(Evaluates(worker, (EVERY,)))
+    job.come("s0", "s1")
+    _reported(job, 0)
+    assert job.view.lease == Lease(4, "w2")
+
+
+def test_without_a_standby_there_is_no_lease_and_the_lead_evaluates() -> None:
+    job = _begun("w0", "w1")
+    before = job.view.number
+    for version in range(EVERY, STEPS, EVERY):
+        _reported(job, version - 1)
+        job.play(_result(job, "w0", version))
+    assert (job.view.lease, job.view.number) == (None, before)
+
+
+def test_the_next_version_is_leased_when_the_one_before_has_its_result() -> None:
+    job = _begun()
+    _reported(job, 7)
+    assert job.view.lease == Lease(4, "w2")
+    job.play(_result(job, "w2", 4))
+    assert job.view.lease == Lease(12, "w2"), "the lead may have come to version 8 already"
+
+
+def test_a_late_version_is_left_to_the_lead() -> None:
+    job = _begun("w0", "w1")
+    _reported(job, 2)
+    job.come("w2")
+    job.play(Evaluates("w2", (EVERY,)))
+    assert job.view.lease == Lease(4, "w2")
+    job = _begun("w0", "w1")
+    _reported(job, 3)
+    job.come("w2")
+    job.play(Evaluates("w2", (EVERY,)))
+    assert job.view.lease == Lease(8, "w2")
+
+
+@pytest.mark.parametrize("loss", [Left("w2", "killed"), Leaving("w2")])
+def test_a_lease_whose_holder_is_lost_goes_to_another_standby(loss: Left | Leaving) -> None:
+    job = _begun("w0", "w1", "w2", "w3")
+    _reported(job, 5)
+    job.play(loss)
+    assert job.view.lease == Lease(4, "w3")
+
+
+def test_without_another_standby_it_goes_to_a_worker_once_the_version_exists() -> None:
+    job = _begun()
+    job.play(Left("w2", "killed"))
+    assert job.view.lease == Lease(4, "")
+    _reported(job, 3)
+    assert job.view.lease == Lease(4, "")
+    _reported(job, 4)
+    assert job.view.lease == Lease(4, "w0")
+
+
+def test_a_standby_that_is_to_train_leaves_its_evaluation_to_another() -> None:
+    job = _begun("w0", "w1", "w2", "w3")
+    _reported(job, 5)
+    job.play(Left("w0", "killed"))
+    assert "w2" in job.view.assigned(6)
+    assert job.view.lease == Lease(4, "w3")
+
+
+@pytest.mark.parametrize("others", [("w0", "w1", "w2"), ("w0", "w1", "w2", "w3")])
+def test_it_keeps_it_if_nobody_else_stands_by_or_the_priority_is_high(others: tuple[str, ...]) -> None:
+    job = _begun(*others, high=len(others) == 4)
+    _reported(job, 5)
+    job.play(Left("w0", "killed"))
+    assert job.view.lease == Lease(4, "w2")
+
+
+def test_the_view_that_replaces_a_lead_lost_in_its_evaluation_leases_that_version() -> None:
+    """Servers have that view before anybody can make the version after the next: so they keep it."""
+    job = _begun("w0", "w1")
+    _reported(job, 3)
+    job.play(_result(job, "w0", 4))
+    _reported(job, 7)
+    for worker in ("w1",):  # it has computed step 8; the lead evaluates version 8
+        job.play(Progress(worker, 8, 3, 0.1, job.view.generation))
+    (publish,) = _of(Publish, job.play(Left("w0", "killed")))
+    assert publish.view.lease == Lease(8, "w1")
+
+
+def test_a_lead_that_is_told_to_go_ends_its_evaluation_and_if_it_dies_another_makes_it() -> None:
+    job = _begun("w0", "w1")
+    _reported(job, 7)
+    job.play(_result(job, "w0", 4))
+    job.play(Progress("w1", 8, 3, 0.1, job.view.generation), Leaving("w0"))
+    assert job.view.lease == Lease(8, "w0")
+    job.play(Left("w0", "killed"))
+    assert job.view.lease == Lease(8, "w1")
+
+
+def test_the_job_ends_when_the_last_version_has_its_result() -> None:
+    job = _begun()
+    _reported(job, 7)
+    job.play(_result(job, "w2", 4))
+    _reported(job, 13)
+    job.play(_result(job, "w0", 8), _result(job, "w2", 12))
+    assert job.view.lease == Lease(16, "w2")
+    job.play(_result(job, "w2", 16))
+    assert job.view.lease == Lease(20, "w2")
+    assert not _of(Finish, _end(job, "w0", "w1", "w2"))
+    assert job.machine.waiting_for() == "the evaluation of step 20 by w2"
+    assert _of(Finish, job.play(_result(job, "w2", 20)))
+
+
+def test_if_the_lead_is_lost_in_the_last_evaluation_another_makes_it() -> None:
+    job = _begun("w0", "w1")
+    _end(job, "w1")
+    effects = job.play(Left("w0", "killed"))
+    assert not _of(Finish, effects)
+    assert job.view.lease == Lease(20, "w1")
+    assert _of(Finish, job.play(_result(job, "w1", 20)))
+
+
+def test_a_result_counts_once_and_of_this_generation_only() -> None:
+    job = _begun()
+    _reported(job, 5)
+    old = msgspec.structs.replace(job.view.generation, count=0)
+    job.play(Evaluated("w2", 4, old, {"loss": 9.0}), Evaluated("x", 4, job.view.generation, {"loss": 9.0}))
+    assert job.view.lease == Lease(4, "w2")
+    job.play(_result(job, "w2", 4), _result(job, "w0", 4, {"loss": 9.0}))
+    assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
+
+
+def test_a_new_coordinator_knows_the_lease_and_the_results() -> None:
+    job = _begun()
+    _reported(job, 5)
+    before = job.machine.revision
+    job.play(_result(job, "w2", 4))
+    assert job.machine.revision > before
+    state = msgspec.json.decode(msgspec.json.encode(job.machine.state()), type=ClusterState)
+    assert state.results == {4: {"loss": 0.25}}
+    new = _Job(job.machine.terms, recovered=state, record=job.record)
+    assert new.view.lease == Lease(8, "w2")
+    for worker in ("w0", "w1", "w2"):
+        new.play(Evaluates(worker, (EVERY,)), _result(new, "w2", 4))
+    assert new.view.lease == Lease(8, "w2")
+    assert new.machine.course.evaluations.results == {4: {"loss": 0.25}}
+
+
+def test_after_a_roll_back_what_is_made_again_is_evaluated_again() -> None:
+    job = _begun(terms={"snapshots": False})
+    _reported(job, 9)
+    job.play(_result(job, "w2", 4), _result(job, "w0", 8))
+    job.play(Left("s0", "killed"))
+    assert job.machine.phase is Phase.RECOVERING
+    job.play(Found("snapshot", 5))
+    assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
+    assert job.view.lease == Lease(8, "w2")
+
+
+def test_a_version_that_was_lost_with_its_server_is_named_at_the_end() -> None:
+    job = _begun()
+    _reported(job, 9)
+    job.play(Left("s0", "killed"), Found("snapshot", 6))
+    assert job.machine.course.evaluations.lost == {4}
+    _reported(job, 18)
+    for version in (8, 12, 16, 20):
+        job.play(_result(job, "w2", version))
+    effects = _end(job, "w0", "w1", "w2")
+    assert _of(Finish, effects)
+    assert [said.text for said in _of(Say, effects)] == [
+        "without an evaluation: step 4; whoever had that version was lost"
+    ]
+
+
+def test_a_version_that_no_server_keeps_holds_nothing_up() -> None:
+    job = _begun()
+    _reported(job, 6)
+    job.play(NotKept("w2", 4, job.view.generation))
+    assert job.view.lease == Lease(8, "w2")
+    job.play(_result(job, "w0", 4))
+    assert not job.machine.course.evaluations.lost, "the lead had evaluated it, and its word came later"
+
+
+def test_an_evaluation_that_fails_on_a_standby_ends_the_job() -> None:
+    job = _begun()
+    _reported(job, 5)
+    job.play(Failed("w2", "ValueError: no data"))
+    assert job.machine.last_word == Abort("w2: ValueError: no data")
+
+
+@pytest.mark.parametrize(
+    ("config", "terms"),
+    [
+        ({"sync": AllReduce()}, {}), ({"sync": Async()}, {}), ({"sync": Sync(quorum=3)}, {}),
+        ({"down": {"type": "bf16"}}, {}), ({}, {"backup_tasks": True}), ({}, {"aggregators": 1}),
+    ],
+)  # fmt: skip
+def test_elsewhere_the_lead_evaluates_and_the_end_waits_for_no_result(config: dict, terms: dict) -> None:
+    job = _begun(terms=terms, **config)
+    _reported(job, 6)
+    assert job.view.lease is None
+    _reported(job, STEPS - 1)
+    job.done("w0")
+    generation = job.view.generation
+    assert _of(Finish, job.play(*(Done(worker, generation) for worker in ("w0", "w1", "w2"))))
+
+
+def test_a_standby_whose_script_evaluates_otherwise_gets_no_lease() -> None:
+    job = _begun("w0", "w1")
+    job.come("w2")
+    job.play(Evaluates("w2", (EVERY + 1,)))
+    assert job.view.lease is None
+
+
+def test_more_workers_that_train_leave_no_standby_and_the_lease_goes_on() -> None:
+    job = _begun()
+    _reported(job, 5)
+    job.play(Resized(3))
+    assert job.view.lease == Lease(4, "w2")
+    job.play(_result(job, "w2", 4))
+    assert job.view.lease is None

@@ -1,0 +1,50 @@
+"""Evaluations on a simulated cluster, whatever happens to workers, servers and the coordinator: each has its result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rallypoint.core.shard.server import ServerMachine
+from rallypoint.core.view import View
+from rallypoint.testing.simulation.plan import make_plan
+from rallypoint.testing.simulation.policies import Evaluating, parse_policy, word_for
+from rallypoint.testing.simulation.run import first_failure, play, simulate
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_each_version_that_is_due_has_its_result(seed: int) -> None:
+    simulate(seed, Evaluating())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1040))
+def test_many_jobs_that_evaluate(seed: int) -> None:
+    simulate(seed, Evaluating())
+
+
+def test_plans_have_leases_and_a_word() -> None:
+    plans = [make_plan(seed, Evaluating()) for seed in range(8)]
+    assert {plan.terms.leases for plan in plans} == {True, False}
+    assert parse_policy("evaluating") == Evaluating()
+    assert word_for(Evaluating()) == "evaluating"
+
+
+def test_standbys_evaluate() -> None:
+    """Also versions that the lead has left far behind."""
+    outcome = play(make_plan(1, Evaluating())).outcome
+    assert outcome.leased
+
+
+def test_a_server_that_does_not_keep_what_is_leased_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt = ServerMachine.adopt
+
+    def forgetful(self: ServerMachine, view: View) -> Any:
+        effects = adopt(self, view)
+        for index in self.held:
+            self._machines[index].pinned = -1
+        return effects
+
+    monkeypatch.setattr(ServerMachine, "adopt", forgetful)
+    assert "have no result" in first_failure(Evaluating(), range(1, 30))
