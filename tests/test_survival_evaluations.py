@@ -141,6 +141,7 @@ def test_the_server_that_keeps_the_version_is_killed_while_a_standby_evaluates(
     cluster.run("--workers", "2", "--standby", "2", "--servers", "2", "--replication", "2")
     victim = cluster.standby_evaluates()
     cluster.until_caught_up(AT + 2)
+    cluster.until(lambda: cluster.members["exposed"] == 0)
     (cluster.home / "evaluating").unlink()
     cluster.processes()["server0"].kill()
     victim.kill()  # the next one gets the version from the backup
