@@ -108,17 +108,16 @@ def test_every_setting_that_cannot_change_is_one() -> None:
     assert {key.partition(".")[0] for key in _FIXED} <= set(JobConfig.__struct_fields__)
 
 
-def test_a_record_from_before_some_settings_existed_is_that_of_the_workers_who_go_on_with_it() -> None:
+def test_a_job_from_before_some_settings_existed_goes_on_with_workers_that_know_them() -> None:
     now = record()
     plain = msgspec.to_builtins(now)
     before = {**plain, "config": {k: v for k, v in plain["config"].items() if k not in ("average", "precision")}}
     before["config"]["optimizer"] = {k: v for k, v in plain["config"]["optimizer"].items() if k != "weight_decay"}
-    kept = kept_record(before, "snapshot step-00000003-1")
-    assert disagreement(kept, now) is None
-    going_on, changes = changed_record(kept, {}, 3)
-    assert (disagreement(going_on, now), changes) == (None, [])
+    going_on, changes = change(kept_record(before, "snapshot step-00000003-1"))
+    assert disagreement(going_on, now) is None
+    assert changes == []
 
 
-def test_a_record_with_all_settings_is_read_as_it_was_written() -> None:
-    plain = msgspec.to_builtins(record())
-    assert kept_record(plain, "x") == msgspec.convert(plain, JobRecord)
+def test_a_job_that_knows_all_settings_goes_on_with_the_record_that_it_has() -> None:
+    now = record()
+    assert change(now)[0] is now

@@ -49,6 +49,7 @@ from rallypoint.core.cluster.events import (
     SnapshotLost,
     SnapshotWanted,
     Tick,
+    Unlinked,
 )
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
@@ -895,6 +896,34 @@ def test_shards_move_only_when_all_that_are_to_move_can() -> None:
         assert job.caught_up(shard) == []
     assert job.caught_up(moving[-1]) != []
     assert job.view.shards_of("s2") == moving
+
+
+@pytest.mark.parametrize("reset", [True, False])
+@pytest.mark.parametrize("width", [20, 80, 200])
+def test_while_a_server_may_be_dead_the_copies_of_its_shards_do_not_move(width: int, reset: bool) -> None:
+    job = _begun(_terms(2, 2, replication=2), record=_record(width=width))
+    before = job.view
+    job.play(Unlinked("s0", "its connection broke", reset))
+    job.come("s2")
+    assert {s: b for s, b in job.view.backup.items() if b == "s1"} == {
+        s: b for s, b in before.backup.items() if b == "s1"
+    }
+    effects = job.tick(0.1) + job.play(Left("s0", "it died"))
+    assert not _of(FindSnapshot, effects)
+    assert job.view.generation == before.generation
+    assert set(job.view.primary.values()) == {"s1"}
+    assert set(job.view.backup.values()) == {"s2"}
+
+
+def test_shards_move_when_a_server_that_was_away_is_back() -> None:
+    job = _begun(_terms(2, 2, replication=2), record=_record(width=200))
+    (s0,) = (server for server in job.view.servers if server.id == "s0")
+    job.play(Unlinked("s0", "its connection broke"))
+    job.come("s2")
+    assert _load(job.view)["s2"] == 0
+    assert "s2" not in job.view.backup.values()
+    job.play(Joined(s0, "server"))
+    assert "s2" in job.view.backup.values()
 
 
 def test_a_new_home_that_dies_before_shards_have_moved_costs_nothing() -> None:

@@ -48,7 +48,8 @@ def changed_record(record: JobRecord, overrides: Mapping[str, Any], version: int
     `overrides` are nested, as `overrides_from` returns them; those that say what the record says change nothing. Raises
     ConfigError for a setting that cannot change any more, or that makes no sense.
     """
-    # An earlier version of the package may have known fewer settings
+    # An earlier version of the package may have known fewer settings. Workers propose all that there are today, so the
+    # record must have them too
     before = parse(merged(msgspec.to_builtins(JobConfig()), record.config))
     config = parse(merged(msgspec.to_builtins(before), overrides))
     changes = list(_differences(msgspec.to_builtins(before), msgspec.to_builtins(config)))
@@ -59,7 +60,7 @@ def changed_record(record: JobRecord, overrides: Mapping[str, Any], version: int
     if changes and config.rounds <= version:
         steps = before.steps_at(version)
         raise ConfigError(f"steps is {config.steps}, but the job has made {steps} already: use a higher number")
-    if not changes:
+    if not changes and not _fewer(record.config, msgspec.to_builtins(config)):
         return record, []
     new = record_of(config, record.layout, record.frozen, data=record.data, tied=record.tied)
     # As if it came from a worker (lists for tuples): members compare configurations
@@ -90,6 +91,13 @@ def _differences(before: Any, after: Any, path: str = "") -> Iterator[Change]:
         yield Change(f"{path}.type", before.get("type"), after.get("type"))
     elif _plain(before) != _plain(after):
         yield Change(path, before, after)
+
+
+def _fewer(settings: Any, full: Any) -> bool:
+    """True if `full` has settings, at any depth, that `settings` lacks."""
+    if not isinstance(settings, Mapping) or not isinstance(full, Mapping):
+        return False
+    return bool(full.keys() - settings.keys()) or any(_fewer(settings[key], full[key]) for key in full)
 
 
 def _plain(value: Any) -> Any:

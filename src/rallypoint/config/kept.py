@@ -17,28 +17,12 @@ def kept_record(data: Mapping[str, Any], source: str) -> JobRecord:
 
     `source` says where it was stored; error messages begin with it.
 
-    A record from before modes had descriptions has none, and would be read as one of `rp.Sync()`; one from before some
-    settings existed gets their defaults. So everything that follows from its configuration and its layout is computed
-    again. Raises msgspec.ValidationError when `data` is no
+    A record from before modes had descriptions has none, and would be read as one of `rp.Sync()`. So everything that
+    follows from its configuration and its layout is computed again. Raises msgspec.ValidationError when `data` is no
     record, ConfigError when such an old job cannot continue in its mode.
     """
     record = msgspec.convert(data, JobRecord)
-    return record if "mode" in data and not _lacks_settings(record) else _completed(record, source)
-
-
-def _lacks_settings(record: JobRecord) -> bool:
-    """True if the record is from before some of today's settings: workers propose them, so it must have them too."""
-    try:
-        full = msgspec.to_builtins(parse(record.config))
-    except ConfigError:  # it has settings that this version does not know; who goes on with the job says so
-        return False
-    return _fewer(record.config, full)
-
-
-def _fewer(config: Any, full: Any) -> bool:
-    if not isinstance(config, Mapping) or not isinstance(full, Mapping):
-        return False
-    return bool(full.keys() - config.keys()) or any(_fewer(config[key], full[key]) for key in full)
+    return record if "mode" in data else _completed(record, source)
 
 
 def _completed(record: JobRecord, source: str) -> JobRecord:

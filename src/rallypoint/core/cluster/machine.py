@@ -266,6 +266,7 @@ class ClusterMachine:
             effects.append(Prepare(member.id, course.record))
         if self.view is not None and course.phase is not Phase.GATHERING:  # else the next view begins the job anew
             effects.append(Publish(self.view, (member.id,)))
+            effects += self._succession.advance()  # while it was away, nothing moved
         return effects
 
     def _proposal(self, worker: str, record: JobRecord) -> list[Effect]:

@@ -54,16 +54,21 @@ def surviving_primaries(
 
 def rebalanced(
     view: View, primary: Mapping[int, str], shards: Sequence[Shard], servers: Mapping[str, Member],
-    caught_up: AbstractSet[int], replication: int, staying: Mapping[str, Member] | None = None,
+    caught_up: AbstractSet[int], replication: int, staying: Mapping[str, Member] | None = None, *, hold: bool = False,
 ) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
     """Primary and backup of every shard for an even load on the servers `staying` (by default all `servers`).
 
     `primary` are the surviving homes. A shard moves in two views: its new home is its backup first, and becomes its
-    primary when the backups of all moving shards have caught up.
+    primary when the backups of all moving shards have caught up. `hold`: one of the servers may be dead. Nothing moves,
+    because a backup that moves could be the last copy; only shards without a backup get one.
     """
     alive = _alive(view, servers)
     homes = dict(primary)
     staying = servers if staying is None else staying
+    if hold:
+        held = {s: b for s, b in view.backup.items() if b in alive and b != homes[s]}
+        new = place_backups(shards, list(staying), homes, held, _hosts(servers)) if replication >= 2 else {}
+        return homes, new | held
     kept = {s: b for s, b in view.backup.items() if b in alive and b in staying and b != homes[s]}
     wanted = place(shards, list(staying), homes)
     moving = {s for s, home in wanted.items() if home != homes[s]}

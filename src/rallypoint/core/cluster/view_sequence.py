@@ -90,8 +90,9 @@ class ViewSequence:
         surviving = surviving_primaries(before, servers, self.caught_up)
         if surviving is None:
             return None
+        away = not members.awaited.isdisjoint(servers)
         primary, backup = rebalanced(
-            before, surviving, shards, servers, self.caught_up, self.replication, members.staying
+            before, surviving, shards, servers, self.caught_up, self.replication, members.staying, hold=away
         )
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
