@@ -72,6 +72,11 @@ class Slurm:
         lines = self.run("squeue", "--noheader", "--format=%i %t").splitlines()
         return [(line.split()[0], line.split()[1]) for line in lines]
 
+    def steps(self, node: str) -> list[str]:
+        """The steps of all jobs that have this node and no other."""
+        lines = [line.split() for line in self.run("squeue", "--steps", "--noheader", "--format=%i %N").splitlines()]
+        return [step for step, *nodes in lines if nodes == [node]]
+
     def far_ends(self) -> list[psutil.Process]:
         """What starts and ends the processes of all jobs: one on each node of each component."""
         found = []

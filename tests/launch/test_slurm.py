@@ -65,15 +65,13 @@ class TestSlurmCluster(ClusterContract):
         assert later.exit().status == 0
         assert [worker.handle.exit() for worker in workers] == [None, None]
 
-    def test_a_step_that_is_cancelled_is_the_death_of_its_processes(
-        self, running: SlurmCluster, made: Slurm
-    ) -> None:
+    def test_a_step_that_is_cancelled_is_the_death_of_its_processes(self, running: SlurmCluster, made: Slurm) -> None:
         worker = Started(running, "import time; print('here', flush=True); time.sleep(1000)")
         worker.line()
         assert isinstance(worker.handle, RemoteProcess)
-        lines = made.run("squeue", "--steps", "--noheader", "--format=%i %N").splitlines()
-        (step,) = [line.split()[0] for line in lines if line.split()[1:] == [worker.handle.host.name]]
-        made.run("scancel", step)
+        node = worker.handle.host.name
+        until(lambda: len(made.steps(node)) == 1)  # Slurm shows the steps of the test before for a while
+        made.run("scancel", *made.steps(node))
         how = worker.exit()
         assert how.died
         assert how.reason.startswith(worker.handle.host.name)
