@@ -203,6 +203,10 @@ class RunOptions(CoordinatorOptions):
     overwrite: Annotated[bool, option(
         "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
     )] = False  # fmt: skip
+    metrics: Annotated[bool, option(
+        "--metrics", metavar=None, panel=_FILES,
+        help="Let Prometheus on this machine scrape every process; the run's metrics.json says where.",
+    )] = False  # fmt: skip
     trace: Annotated[Path | None, option(
         metavar="FILE", panel=_FILES, help="Write a Chrome trace (Perfetto) of a few steps to this file.",
     )] = None  # fmt: skip
@@ -230,9 +234,19 @@ class RunOptions(CoordinatorOptions):
             )
         return given if given in ("", AUTO) else str(Path(given).resolve())
 
+    def _check_metrics(self) -> None:
+        if not self.metrics:
+            return
+        from rallypoint.launch.observing.metrics import check_installed
+
+        check_installed()
+        if self.hosts or self.engine != "local":
+            raise UsageError("--metrics is for a run on this machine: elsewhere each role has --health HOST:PORT")
+
     def _machines(self, plan: Launch) -> dict[str, Any]:
         """Return what differs in the plan of a run that is not on this machine only."""
         check_engine(self.engine)
+        self._check_metrics()
         if self.engine != "ray" and (self.address or self.gpus):
             raise UsageError(f"{'--address' if self.address else '--gpus'} is for --engine ray")
         bind = f"{HERE}:0" if plan.bind == _ON_LOOPBACK else plan.bind
@@ -248,7 +262,7 @@ class RunOptions(CoordinatorOptions):
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
     "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
-    "advertise", "engine", "address", "gpus", "ranks", "snapshot_steps", "snapshot_seconds", "compression",
+    "advertise", "engine", "metrics", "address", "gpus", "ranks", "snapshot_steps", "snapshot_seconds", "compression",
 }  # fmt: skip
 
 
