@@ -13,7 +13,7 @@ from rallypoint.errors import UsageError
 from rallypoint.launch.environment import ANSWERS_AT, HEALTH, METRICS_TOKEN, METRICS_TOKEN_FILE
 from rallypoint.launch.health import Health, answering, health_at
 from rallypoint.launch.observing.metrics import of_process
-from rallypoint.launch.observing.targets import TARGETS_FILE, Targets
+from rallypoint.launch.observing.targets import Targets
 from rallypoint.launch.options import RunOptions
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.watch.metrics.measures import Reading
@@ -101,13 +101,13 @@ def test_only_one_process_takes_the_place_that_the_environment_names(monkeypatch
 
 
 def test_the_file_has_who_tells_metrics_and_goes_with_the_run(tmp_path: Path) -> None:
-    folder, file = tmp_path / "run7", tmp_path / "run7" / TARGETS_FILE
-    folder.mkdir()
-    targets = Targets(folder, wanted=True)
+    into = tmp_path / "made" / "targets"
+    targets = Targets(tmp_path / "run7", str(into))
     assert targets.environment == {HEALTH: "127.0.0.1:0"}
     assert not targets.takes("worker0", "worker", "another line")
     assert targets.takes("worker0", "worker", f"{ANSWERS_AT}127.0.0.1:1")
     assert targets.takes("server0", "server", f"{ANSWERS_AT}127.0.0.1:2")
+    (file,) = into.glob("run7-*.json")
     assert json.loads(file.read_text()) == [
         {"targets": ["127.0.0.1:1"], "labels": {"run": "run7", "role": "worker", "member": "worker0"}},
         {"targets": ["127.0.0.1:2"], "labels": {"run": "run7", "role": "server", "member": "server0"}},
@@ -116,35 +116,49 @@ def test_the_file_has_who_tells_metrics_and_goes_with_the_run(tmp_path: Path) ->
     targets.gone("nobody")
     assert [one["labels"]["member"] for one in json.loads(file.read_text())] == ["server0"]
     targets.close()
-    assert list(folder.iterdir()) == []
+    assert list(into.iterdir()) == []
 
 
 @pytest.mark.parametrize("said", ["127.0.0.1:x", "elsewhere", "", '127.0.0.1:1"}'])
 def test_what_is_no_address_is_an_ordinary_line(tmp_path: Path, said: str) -> None:
-    assert not Targets(tmp_path, wanted=True).takes("worker0", "worker", f"{ANSWERS_AT}{said}")
-    assert not (tmp_path / TARGETS_FILE).exists()
+    assert not Targets(tmp_path / "r", str(tmp_path)).takes("worker0", "worker", f"{ANSWERS_AT}{said}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_one_name_in_different_places_have_a_file_each_and_what_a_killed_one_left_goes(tmp_path: Path) -> None:
+    line = f"{ANSWERS_AT}127.0.0.1:1"
+    for place in ("a", "b", "a"):
+        assert Targets(tmp_path / place / "run", str(tmp_path)).takes("worker0", "worker", line)
+    assert len(list(tmp_path.glob("run-*.json"))) == 2
+    Targets(tmp_path / "a" / "run", str(tmp_path))
+    assert len(list(tmp_path.glob("run-*.json"))) == 1
 
 
 def test_a_script_that_prints_the_line_again_changes_nothing(tmp_path: Path) -> None:
-    targets = Targets(tmp_path, wanted=True)
+    targets = Targets(tmp_path / "r", str(tmp_path))
     assert targets.takes("worker0", "worker", f"{ANSWERS_AT}127.0.0.1:1")
     assert not targets.takes("worker0", "worker", f"{ANSWERS_AT}127.0.0.1:2")
 
 
 def test_a_run_without_metrics_has_none_of_it(tmp_path: Path) -> None:
-    targets = Targets(tmp_path, wanted=False)
+    targets = Targets(tmp_path / "r", "")
     assert targets.environment == {}
     assert not targets.takes("worker0", "worker", f"{ANSWERS_AT}127.0.0.1:1")
     targets.close()
 
 
 def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
-    targets = Targets(tmp_path / "gone", wanted=True)
+    into = tmp_path / "into"
+    targets = Targets(tmp_path / "r", str(into))
+    into.rmdir()
     assert targets.takes("worker0", "worker", f"{ANSWERS_AT}127.0.0.1:1")
     targets.close()
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot hold --metrics' files"):
+        Targets(tmp_path / "r", str(tmp_path / "file"))
 
 
 def test_on_other_machines_metrics_are_refused_with_what_to_do() -> None:
-    assert RunOptions(metrics=True).run(["train.py"]).metrics
+    assert RunOptions(metrics=Path("targets")).run(["train.py"]).metrics == str(Path("targets").resolve())
     with pytest.raises(UsageError, match="--health HOST:PORT"):
-        RunOptions(metrics=True, hosts="a,b").run(["train.py"])
+        RunOptions(metrics=Path("targets"), hosts="a,b").run(["train.py"])

@@ -68,7 +68,7 @@ def test_the_figures_of_a_job_follow_its_announcements() -> None:
     assert told["rallypoint_skipped steps"] == 1
     assert told["rallypoint_snapshots"] == 1
     assert told["rallypoint_snapshot_timestamp_seconds"] == 1008.0
-    assert (told["rallypoint_snapshot_version"], told["rallypoint_snapshot_bytes"]) == (4, 123)
+    assert (told["rallypoint_snapshot_step"], told["rallypoint_snapshot_bytes"]) == (4, 123)
     assert (told["rallypoint_snapshot_period_seconds"], told["rallypoint_snapshot_period_steps"]) == (60.0, 5)
     assert told["rallypoint_replication"] == 2
 

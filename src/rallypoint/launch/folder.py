@@ -19,7 +19,6 @@ from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError, RallypointError, UsageError
 from rallypoint.launch.code.kept import CODE, remove
-from rallypoint.launch.observing.targets import TARGETS_FILE
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS, TLS, read_plan
 from rallypoint.observe.lines import printable
 from rallypoint.store.snapshots import SnapshotStore
@@ -246,7 +245,7 @@ def clear(folder: Path) -> str:
         _refuse_others_code(folder)
         return ""
     elsewhere = _snapshots_elsewhere(folder)
-    for name in (RUN_FILE, CLUSTER_FILE, TARGETS_FILE, _EVENTS, JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm"):
+    for name in (RUN_FILE, CLUSTER_FILE, _EVENTS, JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm"):
         (folder / name).unlink(missing_ok=True)
     for trace in folder.glob("trace-*.json"):
         trace.unlink()

@@ -203,10 +203,10 @@ class RunOptions(CoordinatorOptions):
     overwrite: Annotated[bool, option(
         "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
     )] = False  # fmt: skip
-    metrics: Annotated[bool, option(
-        "--metrics", metavar=None, panel=_FILES,
-        help="Let Prometheus on this machine scrape every process; the run's metrics.json says where.",
-    )] = False  # fmt: skip
+    metrics: Annotated[Path | None, option(
+        metavar="FOLDER", panel=_FILES,
+        help="Let Prometheus on this machine scrape every process: a file in this folder tells it where.",
+    )] = None  # fmt: skip
     trace: Annotated[Path | None, option(
         metavar="FILE", panel=_FILES, help="Write a Chrome trace (Perfetto) of a few steps to this file.",
     )] = None  # fmt: skip
@@ -221,6 +221,7 @@ class RunOptions(CoordinatorOptions):
         plan = both.plan(worker)
         return msgspec.structs.replace(
             plan, script=script, trace=str(self.trace or ""), trace_steps=steps, tls=self._certificates(),
+            metrics=self._targets(),
             **self._machines(plan),
         )  # fmt: skip
 
@@ -234,19 +235,20 @@ class RunOptions(CoordinatorOptions):
             )
         return given if given in ("", AUTO) else str(Path(given).resolve())
 
-    def _check_metrics(self) -> None:
-        if not self.metrics:
-            return
+    def _targets(self) -> str:
+        """Return where the file with the places of metrics belongs, for the plan."""
+        if self.metrics is None:
+            return ""
         from rallypoint.launch.observing.metrics import check_installed
 
         check_installed()
         if self.hosts or self.engine != "local":
             raise UsageError("--metrics is for a run on this machine: elsewhere each role has --health HOST:PORT")
+        return str(self.metrics.resolve())
 
     def _machines(self, plan: Launch) -> dict[str, Any]:
         """Return what differs in the plan of a run that is not on this machine only."""
         check_engine(self.engine)
-        self._check_metrics()
         if self.engine != "ray" and (self.address or self.gpus):
             raise UsageError(f"{'--address' if self.address else '--gpus'} is for --engine ray")
         bind = f"{HERE}:0" if plan.bind == _ON_LOOPBACK else plan.bind
@@ -262,7 +264,7 @@ class RunOptions(CoordinatorOptions):
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
     "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
-    "advertise", "engine", "metrics", "address", "gpus", "ranks", "snapshot_steps", "snapshot_seconds", "compression",
+    "advertise", "engine", "address", "gpus", "ranks", "snapshot_steps", "snapshot_seconds", "compression",
 }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class ClusterRun:
         self._token, self._address, self._tls = new_token(), "", certificates_of(plan)
         self._transport = transport_of(self._tls, "observer")
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self._output, self._targets = Output(), Targets(Path(plan.folder), wanted=plan.metrics)
+        self._output, self._targets = Output(), Targets(Path(plan.folder), plan.metrics)
         self._observer: CoordinatorLink | None = None
         self._endings: list[str] = []
         self._said_changed = list(edited)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from pathlib import Path
 
 import msgspec
@@ -11,20 +12,28 @@ from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.net.tcp import split_address
 
-TARGETS_FILE = "metrics.json"
 _AT = "127.0.0.1:0"  # any free port, for this machine alone
 
 
 class Targets:
-    """The targets of the run in `folder`. The file is there while some process tells its metrics, and always complete.
+    """The targets of the run in `run`, as a file in the folder `into` ("": none) that has the run's name.
 
-    `wanted`: False for a run without metrics; then there is never a file.
+    It is there while some process tells its metrics, and always complete. A folder for the files of several runs can be
+    named once in Prometheus' configuration: ``files: ["targets/*.json"]``. UsageError if the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, *, wanted: bool) -> None:
-        self._path, self._wanted = folder / TARGETS_FILE, wanted
-        self._run = folder.resolve().name
+    def __init__(self, run: Path, into: str) -> None:
+        whole = run.resolve()
+        self._run, self._wanted = whole.name, bool(into)
+        digest = hashlib.sha256(str(whole).encode()).hexdigest()[:8]  # runs of one name in different places
+        self._path = Path(into) / f"{whole.name}-{digest}.json"
         self._known: dict[str, tuple[str, str]] = {}  # process -> its role, and where it answers
+        if self._wanted:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.unlink(missing_ok=True)  # of a launcher that was killed
+            except OSError as error:
+                raise UsageError(f"{into} cannot hold --metrics' files: {error.strerror}") from None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -52,7 +61,8 @@ class Targets:
     def close(self) -> None:
         """The run is over: delete the file."""
         self._known.clear()
-        self._write()
+        if self._wanted:
+            self._write()
 
     def _write(self) -> None:
         fresh = self._path.with_suffix(".new")

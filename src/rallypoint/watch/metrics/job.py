@@ -84,7 +84,7 @@ class JobFigures:
                     self._skipped["contributions" if message.alone else "steps"] += 1
                 case Snapshotted():
                     self._snapshots, self._stored = self._snapshots + 1, unix
-                    self._last["rallypoint_snapshot_version"] = message.version
+                    self._last["rallypoint_snapshot_step"] = self._steps_in(message.version)
                     self._last["rallypoint_snapshot_bytes"] = message.nbytes
                     self._last["rallypoint_snapshot_duration_seconds"] = message.seconds
                 case Finished() | Aborted():
@@ -105,6 +105,9 @@ class JobFigures:
             self._seconds.add(now - self._stepped)
             self._times.add(done.step, now - self._stepped, self._cause or ("back" if back else "unknown"))
         self._stepped, self._moved, self._cause = now, unix, ""
+
+    def _steps_in(self, version: int) -> int:
+        return version if self._plan is None else min(self._plan.steps, version * self._plan.steps_per_round)
 
     def _viewed(self, view: Members) -> None:
         epoch, _, count = view.view.partition(".")

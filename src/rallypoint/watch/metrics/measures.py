@@ -55,7 +55,7 @@ MEASURES: dict[str, Measure] = {
     "rallypoint_snapshots": Measure("counter", "Snapshots that are complete."),
     "rallypoint_snapshot_timestamp_seconds": Measure(
         "gauge", "Unix time of the newest complete snapshot; before the first, when this coordinator began."),
-    "rallypoint_snapshot_version": Measure("gauge", "The version in the newest complete snapshot."),
+    "rallypoint_snapshot_step": Measure("gauge", "Steps that were done in the newest complete snapshot."),
     "rallypoint_snapshot_bytes": Measure("gauge", "The newest complete snapshot's size."),
     "rallypoint_snapshot_duration_seconds": Measure("gauge", "How long the newest complete snapshot took."),
     "rallypoint_snapshot_period_seconds": Measure("gauge", "A snapshot is due every so many seconds; 0: not by time."),
