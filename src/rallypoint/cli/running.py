@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +11,11 @@ import typer
 
 from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import UsageError
+from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.launch.observing.facts import facts_of
 from rallypoint.launch.options import RunFolder
+
+_NICE = 10  # so much behind the run's own processes, where processors are short
 
 
 @app.command(rich_help_panel=RUNNING)
@@ -61,6 +65,9 @@ def watch(
         from rallypoint.watch.serve import watch as serve
     except ModuleNotFoundError as error:
         raise UsageError(f"the page needs {error.name}: pip install 'rallypoint[watch]'") from None
+
+    if hold_lifeline():  # of a run that serves its own page
+        os.nice(_NICE)
 
     def opened(address: str) -> None:
         print(f"the page of {run}: {address}", flush=True)
