@@ -227,18 +227,18 @@ def test_steps_that_a_new_coordinator_announces_at_once_are_no_fast_steps() -> N
     """They were done while there was no coordinator: the steps after them would all count as stalls."""
     run = run_of(PLAN, members(), *steps(0, 4))
     for t, message in [
-        (0.0, msgspec.structs.replace(PLAN, steps=100, done=4)), *((3.0, step) for step in steps(4, 30)),
-        *((float(step.step) - 26.0, step) for step in steps(30, 40) if isinstance(step, StepDone)),
+        (0.0, msgspec.structs.replace(PLAN, steps=100)), *((1.0, step) for step in steps(4, 30)),
+        *((float(step.step) - 28.0, step) for step in steps(30, 40) if isinstance(step, StepDone)),
     ]:  # fmt: skip
         run.take(message, t)
     assert run.step == 40
-    assert run.curves["seconds a step"].columns()["mean"] == [1.0] * 13
+    assert run.curves["seconds a step"].columns()["mean"] == [1.0] * 14
     assert (run.times.stalls, run.times.goodput) == (0, 1.0)
 
 
 def test_a_job_whose_steps_are_always_that_fast_is_measured_after_some() -> None:
     pace = Pace()
-    pace.taken_over()
+    pace.begins()
     measured = [pace.step(number * 1e-4) for number in range(2000)]
     assert measured[:1001] == [None] * 1001
     assert None not in measured[1001:]

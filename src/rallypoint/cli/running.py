@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import webbrowser
 from pathlib import Path
@@ -75,6 +76,23 @@ def watch(
             webbrowser.open(address)
 
     serve(run, facts_of(run), port, opened)
+
+
+@app.command(rich_help_panel=RUNNING)
+def top(
+    run: RunFolder,
+    once: Annotated[bool, typer.Option("--once", help="Print it as it is now, and end.")] = False,
+) -> None:
+    """Show a run in the terminal, while it goes on or afterwards; Ctrl-C ends the view, not the run.
+
+    Example: [bold]rallypoint top runs/20260131-235959[/bold]
+    """
+    from rich.console import Console
+
+    from rallypoint.watch.top import top as show
+
+    with contextlib.suppress(KeyboardInterrupt):
+        show(run, Console(highlight=False), once=once)
 
 
 @app.command(rich_help_panel=AFTER)

@@ -66,8 +66,7 @@ class RunState:
         self._clock = t
         match message:
             case Planned():
-                if message.done:
-                    self._pace.taken_over()
+                self._pace.begins()
                 self.plan, self.ended, self.why = message, "", ""
             case StepDone():
                 self._step(message)

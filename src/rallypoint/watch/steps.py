@@ -25,10 +25,11 @@ class Pace:
 
     _stepped: float | None = None  # when the last step was announced
     _catching_up: int = 0  # so many more steps may come at once
+    _first: bool = False  # the next step is the first that this coordinator announces
 
-    def taken_over(self) -> None:
-        """Another coordinator announces the next step."""
-        self._stepped, self._catching_up = None, _MOST_AT_ONCE
+    def begins(self) -> None:
+        """A coordinator begins to announce steps. It may have taken over."""
+        self._catching_up, self._first = _MOST_AT_ONCE, True
 
     def pause(self) -> None:
         """The next step cannot be measured: the job has ended, and may go on later."""
@@ -37,12 +38,13 @@ class Pace:
     def step(self, now: float) -> float | None:
         """A step is announced at `now` (s). Returns how long it took; None if nobody knows."""
         before, self._stepped = self._stepped, now
+        first, self._first = self._first, False
         if before is None:
             return None
         if self._catching_up and now - before < _AT_ONCE_S:
             self._catching_up -= 1
             return None
-        self._catching_up = 0
+        self._catching_up *= first  # the first one ends the pause; those that were done in it come now
         return now - before
 
 

@@ -72,8 +72,7 @@ class JobFigures:
                 case Planned():
                     self._plan, self._running = message, True
                     self._step, self._moved = message.done, unix
-                    if message.done:
-                        self._pace.taken_over()
+                    self._pace.begins()
                 case Members():
                     self._viewed(message)
                 case Metrics(values=values):
