@@ -24,7 +24,9 @@ from rallypoint.watch.state import RunState
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _EVERY_S = 0.5
 _SENTENCES, _LATE = 6, 5
-_COLOURS = {"computing": "blue", "standby": "cyan", "server": "green", "aggregator": "magenta", "gone": "bright_black"}
+_COLOURS = {
+    "computing": "cyan", "standby": "yellow", "server": "green", "aggregator": "magenta", "gone": "bright_black",
+}  # fmt: skip
 
 
 def top(folder: Path, console: Console, *, once: bool = False) -> None:
@@ -75,7 +77,7 @@ def _curve(name: str, curve: Series, width: int) -> RenderableType | None:
     values = [point.total / point.count for point in curve.points]
     if not values:
         return None
-    text = Text(spark(values, width - 4), style="blue")
+    text = Text(spark(values, width - 4), style="cyan")
     low, high = min(values), max(values)
     told = f"now {values[-1]:.4g}, from {low:.4g} to {high:.4g}"
     return Panel(Group(text, told), title=Text(name), title_align="left", width=width)
