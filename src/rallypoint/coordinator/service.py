@@ -18,6 +18,7 @@ from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.joining.newcomers import taken
 from rallypoint.coordinator.journal import Journal, Persistence
 from rallypoint.coordinator.owner import Owner, tick_seconds
+from rallypoint.coordinator.recording.fingerprints import FingerprintLog
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.cluster.state import Resumed
@@ -94,6 +95,7 @@ class CoordinatorService:
         )
         observed(self._shell.machine, "coordinator")
         self._log = EventLog(self._join_info.folder)
+        self._fingerprints = FingerprintLog(self._join_info.folder, self.say)
         self._owner = Owner(self._handle, tick_seconds(self._terms))
         self._keeper = self._open_keeper()
         for act in self._shell.start():
@@ -163,7 +165,7 @@ class CoordinatorService:
     def _stop(self) -> None:
         self._owner.stop()
         keeper = [] if self._keeper is None else [self._keeper.stop()]
-        closing.end(*keeper, self._log.stop(), self._persistence.stop())
+        closing.end(*keeper, self._log.stop(), *self._fingerprints.stop(), self._persistence.stop())
 
     # ---- what it is made of ----
 
@@ -208,6 +210,8 @@ class CoordinatorService:
                 _channel(connection).connection.close()
             case acts.Log(message=message):
                 self._log.write(message)
+            case acts.Record(member=member, claim=claim):
+                self._fingerprints.add(member, claim)
             case acts.Save(state=state, needed=needed):
                 self._persistence.save(state, time.monotonic(), needed=needed)
             case acts.Over(failure=failure):
