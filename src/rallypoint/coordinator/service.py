@@ -180,7 +180,8 @@ class CoordinatorService:
     def _welcome(self) -> Welcome:
         about = self._join_info
         return Welcome(
-            about.overrides, about.folder, about.trace, about.snapshots if self._terms.snapshots else "",
+            about.overrides, about.folder, about.trace,
+            about.snapshots if self._terms.snapshots or self._resume is not None else "",
             about.compression, self._terms.heartbeat,
         )  # fmt: skip
 
