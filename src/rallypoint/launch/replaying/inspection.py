@@ -114,7 +114,7 @@ def _debug_forward(model: torch.nn.Module) -> None:
     forward = model.forward
 
     def debugged(*args: Any, **kwargs: Any) -> Any:
-        del model.forward  # the class's own one is behind it
+        del model.__dict__["forward"]  # the one of its class is behind it
         print("the debugger stops in the forward pass: s, n and c step and go on, p shows values", file=sys.stderr)
         return pdb.Pdb(nosigint=True).runcall(forward, *args, **kwargs)
 

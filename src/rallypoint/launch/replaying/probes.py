@@ -74,8 +74,8 @@ class Probes:
             for half in halves:
                 tried.append(self._probe(step, replica, micro, self._batches.batch_of([one for _, one in half])))
                 yield tried[-1]
-            if any(probe.failed for probe in tried):
-                break
+            if any(probe.failed for probe in tried) or not any(math.isfinite(probe.loss) for probe in tried):
+                break  # both halves are spoilt: no single sample does it
             first = _badness(tried[0].loss) >= _badness(tried[1].loss)
             samples, alone = (halves[0], tried[0].loss) if first else (halves[1], tried[1].loss)
         self.found = Probed(replica, tuple(index for index, _ in samples), tuple(map(repr, means)), repr(alone))
