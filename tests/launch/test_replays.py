@@ -91,8 +91,7 @@ def replayed(run: Path, *options: str, status: int = 0) -> dict[str, Any]:
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    files = (path for path in run.rglob("*") if path.is_file() and not path.name.endswith(("-shm", "-wal")))
-    return {str(path): path.read_bytes() for path in files}
+    return {str(path): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
 @pytest.mark.slow

@@ -11,13 +11,15 @@ import torch
 
 from rallypoint.codec.base.leaf import digest_of
 from rallypoint.config import resolve
+from rallypoint.coordinator.claims import Claims
 from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints
 from rallypoint.core.sums.digests import DIGEST_BYTES, pieces_of
-from rallypoint.core.view import ViewNumber
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.recording.messages import Contributed, Updated
 from rallypoint.testing.reference import _Reference
+from rallypoint.worker.exchange.replica import ReplicaPushes
 from rallypoint.worker.tensors import ModelTensors
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
@@ -45,17 +47,42 @@ def train(folder: Path, settings: dict[str, Any] = SETTINGS) -> None:
                 micro.backward(loss_of(model, micro.batch), weight=weight_of(micro.step, micro.replica))
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_the_record_has_the_digests_of_plain_pytorch(tmp_path: Path, streamed: bool) -> None:
-    train(tmp_path, SETTINGS | ({"parameters": "streamed"} if streamed else {}))
+def not_needed_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers hear that servers have shard 1 of every replica already; what is recorded beside is then sent after all.
+    """
+    claim, not_needed = ReplicaPushes.claim, ReplicaPushes.not_needed
+
+    def claims_all_but_one(pushes: ReplicaPushes, shard: int) -> bool:
+        return claim(pushes, shard) and shard != 1
+
+    def sends(pushes: ReplicaPushes, shard: int, gradient: torch.Tensor) -> None:
+        slot = pushes._pushes.words(shard)
+        if shard == 1 and gradient.data_ptr() != slot.data_ptr():
+            slot.copy_(gradient)
+            pushes.filled(shard)
+        not_needed(pushes, shard, gradient)
+
+    monkeypatch.setattr(ReplicaPushes, "claim", claims_all_but_one)
+    monkeypatch.setattr(ReplicaPushes, "not_needed", sends)
+
+
+@pytest.mark.parametrize("how", ["local", "streamed", "not needed"])
+def test_the_record_has_the_digests_of_plain_pytorch(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SETTINGS | {"parameters": "streamed" if how == "streamed" else "local"}
+    if how == "not needed":
+        not_needed_at_first(monkeypatch)
+        settings["fingerprints"] = 1  # at a step that is not recorded nothing is kept beside
+    train(tmp_path, settings)
     model = net()
     reference = _Reference(model, DATA, loss_of, resolve(SETTINGS), weight_of)
     layout = ModelTensors(model, resolve(SETTINGS)).layout
     with KeptFingerprints(tmp_path) as kept:
-        assert kept.versions() == [2, 4]
+        assert kept.versions() == ([1, 2, 3, 4, 5] if how == "not needed" else [2, 4])
         for step in range(5):
             found = kept.contributions(step)
-            assert sorted(found) == ([0, 1, 2] if step % 2 == 0 else [])
+            assert sorted(found) == ([0, 1, 2] if step % 2 == 0 or how == "not needed" else [])
             start = [b.clone() for b in reference.buffers]
             for replica, contribution in found.items():
                 for buffer, value in zip(reference.buffers, start, strict=True):
@@ -100,6 +127,20 @@ def kept_after(folder: Path, *claims: Contributed | Updated, most: int = 1 << 30
     for thread, _ in log.stop():
         thread.join()
     return said
+
+
+def test_a_server_may_claim_only_what_it_holds_now() -> None:
+    view = View(
+        ViewNumber(3), ViewNumber(2), (), (Member("s0", "here", "127.0.0.1:1"),), assignments=(),
+        primary={0: "s0", 1: "s1"}, backup={1: "s0"},
+    )  # fmt: skip
+    may = Claims().may_hold
+    assert may("s0", Updated(8, 0, ONE, ViewNumber(2)), view)
+    assert may("s0", Updated(8, 1, ONE, ViewNumber(2)), view)
+    assert not may("s1", Updated(8, 0, ONE, ViewNumber(2)), view)
+    assert not may("s0", Updated(8, 7, ONE, ViewNumber(2)), view)
+    assert not may("s0", Updated(8, 0, ONE, ViewNumber(1)), view)
+    assert not may("s0", Updated(8, 0, ONE, ViewNumber(2)), None)
 
 
 ONE, OTHER = bytes(range(16)), bytes(range(1, 17))

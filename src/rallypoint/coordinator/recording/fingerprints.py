@@ -173,8 +173,10 @@ class KeptFingerprints:
         self._path = folder / FINGERPRINTS
         self._kept: sqlite3.Connection | None = None
         if self._path.exists():
+            # Of a run that has ended SQLite would otherwise leave files of its own beside it
+            over = not self._path.with_name(f"{FINGERPRINTS}-wal").exists()
             with self._reading():
-                self._kept = sqlite3.connect(f"file:{self._path.absolute()}?mode=ro", uri=True)
+                self._kept = sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro&immutable={over:d}", uri=True)
 
     def __enter__(self) -> KeptFingerprints:
         return self
