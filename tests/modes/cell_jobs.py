@@ -46,6 +46,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.CLIP: {"clip": 0.5},
     Feature.SKIP: {"nonfinite": "skip"},
     Feature.AVERAGE: {"average": {"type": "ema", "decay": 0.8}},
+    Feature.MUON: {"optimizer": {"type": "muon", "lr": 0.01}},
     Feature.ACCUMULATE: {"accumulate": 2},
     Feature.GROUPS: {"groups": [{"match": ["last.*"], "lr_scale": 0.5, "weight_decay": 0.1}]},
     Feature.SYNC_EVERY: {"groups": [{"match": ["last.*"], "sync_every": 2}]},

@@ -18,6 +18,7 @@ class Feature(enum.Enum):
     SKIP = 'nonfinite="skip"'
     AVERAGE = "average="
     ACCUMULATE = "accumulate="
+    MUON = "optimizer=rp.Muon()"
     GROUPS = "weight_decay= or lr_scale= of a group"
     CODEC = "a lossy codec="
     CODEC_STATE = "a codec= with state (error feedback, momentum, factors)"
