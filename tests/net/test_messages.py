@@ -16,6 +16,7 @@ from rallypoint.core.view import Assignment, Member, Stop, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
 from rallypoint.net.evaluations.messages import Evaluated, Evaluates, NotKept
+from rallypoint.net.recording.messages import Contributed, Updated
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
 RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, 9, {"frozen": "00ff"})
@@ -43,6 +44,7 @@ EXAMPLES: list[m.Message] = [
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
     m.Knows(VIEW, b"\4" * 32), m.Held("here"), m.Release(),
     Evaluates((3, 70), True), Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), NotKept(7, ViewNumber(2, 1)),
+    Contributed(7, 1, 0.5, bytes(32), ViewNumber(2, 1)), Updated(8, 3, bytes(16), ViewNumber(2, 1)),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
 ]  # fmt: skip
 JSONISH = st.recursive(

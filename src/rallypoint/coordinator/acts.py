@@ -13,6 +13,7 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Stop
 from rallypoint.net.messages import Aborted, Finished, Message, Stored
+from rallypoint.net.recording.messages import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,14 @@ class Log:
     """Append a message to the event log."""
 
     message: msgspec.Struct
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Keep digests that a member claims, with the run."""
+
+    member: str
+    claim: Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,8 @@ class Over:
 
 
 Act = (
-    Save | Send | Refuse | Close | Log | BeginSnapshot | AddPart | CommitSnapshot | Judge | FindSnapshot | Over
+    Save | Send | Refuse | Close | Log | Record | BeginSnapshot | AddPart | CommitSnapshot | Judge | FindSnapshot |
+    Over
 )  # fmt: skip
 
 

@@ -60,6 +60,7 @@ from rallypoint.net.messages import (
     Snapshotted,
     Stored,
 )
+from rallypoint.net.recording.messages import Fingerprint
 from rallypoint.observe.lines import Once
 
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
@@ -235,7 +236,7 @@ class CoordinatorShell:
             case Applied():
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]
-            case Say() | Skipped() | Accounted():
+            case Say() | Skipped() | Accounted() | Fingerprint():
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():
                 part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))
