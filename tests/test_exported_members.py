@@ -35,6 +35,7 @@ EXPORTED = [
     "Parallel",
     "RAdam",
     "RMSprop",
+    "ReduceOnPlateau",
     "Run",
     "Sync",
     "__version__",
