@@ -60,7 +60,7 @@ def wheel_of(folder: Path) -> Path:
 @pytest.mark.slow
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: Path) -> None:
     package = ROOT / "src/rallypoint"
-    files = [*package.rglob("*.py"), *package.glob("watch/page/*")]
+    files = [*package.rglob("*.py"), *package.glob("watch/page/*"), *package.glob("watch/prometheus/*")]
     ours = {path.relative_to(ROOT / "src").as_posix() for path in files}
     with zipfile.ZipFile(wheel_of(built)) as wheel:
         names = set(wheel.namelist())

@@ -34,7 +34,7 @@ LAYERS = {
     "worker": 10,
     "aggregator": 11,
     "launch": 12,
-    "watch": 13,
+    "watch": 11,  # observers: they know messages, and no process
     "": 13,  # the public names
     "bridges": 14,
     "recipes": 14,

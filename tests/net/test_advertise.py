@@ -122,7 +122,7 @@ def test_a_coordinator_bound_to_every_address_needs_to_be_told_what_to_tell() ->
 def test_the_server_s_command_passes_its_addresses_on(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(service, "ServerService", lambda **how: made.append(how))
-    monkeypatch.setattr(by_hand, "run_server", lambda started, coordinator, told: 0)
+    monkeypatch.setattr(by_hand, "run_server", lambda *started: 0)
     monkeypatch.setattr(lifeline, "hold_lifeline", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("RALLYPOINT_TOKEN", "long enough for others to see")  # (without one it is refused)

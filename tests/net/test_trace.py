@@ -58,3 +58,23 @@ def test_the_merged_file_is_a_chrome_trace(tmp_path: Path) -> None:
 def test_a_trace_of_nothing_is_still_a_trace(tmp_path: Path) -> None:
     assert merge([], tmp_path / "all.json") == 0
     assert json.loads((tmp_path / "all.json").read_text())["traceEvents"] == []
+
+
+def test_spans_of_some_names_are_counted_all_the_time_and_recorded_only_while_on(tmp_path: Path) -> None:
+    tracer = Tracer("w0")
+    tracer.count("wait", "load")
+    assert tracer.phases == {"wait": (0, 0.0), "load": (0, 0.0)}
+    for name in ("wait", "push", "wait"):
+        with tracer.span(name):
+            pass
+    count, seconds = tracer.phases["wait"]
+    assert count == 2
+    assert seconds > 0.0
+    tracer.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    tracer.on = True
+    with tracer.span("wait"):
+        pass
+    assert tracer.phases["wait"][0] == 3
+    tracer.save(tmp_path)
+    assert [event["name"] for event in json.loads((tmp_path / "trace-w0.json").read_text())["traceEvents"]] == ["wait"]

@@ -1,7 +1,7 @@
-"""A job whose workers are groups of ranks of a given shape: ``shapes_job.py fsdp|tp|pp|tp-pp|fsdp-tp|one OUT``.
+"""A job whose workers are groups of ranks of a given shape: ``shapes_job.py fsdp|tp|pp|tp-pp|fsdp-tp|one OUT [STOP]``.
 
 Each rank writes OUT/pid-WORKER-RANK when it has begun, and what it holds at the end to OUT/WORKER-RANK. Before step
-HELD_AT it waits until there is OUT/open.
+HELD_AT it waits until there is OUT/open. In step STOP each worker's last rank stops the job.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def whole(net: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def main(shape: str, out: Path) -> None:
+def main(shape: str, out: Path, stop: int | None = None) -> None:
     """Train, and write what this rank holds at the end, and a hash of the whole model at the beginning and the end.
 
     Of the shape "any" is the one that the number of ranks says.
@@ -138,6 +138,8 @@ def main(shape: str, out: Path) -> None:
             begun = True
             while micro.step >= HELD_AT and not (out / "open").exists():
                 time.sleep(0.005)
+            if micro.step == stop and job.rank == job.ranks - 1:
+                run.stop("enough")
             with micro:
                 x, y = micro.batch
                 if schedule is None:
@@ -155,4 +157,4 @@ def main(shape: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -34,11 +35,12 @@ SHAPES = sorted(MESHES)
 class Run:
     """A run of the job. At step HELD_AT its ranks wait for `open`."""
 
-    def __init__(self, folder: Path, shape: str, workers: int, *options: str) -> None:
+    def __init__(self, folder: Path, shape: str, workers: int, *options: str, stop: int | None = None) -> None:
         self.folder, self.out, self.shape = folder, folder / "out", shape
         self.out.mkdir(parents=True)
         cluster = ["--workers", str(workers), "--servers", "1", "--heartbeat", "60", "--ranks", str(RANKS[shape])]
-        self._start("run", *cluster, "--folder", str(folder / "run"), *options, str(JOB), shape, str(self.out))
+        script = [str(JOB), shape, str(self.out), *([] if stop is None else [str(stop)])]
+        self._start("run", *cluster, "--folder", str(folder / "run"), *options, *script)
 
     def _start(self, *arguments: str) -> None:
         self.program = Program(["-m", "rallypoint.cli", *arguments], self.folder / "output", ENV, self.folder)
@@ -56,6 +58,12 @@ class Run:
         """The process of a rank; 0 before it has begun."""
         path = self.out / f"pid-{worker}-{rank}"
         return int(path.read_text() or 0) if path.exists() else 0
+
+    def kill(self, member: str) -> None:
+        """SIGKILL for the coordinator or a server."""
+        children = psutil.Process(self.program.pid).children(recursive=True)
+        (process,) = [child for child in children if child.name() == member]
+        process.kill()
 
     def steps_done(self) -> int:
         """The last step that is done; -1: none."""
@@ -126,6 +134,28 @@ def test_a_killed_rank_changes_no_byte(victim: str, shape: str, tmp_path: Path) 
     os.kill(run.pid("worker1", rank), signal.SIGKILL)
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in others), PATIENCE_S)  # one failure domain
     assert run.ends() == undisturbed(shape)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("member", "shape"), [("coordinator", "fsdp"), ("server0", "tp"), ("server1", "pp")])
+def test_a_killed_server_or_coordinator_changes_no_byte(member: str, shape: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, shape, 2, "--servers", "2", "--replication", "2")
+    run.until_held("worker0", "worker1")
+    run.kill(member)
+    assert run.ends() == undisturbed(shape)[0]
+    assert f"{member} was killed (SIGKILL): starting another" in run.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["fsdp", "tp-pp"])
+def test_a_rank_stops_the_job_also_when_a_group_is_lost_before(shape: str, tmp_path: Path) -> None:
+    short = Run(tmp_path / "short", shape, 1, "--set", "steps=8").ends()
+    stopped = Run(tmp_path / "stopped", shape, 2, stop=7)
+    stopped.until_held("worker0", "worker1")
+    os.kill(stopped.pid("worker0", 1), signal.SIGKILL)
+    assert stopped.ends() == short
+    assert "enough" in stopped.text()
+    assert stopped.steps_done() == 7
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from test_watch_state import PLAN, line, members, steps
 
 from rallypoint.errors import UsageError
+from rallypoint.launch.observing.facts import facts_of
 from rallypoint.watch.app import COOKIE, Page
-from rallypoint.watch.facts import facts_of
 from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.serve import served
 

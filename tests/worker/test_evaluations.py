@@ -15,6 +15,7 @@ import rallypoint as rp
 from rallypoint.errors import UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.evaluating.evaluations import Evaluations
+from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.tensors import weights_hash
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
@@ -62,6 +63,26 @@ def test_a_version_that_jumps_over_a_multiple_is_evaluated() -> None:
 
 def test_each_multiple_is_evaluated_once_where_no_version_is_left_out() -> None:
     assert steps_evaluated(3, in_jumps(*range(11)), last=10) == [3, 6, 9, 10]
+
+
+def test_an_evaluation_that_is_given_up_is_due_again_with_the_same_version() -> None:
+    evaluations = Evaluations(torch.nn.Linear(1, 1), seed=0, ends=lambda step: False, watch=unwatched)
+    done: list[int] = []
+    lost = [True]
+
+    def evaluate(step: int) -> None:
+        if lost:
+            lost.clear()
+            raise Rewound
+        done.append(step)
+
+    evaluations.add(3, done.append)
+    evaluations.add(3, evaluate)
+    with pytest.raises(Rewound):
+        evaluations.run(evaluations.due(3, 2), 3, lambda values: None)
+    evaluations.run(evaluations.due(3, 2), 3, lambda values: None)  # the roll-back is to this very version
+    assert done == [3, 3, 3]
+    assert not evaluations.due(3, 2)
 
 
 def test_what_is_computed_again_after_a_roll_back_is_evaluated_again() -> None:

@@ -45,7 +45,7 @@ class AggregatorService:
     Threads: as a server's (`server/service.py`), and one that tells the owner the time.
     """
 
-    waits_for = "workers near it"
+    role, waits_for = "aggregator", "workers near it"
 
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", near: str = "", bind: str = "127.0.0.1:0",
@@ -100,6 +100,11 @@ class AggregatorService:
     def busy_s(self) -> float:
         """For how many seconds the owner of its parts has handled one event."""
         return self._owner.busy_s
+
+    @property
+    def view(self) -> View | None:
+        """The view that it has; None before the first."""
+        return self._views.view
 
     @property
     def counts(self) -> tuple[int, int]:

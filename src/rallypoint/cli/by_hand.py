@@ -82,14 +82,14 @@ def coordinator(
     from rallypoint.coordinator.service import JoinInfo
     from rallypoint.core.cluster.terms import Terms
     from rallypoint.launch.commands.by_hand import decoded, described, end_process, run_coordinator
-    from rallypoint.launch.health import answering
+    from rallypoint.launch.health import answering, health_at
     from rallypoint.net.places.interfaces import at_interface
 
     known, about = described(options.plan([], folder=str(options.folder or "")))
     if terms or join_info:  # from a launcher
         known = decoded(terms or "{}", Terms, "--terms")
         about = decoded(join_info or "{}", JoinInfo, "--join-info")
-    with answering(health) as told:
+    with answering(health or health_at()) as told:
         status = run_coordinator(
             known, about, access_of(token_file, "coordinator", tls), told, resume=resume, linger=linger,
             bind=at_interface(options.bind, options.interface), advertise=options.advertise,
@@ -115,7 +115,7 @@ def server(
     If the coordinator may move: [bold]--coordinator 10.0.0.7:4700,10.0.0.9:4700[/bold]
     """
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
-    from rallypoint.launch.health import answering
+    from rallypoint.launch.health import answering, health_at
     from rallypoint.server.service import ServerService
 
     access, address = access_of(token_file, "server", tls, bind=options.at), address_of(coordinator)
@@ -123,8 +123,8 @@ def server(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
         token=access.token, bind=options.at, advertise=options.advertise, transport=access.transport,
     )  # fmt: skip
-    with answering(options.health) as told:
-        status = run_server(service, address, told)
+    with answering(options.health or health_at()) as told:
+        status = run_server(service, address, told, access.transport)
     end_process(status)
 
 
@@ -187,7 +187,7 @@ def aggregator(
     """
     from rallypoint.aggregator.service import AggregatorService
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
-    from rallypoint.launch.health import answering
+    from rallypoint.launch.health import answering, health_at
 
     access, address = access_of(token_file, "aggregator", tls, bind=options.at), address_of(coordinator)
     service = AggregatorService(
@@ -195,6 +195,6 @@ def aggregator(
         token=access.token, near=near or os.environ.get(environment.NEAR, ""), bind=options.at,
         advertise=options.advertise, transport=access.transport,
     )  # fmt: skip
-    with answering(options.health) as told:
-        status = run_server(service, address, told)
+    with answering(options.health or health_at()) as told:
+        status = run_server(service, address, told, access.transport)
     end_process(status)

@@ -10,8 +10,8 @@ import typer
 
 from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import UsageError
+from rallypoint.launch.observing.facts import facts_of
 from rallypoint.launch.options import RunFolder
-from rallypoint.watch.facts import facts_of
 
 
 @app.command(rich_help_panel=RUNNING)

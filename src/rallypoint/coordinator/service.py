@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -62,14 +63,16 @@ class CoordinatorService:
 
     It listens at `bind` ("host:port"; port 0: any free one); members connect to `advertise` (by default the address
     where it listens). If `join_info` has a folder, it keeps its journal there, and goes on where an earlier coordinator
-    of that folder ended. `resume`: the snapshot to go on from.
+    of that folder ended. `resume`: the snapshot to go on from. `announced` is called with each announcement, on the
+    owner's thread.
     """
 
     def __init__(
         self, *, terms: Terms, token: str = "", bind: str = "127.0.0.1:0", advertise: str = "",
         join_info: JoinInfo | None = None, transport: Transport | None = None,
-        resume: Resumed | None = None,
+        resume: Resumed | None = None, announced: Callable[[msgspec.Struct], None] | None = None,
     ) -> None:  # fmt: skip
+        self._announced = announced
         self._terms, self._token, self._bind, self._resume = terms, token, bind, resume
         self._advertise = advertise
         self._join_info = join_info or JoinInfo()
@@ -208,6 +211,8 @@ class CoordinatorService:
                 _channel(connection).connection.close()
             case acts.Log(message=message):
                 self._log.write(message)
+                if self._announced is not None:
+                    self._announced(message)
             case acts.Save(state=state, needed=needed):
                 self._persistence.save(state, time.monotonic(), needed=needed)
             case acts.Over(failure=failure):

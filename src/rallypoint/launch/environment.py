@@ -16,7 +16,9 @@ NEAR = "RALLYPOINT_NEAR"  # the place where a member is: a host or a rack, by an
 RANKS = "RALLYPOINT_RANKS"  # the number of ranks of this worker; torch's RANK, WORLD_SIZE, MASTER_... say the rest
 RANKS_STORE = "RALLYPOINT_RANKS_STORE"  # the descriptor of a file in memory, through which the ranks find each other
 RANKS_BOARD = "RALLYPOINT_RANKS_BOARD"  # another one, in which each rank says what it does: see `parallel.board`
-HEALTH = "RALLYPOINT_HEALTH"  # where a worker answers health checks: see `launch.health`
+HEALTH = "RALLYPOINT_HEALTH"  # where a process answers health checks and tells its metrics: see `launch.health`
+METRICS_TOKEN = "RALLYPOINT_METRICS_TOKEN"  # what who asks for metrics has to show: see `launch.observing.metrics`
+METRICS_TOKEN_FILE = "RALLYPOINT_METRICS_TOKEN_FILE"
 LEFT_STATUS = "RALLYPOINT_LEFT_STATUS"  # the exit status of a member that was told to go while its job goes on; 0
 SERVERS = "RALLYPOINT_SERVERS"  # under torchrun or mpirun: how many servers, or beside which ranks
 OPTIONS = "RALLYPOINT_OPTIONS"  # there too: options of `rallypoint coordinator`
@@ -24,6 +26,7 @@ FOLDER = "RALLYPOINT_FOLDER"  # under mpirun: a folder that all machines see
 KUBEFLOW_TRAINER = "KUBEFLOW_TRAINER_SERVER_URL"  # set by Kubeflow Trainer: see `launch.kubernetes.progress`
 LIFELINE = "RALLYPOINT_LIFELINE"
 ANNOUNCE = "RALLYPOINT_ANNOUNCE"
+ANSWERS_AT = "health checks are answered at "  # the beginning of the line in which a process says where
 LISTENS_AT = "the coordinator listens at "  # the beginning of the line that a coordinator prints when it is ready
 
 

@@ -1,24 +1,31 @@
-"""`/healthz` and `/readyz`: what a process says to whoever probes it, as Kubernetes does.
+"""`/healthz`, `/readyz` and `/metrics`: what a process says to whoever probes it, as Kubernetes and Prometheus do.
 
 ``GET /healthz`` answers 200 while the process gets on, and ``GET /readyz`` while it takes part in its job. Otherwise
-the answer is 503, and its body one sentence. There is nothing else to ask, and nothing to change.
+the answer is 503, and its body one sentence. ``GET /metrics`` is Prometheus' text format. There is nothing else to ask,
+and nothing to change.
+
+The first two need no token: a probe has none. Where others can connect, metrics need one of their own: see
+`launch.observing.metrics`. The job's would go over the network as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
 from typing import Any
 
 from rallypoint.errors import AddressInUse, LinkError
+from rallypoint.launch.environment import ANSWERS_AT, HEALTH
+from rallypoint.launch.observing.metrics import PATH, Answer, Metrics
 from rallypoint.net.tcp import split_address
 
 MOST_ASKED_AT_ONCE = 8  # connections; for the next one the oldest is cut off
@@ -37,28 +44,45 @@ class Health:
         stuck: why it does not get on. It should be started again then.
         unready: why it takes no part in its job.
         address: where it answers, ``host:port``; "" if nobody can ask it.
+        metrics: its figures for Prometheus.
     """
 
     stuck: Callable[[], str] = lambda: ""
     unready: Callable[[], str] = lambda: _NOT_JOINED
     address: str = ""
+    metrics: Metrics = field(default_factory=lambda: Metrics("127.0.0.1:0"))
 
     def joined(self, unready: Callable[[], str] = lambda: "", stuck: Callable[[], str] = lambda: "") -> None:
         """From now on it takes part in its job, but for what these functions say."""
         self.unready, self.stuck = unready, stuck
 
-    def says(self, path: str) -> tuple[HTTPStatus, str]:
-        """Return the answer to ``GET path``."""
-        ask = {"/healthz": self.stuck, "/readyz": self.unready}.get(path.partition("?")[0])
+    def ready(self) -> bool:
+        """Does it take part in its job?"""
+        return not self.unready()
+
+    def says(self, path: str, header: Callable[[str], str]) -> Answer:
+        """Return the answer to ``GET path``. `header` returns a header of the request, or ""."""
+        path = path.partition("?")[0]
+        if path == PATH:
+            return self.metrics.answer(header)
+        ask = {"/healthz": self.stuck, "/readyz": self.unready}.get(path)
         if ask is None:
-            return HTTPStatus.NOT_FOUND, "ask for /healthz or /readyz"
+            return Answer(HTTPStatus.NOT_FOUND, b"ask for /healthz, /readyz or /metrics\n")
         why = ask()
-        return (HTTPStatus.SERVICE_UNAVAILABLE, why) if why else (HTTPStatus.OK, "ok")
+        return Answer(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, f"{why or 'ok'}\n".encode())
 
 
 def stuck_for(what: str, busy_s: float) -> str:
     """Return the sentence about `what`, which has handled one event for `busy_s` seconds; "" if it gets on."""
     return f"{what} has not got on for {busy_s:.0f} s" if busy_s > STUCK_S else ""
+
+
+def health_at() -> str:
+    """Return where this process is to answer, as whoever started it has said in RALLYPOINT_HEALTH, or "".
+
+    The variable goes: what this process starts cannot listen at the same place.
+    """
+    return os.environ.pop(HEALTH, "")
 
 
 @contextlib.contextmanager
@@ -69,14 +93,14 @@ def answering(at: str) -> Iterator[Health]:
 
     Raises AddressInUse when another process listens there, LinkError when it is no address of this machine.
     """
-    health = Health()
     if not at:
-        yield health
+        yield Health()
         return
+    health = Health(metrics=Metrics(at))
     server = _Server(at, health)
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="health", daemon=True)
     thread.start()
-    print(f"health checks are answered at {health.address}", flush=True)
+    print(f"{ANSWERS_AT}{health.address}", flush=True)
     try:
         yield health
     finally:
@@ -176,13 +200,14 @@ class _Request(BaseHTTPRequestHandler):
     server_version, sys_version = "rallypoint", ""
 
     def do_GET(self) -> None:
-        status, sentence = self.server.health.says(self.path)
-        body = f"{sentence}\n".encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
+        answer = self.server.health.says(self.path, lambda name: str(self.headers.get(name, "")))
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.kind)
+        self.send_header("Content-Length", str(len(answer.body)))
+        if answer.status is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(answer.body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: probes come all the time."""

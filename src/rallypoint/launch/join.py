@@ -19,13 +19,18 @@ from rallypoint.launch.access import access_of
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.discovery.entry import enter, place_of
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.launch.health import answering
+from rallypoint.launch.health import answering, health_at
 from rallypoint.launch.lifeline import hold_lifeline
+from rallypoint.launch.observing.metrics import of_process
 from rallypoint.net.transport import Transport
+from rallypoint.observe.trace import Tracer
 from rallypoint.parallel.group import RankGroup
+from rallypoint.watch.metrics.members import of_worker
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.ranks.job import RankJob
 from rallypoint.worker.ranks.watch import OTHER_RANK_S
+
+_PHASES = ("wait", "load", "backward", "install", "evaluate")  # of a worker, for its metrics
 
 
 def join() -> Job | RankJob:
@@ -54,13 +59,18 @@ def join() -> Job | RankJob:
         return RankJob(group, id=os.environ.get(environment.ID) or f"worker-{os.getppid()}")
     access = access_of(role="worker")
     with contextlib.ExitStack() as until_exit:
-        health = until_exit.enter_context(answering(os.environ.pop(environment.HEALTH, "")))
+        health = until_exit.enter_context(answering(health_at()))
+        name = os.environ.get(environment.ID) or f"worker-{os.getpid()}"
+        tracer = Tracer(name)
         job = (_JoinedByHand if by_hand else Job)(
-            id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
-            token=access.token, transport=access.transport,
-            near=os.environ.get(environment.NEAR, ""), group=group,
+            id=name, coordinator=coordinator, token=access.token, transport=access.transport,
+            near=os.environ.get(environment.NEAR, ""), group=group, tracer=tracer,
         )  # fmt: skip
         health.joined()
+        if health.address:
+            tracer.count(*_PHASES)
+            read = lambda: of_worker(None if job.progress is None else job.progress.step, tracer)  # noqa: E731
+            health.metrics.read = of_process("worker", name, health.ready, access.transport, read)
         if os.environ.get(environment.KUBEFLOW_TRAINER):
             from rallypoint.launch.kubernetes.progress import telling
 
@@ -113,9 +123,12 @@ class _JoinedByHand(Job):
     """A worker that no launcher has started: it says itself how it gets on."""
 
     def __init__(
-        self, *, id: str, coordinator: str, token: str, transport: Transport, near: str, group: RankGroup | None = None
-    ) -> None:
-        super().__init__(id=id, coordinator=coordinator, token=token, transport=transport, near=near, group=group)
+        self, *, id: str, coordinator: str, token: str, transport: Transport, near: str, tracer: Tracer,
+        group: RankGroup | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            id=id, coordinator=coordinator, token=token, transport=transport, near=near, group=group, tracer=tracer
+        )
         print(f"{id} has joined the job at {coordinator}; it waits for the other members", flush=True)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

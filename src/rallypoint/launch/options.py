@@ -216,6 +216,10 @@ class RunOptions(CoordinatorOptions):
     overwrite: Annotated[bool, option(
         "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
     )] = False  # fmt: skip
+    metrics: Annotated[Path | None, option(
+        metavar="FOLDER", panel=_FILES,
+        help="Let Prometheus on this machine scrape every process: a file in this folder tells it where.",
+    )] = None  # fmt: skip
     trace: Annotated[Path | None, option(
         metavar="FILE", panel=_FILES, help="Write a Chrome trace (Perfetto) of a few steps to this file.",
     )] = None  # fmt: skip
@@ -230,6 +234,7 @@ class RunOptions(CoordinatorOptions):
         plan = both.plan(worker)
         return msgspec.structs.replace(
             plan, script=script, trace=str(self.trace or ""), trace_steps=steps, tls=self._certificates(),
+            metrics=self._targets(),
             **self._machines(plan),
         )  # fmt: skip
 
@@ -242,6 +247,17 @@ class RunOptions(CoordinatorOptions):
                 "them to the same place on each machine, and give --tls FOLDER"
             )
         return given if given in ("", AUTO) else str(Path(given).resolve())
+
+    def _targets(self) -> str:
+        """Return where the file with the places of metrics belongs, for the plan."""
+        if self.metrics is None:
+            return ""
+        from rallypoint.launch.observing.metrics import check_installed
+
+        check_installed()
+        if self.hosts or self.engine != "local":
+            raise UsageError("--metrics is for a run on this machine: elsewhere each role has --health HOST:PORT")
+        return str(self.metrics.resolve())
 
     def _machines(self, plan: Launch) -> dict[str, Any]:
         """Return what differs in the plan of a run that is not on this machine only."""

@@ -39,6 +39,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         address: where the engine is; "": where it is by default.
         gpus: how many each worker gets of an engine that counts them.
         ranks: the processes of each worker; with more than one it is a group: see `launch.engines.ranks`.
+        metrics: the folder for the file that says where each process tells its metrics; "": none does.
         changes: sentences that say which settings were changed when the run went on, and from which step.
     """
 
@@ -75,6 +76,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     gpus: float = 0.0
     ranks: int = 1
     changes: tuple[str, ...] = ()
+    metrics: str = ""
 
 
 def parse_workers(text: str) -> tuple[tuple[int, int], int]:

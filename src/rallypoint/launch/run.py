@@ -22,6 +22,8 @@ from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
+from rallypoint.launch.observing.targets import Targets
+from rallypoint.launch.observing.traces import merge_trace
 from rallypoint.launch.output import Output
 from rallypoint.launch.plan import Launch, certificates_of, coordinator_arguments, resized, server_arguments, write_plan
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
@@ -29,7 +31,6 @@ from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Finished, Release, Resize, SnapshotWanted
-from rallypoint.observe.trace import merge
 
 LIMITS = Limits()
 _GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by itself
@@ -63,7 +64,7 @@ class ClusterRun:
         self._token, self._address, self._tls = new_token(), "", certificates_of(plan)
         self._transport = transport_of(self._tls, "observer")
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self._output = Output()
+        self._output, self._targets = Output(), Targets(Path(plan.folder), plan.metrics)
         self._observer: CoordinatorLink | None = None
         self._endings: list[str] = []
         self._said_changed = list(edited)
@@ -74,6 +75,7 @@ class ClusterRun:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end()
+        self._targets.close()
         self.console.close()
 
     # ---- queries and commands for others ----
@@ -156,6 +158,7 @@ class ClusterRun:
         ended = [(name, how) for name, handle in self.handles.items() if (how := handle.exit()) is not None]
         self._relay()
         for name, how in ended:
+            self._targets.gone(name)
             worker = self.handles.pop(name).command.role == "worker"
             lines = self._output.ended(name, time.monotonic(), well=how.status == 0)
             self.console.relay_all(lines)
@@ -205,7 +208,7 @@ class ClusterRun:
             case _:
                 argv = grouped(self._worker_argv(name), self.plan.ranks)
         access = {environment.TOKEN: role_token(self._token, role), environment.TLS: self._tls}
-        env = _environment(name, self._address, self.plan.threads) | access
+        env = _environment(name, self._address, self.plan.threads) | access | self._targets.environment
         command = Command(name=name, role=role, argv=argv, env=env)
         try:
             self.handles[name] = self.cluster.start(command, lambda line: self._lines.put((name, line)))
@@ -255,6 +258,8 @@ class ClusterRun:
             name, line = self._lines.get()
             if name == COORDINATOR and line.startswith(environment.LISTENS_AT):
                 self._listening(line.removeprefix(environment.LISTENS_AT))
+            elif name in self.handles and self._targets.takes(name, self.handles[name].command.role, line):
+                continue
             else:
                 self.console.relay_all(self._output.line(name, line, time.monotonic()))
         if not (self._is_over or self.console.failure or self.failure):  # otherwise they are about to end
@@ -325,7 +330,7 @@ class ClusterRun:
         self._end()
         self.console.close()
         if self.plan.trace:
-            _merge_trace(self.plan, self.console)
+            merge_trace(self.plan, self.console)
         reason = self.console.failure or self.failure or "; ".join(self._endings)
         name = reason.partition(" ")[0]
         if not self.console.failure and (sentence := self._output.sentence_of(name)):
@@ -386,11 +391,3 @@ def _environment(name: str, address: str, threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def _merge_trace(plan: Launch, console: RunConsole) -> None:
-    parts = list(Path(plan.folder).glob("trace-*.json"))
-    spans = merge(parts, Path(plan.trace))
-    for part in parts:
-        part.unlink()
-    console.console.print(f"trace of {spans} spans in {plan.trace}: open it at https://ui.perfetto.dev")

@@ -21,6 +21,7 @@ import time
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
 from rallypoint.net.transport import PLAIN, Secured
 from rallypoint.observe.lines import Sparingly
+from rallypoint.observe.traffic import Traffic
 
 DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
 _UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
@@ -61,13 +62,15 @@ class TcpConnection:
 
     secured: Secured = PLAIN
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, traffic: Traffic | None = None) -> None:
         self._socket = sock
         self._peer = peer
         self._deadline: float | None = None
         self._lock = threading.Lock()
         self._users, self._closed = 0, False  # threads inside `send` and `recv_into`
         _tune(sock)
+        self._traffic = traffic or Traffic()
+        self._flow = self._traffic.opened()
 
     @property
     def peer(self) -> str:
@@ -80,7 +83,9 @@ class TcpConnection:
             while left:
                 if self._deadline is not None:
                     self._socket.settimeout(self._left())
-                left = _after(left, self._socket.sendmsg(left))
+                sent = self._socket.sendmsg(left)
+                self._flow.sent += sent
+                left = _after(left, sent)
         except (OSError, ValueError) as error:
             raise LinkError(f"the link to {self._peer} broke while sending: {error}") from None
         finally:
@@ -100,6 +105,7 @@ class TcpConnection:
             if self._deadline is not None:
                 self._socket.settimeout(self._left())
             if got := self._socket.recv_into(view, 0, socket.MSG_WAITALL if whole else 0):
+                self._flow.received += got
                 return got
             raise self._ended()
         except (OSError, ValueError) as error:
@@ -140,7 +146,7 @@ class TcpConnection:
         with self._lock:
             self._users -= 1
             if self._closed and not self._users:
-                self._socket.close()
+                self._end()
 
     def _ended(self) -> LinkError:
         """The stream has ended: say whether the peer closed it. If not, the sending thread got the error."""
@@ -180,7 +186,11 @@ class TcpConnection:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in it; close alone does not
             if not self._users:
-                self._socket.close()
+                self._end()
+
+    def _end(self) -> None:
+        self._socket.close()
+        self._traffic.closed(self._flow)
 
 
 class TcpListener:
@@ -190,8 +200,8 @@ class TcpListener:
     peer would wait in vain: so the listener accepts it with the spare one, closes it, and says so.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+    def __init__(self, sock: socket.socket, traffic: Traffic | None = None) -> None:
+        self._socket, self._traffic = sock, traffic or Traffic()
         self._closed = False
         self._spare: int | None = _descriptor()
         self._lock = threading.Lock()  # of the spare one
@@ -210,7 +220,7 @@ class TcpListener:
             except OSError as error:
                 raise LinkError(f"no longer listening at {self._address}: {error}") from None
             try:
-                return TcpConnection(sock, f"{peer[0]}:{peer[1]}")
+                return TcpConnection(sock, f"{peer[0]}:{peer[1]}", self._traffic)
             except OSError:
                 sock.close()  # the peer disconnected at once: go on listening
 
@@ -261,12 +271,15 @@ class TcpTransport:
     """TCP between ``host:port`` addresses.
 
     `segment_bytes` limits TCP's segments in both directions of accepted connections; 0: what the links allow.
+
+    Attributes:
+        traffic: the bytes of its connections.
     """
 
     secure = False
 
     def __init__(self, segment_bytes: int = 0) -> None:
-        self._segment_bytes = segment_bytes
+        self._segment_bytes, self.traffic = segment_bytes, Traffic()
 
     def listen(self, address: str) -> TcpListener:
         host, port = split_address(address)
@@ -288,7 +301,7 @@ class TcpTransport:
             elsewhere = ": it is no address of this machine (0.0.0.0 listens at all of them)"
             hint = elsewhere * (error.errno == errno.EADDRNOTAVAIL)
             raise LinkError(f"cannot listen at {address}: {error}{hint}") from None
-        return TcpListener(sock)
+        return TcpListener(sock, self.traffic)
 
     def connect(self, address: str, timeout: float) -> TcpConnection:
         host, port = split_address(address)
@@ -298,7 +311,7 @@ class TcpTransport:
             raise LinkError(f"nobody answers at {address}: {error}") from None
         try:
             sock.settimeout(None)
-            return TcpConnection(sock, address)
+            return TcpConnection(sock, address, self.traffic)
         except OSError as error:
             sock.close()
             raise LinkError(f"{address} was gone as soon as it had answered: {error}") from None

@@ -29,23 +29,46 @@ class _Span:
         self._start = time.monotonic_ns()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._tracer.add(self._name, self._start, time.monotonic_ns(), self._args)
+        self._tracer.ended(self._name, self._start, time.monotonic_ns(), self._args)
 
 
 _NOTHING = nullcontext()
 
 
 class Tracer:
-    """Collects the spans of one process while `on` is True. While it is False, a span costs one attribute look-up."""
+    """Collects the spans of one process while `on` is True. While it is False, a span costs two look-ups.
+
+    It may also count the spans of some names, all the time: `count`.
+    """
 
     def __init__(self, process: str) -> None:
         self.process = process
         self.on = False
         self._spans: list[dict[str, Any]] = []
+        self._counted: dict[str, tuple[int, int]] = {}  # how many, and their nanoseconds
+        self._lock = threading.Lock()  # for the values of `_counted`
+
+    def count(self, *names: str) -> None:
+        """From now on, count the spans of these names, and their seconds: see `phases`."""
+        self._counted = dict.fromkeys(names, (0, 0))
+
+    @property
+    def phases(self) -> dict[str, tuple[int, float]]:
+        """For each name that is counted: how many of its spans have ended, and their seconds."""
+        return {name: (count, nanoseconds / 1e9) for name, (count, nanoseconds) in self._counted.items()}
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Record the time inside ``with``. The viewer shows `args` with the span. Any thread may call it."""
-        return _Span(self, name, args) if self.on else _NOTHING
+        return _Span(self, name, args) if self.on or name in self._counted else _NOTHING
+
+    def ended(self, name: str, start_ns: int, stop_ns: int, args: dict[str, Any]) -> None:
+        """A span has ended: count it, and record it, as far as this is wanted."""
+        if name in self._counted:
+            with self._lock:
+                count, nanoseconds = self._counted[name]
+                self._counted[name] = count + 1, nanoseconds + stop_ns - start_ns
+        if self.on:
+            self.add(name, start_ns, stop_ns, args)
 
     def add(self, name: str, start_ns: int, stop_ns: int, args: dict[str, Any]) -> None:
         """Record a span that was already measured, in nanoseconds of time.monotonic_ns()."""

@@ -12,6 +12,7 @@ from rallypoint.config import parse
 from rallypoint.core.job import JobRecord
 from rallypoint.core.shard import clip
 from rallypoint.core.shard.links import PeerLinks
+from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.typed import LONGEST_NAME
 from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
@@ -64,7 +65,7 @@ class ServerService:
     into the owner's inbox.
     """
 
-    waits_for = "its part of the parameters"
+    role, waits_for = "server", "its part of the parameters"
 
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", bind: str = "127.0.0.1:0",
@@ -123,6 +124,21 @@ class ServerService:
     def busy_s(self) -> float:
         """For how many seconds the owner of its shards has handled one event."""
         return self._owner.busy_s
+
+    @property
+    def waiting(self) -> int:
+        """How many events wait for the owner of its shards."""
+        return self._owner.waiting
+
+    @property
+    def view(self) -> View | None:
+        """The view that it has; None before the first."""
+        return self._views.view
+
+    @property
+    def machine(self) -> ServerMachine | None:
+        """The machine of its shards; None before its job is known. Other threads may only look."""
+        return None if self._reducer is None else self._reducer.machine
 
     def leave(self) -> None:
         """Move this server's shards to other servers, then end. For example when a spot machine gets its notice.

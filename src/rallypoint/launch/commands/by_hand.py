@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import msgspec
 
@@ -28,6 +28,7 @@ from rallypoint.launch.folder import Where, coordinated, token_file
 from rallypoint.launch.health import Health, stuck_for
 from rallypoint.launch.launcher import INTERRUPTED
 from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
+from rallypoint.launch.observing.metrics import of_process
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
 from rallypoint.net.handshake import Identity, new_token
@@ -37,6 +38,9 @@ from rallypoint.net.messages import Aborted, Finished, Message
 from rallypoint.net.places.whereabouts import Whereabouts
 from rallypoint.net.transport import Transport
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.watch.metrics.job import JobFigures
+from rallypoint.watch.metrics.measures import Reading
+from rallypoint.watch.metrics.members import of_aggregator, of_server, of_view
 
 if TYPE_CHECKING:
     from rallypoint.aggregator.service import AggregatorService
@@ -91,10 +95,13 @@ def run_coordinator(
         if about.folder:
             stack.enter_context(coordinated(Path(about.folder)))
         start, changes = _start_of(resume, about)
+        figures = JobFigures(terms, time.time())
         service = CoordinatorService(
             terms=terms, bind=bind, advertise=advertise, join_info=about, resume=start, token=token,
             transport=access.transport,
+            announced=figures.now if health.address else None,
         )  # fmt: skip
+        health.metrics.read = of_process("coordinator", "coordinator", health.ready, access.transport, figures.read)
         service.start()
         health.joined(stuck=lambda: stuck_for("the coordinator", service.busy_s))
         for change in changes:
@@ -168,8 +175,11 @@ def _told_to_go(folder: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_server(service: ServerService | AggregatorService, coordinator: str, health: Health) -> int:
-    """Run one server or aggregator to the end of its job. Returns the exit status. On SIGTERM it leaves the job."""
+def run_server(
+    service: ServerService | AggregatorService, coordinator: str, health: Health, transport: Transport
+) -> int:  # fmt: skip
+    """Run one server or aggregator, whose links use `transport`, to the end of its job. Returns the exit status. On
+    SIGTERM it leaves the job."""
     from rallypoint.optim.flat import import_for_optimizers  # torch, which a coordinator needs not
 
     by_hand, left = not hold_lifeline(), threading.Event()
@@ -179,6 +189,7 @@ def run_server(service: ServerService | AggregatorService, coordinator: str, hea
         service.leave()
 
     signal.signal(signal.SIGTERM, leave)
+    health.metrics.read = of_process(service.role, service.id, health.ready, transport, lambda: _readings(service))
     service.start()
     health.joined(service.unready, lambda: stuck_for(service.id, service.busy_s))
     try:
@@ -194,6 +205,14 @@ def run_server(service: ServerService | AggregatorService, coordinator: str, hea
     if failure is None and left.is_set():
         return environment.left_status()
     return 0 if failure is None else FAILED
+
+
+def _readings(service: ServerService | AggregatorService) -> Iterator[Reading]:
+    yield from of_view(service.view)
+    if service.role == "server":
+        yield from of_server(cast("ServerService", service).machine, cast("ServerService", service).waiting)
+    else:
+        yield from of_aggregator(cast("AggregatorService", service).counts)
 
 
 def end_process(status: int) -> NoReturn:

@@ -6,6 +6,7 @@ from rallypoint.net.tcp import TcpListener, TcpTransport
 from rallypoint.net.tls.connection import TlsConnection
 from rallypoint.net.tls.files import TlsFiles
 from rallypoint.net.transport import LEAST_IN_FLIGHT
+from rallypoint.observe.traffic import Traffic
 
 
 class TlsListener:
@@ -38,6 +39,11 @@ class TlsTransport:
         # Loopback's segments have up to 64 KiB: one that does not fit into the window waits for 0.2 s. After TLS's
         # handshake the system makes them larger than the least window (`limit_in_flight`).
         self._files, self._tcp = files, TcpTransport(segment_bytes=LEAST_IN_FLIGHT)
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes of its connections, as they are on the wire."""
+        return self._tcp.traffic
 
     def listen(self, address: str) -> TlsListener:
         return TlsListener(self._tcp.listen(address), self._files)

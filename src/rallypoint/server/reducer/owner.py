@@ -46,6 +46,11 @@ class Owner(Generic[E]):
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
+    @property
+    def waiting(self) -> int:
+        """How many events are in the inbox."""
+        return self._inbox.qsize()
+
     def stop(self) -> None:
         """End the thread, after the events that are already in the inbox."""
         self.put(None)

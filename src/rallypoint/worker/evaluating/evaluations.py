@@ -113,12 +113,13 @@ class Evaluations:
         self._model.eval()
         try:
             for one in due:
-                one.done = step
                 with torch.no_grad(), seeded(derive_seed(self._seed, "evaluate", step)), self._watch(step):
                     values = one.evaluation(step)
                 result = agree(None if values is None else checked_result(values, step))
                 if result:
                     report(dict(result))
+            for one in due:
+                one.done = step  # not before: an evaluation that is given up is due again, with the very same version
         finally:
             for module, training in modes.items():
                 module.training = training

@@ -69,6 +69,7 @@ class LeasedEvaluations:
         """Evaluate the version that the model holds, which the lead has not left to another worker."""
         parts, step = self._parts, self._parts.config.steps_at(version)
         figures: dict[str, float] = {}
+        complete = False
 
         def report(values: dict[str, float]) -> None:
             figures.update(values)
@@ -77,6 +78,9 @@ class LeasedEvaluations:
         with self._around(step):
             parts.followers.evaluate(step, self._evaluations.bits(due))
             self._evaluations.run(due, step, report, agree=parts.followers.result)
+            complete = True
+        if not complete:
+            return  # given up in a roll-back: `around` has said so
         if parts.leases:
             parts.reports.version_evaluated(version, generation, figures)
         if (reason := parts.followers.stop()) is not None:

@@ -86,14 +86,14 @@ class Job:
 
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None, near: str = "",
-        group: RankGroup | None = None,
+        group: RankGroup | None = None, tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         self.id = id
         self._group, self.rank = group, 0
         self.ranks = 1 if group is None else group.size
         self._token = token
         self._transport: Transport = transport or TcpTransport()
-        self._tracer = Tracer(id)
+        self._tracer = tracer or Tracer(id)
         self._changed = threading.Condition()
         self._view: View | None = None
         self._record: JobRecord | None = None

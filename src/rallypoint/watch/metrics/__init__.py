@@ -1,0 +1,1 @@
+"""Figures of each process for Prometheus: what is measured, from what exists anyway, read when somebody asks."""
