@@ -47,14 +47,6 @@ def test_a_server_that_does_not_hear_of_a_reduction_is_found(monkeypatch: pytest
     assert "other bytes" in first_failure(Deciding(), range(10))
 
 
-def test_a_snapshot_that_does_not_wait_for_what_is_decided_before_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed and resumed from it, nobody can evaluate those versions any more."""
-    from rallypoint.core.cluster.storing import snapshots
-
-    monkeypatch.setattr(snapshots, "awaits_decision", lambda course, version: False)
-    first_failure(Deciding(), range(200))
-
-
 def test_a_coordinator_that_forgets_at_a_roll_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgets(self: ledger.EvaluationLedger, decided: Any) -> None:
         self.decided = ledger.Decided(version=decided.version)
