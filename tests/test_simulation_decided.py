@@ -1,4 +1,4 @@
-"""What is decided from evaluations on a simulated cluster, whatever happens: the same end, the same bytes, the same best.
+"""What is decided from evaluations on a simulated cluster, whatever happens: the same end, bytes and best version.
 
 The undisturbed computation decides too, with the rates that follow from it: so every byte depends on every decision.
 """

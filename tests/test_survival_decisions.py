@@ -1,4 +1,4 @@
-"""A run whose evaluations decide ends with the same version, the same bytes and the same best snapshot, whatever dies."""
+"""A run whose evaluations decide ends with the same version, bytes and best snapshot, whoever dies."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ class AddPart:
 class CommitSnapshot:
     """Write the manifest; SnapshotCommitted or SnapshotFailed follows. The snapshot `origin` must not be deleted.
 
-    `stop`: the job's early end, if it is known. `decided`: what was decided from evaluations up to this version; of the
-    versions `kept`, and of those after the last of them, snapshots must not be deleted.
+    `stop`: the job's early end, if it is known. `decided`: what was decided from evaluations up to this version.
+    `kept`: see `Course.kept`.
     """
 
     snapshot: str
@@ -89,7 +89,7 @@ class CommitSnapshot:
     origin: str
     stop: Stop | None = None
     decided: Decided = field(default_factory=Decided)
-    kept: tuple[int, ...] = ()
+    kept: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -356,7 +356,7 @@ class CoordinatorShell:
         step = self.announcer.config.steps_at(version)
         origin = "" if view is None else view.origin
         metrics, course = self.evaluations.of(step), self.machine.course
-        known = (course.views.stop, course.evaluations.decided_at(version), course.evaluations.kept)
+        known = (course.views.stop, course.evaluations.decided_at(version), course.kept)
         return CommitSnapshot(snapshot, version, step, self.machine.record, metrics, origin, *known)
 
     # ---- time and the end ----

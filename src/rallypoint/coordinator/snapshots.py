@@ -112,11 +112,9 @@ class SnapshotKeeper:
         self._doing = "the deletion of old snapshots"
         try:
             # Keep `origin`: a server may still have to start from it.
-            newer = act.kept[-1] if act.kept else manifest.version  # than what is decided: one of them may be the best
+            best, decided = act.kept or (-1, manifest.version)  # one of those after `decided` may be the best
             keep = (manifest.id, act.origin)
-            self._store.retain(
-                self._retention, keep, thorough=False, versions=lambda v: v in act.kept or v > newer
-            )
+            self._store.retain(self._retention, keep, thorough=False, versions=lambda v: v == best or v > decided)
         except Exception as error:
             self._put(inbox.Said(f"old snapshots could not be deleted: {_sentence(error)}"))
 

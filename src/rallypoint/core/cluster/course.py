@@ -152,6 +152,16 @@ class Course:
         return self.rules.steers and bool(self.evaluations.periods)
 
     @property
+    def kept(self) -> tuple[int, int] | None:
+        """Where the best is kept: the best version (-1: none yet), and the last one that is decided.
+
+        Snapshots of the best one, and of all after the last one, must not be deleted. None: any may be.
+        """
+        decided = self.evaluations.decided
+        best = -1 if decided.best is None else decided.best.version
+        return None if self.rules.best is None else (best, decided.version)
+
+    @property
     def recovery(self) -> Recovery:
         """The strategy of this job for lost state."""
         return self.strategies.recovery

@@ -98,12 +98,6 @@ class EvaluationLedger:
         """There is a snapshot of this version."""
         self.stored = [*self.stored, version][-KEPT:]
 
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """The versions, ascending, whose snapshots must not be deleted: the best one, and the last that is decided."""
-        best = self.decided.best
-        return () if best is None else (best.version, self.decided.version)
-
     def decided_at(self, version: int) -> Decided:
         """What was decided from evaluations of versions up to this one, as far as it is known."""
         known: Sequence[Decided] = [Decided(), *self._earlier, self.decided]
