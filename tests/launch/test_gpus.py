@@ -1,12 +1,15 @@
-"""Several workers of ranks on one machine: each sees its own GPUs."""
+"""Several workers on one machine: each sees its own GPUs."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from rallypoint.launch.engines.gpus import GpuShare, devices_of, shares_of
+from rallypoint.launch.engines.local import LocalCluster
+from rallypoint.testing.contracts.cluster import Started
 
 
 def test_the_gpus_are_those_that_are_visible_or_the_driver_s(tmp_path: Path) -> None:
@@ -41,6 +44,27 @@ def test_each_worker_of_a_job_gets_another_share_and_gives_it_back(tmp_path: Pat
     finally:
         first.close()
         second.close()
+
+
+SEES = "import os, time; print(os.environ.get('CUDA_VISIBLE_DEVICES', 'all'), flush=True); time.sleep(1000)"
+
+
+def test_each_worker_of_a_machine_sees_one_gpu_and_one_that_comes_later_that_of_one_that_has_gone() -> None:
+    with LocalCluster(gpus=["3", "5"]) as cluster:
+        workers = [Started(cluster, SEES, name=f"worker{number}") for number in range(3)]
+        assert [worker.line() for worker in workers] == ["3", "5", "3"]
+        workers[1].handle.signal(signal.SIGKILL)
+        assert workers[1].exit().died
+        assert Started(cluster, SEES, name="worker3").line() == "5"
+
+
+@pytest.mark.parametrize("gpus", [[], ["0"]])
+def test_without_a_choice_a_worker_sees_what_its_launcher_sees(
+    gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with LocalCluster(gpus=gpus) as cluster:
+        assert Started(cluster, SEES).line() == "all"
 
 
 def test_without_enough_gpus_nothing_is_changed(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 
 from rallypoint.errors import UsageError, meant
 from rallypoint.launch.engines.cluster import Cluster
+from rallypoint.launch.engines.gpus import devices_of
 from rallypoint.launch.plan import Launch
 
 ENGINES = ("local", "ray", "slurm", "ssh")
@@ -69,5 +71,6 @@ def cluster_of(plan: Launch, say: Callable[[str], None]) -> Iterator[Cluster]:
         case _:
             from rallypoint.launch.engines.local import LocalCluster
 
-            with LocalCluster() as cluster:
+            # A worker that is a group takes its share by itself.
+            with LocalCluster(gpus=devices_of(os.environ) if plan.ranks == 1 else ()) as cluster:
                 yield cluster

@@ -1,4 +1,4 @@
-"""Which of a machine's GPUs a worker of several ranks sees: as many as it has ranks, and none of another worker's."""
+"""Which of a machine's GPUs a worker sees: one, or as many as it has ranks, and none of another worker's."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ class GpuShare:
 def shares_of(devices: Sequence[str], ranks: int) -> list[list[str]]:
     """Return the parts of `devices` that workers of so many ranks get; GPUs that are left over belong to none."""
     return [list(devices[at : at + ranks]) for at in range(0, len(devices) - ranks + 1, ranks)]
+
+
+def least_used(devices: Sequence[str], used: Sequence[str | None]) -> str:
+    """Return the first of the devices that is least often among `used`."""
+    return min(devices, key=used.count)
 
 
 def devices_of(environment: Mapping[str, str], driver: Path = _DRIVER) -> list[str]:

@@ -13,12 +13,13 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit
+from rallypoint.launch.engines.gpus import VISIBLE, least_used
 from rallypoint.launch.engines.guard import Guard
 from rallypoint.launch.engines.lines import Lines
 
@@ -35,16 +36,18 @@ class LocalProcess:
     """A process on this machine; see `Handle`."""
 
     def __init__(
-        self, command: Command, output: Callable[[str], None], lifeline: int, guard: Guard, memory: MemoryKills
+        self, command: Command, output: Callable[[str], None], lifeline: int, guard: Guard, memory: MemoryKills,
+        gpu: str | None = None,
     ) -> None:  # fmt: skip
-        self.command, self._guard = command, guard
+        """`gpu` is the only one that it sees; None: all that this process sees."""
+        self.command, self.gpu, self._guard = command, gpu, guard
         self._memory, self._killed_by_us, self._reason = memory, False, ""
         self._output = output
         try:
             self.process = subprocess.Popen(
                 command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env={**os.environ, **command.env, environment.LIFELINE: str(lifeline)}, pass_fds=(lifeline,),
-                start_new_session=True,
+                env={**os.environ, **_visible(gpu), **command.env, environment.LIFELINE: str(lifeline)},
+                pass_fds=(lifeline,), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             raise UsageError(f"{command.name} cannot be started: {command.argv[0]}: {error.strerror}") from None
@@ -100,11 +103,13 @@ class LocalProcess:
 class LocalCluster(Cluster):
     """Starts processes on this machine; a context manager that leaves none behind.
 
-    `folder` is deleted when the cluster ends, or this process; "": none.
+    `folder` is deleted when the cluster ends, or this process; "": none. Of several `gpus` (see `devices_of`) each
+    worker sees one: that of which the fewest workers that run see.
     """
 
-    def __init__(self, folder: str = "") -> None:
+    def __init__(self, folder: str = "", gpus: Sequence[str] = ()) -> None:
         self._started: list[LocalProcess] = []
+        self._gpus = gpus
         self._guard = Guard(folder) if folder else None
         self._lifeline: tuple[int, int] | None = os.pipe()
         self._memory = MemoryKills()
@@ -120,8 +125,12 @@ class LocalCluster(Cluster):
         if self._lifeline is None:
             raise UsageError("this cluster has been ended")
         self._guard = self._guard or Guard()
-        process = LocalProcess(command, output, self._lifeline[0], self._guard, self._memory)
-        self._started = [*(p for p in self._started if p.exit() is None), process]
+        self._started = [process for process in self._started if process.exit() is None]
+        gpu = None
+        if command.role == "worker" and len(self._gpus) > 1:
+            gpu = least_used(self._gpus, [process.gpu for process in self._started])
+        process = LocalProcess(command, output, self._lifeline[0], self._guard, self._memory, gpu)
+        self._started.append(process)
         return process
 
     def end(self) -> None:
@@ -135,6 +144,10 @@ class LocalCluster(Cluster):
         self._lifeline = None
         if self._guard is not None:
             self._guard.close()
+
+
+def _visible(gpu: str | None) -> Mapping[str, str]:
+    return {} if gpu is None else {VISIBLE: gpu}
 
 
 class MemoryKills:
