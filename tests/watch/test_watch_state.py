@@ -27,7 +27,7 @@ from rallypoint.watch.answer import Reader
 from rallypoint.watch.follow import EVENTS, Follower, take_line
 from rallypoint.watch.members import Timelines
 from rallypoint.watch.state import RunState
-from rallypoint.watch.steps import StepTimes
+from rallypoint.watch.steps import Pace, StepTimes
 
 PLAN = Planned(10, 2, "samples", 100, 3, ("worker0", "worker1"), ("server0",), items=8)
 
@@ -221,3 +221,24 @@ def test_a_line_that_is_no_event_of_ours_is_passed_over(bad: bytes) -> None:
     run = RunState()
     assert not take_line(run, bad)
     assert run.revision == 0
+
+
+def test_steps_that_a_new_coordinator_announces_at_once_are_no_fast_steps() -> None:
+    """They were done while there was no coordinator: the steps after them would all count as stalls."""
+    run = run_of(PLAN, members(), *steps(0, 4))
+    for t, message in [
+        (0.0, msgspec.structs.replace(PLAN, steps=100)), *((1.0, step) for step in steps(4, 30)),
+        *((float(step.step) - 28.0, step) for step in steps(30, 40) if isinstance(step, StepDone)),
+    ]:  # fmt: skip
+        run.take(message, t)
+    assert run.step == 40
+    assert run.curves["seconds a step"].columns()["mean"] == [1.0] * 14
+    assert (run.times.stalls, run.times.goodput) == (0, 1.0)
+
+
+def test_a_job_whose_steps_are_always_that_fast_is_measured_after_some() -> None:
+    pace = Pace()
+    pace.begins()
+    measured = [pace.step(number * 1e-4) for number in range(2000)]
+    assert measured[:1001] == [None] * 1001
+    assert None not in measured[1001:]

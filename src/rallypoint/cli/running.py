@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +12,11 @@ import typer
 
 from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import UsageError
+from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.launch.observing.facts import facts_of
 from rallypoint.launch.options import RunFolder
+
+_NICE = 10  # so much behind the run's own processes, where processors are short
 
 
 @app.command(rich_help_panel=RUNNING)
@@ -62,12 +67,32 @@ def watch(
     except ModuleNotFoundError as error:
         raise UsageError(f"the page needs {error.name}: pip install 'rallypoint[watch]'") from None
 
+    if hold_lifeline():  # of a run that serves its own page
+        os.nice(_NICE)
+
     def opened(address: str) -> None:
         print(f"the page of {run}: {address}", flush=True)
         if browser:
             webbrowser.open(address)
 
     serve(run, facts_of(run), port, opened)
+
+
+@app.command(rich_help_panel=RUNNING)
+def top(
+    run: RunFolder,
+    once: Annotated[bool, typer.Option("--once", help="Print it as it is now, and end.")] = False,
+) -> None:
+    """Show a run in the terminal, while it goes on or afterwards; Ctrl-C ends the view, not the run.
+
+    Example: [bold]rallypoint top runs/20260131-235959[/bold]
+    """
+    from rich.console import Console
+
+    from rallypoint.watch.top import top as show
+
+    with contextlib.suppress(KeyboardInterrupt):
+        show(run, Console(highlight=False), once=once)
 
 
 @app.command(rich_help_panel=AFTER)

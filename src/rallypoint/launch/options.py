@@ -216,6 +216,10 @@ class RunOptions(CoordinatorOptions):
     overwrite: Annotated[bool, option(
         "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
     )] = False  # fmt: skip
+    watch: Annotated[bool, option(
+        "--watch", metavar=None, panel=_FILES,
+        help="Serve the run's page while it goes on, to this machine alone; the address is printed.",
+    )] = False  # fmt: skip
     metrics: Annotated[Path | None, option(
         metavar="FOLDER", panel=_FILES,
         help="Let Prometheus on this machine scrape every process: a file in this folder tells it where.",
@@ -234,7 +238,7 @@ class RunOptions(CoordinatorOptions):
         plan = both.plan(worker)
         return msgspec.structs.replace(
             plan, script=script, trace=str(self.trace or ""), trace_steps=steps, tls=self._certificates(),
-            metrics=self._targets(),
+            metrics=self._targets(), watch=self._page(),
             **self._machines(plan),
         )  # fmt: skip
 
@@ -247,6 +251,14 @@ class RunOptions(CoordinatorOptions):
                 "them to the same place on each machine, and give --tls FOLDER"
             )
         return given if given in ("", AUTO) else str(Path(given).resolve())
+
+    def _page(self) -> bool:
+        """Return whether the page is served, for the plan."""
+        if self.watch:
+            from rallypoint.launch.observing.page import check_page
+
+            check_page()
+        return self.watch
 
     def _targets(self) -> str:
         """Return where the file with the places of metrics belongs, for the plan."""

@@ -40,6 +40,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         gpus: how many each worker gets of an engine that counts them.
         ranks: the processes of each worker; with more than one it is a group: see `launch.engines.ranks`.
         metrics: the folder for the file that says where each process tells its metrics; "": none does.
+        watch: the run's page is served while it goes on: see `launch.observing.page`.
         changes: sentences that say which settings were changed when the run went on, and from which step.
     """
 
@@ -77,6 +78,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     changes: tuple[str, ...] = ()
     metrics: str = ""
+    watch: bool = False
 
 
 def parse_workers(text: str) -> tuple[tuple[int, int], int]:

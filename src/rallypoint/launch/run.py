@@ -22,6 +22,7 @@ from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
+from rallypoint.launch.observing.page import PageProcess
 from rallypoint.launch.observing.targets import Targets
 from rallypoint.launch.observing.traces import merge_trace
 from rallypoint.launch.output import Output
@@ -65,6 +66,7 @@ class ClusterRun:
         self._transport = transport_of(self._tls, "observer")
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._output, self._targets = Output(), Targets(Path(plan.folder), plan.metrics)
+        self._page = PageProcess(plan.folder, wanted=plan.watch)
         self._observer: CoordinatorLink | None = None
         self._endings: list[str] = []
         self._said_changed = list(edited)
@@ -76,6 +78,7 @@ class ClusterRun:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end()
         self._targets.close()
+        self._page.close()
         self.console.close()
 
     # ---- queries and commands for others ----
@@ -147,6 +150,8 @@ class ClusterRun:
         _note_members(self)
         if self.console.holding:
             self.supervisor.held(self.console.heard)
+        for line in self._page.said():
+            self.console.console.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
         while not self.console.sizes.empty():
             self._resized(self.console.sizes.get())
         for name, how in self._ended():
@@ -234,6 +239,7 @@ class ClusterRun:
         if not self._address:
             self._address = address
             write_where(Path(self.plan.folder), Where(address, self._token, self._tls))
+            self._page.start()
         self._do(self.supervisor.listening(time.monotonic()))
 
     def _observe(self) -> None:

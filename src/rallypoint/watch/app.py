@@ -33,6 +33,7 @@ _HEADERS = {
 }  # fmt: skip
 _HOSTS = ["127.0.0.1", "localhost", "[::1]", "::1"]  # a page elsewhere cannot make a browser ask under its own name
 _EVERY_S, _STILL_S = 0.5, 15.0  # between two looks; between two signs of life
+_LAST_S = 0.3  # at the end so long for what the follower has not read yet: longer than it takes between two looks
 _MOST_STREAMS = 64
 
 Answer = Callable[[Request], Awaitable[Response]]
@@ -98,6 +99,9 @@ class Page:
                     yield b": still here\n\n"
                     still = 0.0
                 await asyncio.sleep(_EVERY_S)
+            await asyncio.sleep(_LAST_S)
+            if (news := self._news(reader)) is not None and generation == self._follower.generation:
+                yield b"data: " + msgspec.json.encode(news) + b"\n\n"
         finally:
             self._streams -= 1
 

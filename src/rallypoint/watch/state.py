@@ -24,7 +24,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.watch.members import Timelines
 from rallypoint.watch.series import Series
-from rallypoint.watch.steps import StepTimes
+from rallypoint.watch.steps import Pace, StepTimes
 
 _MOST_MARKS, _MOST_SENTENCES, _MOST_SNAPSHOTS = 1000, 300, 50
 _MOST_CURVES = 64  # names of figures and metrics
@@ -56,7 +56,7 @@ class RunState:
     skipped: Counter[str] = field(default_factory=Counter)
     revision: int = 0
     _clock: float = 0.0  # the last time that the coordinator said
-    _stepped: float = -1.0  # when the last step was done
+    _pace: Pace = field(default_factory=Pace)
     _cause: str = ""  # what has happened since
 
     def take(self, message: Message, t: float) -> None:
@@ -66,6 +66,7 @@ class RunState:
         self._clock = t
         match message:
             case Planned():
+                self._pace.begins()
                 self.plan, self.ended, self.why = message, "", ""
             case StepDone():
                 self._step(message)
@@ -100,11 +101,10 @@ class RunState:
                 self._curve(self.curves, name, done.step, value)
         if back:
             self._mark("back", f"back to step {done.step}")
-        if self._stepped >= 0:
-            seconds = self.now - self._stepped
+        if (seconds := self._pace.step(self.now)) is not None:
             self._curve(self.curves, "seconds a step", done.step, seconds)
             self.times.add(done.step, seconds, self._cause or "unknown")
-        self._stepped, self._cause = self.now, ""
+        self._cause = ""
 
     def _curve(self, curves: dict[str, Series], name: str, step: int, value: float) -> None:
         if name in curves or len(curves) < _MOST_CURVES:
@@ -131,5 +131,6 @@ class RunState:
         self.marks.append({"t": self.now, "step": self.step, "kind": kind, "text": text})
 
     def _end(self, how: str, why: str) -> None:
-        self.ended, self.why, self._stepped = how, why, -1.0
+        self.ended, self.why = how, why
+        self._pace.pause()
         self.members.over(self.now)

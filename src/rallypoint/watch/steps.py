@@ -10,7 +10,42 @@ _RATIO = 1.02  # of the bounds of two neighbouring classes: quantiles are right 
 _SHORTEST_S = 1e-5
 _STALL = 3.0  # a step that takes so many times the median is a stall
 _OFTEN = 64  # the median is computed anew after so many steps, and in the first ones at each
+_AT_ONCE_S = 1e-3  # steps that are announced so close together were done before
+_MOST_AT_ONCE = 1000
 _ENOUGH = 10  # steps, before there is a median to compare with
+
+
+@dataclass(slots=True)
+class Pace:
+    """Measures the seconds between two steps that a coordinator announces.
+
+    One that takes over from another announces at once the steps that were done meanwhile: those say nothing of how long
+    a step takes, and are not measured.
+    """
+
+    _stepped: float | None = None  # when the last step was announced
+    _catching_up: int = 0  # so many more steps may come at once
+    _first: bool = False  # the next step is the first that this coordinator announces
+
+    def begins(self) -> None:
+        """A coordinator begins to announce steps. It may have taken over."""
+        self._catching_up, self._first = _MOST_AT_ONCE, True
+
+    def pause(self) -> None:
+        """The next step cannot be measured: the job has ended, and may go on later."""
+        self._stepped = None
+
+    def step(self, now: float) -> float | None:
+        """A step is announced at `now` (s). Returns how long it took; None if nobody knows."""
+        before, self._stepped = self._stepped, now
+        first, self._first = self._first, False
+        if before is None:
+            return None
+        if self._catching_up and now - before < _AT_ONCE_S:
+            self._catching_up -= 1
+            return None
+        self._catching_up *= first  # the first one ends the pause; those that were done in it come now
+        return now - before
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from rallypoint.net.messages import (
     Waiting,
 )
 from rallypoint.watch.metrics.measures import Histogram, Reading
-from rallypoint.watch.steps import StepTimes
+from rallypoint.watch.steps import Pace, StepTimes
 
 STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MOST_NAMES = 64  # of figures, of evaluations
@@ -52,7 +52,7 @@ class JobFigures:
         self._evaluations: dict[str, float] = {}
         self._seconds, self._times = Histogram(STEP_BOUNDS), StepTimes()
         self._moved = began  # when the last step was done, or the job began
-        self._stepped: float | None = None  # the same, of the last step that another can be measured from
+        self._pace = Pace()
         self._cause = ""
         self._skipped, self._late = Counter[str](), dict[str, float]()
         self._snapshots, self._stored = 0, began
@@ -72,6 +72,7 @@ class JobFigures:
                 case Planned():
                     self._plan, self._running = message, True
                     self._step, self._moved = message.done, unix
+                    self._pace.begins()
                 case Members():
                     self._viewed(message)
                 case Metrics(values=values):
@@ -101,10 +102,10 @@ class JobFigures:
         if done.lr is not None:
             self._last["rallypoint_learning_rate"] = done.lr
         _keep(self._figures, done.figures)
-        if self._stepped is not None:
-            self._seconds.add(now - self._stepped)
-            self._times.add(done.step, now - self._stepped, self._cause or ("back" if back else "unknown"))
-        self._stepped, self._moved, self._cause = now, unix, ""
+        if (seconds := self._pace.step(now)) is not None:
+            self._seconds.add(seconds)
+            self._times.add(done.step, seconds, self._cause or ("back" if back else "unknown"))
+        self._moved, self._cause = unix, ""
 
     def _steps_in(self, version: int) -> int:
         return version if self._plan is None else min(self._plan.steps, version * self._plan.steps_per_round)

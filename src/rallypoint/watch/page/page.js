@@ -200,7 +200,12 @@ function take(news) {
 const stream = new EventSource("news");
 stream.onmessage = (event) => take(JSON.parse(event.data));
 stream.onerror = () => {
-  one("status").textContent = "not connected: is `rallypoint watch` still running? trying again ...";
+  if (run.ended) { // a page that the run itself has served ends with it
+    stream.close();
+    one("status").textContent += " (`rallypoint watch` opens this page again)";
+    return;
+  }
+  one("status").textContent = "not connected: have the run and its page been ended? trying again ...";
   one("status").className = "bad";
 };
 

@@ -1,0 +1,136 @@
+"""A run in the terminal: what the page shows, as far as a screen of text can."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from pathlib import Path
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rallypoint.errors import UsageError
+from rallypoint.watch.follow import EVENTS, Follower
+from rallypoint.watch.series import Series
+from rallypoint.watch.state import RunState
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_EVERY_S = 0.5
+_SENTENCES, _LATE = 6, 5
+_COLOURS = {
+    "computing": "cyan", "standby": "yellow", "server": "green", "aggregator": "magenta", "gone": "bright_black",
+}  # fmt: skip
+
+
+def top(folder: Path, console: Console, *, once: bool = False) -> None:
+    """Show the run in `folder` until Ctrl-C, or (`once`, and where the console is no terminal) as it is now.
+
+    Raises UsageError if there is no log.
+    """
+    if not (folder / EVENTS).is_file():
+        raise UsageError(f"{folder} has no {EVENTS}: name the folder of a run, as runs/20260131-235959")
+    follower, name = Follower(folder), folder.resolve().name
+    follower.look()
+    if once or not console.is_terminal:
+        console.print(shown(follower.run, name, console.width))
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            follower.look()
+            live.update(shown(follower.run, name, console.width), refresh=True)
+            time.sleep(_EVERY_S)
+
+
+def shown(run: RunState, name: str, width: int) -> RenderableType:
+    """The run as it is now, for a console of this width (characters)."""
+    half = max(20, width // 2 - 4)
+    curves = [_curve(name, curve, half) for name, curve in {**run.curves, **run.evaluations}.items()]
+    return Group(
+        _head(run, name), Columns([curve for curve in curves if curve is not None], equal=True, width=half),
+        Columns([_times(run, half), _members(run, half)], equal=True, width=half), _happened(run),
+    )  # fmt: skip
+
+
+def _head(run: RunState, name: str) -> RenderableType:
+    steps = 0 if run.plan is None else run.plan.steps
+    state = run.ended or ("running" if steps else "waiting for members")
+    told = Text.assemble(
+        (name, "bold"), "  ", (state, "bold red" if state == "failed" else "bold"), f"  step {run.step:,} of {steps:,}"
+    )
+    p50 = run.times.quantile(0.5)
+    if run.plan is not None and p50 and not run.ended:
+        rate, left = run.plan.items / p50, (steps - run.step) * p50
+        told.append(f"  {rate:,.0f} {run.plan.item}/s  {_seconds(left)} left")
+    if run.why:
+        told.append(f"\n{run.why}", "red" if run.ended == "failed" else "")
+    return Group(told, Padding(ProgressBar(total=max(1, steps), completed=run.step), 0))
+
+
+def _curve(name: str, curve: Series, width: int) -> RenderableType | None:
+    values = [point.total / point.count for point in curve.points]
+    if not values:
+        return None
+    text = Text(spark(values, width - 4), style="cyan")
+    low, high = min(values), max(values)
+    told = f"now {values[-1]:.4g}, from {low:.4g} to {high:.4g}"
+    return Panel(Group(text, told), title=Text(name), title_align="left", width=width)
+
+
+def spark(values: list[float], width: int) -> str:
+    """The values as one line of blocks, the mean of several where there are more than `width`."""
+    share = max(1.0, len(values) / width)
+    bounds = [round(number * share) for number in range(min(width, len(values)) + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds) if b > a]
+    low, high = min(means), max(means)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in means)
+
+
+def _times(run: RunState, width: int) -> RenderableType:
+    times = run.times
+    table = Table.grid(padding=(0, 2))
+    table.add_row("half of the steps take at most", _seconds(times.quantile(0.5)))
+    table.add_row("99 %", _seconds(times.quantile(0.99)))
+    table.add_row("goodput", f"{times.goodput:.1%}")
+    for cause, lost in times.lost.most_common():
+        table.add_row(f"lost to {cause}", _seconds(lost))
+    if run.snapshots:
+        newest = run.snapshots[-1]
+        size, ago = newest["nbytes"] / 1e6, run.now - newest["t"]
+        table.add_row("newest snapshot", f"version {newest['version']}, {size:.1f} MB, {_seconds(ago)} before")
+    for worker, late in sorted(run.late.items(), key=lambda one: -one[1])[:_LATE]:
+        table.add_row(Text(worker), f"{_seconds(late)} behind the first")
+    return Panel(table, title="time", title_align="left", width=width)
+
+
+def _members(run: RunState, width: int) -> RenderableType:
+    now = {member: spans[-1][1] for member, spans in run.members.spans.items()}
+    table = Table.grid(padding=(0, 2))
+    for state, count in Counter(now.values()).most_common():
+        names = [row["id"] for row in run.members.rows() if now[str(row["id"])] == state]
+        more = f", and {count - 8} more" if count > 8 else ""
+        table.add_row(Text(state, _COLOURS.get(state, "")), str(count), Text(", ".join(map(str, names[:8])) + more))
+    return Panel(table, title="members", title_align="left", width=width)
+
+
+def _happened(run: RunState) -> RenderableType:
+    said = sorted([*run.sentences, *run.marks], key=lambda one: float(one["t"]))[-_SENTENCES:]
+    table = Table.grid(padding=(0, 2))
+    for one in said:
+        table.add_row(Text(_seconds(one["t"]), "dim"), Text(str(one["text"])))
+    return Panel(table, title="what happened", title_align="left")
+
+
+def _seconds(s: float) -> str:
+    if s >= 3600:
+        return f"{s // 3600:.0f} h {s % 3600 // 60:.0f} min"
+    if s >= 60:
+        return f"{s // 60:.0f} min {s % 60:.0f} s"
+    return f"{s:.1f} s" if s >= 1 else f"{1e3 * s:.0f} ms"

@@ -1,0 +1,61 @@
+"""A run in the terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_watch_state import PLAN, line, members, run_of, steps
+
+from rallypoint.errors import UsageError
+from rallypoint.net.messages import Aborted, Applied, Metrics, Say, Snapshotted
+from rallypoint.watch.follow import EVENTS
+from rallypoint.watch.state import RunState
+from rallypoint.watch.top import shown, spark, top
+
+
+def text_of(run: RunState, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(shown(run, "run7", width))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_it_says_what_the_page_says() -> None:
+    text = text_of(run_of(
+        PLAN, members("worker0 worker1", "worker2"), *steps(0, 5), Metrics(5, {"val_loss": 1.25}),
+        Applied(5, 2, 0.0, {"worker1": 0.25}), Snapshotted("s", 5, 2_000_000, 0.1), members("worker0 worker2"),
+        Say("[red]worker1[/red] died"),
+    ))  # fmt: skip
+    for said in (
+        "run7", "running", "step 5 of 10", "8 samples/s", "loss", "now 1, from 1 to 5", "val_loss", "now 1.25",
+        "goodput", "version 5, 2.0 MB", "server0", "worker0, worker2", "without worker1", "[red]worker1[/red] died",
+    ):  # fmt: skip
+        assert said in text, text
+
+
+def test_before_the_first_step_and_after_a_failure_it_says_so() -> None:
+    assert "waiting for members" in text_of(RunState())
+    assert "worker0: no memory" in text_of(run_of(PLAN, members(), *steps(0, 2), Aborted("worker0: no memory")))
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_line_is_wider_than_the_console(width: int) -> None:
+    run = run_of(PLAN, members(" ".join(f"worker{n}" for n in range(1000))), *steps(0, 10), Say("a long word " * 50))
+    assert max(map(len, text_of(run, width).splitlines())) <= width
+
+
+def test_a_curve_is_a_line_of_blocks_from_the_lowest_to_the_highest() -> None:
+    assert spark([0.0, 7.0, 3.5], 10) == "▁█▅"
+    assert spark([1.0] * 5, 10) == "▁▁▁▁▁"
+    assert spark([float(n) for n in range(1000)], 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_where_there_is_no_terminal_it_is_printed_once(tmp_path: Path) -> None:
+    (tmp_path / EVENTS).write_bytes(b"".join(line(float(t), m) for t, m in enumerate([PLAN, members(), *steps(0, 3)])))
+    console = Console(file=io.StringIO(), width=100)
+    top(tmp_path, console)
+    assert "step 3 of 10" in console.file.getvalue()  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="name the folder of a run"):
+        top(tmp_path / "nosuch", console)
