@@ -31,6 +31,7 @@ EXPORTED = [
     "LocalSteps",
     "LossScaling",
     "Micro",
+    "Muon",
     "NAdam",
     "Parallel",
     "RAdam",

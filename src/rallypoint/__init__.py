@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rallypoint.core.average import EMA, SWA
     from rallypoint.core.deciding.decisions import ReduceOnPlateau
     from rallypoint.core.loss_scale import LossScaling
-    from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+    from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
     from rallypoint.launch.join import join
@@ -44,6 +44,7 @@ _HOMES = {
     "LocalSteps": "rallypoint.core.policy",
     "LossScaling": "rallypoint.core.loss_scale",
     "Micro": "rallypoint.worker.loop.micro",
+    "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
     "Parallel": "rallypoint.parallel.plan",
     "RAdam": "rallypoint.core.optimizer",
@@ -80,6 +81,7 @@ __all__ = [
     "LocalSteps",
     "LossScaling",
     "Micro",
+    "Muon",
     "NAdam",
     "Parallel",
     "RAdam",

@@ -142,7 +142,7 @@ def test_a_node_that_is_about_to_go_hands_over_and_a_killed_coordinator_comes_ba
         here = set() if members is None else {*members.workers, *members.servers}
         return not going or not {"worker4", "worker5", "server2"} <= here or bool(here & set(told))
 
-    # A member that leaves waits a heartbeat for the coordinator, which takes more than 10 s to return on a busy machine.
+    # A member that leaves waits a heartbeat for the coordinator, which takes over 10 s to return on a busy machine.
     options = {"workers": (2, 4), "workers_start": 4, "servers": 2, "replication": 2, "heartbeat": 60.0}
     said = launched(tmp_path / "ray", intervene, engine="ray", bind=f"{HERE}:0", **options)
     launched(tmp_path / "local", **options)

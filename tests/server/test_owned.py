@@ -15,7 +15,7 @@ from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.server.shards.owned import OwnedShard
 
 WORDS = 1000
-SHARD = Shard(index=0, start=0, stop=WORDS, group=0)
+SHARD = Shard(index=0, start=0, stop=WORDS, group=0, columns=20)
 OPTIMIZERS = (
     rp.SGD(lr=0.1),
     rp.SGD(lr=0.1, momentum=0.9),
@@ -33,6 +33,7 @@ OPTIMIZERS = (
     rp.RMSprop(lr=0.1),
     rp.RMSprop(lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
     rp.ASGD(lr=rp.linear(0.1), t0=3, weight_decay=0.1),
+    rp.Muon(lr=rp.linear(0.1)),
 )
 
 

@@ -16,8 +16,9 @@ from test_watch_state import PLAN, line, members, steps
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.observing.facts import facts_of
-from rallypoint.watch.app import COOKIE, Page
+from rallypoint.watch.app import Page
 from rallypoint.watch.follow import EVENTS, Follower
+from rallypoint.watch.locked import COOKIE
 from rallypoint.watch.serve import served
 
 FILES = ["", "page.js", "page.css", "uplot.js", "uplot.css", "run", "news"]

@@ -23,8 +23,8 @@ from rallypoint.launch.observing.page import PageProcess, check_page
 from rallypoint.launch.options import RunOptions
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.programs import Program
-from rallypoint.watch.app import COOKIE
 from rallypoint.watch.follow import EVENTS
+from rallypoint.watch.locked import COOKIE
 
 SCRIPT = """
 import pathlib, time, torch, rallypoint as rp

@@ -218,7 +218,7 @@ def test_a_setting_of_the_job_s_optimizer_beside_one_of_the_script_is_refused() 
             job.train(model, DATA, batch=4, steps=4, sync=rp.AllReduce(), own_optimizer=own)
 
 
-def test_an_optimizer_that_needs_whole_matrices_says_why_servers_cannot_step_it() -> None:
+def test_an_optimizer_of_torch_s_that_needs_whole_matrices_is_answered_with_the_servers_own() -> None:
     own = torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])
-    sentence = r"Muon, which servers cannot step: it orthogonalizes whole matrices.*own_optimizer="
+    sentence = r"Muon, which servers cannot step: they have their own, rp\.Muon\(.*own_optimizer="
     refused(ConfigError, sentence, optimizer=own)

@@ -79,6 +79,40 @@ def watch(
 
 
 @app.command(rich_help_panel=RUNNING)
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="The folders of two or more runs.")],
+    port: Annotated[int, typer.Option(
+        "--port", min=0, max=65535, help="Its port on this machine; by default any free one.", show_default=False,
+    )] = 0,
+    browser: Annotated[bool, typer.Option("--browser", help="Open the page in the browser.")] = False,
+) -> None:  # fmt: skip
+    """Lay the curves of runs over each other, as a page in the browser, with the settings that differ.
+
+    Example: [bold]rallypoint compare runs/20260131-235959 runs/20260201-120000 --browser[/bold]
+    """
+    if len(runs) < 2:
+        raise UsageError("compare with which run? name two folders")
+    try:
+        from rallypoint.watch.serve import compare as serve
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the page needs {error.name}: pip install 'rallypoint[watch]'") from None
+
+    names = [run.resolve().name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run) for run in runs]
+    folders = dict(zip(names, runs, strict=True))
+    if len(folders) < len(runs):
+        raise UsageError("the same run is named twice")
+
+    def opened(address: str) -> None:
+        print(f"the page of {', '.join(folders)}: {address}", flush=True)
+        if browser:
+            webbrowser.open(address)
+
+    serve(folders, {name: facts_of(run)["settings"] for name, run in folders.items()}, port, opened)
+
+
+@app.command(rich_help_panel=RUNNING)
 def top(
     run: RunFolder,
     once: Annotated[bool, typer.Option("--once", help="Print it as it is now, and end.")] = False,

@@ -7,7 +7,15 @@ overrides (`--set optimizer.lr.peak=1e-3`). The resolved tree is part of the job
 from __future__ import annotations
 
 from rallypoint.config.cadence import cadence_of
-from rallypoint.config.groups import GroupSettings, codec_of, group_of, ranks_of, settings_applied, settings_of
+from rallypoint.config.groups import (
+    GroupSettings,
+    codec_of,
+    group_of,
+    matrices_of,
+    ranks_of,
+    settings_applied,
+    settings_of,
+)
 from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
 from rallypoint.config.tree import Group, JobConfig, Settings
 
@@ -19,6 +27,7 @@ __all__ = [
     "cadence_of",
     "codec_of",
     "group_of",
+    "matrices_of",
     "overrides_from",
     "parse",
     "ranks_of",

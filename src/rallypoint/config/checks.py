@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from rallypoint.codec.spec import DGC
+from rallypoint.codec.spec import DGC, PowerSGD
 from rallypoint.config.tree import JobConfig
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
-from rallypoint.core.optimizer import SGD, Adagrad, Optimizer
+from rallypoint.core.optimizer import SGD, Adagrad, Muon, Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.schedule import Table
 from rallypoint.errors import ConfigError
@@ -42,6 +42,10 @@ def check(config: JobConfig) -> None:
     plain = isinstance(config.applied, SGD) and not config.applied.momentum
     if not plain and any(isinstance(codec, DGC) for codec in config.codecs):
         raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
+
+
+    if isinstance(config.optimizer, Muon) and any(isinstance(codec, PowerSGD) for codec in config.codecs):
+        raise ConfigError("codec powersgd cuts matrices by rows, and rp.Muon steps whole ones: use another codec")
 
 
 def _check_rates(config: JobConfig) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterable
 
 import msgspec
 
 from rallypoint.codec.spec import CodecSpec, PowerSGD, Raw
 from rallypoint.config.tree import JobConfig
+from rallypoint.core.layout import MOST_SHARD_BYTES, WORD_BYTES, TensorSpec
+from rallypoint.core.optimizer import Muon
+from rallypoint.errors import ModelError
 
 
 class GroupSettings(msgspec.Struct, frozen=True):
@@ -52,6 +56,25 @@ def codec_of(config: JobConfig, group: int) -> CodecSpec:
         return Raw()
     own = config.groups[group - 2].codec if group >= 2 else None
     return config.codec if own is None else own
+
+
+def matrices_of(config: JobConfig, specs: Iterable[TensorSpec]) -> frozenset[str]:
+    """Return the names of the parameters that Muon steps, each of which is a shard of its own.
+
+    Raises ModelError for one that is larger than the largest shard.
+    """
+    muon = config.optimizer
+    if not isinstance(muon, Muon):
+        return frozenset()
+    found = [spec for spec in specs if spec.group >= 0 and len(spec.shape) == 2]
+    found = [spec for spec in found if not any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in muon.adamw)]
+    for spec in found:
+        if spec.numel * WORD_BYTES > MOST_SHARD_BYTES:
+            raise ModelError(
+                f"{spec.name} has {spec.numel * WORD_BYTES >> 20} MiB, and rp.Muon steps a matrix of at most "
+                f'{MOST_SHARD_BYTES >> 20} MiB: give it to AdamW, rp.Muon(adamw=("{spec.name}",))'
+            )
+    return frozenset(spec.name for spec in found)
 
 
 def ranks_of(config: JobConfig) -> dict[int, int]:

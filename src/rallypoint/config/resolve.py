@@ -132,7 +132,7 @@ _OWN = "with sync=rp.AllReduce() give it as own_optimizer="
 _NO_SPEC = {
     "Adafactor": f"it needs the rows and columns of a whole matrix, and a server has a piece of one; {_OWN}",
     "LBFGS": "one step of it computes the loss and the whole gradient several times; use rp.AdamW",
-    "Muon": f"it orthogonalizes whole matrices, and a server has a piece of one; {_OWN}",
+    "Muon": f'they have their own, rp.Muon(lr=1e-3, adamw=("*embed*", "head.*")); or, {_OWN}',
     "Rprop": "it follows the signs of the whole data set's gradient, and those of one batch are noise; use rp.RMSprop",
     "SparseAdam": "tables (embeddings with sparse=True) are stepped by it where the job has optimizer=rp.Adam()",
 }

@@ -20,14 +20,14 @@ from rallypoint.config.tree import Group, JobConfig
 from rallypoint.core.average import EMA, SWA
 from rallypoint.core.deciding.decisions import ReduceOnPlateau
 from rallypoint.core.loss_scale import LossScaling, is_power_of_two
-from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.schedule import Constant, Cosine, Linear, StepDecay
 from rallypoint.core.settings import EXAMPLES, written
 from rallypoint.errors import ConfigError
 
 _MODES = (Sync, BoundedStaleness, Async, LocalSteps, AllReduce)
-_OPTIMIZERS = (AdamW, Adam, SGD, Adagrad, NAdam, RAdam, Adamax, Adadelta, RMSprop, ASGD)
+_OPTIMIZERS = (AdamW, Adam, SGD, Adagrad, NAdam, RAdam, Adamax, Adadelta, RMSprop, ASGD, Muon)
 _AVERAGES = (EMA, SWA)
 _LARGEST = 2**63 - 1  # what a message can carry
 _Structs = Sequence[type[msgspec.Struct]]
@@ -51,6 +51,7 @@ _COUNTABLE = Limit("from 1 to 16777216", lambda value: 1 <= value <= 1 << 24)  #
 _SHARE = Limit("above 0, of at most 1", lambda value: 0 < value <= 1)
 _SHARE_OR_0 = Limit("from 0 to 1", lambda value: 0 <= value <= 1)
 _DECAY = Limit("from 0 to below 1", lambda value: 0 <= value < 1)
+_ORTHOGONAL = Limit("from 1 to 99", lambda value: 1 <= value <= 99)
 _BETAS = Limit("from 0 to below 1", lambda value: all(0 <= beta < 1 for beta in value))
 _SHARD = Limit(
     "that is a multiple of 64, from 64 to 67108864 (64 MiB)", lambda value: 64 <= value <= 1 << 26 and value % 64 == 0
@@ -78,6 +79,10 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
     Adadelta: {"lr": _RATE, "rho": _SHARE_OR_0, "eps": _FROM_0, "weight_decay": _FROM_0},
     RMSprop: {"lr": _RATE, **dict.fromkeys(("alpha", "eps", "weight_decay", "momentum"), _FROM_0)},
     ASGD: {"lr": _RATE, "weight_decay": _FROM_0},
+    Muon: {
+        "lr": _RATE, "adamw_betas": _BETAS, "ns_steps": _ORTHOGONAL, "momentum": _DECAY,
+        **dict.fromkeys(("eps", "weight_decay", "adamw_eps"), _FROM_0),
+    },
     SGD: {"lr": _RATE, "momentum": _FROM_0, "weight_decay": _FROM_0},
     Adagrad: {
         "lr": _RATE, **dict.fromkeys(("lr_decay", "weight_decay", "initial_accumulator_value", "eps"), _FROM_0),

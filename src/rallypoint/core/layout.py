@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -19,6 +19,7 @@ from rallypoint.errors import ModelError
 
 WORD_BYTES = 4
 SHARD_BYTES = 1 << 20
+MOST_SHARD_BYTES = 1 << 26  # what a frame carries
 _GROUP_ALIGNMENT = 16  # words: a cache line, and enough for any buffer dtype to be viewed in place
 
 Role = Literal["parameters", "buffers", "rows"]
@@ -148,7 +149,7 @@ def factors_pay(rows: int, columns: int, rank: int) -> bool:
 
 def build_layout(
     specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES, ranks: Mapping[int, int] | None = None,
-    tables: Sequence[TensorSpec] = (),
+    tables: Sequence[TensorSpec] = (), matrices: Container[str] = (),
 ) -> Layout:  # fmt: skip
     """Lay out `specs` (in registration order) as one vector and cut it into shards of at most `shard_bytes`.
 
@@ -159,6 +160,7 @@ def build_layout(
             parameter of two or more dimensions is seen as a matrix of shape[0] rows. It gets shards of its own, of
             whole rows; except where so few rows fit into a shard that the factors would not be smaller.
         tables: the parameters (of two dimensions) whose rows only the servers keep.
+        matrices: the names of parameters of two dimensions each of which is one shard, whatever its size.
 
     Raises ModelError when there is nothing to train, when two tensors have the same name, and for an unsupported dtype.
     """
@@ -173,7 +175,8 @@ def build_layout(
         start, rank = position, (ranks or {}).get(group, 0)
         for spec in reversed([s for s in specs if s.group == group]):
             entries.append(Entry(spec, position, position + words_of(spec)))
-            if edges := _row_edges(spec, shard_words, rank):
+            whole = spec.name in matrices and spec.numel
+            if edges := [0, spec.shape[0]] if whole else _row_edges(spec, shard_words, rank):
                 shards.extend(_cut(group, start, position, shard_words, first=len(shards)))
                 shards.extend(_rows(entries[-1], edges, first=len(shards)))
                 start = entries[-1].stop

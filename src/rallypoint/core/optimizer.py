@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -139,4 +139,35 @@ class ASGD(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="asgd", kw_on
     weight_decay: float = 0.0
 
 
-Optimizer = AdamW | Adam | SGD | Adagrad | NAdam | RAdam | Adamax | Adadelta | RMSprop | ASGD
+class Muon(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="muon", kw_only=True, forbid_unknown_fields=True):
+    """torch.optim.Muon (Jordan et al., 2024) for matrices, torch.optim.AdamW for everything else.
+
+    A matrix is a parameter of two dimensions whose name matches none of `adamw` (shell patterns: name embeddings and
+    the output layer there). It is one shard, of at most 64 MiB, since it is orthogonalized as a whole. Both optimizers
+    have the same rate and decay: with "match_rms_adamw" (Liu et al., 2025) an update of a matrix is as large as
+    AdamW's. torch's own default is "original".
+    """
+
+    lr: Schedule | float = 1e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    eps: float = 1e-7
+    ns_steps: int = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    adamw: tuple[str, ...] = ()
+    adamw_betas: tuple[float, float] = (0.9, 0.999)
+    adamw_eps: float = 1e-8
+
+    def of_others(self) -> AdamW:
+        """What steps the parameters that are no matrices."""
+        return AdamW(lr=self.lr, betas=self.adamw_betas, eps=self.adamw_eps, weight_decay=self.weight_decay)
+
+
+Optimizer = AdamW | Adam | SGD | Adagrad | NAdam | RAdam | Adamax | Adadelta | RMSprop | ASGD | Muon
+
+
+def of_shard(spec: Optimizer, columns: int) -> Optimizer:
+    """The optimizer of a shard: `spec`, but AdamW for what is no matrix under Muon. `columns`: see `layout.Shard`."""
+    return spec.of_others() if isinstance(spec, Muon) and not columns else spec

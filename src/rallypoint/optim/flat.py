@@ -9,7 +9,7 @@ import torch
 
 from rallypoint.config import GroupSettings, JobConfig, settings_applied
 from rallypoint.config.tree import rate_of
-from rallypoint.core.optimizer import Optimizer, RMSprop
+from rallypoint.core.optimizer import Muon, Optimizer, RMSprop, of_shard
 from rallypoint.optim.table import arguments_of, row_of, state_names
 
 
@@ -22,7 +22,9 @@ def build_optimizer(
     kernels are not: they round the tail of a tensor differently.
     """
     row = row_of(spec)
-    how: dict[str, Any] = {"fused": True} if getattr(spec, "fused", False) else {"foreach": row.foreach}
+    how: dict[str, Any] = {} if row.foreach is None else {"foreach": row.foreach}
+    if getattr(spec, "fused", False):
+        how = {"fused": True}
     param_groups = [{"params": params, "weight_decay": settings.weight_decay} for params, settings in groups]
     return row.kind(param_groups, **{"lr": 0.0, **arguments_of(spec), **how})
 
@@ -38,12 +40,14 @@ def import_for_optimizers() -> None:
 class ShardOptimizer:
     """Owns one shard's fp32 master weights (`master`, shape (words,)) and their optimizer state."""
 
-    def __init__(self, config: JobConfig, group: int, words: int) -> None:
-        self._config = config
+    def __init__(self, config: JobConfig, group: int, words: int, columns: int = 0) -> None:
+        """`columns`: see `core.layout.Shard`. Only Muon steps a matrix as such."""
+        self._config, self._spec = config, of_shard(config.applied, columns)
         self._settings = settings_applied(config, group)
-        self._parameter = torch.nn.Parameter(torch.zeros(words))
-        self._optimizer = build_optimizer(config.applied, [([self._parameter], self._settings)])
-        self.master = self._parameter.detach()
+        shape = (words // columns, columns) if isinstance(self._spec, Muon) else (words,)
+        self._parameter = torch.nn.Parameter(torch.zeros(shape))
+        self._optimizer = build_optimizer(self._spec, [([self._parameter], self._settings)])
+        self.master = self._parameter.detach().view(-1)
 
     def apply(self, gradient: torch.Tensor, step: int, times: float = 1.0, reductions: int = 0) -> None:
         """Make update number `step` (from 0) with the mean gradient (fp32, shape (words,)).
@@ -52,23 +56,25 @@ class ShardOptimizer:
         """
         rate = times * rate_of(self._config, step, reductions)
         self._optimizer.param_groups[0]["lr"] = rate * self._settings.lr_scale
-        self._parameter.grad = gradient
+        self._parameter.grad = gradient.view(self._parameter.shape)
         self._optimizer.step()
         self._parameter.grad = None
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """The optimizer's state: tensors of shape (words,), not copied, and numbers. See `state_names`."""
         kept = self._optimizer.state.get(self._parameter, {})
-        arrays = {n: t for n, t in kept.items() if isinstance(t, torch.Tensor) and t.shape == self.master.shape}
+        shape = self._parameter.shape
+        arrays = {n: t.view(-1) for n, t in kept.items() if isinstance(t, torch.Tensor) and t.shape == shape}
         scalars = {n: float(v) for n, v in kept.items() if n not in arrays and v is not None}
         return arrays, scalars
 
     def load(self, arrays: dict[str, torch.Tensor], scalars: dict[str, float]) -> None:
         """Replace the optimizer's state, by a copy of one from another server or a snapshot."""
         kept: dict[str, torch.Tensor] = {name: tensor.clone() for name, tensor in arrays.items()}
-        if kept and isinstance(self._config.applied, RMSprop):  # a setting may have changed what it keeps
-            tensors, _ = state_names(self._config.applied)[-1]
+        if kept and isinstance(self._spec, RMSprop):  # a setting may have changed what it keeps
+            tensors, _ = state_names(self._spec)[-1]
             kept = {name: kept.get(name, torch.zeros_like(self.master)) for name in sorted(tensors)}
+        kept = {name: values.view(self._parameter.shape) for name, values in kept.items()}
         kept |= {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars.items()}
         self._optimizer.state.clear()
         if kept:

@@ -1,7 +1,7 @@
 """One table of the optimizers: torch's class of each, how it is built, and what it keeps for each parameter.
 
-All of these work on each element by itself, so a server may step any piece of a parameter, and gets the bytes that
-torch gets for all of it. Tests compare both.
+All but Muon work on each element by itself, so a server may step any piece of a parameter, and gets the bytes that
+torch gets for all of it. Muon gets whole matrices. Tests compare both.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Row:
         tensors: the names of the tensors that it keeps, each of the parameter's shape.
         numbers: the names of the numbers that it keeps.
         foreach: use torch's foreach implementation: twice as fast as the for-loop, which is torch's default on a CPU,
-            where it gives the same bytes.
+            where it gives the same bytes. None: torch's class has only one.
         begun: torch makes the state with the optimizer, not with the first step.
     """
 
     kind: type[torch.optim.Optimizer]
     tensors: frozenset[str]
     numbers: frozenset[str] = frozenset({"step"})
-    foreach: bool = True
+    foreach: bool | None = True
     begun: bool = False
 
 
@@ -47,9 +47,12 @@ _TABLE: dict[type[Optimizer], Row] = {
     specs.Adadelta: Row(torch.optim.Adadelta, frozenset({"square_avg", "acc_delta"})),
     specs.RMSprop: Row(torch.optim.RMSprop, frozenset({"square_avg", "momentum_buffer", "grad_avg"})),
     specs.ASGD: Row(torch.optim.ASGD, frozenset({"ax"}), frozenset({"step", "eta", "mu"}), foreach=False),
+    specs.Muon: Row(torch.optim.Muon, frozenset({"momentum_buffer"}), frozenset(), foreach=None),
 }
 NUMBERS = frozenset[str]().union(*(row.numbers for row in _TABLE.values()))
-_NOT_TORCHS = frozenset({"lr", "weight_decay", "fused"})  # set for each group, or in another way
+_NOT_TORCHS = frozenset(  # set for each group, or in another way
+    {"lr", "weight_decay", "fused", "adamw", "adamw_betas", "adamw_eps"}
+)
 
 
 def row_of(spec: Optimizer) -> Row:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import uvicorn
 
 from rallypoint.errors import UsageError
 from rallypoint.watch.app import Page
+from rallypoint.watch.compare import Comparison
 from rallypoint.watch.follow import EVENTS, Follower
 
 _HOST = "127.0.0.1"
@@ -22,7 +23,7 @@ _HOST = "127.0.0.1"
 class _Server(uvicorn.Server):
     """Ends the page's streams when it is told to end: it would wait for them."""
 
-    def __init__(self, config: uvicorn.Config, page: Page) -> None:
+    def __init__(self, config: uvicorn.Config, page: Page | Comparison) -> None:
         super().__init__(config)
         self._page = page
 
@@ -40,19 +41,39 @@ class _Server(uvicorn.Server):
 def served(folder: Path, facts: dict[str, Any], port: int = 0) -> Iterator[tuple[str, Bound]]:
     """In the body the page of the run in `folder` can be opened: yields its address with its token, and the server to
     run. Raises UsageError if there is no log, or the port is taken."""
+    follower, token = _follower(folder), secrets.token_urlsafe(16)
+    with _serving(Page(follower, facts, token), [follower], token, port) as bound:
+        yield bound
+
+
+@contextmanager
+def compared(
+    folders: Mapping[str, Path], settings: Mapping[str, Mapping[str, str]], port: int = 0
+) -> Iterator[tuple[str, Bound]]:
+    """As `served`, for a page that compares the runs in these folders, by the names that it shows."""
+    followers, token = {name: _follower(folder) for name, folder in folders.items()}, secrets.token_urlsafe(16)
+    with _serving(Comparison(followers, settings, token), [*followers.values()], token, port) as bound:
+        yield bound
+
+
+def _follower(folder: Path) -> Follower:
     if not (folder / EVENTS).is_file():
         raise UsageError(f"{folder} has no {EVENTS}: name the folder of a run, as runs/20260131-235959")
-    follower, token = Follower(folder), secrets.token_urlsafe(16)
-    page = Page(follower, facts, token)
-    with _listening(port) as listening:
+    return Follower(folder)
+
+
+@contextmanager
+def _serving(
+    page: Page | Comparison, followers: Sequence[Follower], token: str, port: int
+) -> Iterator[tuple[str, Bound]]:
+    with _listening(port) as listening, ExitStack() as following:
         config = uvicorn.Config(page.app, log_level="warning", access_log=False, lifespan="off", server_header=False)
         server = _Server(config, page)
-        follower.start()
-        try:
-            server.config.load()
-            yield f"http://{_HOST}:{listening.getsockname()[1]}/?token={token}", Bound(server, listening)
-        finally:
-            follower.close()
+        for follower in followers:
+            follower.start()
+            following.callback(follower.close)
+        server.config.load()
+        yield f"http://{_HOST}:{listening.getsockname()[1]}/?token={token}", Bound(server, listening)
 
 
 class Bound:
@@ -93,5 +114,14 @@ def _listening(port: int) -> Iterator[socket.socket]:
 def watch(folder: Path, facts: dict[str, Any], port: int, opened: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C; `opened` is called with its address once it can be opened."""
     with served(folder, facts, port) as (address, server):
+        opened(address)
+        server.run()
+
+
+def compare(
+    folders: Mapping[str, Path], settings: Mapping[str, Mapping[str, str]], port: int, opened: Callable[[str], None]
+) -> None:
+    """Serve the page that compares these runs until Ctrl-C, as `watch` does."""
+    with compared(folders, settings, port) as (address, server):
         opened(address)
         server.run()

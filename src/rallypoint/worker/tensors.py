@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rallypoint.config import JobConfig, group_of, ranks_of
+from rallypoint.config import JobConfig, group_of, matrices_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
 from rallypoint.core.loss_scale import ENTRY
 from rallypoint.core.modes import Feature, why_not
@@ -98,7 +98,9 @@ class ModelTensors:
         specs += [_spec(name, b, -1) for name, b in shared.items()]
         rows = [_spec(name, sharing[0].weight, group_of(config, name, 2)) for name, sharing in tables.items()]
         self.tables = list(tables.values())
-        self.layout: Layout = build_layout(specs, config.shard_bytes, ranks_of(config), rows)
+        self.layout: Layout = build_layout(
+            specs, config.shard_bytes, ranks_of(config), rows, matrices_of(config, specs)
+        )
         by_name = {**trained, **shared}
         placed = [Placed(by_name[entry.spec.name], entry) for entry in self.layout.entries]
         self.parameters = [p for p in placed if p.entry.spec.group >= 0]

@@ -19,6 +19,7 @@ class Feature(enum.Enum):
     AVERAGE = "average="
     PLATEAU = "plateau="
     ACCUMULATE = "accumulate="
+    MUON = "optimizer=rp.Muon()"
     GROUPS = "weight_decay= or lr_scale= of a group"
     CODEC = "a lossy codec="
     CODEC_STATE = "a codec= with state (error feedback, momentum, factors)"

@@ -103,6 +103,13 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     _F.PLATEAU: _row(_DECIDES_NOT, {_M.SYNC: YES}),
     _F.ACCUMULATE: _row(),
     _F.GROUPS: _row(),
+    _F.MUON: _row(
+        YES,
+        {
+            **_local(No("workers step between two rounds; use another optimizer, or sync=rp.Sync()")),
+            _M.ALL_REDUCE: No("workers step: use torch's own, own_optimizer=torch.optim.Muon(...), or sync=rp.Sync()"),
+        },
+    ),
     _F.CODEC: _row(),
     _F.CODEC_STATE: _row(),
     _F.DOWN: _row(),

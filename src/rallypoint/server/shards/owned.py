@@ -11,7 +11,7 @@ import xxhash
 from rallypoint.codec.base.scratch import Scratch
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Entry, Shard
-from rallypoint.core.optimizer import SGD
+from rallypoint.core.optimizer import SGD, of_shard
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool
@@ -37,7 +37,7 @@ class OwnedShard:
         self.shard = shard
         self._pool = pool
         none_here = shard.role == "buffers"
-        self._optimizer = None if none_here else ShardOptimizer(config, shard.group, shard.words)
+        self._optimizer = None if none_here else ShardOptimizer(config, shard.group, shard.words, shard.columns)
         self.master = torch.zeros(shard.words) if self._optimizer is None else self._optimizer.master
         averages = config.average is not None and self._optimizer is not None
         self._average = ShardAverage(config.average, self.master) if config.average and averages else None
@@ -192,7 +192,7 @@ def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     wires = {name for name in record.arrays if name.startswith(_WIRE) and name.removeprefix(_WIRE).isdecimal()}
     moments = record.arrays.keys() - wires - {"master"}
     nothing: tuple[set[str], set[str]] = (set(), set())
-    known = [nothing] if shard.role == "buffers" else state_names(config.applied)
+    known = [nothing] if shard.role == "buffers" else state_names(of_shard(config.applied, shard.columns))
     numbers = set(record.scalars)
     if config.average is not None and shard.role == "parameters":
         if AVERAGE not in moments or AVERAGED not in numbers or not _is_count(record.scalars[AVERAGED]):

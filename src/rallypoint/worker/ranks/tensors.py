@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rallypoint.config import JobConfig, group_of, ranks_of
+from rallypoint.config import JobConfig, group_of, matrices_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
 from rallypoint.core.ranks import Spread
 from rallypoint.parallel.group import Kind, Order, wire_dtype
@@ -96,7 +96,7 @@ def layout_of(spread: SpreadModel, config: JobConfig) -> Layout:
     """Return the layout of the unsharded model: the same on all ranks."""
     specs = [TensorSpec(t.name, t.shape, t.dtype, group_of(config, t.name, len(t.shape))) for t in spread.trained]
     specs += [TensorSpec(t.name, t.shape, t.dtype, -1) for t in spread.buffers]
-    return build_layout(specs, config.shard_bytes, ranks_of(config), [])
+    return build_layout(specs, config.shard_bytes, ranks_of(config), [], matrices_of(config, specs))
 
 
 def in_order(spread: SpreadModel, layout: Layout) -> list[tuple[Entry, Spread]]:

@@ -1,0 +1,68 @@
+"""The page that compares runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+from test_watch_state import PLAN, line, members, steps
+from typer.testing import CliRunner
+
+from rallypoint import cli
+from rallypoint.errors import UsageError
+from rallypoint.net.messages import Finished, Metrics
+from rallypoint.watch.compare import Comparison
+from rallypoint.watch.follow import EVENTS, Follower
+from rallypoint.watch.serve import compared
+
+
+def run(folder: Path, last: int) -> Path:
+    folder.mkdir()
+    messages = [PLAN, members(), *steps(0, last), Metrics(last, {"val_loss": 0.5}), Finished("worker0")]
+    (folder / EVENTS).write_bytes(b"".join(line(float(t), message) for t, message in enumerate(messages)))
+    return folder
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    followers = {name: Follower(run(tmp_path / name, last)) for name, last in (("a", 3), ("b", 5))}
+    for follower in followers.values():
+        follower.look()
+    settings = {"a": {"engine": "local", "optimizer.lr": "0.1"}, "b": {"engine": "local", "clip": "1.0"}}
+    page = Comparison(followers, settings, "secret")
+    return TestClient(page.app, base_url="http://127.0.0.1:1234", follow_redirects=False)
+
+
+def test_it_tells_the_curves_of_each_run_and_the_settings_that_differ(client: TestClient) -> None:
+    assert client.get("/runs").status_code == 403
+    assert client.get("/?token=secret").status_code == 303
+    told = client.get("/runs").json()
+    first, second = told["runs"]
+    assert (first["name"], first["step"], second["step"], second["ended"]) == ("a", 3, 5, "finished")
+    assert first["curves"]["loss"] == {"step": [0, 1, 2], "mean": [5.0, 4.0, 3.0]}
+    assert second["curves"]["val_loss (evaluation)"] == {"step": [5], "mean": [0.5]}
+    assert first["settings"] == {"clip": "", "optimizer.lr": "0.1"}
+    assert second["settings"] == {"clip": "1.0", "optimizer.lr": ""}
+    assert client.get("/runs", params={"seen": told["state"]}).status_code == 204
+    assert client.get("/runs", params={"seen": "another"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["", "compare.js", "page.css", "uplot.js", "uplot.css"])
+def test_its_files_need_the_token_and_ask_nothing_of_the_internet(client: TestClient, path: str) -> None:
+    assert client.get(f"/{path}").status_code == 403
+    client.get("/?token=secret")
+    answer = client.get(f"/{path}")
+    assert answer.status_code == 200
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    if path != "uplot.js":
+        assert "http" not in answer.text.replace("http-equiv", "")
+
+
+def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="name the folder of a run"), compared({"a": tmp_path}, {}):
+        pass
+    one = run(tmp_path / "a", 3)
+    for given, why in (([str(one)], "name two folders"), ([str(one), str(one)], "named twice")):
+        result = CliRunner().invoke(cli.app, ["compare", *given])
+        assert why in str(result.exception)
