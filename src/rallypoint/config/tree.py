@@ -90,6 +90,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
             200 Mbit/s, 1 MiB at 1 Gbit/s). Not for links with a round trip of more than a few ms.
         item, items_per_sample: what the progress line counts ("tokens", 128).
+        fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
+            run's folder, for `rallypoint replay` and `rallypoint diff`; 0: never.
     """
 
     replicas: int = 1
@@ -127,6 +129,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     in_flight_bytes: int = 0
     item: str = "samples"
     items_per_sample: int = 1
+    fingerprints: int = 0
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -301,6 +304,7 @@ class Settings(TypedDict, total=False):
     in_flight_bytes: int
     item: str
     items_per_sample: int
+    fingerprints: int
 
 
 build_now(JobConfig)  # build now: every member's proposal is parsed on its connection's thread
@@ -330,6 +334,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.DELAY: local is not None and local.delay > 0,
         Feature.FOLD: isinstance(policy, Async) and policy.fold > 1,
         Feature.COMPENSATION: config.compensation > 0,
+        Feature.FINGERPRINTS: config.fingerprints > 0,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 

@@ -14,6 +14,7 @@ from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Stop
 from rallypoint.net.messages import Aborted, Finished, Message, Stored
+from rallypoint.net.recording.messages import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,14 @@ class Log:
     """Append a message to the event log."""
 
     message: msgspec.Struct
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Keep digests that a member claims, with the run."""
+
+    member: str
+    claim: Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,8 @@ class Over:
 
 
 Act = (
-    Save | Send | Refuse | Close | Log | BeginSnapshot | AddPart | CommitSnapshot | Judge | FindSnapshot | Over
+    Save | Send | Refuse | Close | Log | Record | BeginSnapshot | AddPart | CommitSnapshot | Judge | FindSnapshot |
+    Over
 )  # fmt: skip
 
 

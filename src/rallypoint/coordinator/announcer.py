@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rallypoint.config import JobConfig, parse
-from rallypoint.coordinator.acts import Act, Log, Send
+from rallypoint.coordinator.acts import Act, Log, Record, Send
 from rallypoint.coordinator.claims import Early
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, tally_for
@@ -15,8 +15,10 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.deciding.decisions import reductions_at
 from rallypoint.core.job import JobRecord
 from rallypoint.core.schedule import rate_at
+from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards, pieces_of
 from rallypoint.core.view import View
 from rallypoint.net.messages import Accounted, Applied, Members, Message, Planned, Report, Say, Skipped, Waiting
+from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
 from rallypoint.observe.lines import Allowance, Once
 
 _EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the others
@@ -46,6 +48,7 @@ class Announcer:
         self._allowances: dict[str, Allowance] = {}  # by member with a part in the job; "": all others
         self._announced: Members | None = None
         self._said_idle = False
+        self._pieces: list[int] = []  # by shard: the digests of a version of it
         self.last_news = self._last_said = now
 
     # ---- announcements ----
@@ -61,10 +64,12 @@ class Announcer:
             self.last_news = now
         return self._tell(message)
 
-    def told_by(self, member: str, message: Say | Skipped | Accounted, now: float) -> list[Act]:
+    def told_by(self, member: str, message: Say | Skipped | Accounted | Fingerprint, now: float) -> list[Act]:
         """Announce what a member says, unless it says too much. Members without a part in the job share one allowance:
         whoever knows the token can be many of them. Of steps that are skipped, a member with a part may tell each.
         """
+        if isinstance(message, Fingerprint):
+            return self._recorded(member, message)
         has_a_part = self._machine.course.has_a_part(member)
         if has_a_part and isinstance(message, Skipped):
             return self.announce(message, now)
@@ -154,6 +159,21 @@ class Announcer:
         if rate is not None and config.plateau is not None:
             rate = config.plateau.reduced(rate, reductions_at(self._machine.course.views.reductions, step))
         return self.announce(msgspec.structs.replace(done, step=step, lr=rate), now)
+
+    def _recorded(self, member: str, claim: Fingerprint) -> list[Act]:
+        """Keep digests, unless their generation is stale or they are not of this job."""
+        record = self._machine.record
+        assert isinstance(claim, Contributed | Updated)
+        if record is None or self.tally is None or not self.tally.counts(claim.generation):
+            return []
+        if not self._pieces:
+            self._pieces = [len(pieces) for pieces in pieces_of(record.layout)]
+        if isinstance(claim, Contributed):
+            digests, right = len(dense_shards(record.layout)), claim.step < record.rounds
+        else:
+            digests = self._pieces[claim.shard] if claim.shard < len(self._pieces) else 0
+            right = claim.version <= record.rounds
+        return [Record(member, claim)] if right and len(claim.digests) == digests * DIGEST_BYTES else []
 
     def applied(self, message: Applied) -> list[Act]:
         """Write a server's ledger entry to the event log, and count how late each worker was."""

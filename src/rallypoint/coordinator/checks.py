@@ -35,6 +35,7 @@ from rallypoint.net.messages import (
     Stop,
     Stored,
 )
+from rallypoint.net.recording.messages import Contributed, Updated
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
 _AGE_S = 1e9  # no wait is longer
@@ -42,9 +43,12 @@ _AGE_S = 1e9  # no wait is longer
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (
         *(Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Say, Stop, Done, GiveUp),
-        *(Metrics, Evaluates, Evaluated, NotKept),
+        *(Metrics, Evaluates, Evaluated, NotKept, Contributed),
     ),
-    "server": (Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
+    "server": (
+        *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
+        *(Updated,),
+    ),
     "aggregator": (Knows, Beat, Say),
     "observer": (SnapshotWanted, Resize, Release),
 }

@@ -32,6 +32,7 @@ from rallypoint.net.messages import (
     Stop,
     Stored,
 )
+from rallypoint.net.recording.messages import Contributed, Updated
 
 
 @dataclass(slots=True)
@@ -48,8 +49,10 @@ class Claims:
     def may_say(self, member: str, message: Message, course: Course) -> bool:
         """Can the member know this? A worker that has not proposed the record cannot have computed a replica."""
         match message:
-            case Report():
+            case Report() | Contributed():
                 return member in course.members.present and self.may_report(member, message, course.view)
+            case Updated():
+                return self.may_hold(member, message, course.view)
             case Metrics() | Evaluated():
                 return member in course.members.present and self.may_evaluate(member, message, course.view)
             case Stored() | NotStored():
@@ -57,7 +60,7 @@ class Claims:
             case _:
                 return True
 
-    def may_report(self, worker: str, report: Report, view: View | None) -> bool:
+    def may_report(self, worker: str, report: Report | Contributed, view: View | None) -> bool:
         """Can the worker have computed this, in the view in force or an earlier one of its generation?
 
         A report of an earlier generation is judged by who counts it.
@@ -67,6 +70,12 @@ class Claims:
         if report.generation == view.generation:
             return view.takes(worker, (report.replica,))
         return report.generation < view.generation
+
+    def may_hold(self, server: str, claim: Updated, view: View | None) -> bool:
+        """Can the server hold that shard: does it in the view in force? (A copy elsewhere is claimed there too.)"""
+        if view is None or claim.generation != view.generation:
+            return False
+        return server in (view.primary.get(claim.shard), view.backup.get(claim.shard))
 
     def may_evaluate(self, worker: str, claim: Metrics | Evaluated, view: View | None) -> bool:
         """Can the worker have evaluated in the view in force or an earlier one of its generation?

@@ -19,6 +19,7 @@ from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.joining.newcomers import taken
 from rallypoint.coordinator.journal import Journal, Persistence
 from rallypoint.coordinator.owner import Owner, tick_seconds
+from rallypoint.coordinator.recording.fingerprints import FingerprintLog
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.cluster.state import Resumed
@@ -97,6 +98,7 @@ class CoordinatorService:
         )
         observed(self._shell.machine, "coordinator")
         self._log = EventLog(self._join_info.folder)
+        self._fingerprints = FingerprintLog(self._join_info.folder, self.say)
         self._owner = Owner(self._handle, tick_seconds(self._terms))
         self._keeper = self._open_keeper()
         for act in self._shell.start():
@@ -166,7 +168,7 @@ class CoordinatorService:
     def _stop(self) -> None:
         self._owner.stop()
         keeper = [] if self._keeper is None else [self._keeper.stop()]
-        closing.end(*keeper, self._log.stop(), self._persistence.stop())
+        closing.end(*keeper, self._log.stop(), *self._fingerprints.stop(), self._persistence.stop())
 
     # ---- what it is made of ----
 
@@ -181,7 +183,8 @@ class CoordinatorService:
     def _welcome(self) -> Welcome:
         about = self._join_info
         return Welcome(
-            about.overrides, about.folder, about.trace, about.snapshots if self._terms.snapshots else "",
+            about.overrides, about.folder, about.trace,
+            about.snapshots if self._terms.snapshots or self._resume is not None else "",
             about.compression, self._terms.heartbeat,
         )  # fmt: skip
 
@@ -213,6 +216,8 @@ class CoordinatorService:
                 self._log.write(message)
                 if self._announced is not None:
                     self._announced(message)
+            case acts.Record(member=member, claim=claim):
+                self._fingerprints.add(member, claim)
             case acts.Save(state=state, needed=needed):
                 self._persistence.save(state, time.monotonic(), needed=needed)
             case acts.Over(failure=failure):

@@ -60,6 +60,7 @@ from rallypoint.net.messages import (
     Snapshotted,
     Stored,
 )
+from rallypoint.net.recording.messages import Fingerprint
 from rallypoint.observe.lines import Once
 
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
@@ -235,7 +236,7 @@ class CoordinatorShell:
             case Applied():
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]
-            case Say() | Skipped() | Accounted():
+            case Say() | Skipped() | Accounted() | Fingerprint():
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():
                 part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))
@@ -352,12 +353,10 @@ class CoordinatorShell:
 
     def _commit(self, snapshot: str, version: int) -> CommitSnapshot:
         assert self.machine.record is not None
-        view = self.machine.view
-        step = self.announcer.config.steps_at(version)
-        origin = "" if view is None else view.origin
-        metrics, course = self.evaluations.of(step), self.machine.course
+        step, course = self.announcer.config.steps_at(version), self.machine.course
+        about = self.machine.record, self.evaluations.of(step), "" if course.view is None else course.view.origin
         known = (course.views.stop, course.evaluations.decided_at(version), course.kept)
-        return CommitSnapshot(snapshot, version, step, self.machine.record, metrics, origin, *known)
+        return CommitSnapshot(snapshot, version, step, *about, *known)
 
     # ---- time and the end ----
 

@@ -56,11 +56,22 @@ class MicroBatches:
 
         Raises DataError when ``default_collate`` cannot make a batch of the samples.
         """
-        (part, parts), position = self._part, (step, replica, micro)
+        return self.batch_of(self.fetched(step, replica, micro))
+
+    def indices(self, step: int, replica: int, micro: int) -> Sequence[int]:
+        """Return the positions of a micro-batch's samples in the data set."""
+        part, parts = self._part
         of_micro = self._order.samples(step, replica)[micro * self._micro : (micro + 1) * self._micro]
-        indices = of_micro[part * self._micro // parts : (part + 1) * self._micro // parts]
-        seed_everything(derive_seed(self._config.seed, "data", *position, *self._parted))
-        return to_device(self._collated(fetch(self._dataset, indices)), self._device)
+        return of_micro[part * self._micro // parts : (part + 1) * self._micro // parts]
+
+    def fetched(self, step: int, replica: int, micro: int) -> list[Any]:
+        """Return a micro-batch's samples, not collated."""
+        seed_everything(derive_seed(self._config.seed, "data", step, replica, micro, *self._parted))
+        return fetch(self._dataset, self.indices(step, replica, micro))
+
+    def batch_of(self, samples: list[Any]) -> Any:
+        """Return these samples, collated, on the device. Raises DataError as `load`."""
+        return to_device(self._collated(samples), self._device)
 
     def compute_seed(self, step: int, replica: int, micro: int) -> int:
         """Return the seed of a micro-batch's forward pass."""

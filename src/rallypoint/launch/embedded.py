@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.console import RunConsole
@@ -22,11 +23,16 @@ class EmbeddedJob(Job):
     With a `console` the run's progress is shown there.
     """
 
-    def __init__(self, *, servers: int = 1, folder: str = "", console: RunConsole | None = None) -> None:
+    def __init__(
+        self, *, servers: int = 1, folder: str = "", console: RunConsole | None = None, about: JoinInfo | None = None,
+        resume: Resumed | None = None,
+    ) -> None:  # fmt: skip
+        """`resume`: the snapshot to begin with, which `about` says where to find. None are taken."""
         transport = InprocTransport()
         self._coordinator = CoordinatorService(
-            terms=Terms(servers=servers), bind="coordinator:0", transport=transport, join_info=JoinInfo(folder=folder)
-        )
+            terms=Terms(servers=servers), bind="coordinator:0", transport=transport,
+            join_info=about or JoinInfo(folder=folder), resume=resume,
+        )  # fmt: skip
         self._coordinator.start()
         self._servers = [
             ServerService(id=f"server{i}", coordinator=self._coordinator.address, bind="server:0", transport=transport)

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rallypoint.coordinator.journal import JOURNAL, Journal
+from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError, RallypointError, UsageError
@@ -245,7 +246,8 @@ def clear(folder: Path) -> str:
         _refuse_others_code(folder)
         return ""
     elsewhere = _snapshots_elsewhere(folder)
-    for name in (RUN_FILE, CLUSTER_FILE, _EVENTS, JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm"):
+    databases = [f"{name}{end}" for name in (JOURNAL, FINGERPRINTS) for end in ("", "-wal", "-shm")]
+    for name in (RUN_FILE, CLUSTER_FILE, _EVENTS, *databases):
         (folder / name).unlink(missing_ok=True)
     for trace in folder.glob("trace-*.json"):
         trace.unlink()

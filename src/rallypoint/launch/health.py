@@ -25,7 +25,7 @@ from typing import Any
 
 from rallypoint.errors import AddressInUse, LinkError
 from rallypoint.launch.environment import ANSWERS_AT, HEALTH
-from rallypoint.launch.observing.metrics import PATH, Answer, Metrics
+from rallypoint.launch.observing.metrics import PATH, Answer, Metrics, metrics_token
 from rallypoint.net.tcp import split_address
 
 MOST_ASKED_AT_ONCE = 8  # connections; for the next one the oldest is cut off
@@ -91,12 +91,13 @@ def answering(at: str) -> Iterator[Health]:
 
     "": nobody can ask.
 
-    Raises AddressInUse when another process listens there, LinkError when it is no address of this machine.
+    Raises AddressInUse when another process listens there, LinkError when it is no address of this machine, UsageError
+    when the metrics' token is too short or cannot be read.
     """
     if not at:
         yield Health()
         return
-    health = Health(metrics=Metrics(at))
+    health = Health(metrics=Metrics(at, metrics_token()))
     server = _Server(at, health)
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="health", daemon=True)
     thread.start()

@@ -43,6 +43,11 @@ def join() -> Job | RankJob:
     The job's settings never come from the environment.
     """
     coordinator = os.environ.get(environment.COORDINATOR)
+    if os.environ.get(environment.REPLAY):
+        from rallypoint.launch.replaying.job import replay_job
+
+        sys.excepthook = _one_sentence
+        return _closed_at_exit(replay_job(os.environ[environment.REPLAY]))
     if not coordinator:
         if (place := place_of(os.environ)) is not None:
             enter(place)  # this process becomes the supervisor of one that runs the script with an address

@@ -27,6 +27,7 @@ class Feature(enum.Enum):
     FP16 = 'precision="fp16"'
     HOLD = 'hold="bf16"'
     STREAMED = 'parameters="streamed"'
+    FINGERPRINTS = "fingerprints="
     OWN_OPTIMIZER = "own_optimizer="
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"

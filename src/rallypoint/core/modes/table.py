@@ -134,6 +134,19 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         ),
         {_M.SYNC: YES},
     ),
+    _F.FINGERPRINTS: _row(
+        YES,
+        {
+            **dict.fromkeys((_M.SSP, _M.ASYNC, _M.LOCAL_ASYNC, _M.QUORUM, _M.LOCAL_QUORUM), No(
+                "what a version has of which replica depends on when it came, so no step can be computed again alike; "
+                "leave it out"
+            )),
+            _M.ALL_REDUCE: No("the optimizer is on the workers, which replays do not restore yet; leave it out"),
+            **dict.fromkeys((_M.LOCAL, _M.STAGGERED), No(
+                "a round is many steps of a replica's own, which replays do not go through yet; leave it out"
+            )),
+        },
+    ),
     _F.OWN_OPTIMIZER: _row(
         No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),
         {_M.ALL_REDUCE: YES},

@@ -9,7 +9,11 @@ before anything is added to it and before a codec writes it. With fp16 the gradi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import xxhash
+
+from rallypoint.core.layout import Layout
 
 DIGEST_BYTES = 16
 
@@ -25,3 +29,30 @@ def leaf_digest(leaf: bytes | bytearray | memoryview) -> bytes:
     if nbytes % 4:
         raise ValueError(f"a leaf of {nbytes} bytes: it has fp32 words of 4 bytes each")
     return xxhash.xxh3_128_digest(leaf)
+
+
+def dense_shards(layout: Layout) -> list[int]:
+    """The shards whose contributions are digested, in order: those of parameters, without buffers and tables."""
+    return [shard.index for shard in layout.shards if shard.role == "parameters"]
+
+
+class Piece(NamedTuple):
+    """A tensor's words in one shard: [start, stop), counted from the shard's first word."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def pieces_of(layout: Layout) -> list[list[Piece]]:
+    """By shard: the pieces of tensors that it holds, in order. A part of a table is one piece."""
+    found: list[list[Piece]] = [[] for _ in layout.shards]
+    for entry in layout.entries:
+        for index in layout.shards_touching(entry.start, entry.stop) if entry.start < entry.stop else ():
+            shard = layout.shards[index]
+            start, stop = max(entry.start, shard.start), min(entry.stop, shard.stop)
+            found[index].append(Piece(entry.spec.name, start - shard.start, stop - shard.start))
+    for shard in layout.shards:
+        if shard.part is not None:
+            found[shard.index].append(Piece(layout.tables[shard.part.table].name, 0, shard.words))
+    return found

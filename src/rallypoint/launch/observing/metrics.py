@@ -37,16 +37,15 @@ class Answer(NamedTuple):
 class Metrics:
     """The metrics of one process, which listens at `address` (``host:port``).
 
-    Who asks shows RALLYPOINT_METRICS_TOKEN (or the text of the file that RALLYPOINT_METRICS_TOKEN_FILE names) as a
-    bearer token. Without such a token only this machine can ask, and no page in a browser, which would ask under a
-    name. UsageError if the token is too short, or its file cannot be read.
+    Who asks shows `token` as a bearer token. If it is "", only this machine can ask, and no page in a browser, which
+    would ask under a name.
 
     Attributes:
         read: the readings; none before the process knows its role.
     """
 
-    def __init__(self, address: str) -> None:
-        self._token = _token()
+    def __init__(self, address: str, token: str = "") -> None:
+        self._token = token
         self._private = TcpTransport().private(address)
         self.read: Read = lambda: ()
 
@@ -93,7 +92,11 @@ def of_process(role: str, member: str, ready: Callable[[], bool], transport: Tra
     return read
 
 
-def _token() -> str:
+def metrics_token() -> str:
+    """Return RALLYPOINT_METRICS_TOKEN, or the text of the file that RALLYPOINT_METRICS_TOKEN_FILE names; "": none.
+
+    UsageError if it is too short, or its file cannot be read.
+    """
     token, path = os.environ.get(environment.METRICS_TOKEN, ""), os.environ.get(environment.METRICS_TOKEN_FILE, "")
     if not token and path:
         token = read_token(Path(path))

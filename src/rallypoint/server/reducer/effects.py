@@ -19,6 +19,7 @@ from rallypoint.server.codec_states import CodecStates
 from rallypoint.server.followers import Followers
 from rallypoint.server.intake.job import ServerJob
 from rallypoint.server.reducer.decisions import Context, Decisions
+from rallypoint.server.reducer.fingerprints import Fingerprints
 from rallypoint.server.reducer.ledger import Ledger
 from rallypoint.server.reducer.replication import Replication
 from rallypoint.server.reducer.tickets import Tickets
@@ -38,6 +39,7 @@ class Desk:
     shelf: Shelf
     tickets: Tickets
     ledger: Ledger
+    fingerprints: Fingerprints
     followers: Followers
     replication: Replication
     decisions: Decisions
@@ -154,6 +156,7 @@ class Effects:
         desk.gathering.pop(index, None)
         with self._tracer.span("apply", shard=index, step=effect.step):
             finished = owned.apply(self._timed(index, effect))
+        desk.fingerprints.applied(index, effect.version, owned)
         if self.in_ledger(index, effect.version - 1):
             self._enter(index, self._cadence.round_of(index, effect.version - 1))
         if finished is not None:

@@ -28,6 +28,7 @@ from rallypoint.server.pulls import Pulls
 from rallypoint.server.reducer import inbox
 from rallypoint.server.reducer.decisions import Context, Decisions
 from rallypoint.server.reducer.effects import Desk, Effects
+from rallypoint.server.reducer.fingerprints import Fingerprints
 from rallypoint.server.reducer.ledger import Ledger
 from rallypoint.server.reducer.replication import Replication
 from rallypoint.server.reducer.tickets import Tickets
@@ -73,6 +74,7 @@ class Reducer:
             shelf=Shelf(job.config, job.record.layout, job.pool, job.pools), followers=self._followers,
             replication=self._replication, context=context, tracer=tracer, restores=self._restores,
             decisions=Decisions(self.shell, context, put),
+            fingerprints=Fingerprints(job.record.layout, job.config.fingerprints, context.say, self.shell.fence),
             codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
         self._effects = Effects(self._desk)

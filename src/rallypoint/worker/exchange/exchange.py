@@ -43,6 +43,7 @@ from rallypoint.worker.exchange.replicated import States as Records
 from rallypoint.worker.exchange.replicated import optimizer_state
 from rallypoint.worker.exchange.rows.leased import LeasedPull
 from rallypoint.worker.exchange.rows.pulls import RowPulls
+from rallypoint.worker.recording.contributions import Contributions
 from rallypoint.worker.streamed.memory import ShardMemory, SlotMemory, WholeVector
 from rallypoint.worker.streamed.pulls import WordPulls
 
@@ -100,7 +101,9 @@ class Exchange:
         codec_states = CodecStates(shell, self._encoder, formats, self._links) if shell.states.kept else None
         locked.effects = LinkEffects(shell, self._links, self._pushes, codec_states)
         self._optimizer = optimizer_state(config)
-        self.replica = ReplicaPushes(layout, locked, self._pushes, self._links, self.memory)
+        self.replica = ReplicaPushes(
+            layout, locked, self._pushes, self._links, self.memory, Contributions(layout, config.fingerprints)
+        )
         self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)
         self.leased = LeasedPull(layout, locked, self.rows)

@@ -41,20 +41,20 @@ class Pushes:
         self._encoder, self._links = encoder, links
         self._sent, self._queued, self._lock = sent, queued, lock
         self._rows: dict[int, memoryview] = {}  # shard -> the contribution to that part of a table
-        self._weight, self._finite = 1.0, True
+        self.weight, self._finite = 1.0, True
         self.partials = Partials()
         self._examines = examines
         self.ranks: Sequence[int] = ()  # of each shard: the forward pass needs those of a low rank first; (): in order
 
     def begin(self, weight: float, finite: bool) -> None:
         """Set the weight of the following contributions, and whether their loss was finite."""
-        self._weight, self._finite = weight, finite
+        self.weight, self._finite = weight, finite
 
     def add_up(self, shard: int, replica: int, part: Part) -> None:
         """Add up the slot, which is full with `replica`'s contribution, with other replicas of this worker."""
         values, this = self.words(shard), frozenset({replica})
         bad = self._finite and not self._whole(values)
-        leaf = Sum(self._weight, frozenset() if self._finite else this, this if bad else frozenset())
+        leaf = Sum(self.weight, frozenset() if self._finite else this, this if bad else frozenset())
         self.partials.add_up(shard, part, values, leaf)
 
     def set_rows(self, shard: int, gradient: memoryview) -> None:
@@ -73,7 +73,7 @@ class Pushes:
         payload = self._encoder.encode(send.shard, send.step, send.replica, self.words(send.shard))
         parameters = place.role == "parameters"  # buffers hold numbers of any type
         whole = self._whole(self.words(send.shard)) if parameters else True
-        weight = self._weight if parameters else 1.0
+        weight = self.weight if parameters else 1.0
         if payload is None:
             self._push_slot(send, self._header(send, place.nbytes, weight, whole=whole))
             return
@@ -113,7 +113,7 @@ class Pushes:
         if (link := self._links.get(send.server)) is not None:
             columns = self._layout.shards[send.shard].columns
             whole = self._whole(decode_gradient(gradient, columns)[1].view(-1))
-            link.push(self._header(send, len(gradient), self._weight, whole=whole), gradient, sent=_nothing)
+            link.push(self._header(send, len(gradient), self.weight, whole=whole), gradient, sent=_nothing)
         self._sent(send.shard, send.serial)  # the slot is not used: it is free at once
 
     def _whole(self, values: torch.Tensor) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from rallypoint.core.layout import Layout
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.slots import Filled
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell
 from rallypoint.worker.exchange.pushes import Pushes
+from rallypoint.worker.recording.contributions import Contributions
 from rallypoint.worker.streamed.memory import SlotMemory
 
 
@@ -16,13 +19,17 @@ class ReplicaPushes:
 
     Calls for each replica: `begin`; for each shard `claim`, then `filled`; at last `computed`. Or, at any point,
     `abandoned`.
+
+    Attributes:
+        contributions: records digests of what the replica contributes.
     """
 
     def __init__(
-        self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links, memory: SlotMemory
-    ) -> None:
+        self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links, memory: SlotMemory,
+        contributions: Contributions,
+    ) -> None:  # fmt: skip
         self._layout, self._locked, self._pushes, self._links = layout, locked, pushes, links
-        self._memory = memory
+        self._memory, self.contributions = memory, contributions
         self._presum, self._replica = locked.machine.presum, -1
         self._began: tuple[int, ViewNumber] | None = None
 
@@ -31,6 +38,7 @@ class ReplicaPushes:
         with self._locked.changed:
             generation = self._locked.shell.begin_replica(step, replica)
         self._replica = replica
+        self.contributions.begin(step, replica)
         if generation is not None and (step, generation) != self._began:
             self._began = step, generation
             self._pushes.partials.clear()
@@ -57,11 +65,16 @@ class ReplicaPushes:
 
     def filled(self, shard: int) -> None:
         """The slot holds the replica's whole gradient: push it, or add it up with others of this worker (I3)."""
+        self.not_needed(shard, self._pushes.words(shard))
         with self._locked.changed:
             part = self._presum.part(shard, self._replica)
         if part is not None:
             self._pushes.add_up(shard, self._replica, part)
         self._locked.handle(Filled(shard, part))
+
+    def not_needed(self, shard: int, gradient: torch.Tensor) -> None:
+        """The replica's gradient for this shard is whole: only record it, nobody needs it from here."""
+        self.contributions.filled(shard, gradient, self._pushes.weight)
 
     def filled_rows(self, shard: int, gradient: memoryview) -> None:
         """Like `filled` for a part of a table. Its gradient (see `codec/base/rows.py`) needs no slot."""

@@ -18,6 +18,7 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.errors import UsageError
 from rallypoint.net.messages import Report, Say
+from rallypoint.net.recording.messages import Contributed
 from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.evaluating.leased import LeasedEvaluations
 from rallypoint.worker.exchange.exchange import Rewound
@@ -297,6 +298,8 @@ class Run:
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
             settings=optimizer.settings_digest() if optimizer is not None else "", figures=figures,
         ))  # fmt: skip
+        if digests := self._exchange.replica.contributions.take(loss):
+            self._parts.coordinator.send(Contributed(round, replica, loss, digests, generation))
 
     def _go_ahead(self) -> Iterator[Micro]:
         """With a delay: compute the first steps of the next replica while the version is on its way."""

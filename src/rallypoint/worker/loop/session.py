@@ -84,6 +84,8 @@ class Job:
     Raises AccessDenied or LinkError when the coordinator cannot be joined.
     """
 
+    _run_type: type[Run] = Run
+
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None, near: str = "",
         group: RankGroup | None = None, tracer: Tracer | None = None,
@@ -160,7 +162,7 @@ class Job:
             lead.source(tensors, exchange) if lead is not None and isinstance(tensors, LeaderTensors)
             else source_for(model, tensors, config, exchange, self._staging, self._say)
         )  # fmt: skip
-        self._run = Run(Parts(
+        self._run = self._run_type(Parts(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange, source=source,
             staging=self._staging, coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
             say=self._say, reports=self._reports, optimizer=optimizer, stopping=self._stopping,

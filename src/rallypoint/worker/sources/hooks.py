@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -117,7 +118,7 @@ class GradientHooks(WaitsForVersions):
         self._claimed: dict[int, bool] = {}  # False: the servers do not need this shard's contribution from us
         self._touched: set[int] = set()
         self._whole: list[int] = []
-        self._beside: dict[int, torch.Tensor] = {}  # with `clip`: gradients of shards that servers do not need from us
+        self._beside: dict[int, torch.Tensor] = {}  # of shards that servers do not need: for `clip`, the record
         self._done: set[int] = set()
 
     def _hook(self, index: int, placed: Placed) -> object:
@@ -172,7 +173,7 @@ class GradientHooks(WaitsForVersions):
         """The vector that a shard's gradient is written to, and the flat vector's word at which it begins."""
         if self._claim(shard):
             return self._exchange.memory.part(shard)
-        if self._clip is None:
+        if self._clip is None and not self._exchange.replica.contributions.active:
             return None
         place = self._exchange.layout.shards[shard]
         if shard not in self._beside:
@@ -198,6 +199,8 @@ class GradientHooks(WaitsForVersions):
                     self._send(shard)
                 else:
                     self._kept = shard
+            elif shard in self._beside:
+                self._staging.then(partial(self._exchange.replica.not_needed, shard, self._beside[shard]))
 
     def _send(self, shard: int) -> None:
         self._staging.then(lambda: self._exchange.replica.filled(shard))

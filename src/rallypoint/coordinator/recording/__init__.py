@@ -1,0 +1,1 @@
+"""The record of a run for replays: digests of contributions and of versions."""

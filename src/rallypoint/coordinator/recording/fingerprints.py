@@ -1,0 +1,212 @@
+"""The digests of a run, contributions and versions, in ``fingerprints.sqlite`` of its folder (`fingerprints=`)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rallypoint.coordinator.journal import own
+from rallypoint.core.view import ViewNumber
+from rallypoint.errors import DataError
+from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
+from rallypoint.store import closing
+
+log = logging.getLogger("rallypoint")
+
+FINGERPRINTS = "fingerprints.sqlite"
+MOST_BYTES = 256 << 20
+_MOST_WAITING = 10_000  # digests that wait for a disk that hangs
+_LOOK_EVERY = 256  # digests between two looks at the size
+_FORGOTTEN = 8  # of so many parts of the steps, the oldest is forgotten when there is no more room
+_SCHEMA = """
+create table if not exists contributions (
+    step integer, replica integer, generation text, worker text, loss real, digests blob, primary key (step, replica)
+) without rowid;
+create table if not exists versions (
+    version integer, shard integer, generation text, server text, digests blob, primary key (version, shard)
+) without rowid;
+"""
+
+
+class FingerprintLog:
+    """Keeps digests, each of them once. With `folder=""` it keeps none. A thread of its own writes.
+
+    A claim of a newer generation replaces an older one's. Two claims of one generation that differ are told through
+    `say`: one of those two has computed something else, though both had the same to compute. The first one is kept.
+
+    The file is for its owner only. When it has more than `most` bytes, the oldest eighth of the steps goes. Whatever
+    cannot be written is dropped, with one warning.
+    """
+
+    def __init__(self, folder: str, say: Callable[[str], None], *, most: int = MOST_BYTES) -> None:
+        self._path, self._say, self._most = Path(folder) / FINGERPRINTS if folder else None, say, most
+        self._claims: queue.Queue[tuple[str, Fingerprint] | None] = queue.Queue(_MOST_WAITING)
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name="fingerprints", daemon=True)
+
+    def add(self, member: str, claim: Fingerprint) -> None:
+        """Keep what a member claims. Only one thread may call it."""
+        if self._path is None:
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        with contextlib.suppress(queue.Full):
+            self._claims.put_nowait((member, claim))
+
+    def stop(self) -> list[closing.Ending]:
+        """Let the thread write what waits, and end. Return it, to be waited for, if there is one."""
+        if self._thread.ident is None:
+            return []
+        with contextlib.suppress(queue.Full):
+            self._claims.put(None, timeout=closing.PATIENCE_S)
+        return [(self._thread, f"the digests {self._path}")]
+
+    def _run(self) -> None:
+        assert self._path is not None
+        kept: sqlite3.Connection | None = None
+        count = 0
+        while (item := self._claims.get()) is not None:
+            try:
+                kept = kept or opened(self._path)
+                with kept:
+                    self._keep(kept, *item)
+                    while count < _LOOK_EVERY and (more := self._next()) is not None:
+                        self._keep(kept, *more)
+                        count += 1
+                count += 1
+                if count >= _LOOK_EVERY:
+                    count = 0
+                    self._make_room(kept)
+            except (sqlite3.Error, OSError) as error:
+                if not self._warned:
+                    log.warning("%s cannot be written, the job goes on without: %s", self._path, error)
+                self._warned = True
+        if kept is not None:
+            kept.close()
+
+    def _next(self) -> tuple[str, Fingerprint] | None:
+        """What waits too; None if nothing does, or the end."""
+        with contextlib.suppress(queue.Empty):
+            item = self._claims.get_nowait()
+            if item is None:
+                self._claims.put(None)
+            return item
+        return None
+
+    def _keep(self, kept: sqlite3.Connection, member: str, claim: Fingerprint) -> None:
+        assert isinstance(claim, Contributed | Updated)
+        generation = msgspec.json.encode(claim.generation).decode()
+        if isinstance(claim, Contributed):
+            table, names, key = "contributions", "step = ? and replica = ?", (claim.step, claim.replica)
+            rest: tuple[object, ...] = (member, claim.loss, claim.digests)
+            what, who = f"the contribution of replica {claim.replica} to step {claim.step}", "worker"
+        else:
+            table, names, key = "versions", "version = ? and shard = ?", (claim.version, claim.shard)
+            rest = (member, claim.digests)
+            what, who = f"shard {claim.shard} at version {claim.version}", "server"
+        query = f"select generation, digests, {who} from {table} where {names}"
+        known = kept.execute(query, key).fetchone()
+        if known is not None and msgspec.json.decode(known[0], type=ViewNumber) >= claim.generation:
+            if known[0] == generation and known[1] != claim.digests:
+                self._say(f"{what}: {member} has other bytes than {known[2]} had for the same: see `rallypoint replay`")
+            return
+        row = (*key, generation, *rest)
+        kept.execute(f"insert or replace into {table} values ({', '.join('?' * len(row))})", row)
+
+    def _make_room(self, kept: sqlite3.Connection) -> None:
+        while _size(kept) > self._most:
+            _forget_the_oldest(kept)
+
+
+def _size(kept: sqlite3.Connection) -> int:
+    """The bytes that are in use."""
+    pages, size, free = (kept.execute(f"pragma {of}").fetchone()[0] for of in _SIZES)
+    return int((pages - free) * size)
+
+
+def _forget_the_oldest(kept: sqlite3.Connection) -> None:
+    """Delete the oldest eighth of the steps."""
+    first, last = kept.execute(
+        "select min(step), max(step) from (select step from contributions union select version from versions)"
+    ).fetchone()
+    assert first is not None
+    until = first + max(1, (last - first) // _FORGOTTEN)
+    with kept:
+        kept.execute("delete from versions where version < ?", (until,))
+        kept.execute("delete from contributions where step < ?", (until,))
+
+
+_SIZES = ("page_count", "page_size", "freelist_count")
+
+
+def opened(path: Path) -> sqlite3.Connection:
+    """Open the file to write; create it if there is none. Raises OSError or sqlite3.Error."""
+    own(path)
+    kept = sqlite3.connect(path, isolation_level="IMMEDIATE")
+    kept.execute("pragma journal_mode=wal")
+    kept.execute("pragma synchronous=normal")
+    kept.executescript(_SCHEMA)
+    return kept
+
+
+class KeptContribution(NamedTuple):
+    """What the run has recorded of a replica's contribution: who computed it, its loss, a digest for each shard."""
+
+    worker: str
+    loss: float
+    digests: bytes
+
+
+class KeptFingerprints:
+    """The recorded digests of a run, to read. It is empty without a file, and raises DataError for one that is no such.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FINGERPRINTS
+        self._kept: sqlite3.Connection | None = None
+        if self._path.exists():
+            # Of a run that has ended SQLite would otherwise leave files of its own beside it
+            over = not self._path.with_name(f"{FINGERPRINTS}-wal").exists()
+            with self._reading():
+                self._kept = sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro&immutable={over:d}", uri=True)
+
+    def __enter__(self) -> KeptFingerprints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._kept is not None:
+            self._kept.close()
+
+    def contributions(self, step: int) -> dict[int, KeptContribution]:
+        """By replica: what was contributed to a step."""
+        rows = self._rows("select replica, worker, loss, digests from contributions where step = ?", step)
+        return {row[0]: KeptContribution(row[1], float("nan") if row[2] is None else row[2], row[3]) for row in rows}
+
+    def version(self, version: int) -> dict[int, bytes]:
+        """By shard: the digests of its pieces at that version."""
+        return dict(self._rows("select shard, digests from versions where version = ?", version))
+
+    def versions(self) -> list[int]:
+        """The versions of which digests are kept, in order."""
+        return [row[0] for row in self._rows("select distinct version from versions order by version")]
+
+    def _rows(self, query: str, *values: int) -> list[Any]:
+        if self._kept is None:
+            return []
+        with self._reading():
+            return self._kept.execute(query, values).fetchall()
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise DataError(f"the digests {self._path} cannot be read: {error}") from None

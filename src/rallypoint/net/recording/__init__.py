@@ -1,0 +1,1 @@
+"""Control messages that record what was computed."""
