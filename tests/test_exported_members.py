@@ -36,6 +36,7 @@ EXPORTED = [
     "Parallel",
     "RAdam",
     "RMSprop",
+    "ReduceOnPlateau",
     "Run",
     "Sync",
     "__version__",

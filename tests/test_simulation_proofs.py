@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.testing.simulation.job import Content
 from rallypoint.testing.simulation.plan import make_plan
+from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.testing.simulation.run import Simulation
 from rallypoint.testing.simulation.server import SimulatedServer
 

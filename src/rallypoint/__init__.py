@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rallypoint.config.tree import Group, JobConfig
     from rallypoint.core.average import EMA, SWA
+    from rallypoint.core.deciding.decisions import ReduceOnPlateau
     from rallypoint.core.loss_scale import LossScaling
     from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
@@ -48,6 +49,7 @@ _HOMES = {
     "Parallel": "rallypoint.parallel.plan",
     "RAdam": "rallypoint.core.optimizer",
     "RMSprop": "rallypoint.core.optimizer",
+    "ReduceOnPlateau": "rallypoint.core.deciding.decisions",
     "Run": "rallypoint.worker.loop.run",
     "SGD": "rallypoint.core.optimizer",
     "SWA": "rallypoint.core.average",
@@ -84,6 +86,7 @@ __all__ = [
     "Parallel",
     "RAdam",
     "RMSprop",
+    "ReduceOnPlateau",
     "Run",
     "Sync",
     "__version__",

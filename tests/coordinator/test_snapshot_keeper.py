@@ -212,6 +212,23 @@ def test_the_figures_of_an_evaluation_that_ends_after_its_snapshot_are_added_to_
     assert SnapshotStore(keeper.url).load(snapshot_id(2, 1)).metrics == {"loss": 1.0}
 
 
+def test_the_best_version_is_kept_and_those_that_are_not_decided_yet(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path, Retention(keep_last=1))
+    for version in range(1, 7):
+        name, decided = keeper.store(version), (1, min(version, 4))
+        keeper.keeper.do(CommitSnapshot(name, version, version, JOB, {}, "", kept=decided))
+        assert isinstance(keeper.answers.get(timeout=PATIENCE_S), inbox.SnapshotCommitted)
+    closing.end(keeper.keeper.stop())
+    assert keeper.on_disk() == [1, 5, 6], "the best so far; 5 or 6 may be better"
+
+
+def test_a_new_coordinator_adds_the_figures_of_the_best_version_once_more(keeper: Keeper, tmp_path: Path) -> None:
+    take(SnapshotStore(keeper.url), 7)
+    keeper.keeper.do(Judge(7, {"loss": 0.5}, version=7))
+    assert keeper.find() == inbox.SnapshotFound(snapshot_id(7, 1), 7)
+    assert SnapshotStore(keeper.url).load(snapshot_id(7, 1)).metrics == {"loss": 0.5}
+
+
 def test_a_damaged_snapshot_is_passed_over_aloud(keeper: Keeper, tmp_path: Path) -> None:
     for version in (1, 2):
         take(SnapshotStore(keeper.url), version)

@@ -46,6 +46,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.CLIP: {"clip": 0.5},
     Feature.SKIP: {"nonfinite": "skip"},
     Feature.AVERAGE: {"average": {"type": "ema", "decay": 0.8}},
+    Feature.PLATEAU: {"plateau": {"metric": "loss", "patience": 0, "threshold": 1.0}},
     Feature.MUON: {"optimizer": {"type": "muon", "lr": 0.01}},
     Feature.ACCUMULATE: {"accumulate": 2},
     Feature.GROUPS: {"groups": [{"match": ["last.*"], "lr_scale": 0.5, "weight_decay": 0.1}]},
@@ -137,7 +138,9 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
     run = job.train(model, dataset(), own_optimizer=own, **settings)
     wait = _gate(job, cell)
     hash_of = _hash_in_evaluation(run, model, cell) if cell.has(Feature.STREAMED) else lambda: weights_hash(model)
-    if cell.has(Feature.EVALUATION):
+    if cell.has(Feature.STOP_WHEN):
+        run.stop_when("loss", below=1e9)
+    if any(map(cell.has, (Feature.EVALUATION, Feature.PLATEAU, Feature.STOP_WHEN))):
 
         @run.every(4)
         def evaluate(step: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rallypoint.core.deciding.decisions import StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
@@ -43,7 +44,8 @@ EXAMPLES: list[m.Message] = [
     m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
     m.Knows(VIEW, b"\4" * 32), m.Held("here"), m.Release(),
-    Evaluates((3, 70), True), Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), NotKept(7, ViewNumber(2, 1)),
+    Evaluates((3, 70), True, (StopWhen(metric="loss", patience=3),)),
+    Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), NotKept(7, ViewNumber(2, 1)),
     Contributed(7, 1, 0.5, bytes(32), ViewNumber(2, 1)), Updated(8, 3, bytes(16), ViewNumber(2, 1)),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
 ]  # fmt: skip

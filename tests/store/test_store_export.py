@@ -187,6 +187,24 @@ def test_frozen_parameters_are_named(tmp_path: Path, trained: Trained) -> None:
     assert summary.endswith("; frozen parameters are not part of a snapshot (a.w, b.w, c.w and 2 more)")
 
 
+@pytest.mark.parametrize(("best_is", "version"), [("min", 2), ("max", 1)])
+def test_the_best_snapshot_is_the_first_with_the_best_figure(tmp_path: Path, best_is: str, version: int) -> None:
+    store = SnapshotStore(str(tmp_path))
+    for at, loss in ((1, 3.0), (2, 1.0), (3, 1.0), (4, 2.0)):
+        found = take(store, at, metrics={"loss": loss})
+        config = {**found.record["config"], "keep_best": "loss", "best_is": best_is}
+        store.amend(msgspec.structs.replace(found, record={**found.record, "config": config}))
+    said = export_snapshot(str(tmp_path), tmp_path / "best.safetensors", best=True)
+    assert f"of {snapshot_id(version, 1)} to" in said
+    assert "is the best of 4" in said
+
+
+def test_a_job_that_keeps_no_best_snapshot_is_told_how(tmp_path: Path) -> None:
+    take(SnapshotStore(str(tmp_path)), 3)
+    with pytest.raises(SnapshotError, match="train it with --keep-best val_loss"):
+        export_snapshot(str(tmp_path), tmp_path / "best.safetensors", best=True)
+
+
 def test_what_was_passed_over_is_in_the_summary(tmp_path: Path) -> None:
     store = SnapshotStore(str(tmp_path / "s"))
     take(store, 1)

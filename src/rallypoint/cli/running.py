@@ -136,6 +136,9 @@ def export(
     average: Annotated[bool, typer.Option(
         "--average", "--ema", help="The average of the parameters (average=rp.EMA(...)), not the newest ones.",
     )] = False,
+    best: Annotated[bool, typer.Option(
+        "--best", help="The snapshot with the best figure (keep_best), not the newest one.",
+    )] = False,
 ) -> None:  # fmt: skip
     """Write a snapshot's model as safetensors or as a torch checkpoint.
 
@@ -143,4 +146,4 @@ def export(
     """
     from rallypoint.store.export import export_snapshot
 
-    print(export_snapshot(snapshot, to, average=average))
+    print(export_snapshot(snapshot, to, average=average, best=best))

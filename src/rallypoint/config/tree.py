@@ -11,12 +11,13 @@ import msgspec
 
 from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, has_state
 from rallypoint.core.average import EMA, SWA
+from rallypoint.core.deciding.decisions import ReduceOnPlateau
 from rallypoint.core.layout import SHARD_BYTES, Role
 from rallypoint.core.loss_scale import LossScaling
 from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
 from rallypoint.core.optimizer import AdamW, Muon, Optimizer
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
-from rallypoint.core.schedule import Constant, Schedule, scaled
+from rallypoint.core.schedule import Constant, Schedule, rate_at, scaled
 from rallypoint.core.typed import build_now
 
 DownSpec = Raw | Fp16 | Bf16 | Int8
@@ -54,6 +55,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         base_batch: the global batch, in samples, for which the rates are right; needed with `scale_lr`.
         clip: global gradient norm at which to clip, or None.
         average: rp.EMA or rp.SWA: an average of the parameters that servers keep beside them, for export; or None.
+        plateau: rp.ReduceOnPlateau: the rates are reduced when a figure of the evaluations no longer improves; or None.
+        keep_best: a figure of the evaluations: a snapshot is taken at each evaluation, and the one with the best figure
+            is kept, whatever else is deleted; "" for none.
+        best_is: whether the smallest or the largest value is the best.
         seed: seed of the sample order and of every replica's randomness.
         precision: "bf16" or "fp16" computes forward passes and evaluations in `torch.autocast`; parameters stay fp32.
             "fp16" scales losses, and a step whose gradients overflow is skipped.
@@ -99,6 +104,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     base_batch: int = 0
     clip: float | None = None
     average: EMA | SWA | None = None
+    plateau: ReduceOnPlateau | None = None
+    keep_best: str = ""
+    best_is: Literal["min", "max"] = "min"
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScaling = LossScaling()
@@ -271,6 +279,9 @@ class Settings(TypedDict, total=False):
     base_batch: int
     clip: float | None
     average: EMA | SWA | None
+    plateau: ReduceOnPlateau | None
+    keep_best: str
+    best_is: Literal["min", "max"]
     seed: int
     precision: Literal["fp32", "bf16", "fp16"]
     loss_scale: LossScaling
@@ -305,6 +316,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
     asked = {
         Feature.CLIP: config.clip is not None,
         Feature.AVERAGE: config.average is not None,
+        Feature.PLATEAU: config.plateau is not None,
         Feature.SKIP: config.nonfinite == "skip",
         Feature.ACCUMULATE: config.accumulate > 1,
         Feature.GROUPS: any(group.weight_decay is not None or group.lr_scale != 1.0 for group in groups),
@@ -325,6 +337,12 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.FINGERPRINTS: config.fingerprints > 0,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+
+
+def rate_of(config: JobConfig, update: int, reductions: int = 0) -> float:
+    """Return the rate of the servers' update with that number, after so many reductions (`plateau`)."""
+    rate = rate_at(config.applied_schedule, update, config.rounds)
+    return rate if config.plateau is None else config.plateau.reduced(rate, reductions)
 
 
 def schedule_of(optimizer: Optimizer) -> Schedule:

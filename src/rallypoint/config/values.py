@@ -18,6 +18,7 @@ import msgspec
 from rallypoint.codec.spec import DGC, PowerSGD, RandomK, TopK
 from rallypoint.config.tree import Group, JobConfig
 from rallypoint.core.average import EMA, SWA
+from rallypoint.core.deciding.decisions import ReduceOnPlateau
 from rallypoint.core.loss_scale import LossScaling, is_power_of_two
 from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
@@ -87,6 +88,9 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
         "lr": _RATE, **dict.fromkeys(("lr_decay", "weight_decay", "initial_accumulator_value", "eps"), _FROM_0),
     },
     EMA: {"decay": _DECAY},
+    ReduceOnPlateau: {
+        "factor": _SHARE, **dict.fromkeys(("patience", "threshold", "cooldown", "min_lr", "eps"), _FROM_0),
+    },
     SWA: {"start": _FROM_0, "every": _FROM_1},
     Constant: _WARMED,
     Cosine: {**_WARMED, "floor": _FROM_0},

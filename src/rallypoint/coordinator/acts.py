@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Stop
 from rallypoint.net.messages import Aborted, Finished, Message, Stored
@@ -85,7 +86,8 @@ class AddPart:
 class CommitSnapshot:
     """Write the manifest; SnapshotCommitted or SnapshotFailed follows. The snapshot `origin` must not be deleted.
 
-    `stop`: the job's early end, if it is known.
+    `stop`: the job's early end, if it is known. `decided`: what was decided from evaluations up to this version.
+    `kept`: see `Course.kept`.
     """
 
     snapshot: str
@@ -95,14 +97,20 @@ class CommitSnapshot:
     metrics: Mapping[str, float]
     origin: str
     stop: Stop | None = None
+    decided: Decided = field(default_factory=Decided)
+    kept: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """An evaluation after `step` steps has ended: add its metrics to that step's snapshot, if one is complete."""
+    """An evaluation after `step` steps has ended: add its metrics to that step's snapshot, if one is complete.
+
+    `version`: look for it in the store; -1: only if it is one of the last that were completed here.
+    """
 
     step: int
     metrics: Mapping[str, float]
+    version: int = -1
 
 
 @dataclass(frozen=True, slots=True)

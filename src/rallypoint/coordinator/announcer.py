@@ -12,6 +12,7 @@ from rallypoint.coordinator.claims import Early
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, tally_for
 from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.deciding.decisions import reductions_at
 from rallypoint.core.job import JobRecord
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards, pieces_of
@@ -155,6 +156,8 @@ class Announcer:
             return []
         step, config = self.config.steps_at(done.step + 1) - 1, self.config
         rate = None if config.own_optimizer else rate_at(config.schedule, step, config.steps)
+        if rate is not None and config.plateau is not None:
+            rate = config.plateau.reduced(rate, reductions_at(self._machine.course.views.reductions, step))
         return self.announce(msgspec.structs.replace(done, step=step, lr=rate), now)
 
     def _recorded(self, member: str, claim: Fingerprint) -> list[Act]:

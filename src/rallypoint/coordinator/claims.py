@@ -151,8 +151,8 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.SnapshotLost(snapshot, f"{sender}: {reason}", passed)
         case Stop(version=version, reason=reason, left=left, generation=generation):
             return cluster_events.Stopped(sender, version, reason, left, generation)
-        case Evaluates(periods=periods, high=high):
-            return cluster_events.Evaluates(sender, periods, high)
+        case Evaluates(periods=periods, high=high, stops=stops):
+            return cluster_events.Evaluates(sender, periods, high, stops)
         case Evaluated(version=version, generation=generation, values=values):
             return cluster_events.Evaluated(sender, version, generation, values)
         case NotKept(version=version, generation=generation):

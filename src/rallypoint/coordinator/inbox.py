@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.view import Stop
 from rallypoint.net.messages import Hello, Message
 
@@ -72,11 +73,12 @@ class SnapshotFailed:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFound:
-    """The newest usable snapshot, and the early end that it knows; "" if there is none."""
+    """The newest usable snapshot, and what it knows: see `core.cluster.events.Found`; "" if there is none."""
 
     snapshot: str
     version: int = -1
     stop: Stop | None = None
+    decided: Decided = field(default_factory=Decided)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from rallypoint.config import JobConfig
+from rallypoint.coordinator.acts import Judge
+from rallypoint.core.cluster.course import Course
 from rallypoint.core.modes import Pace
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Report, StepDone
@@ -180,6 +182,14 @@ class Evaluations:
     def of(self, step: int) -> dict[str, float]:
         """All metrics of that step; empty if there are none."""
         return dict(self._by_step.get(step, {}))
+
+    def judged(self, course: Course) -> list[Judge]:
+        """What an earlier coordinator may not have added any more to the snapshot of the best version."""
+        best, record = course.evaluations.decided.best, course.record
+        if best is None or record is None or best.version not in course.evaluations.results:
+            return []
+        step = record.steps_at(best.version)
+        return [Judge(step, self.of(step), best.version)]
 
     def rewind(self, step: int) -> None:
         """Drop the metrics of steps after `step`: the job goes back to it."""

@@ -117,7 +117,7 @@ class CoordinatorShell:
             self._end_at = self._now + self._terms.heartbeat
         if self.machine.record is not None and self.machine.view is not None:
             acts += self.announcer.plan(self.machine.record, self.machine.view, self._now, taking_over=True)
-        return acts
+        return [*acts, *self.evaluations.judged(self.machine.course)]
 
     def handle(self, event: inbox.Event, now: float) -> list[Act]:
         """Take one event at time `now`; return the acts, to be done in order."""
@@ -157,8 +157,8 @@ class CoordinatorShell:
                 return [*self._announce(done), *self._drive(cluster_events.Committed(snapshot))]
             case inbox.SnapshotFailed(snapshot=snapshot, reason=reason):
                 return self._drive(cluster_events.SnapshotLost(snapshot, reason))
-            case inbox.SnapshotFound(snapshot=snapshot, version=version, stop=stop):
-                return self._drive(cluster_events.Found(snapshot, version, stop))
+            case inbox.SnapshotFound():
+                return self._drive(cluster_events.Found(event.snapshot, event.version, event.stop, event.decided))
             case inbox.Ended(reason=reason):
                 return self._end(Aborted(reason))
             case inbox.Said(text=text):
@@ -353,11 +353,10 @@ class CoordinatorShell:
 
     def _commit(self, snapshot: str, version: int) -> CommitSnapshot:
         assert self.machine.record is not None
-        view = self.machine.view
-        step = self.announcer.config.steps_at(version)
-        origin = "" if view is None else view.origin
-        metrics, stop = self.evaluations.of(step), self.machine.course.views.stop
-        return CommitSnapshot(snapshot, version, step, self.machine.record, metrics, origin, stop)
+        step, course = self.announcer.config.steps_at(version), self.machine.course
+        about = self.machine.record, self.evaluations.of(step), "" if course.view is None else course.view.origin
+        known = (course.views.stop, course.evaluations.decided_at(version), course.kept)
+        return CommitSnapshot(snapshot, version, step, *about, *known)
 
     # ---- time and the end ----
 

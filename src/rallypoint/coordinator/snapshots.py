@@ -82,7 +82,7 @@ class SnapshotKeeper:
         manifest = Manifest(
             id=act.snapshot, version=act.version, record=msgspec.to_builtins(act.record), created=time.time(),
             metrics=dict(act.metrics), compression=self._compression, shards=parts.shards, files=parts.files,
-            stop=act.stop,
+            stop=act.stop, decided=act.decided,
         )  # fmt: skip
         began = parts.began
         self._tasks.put((f"the manifest of snapshot {manifest.id}", lambda: self._commit(act, manifest, began)))
@@ -112,13 +112,15 @@ class SnapshotKeeper:
         self._doing = "the deletion of old snapshots"
         try:
             # Keep `origin`: a server may still have to start from it.
-            self._store.retain(self._retention, keep=(manifest.id, act.origin), thorough=False)
+            best, decided = act.kept or (-1, manifest.version)  # one of those after `decided` may be the best
+            keep = (manifest.id, act.origin)
+            self._store.retain(self._retention, keep, thorough=False, versions=lambda v: v == best or v > decided)
         except Exception as error:
             self._put(inbox.Said(f"old snapshots could not be deleted: {_sentence(error)}"))
 
     def _judge(self, act: Judge) -> None:
         """Write the manifest again with the metrics of an evaluation that ended after its snapshot was complete."""
-        manifest = self._complete.get(act.step)
+        manifest = self._complete.get(act.step) or self._of_version(act.version)
         if manifest is None or manifest.metrics.items() >= act.metrics.items():
             return
         judged = msgspec.structs.replace(manifest, metrics={**manifest.metrics, **act.metrics})
@@ -127,6 +129,10 @@ class SnapshotKeeper:
                 self._complete[act.step] = judged
         except Exception as error:
             self._put(inbox.Said(f"the figures of snapshot {manifest.id} could not be stored: {_sentence(error)}"))
+
+    def _of_version(self, version: int) -> Manifest | None:
+        found = self._store.manifests() if version >= 0 else []
+        return next((manifest for manifest in found if manifest.version == version), None)
 
     def _find(self) -> None:
         say = lambda text: self._put(inbox.Said(text))  # noqa: E731
@@ -138,7 +144,7 @@ class SnapshotKeeper:
         if manifest is None:
             self._put(inbox.SnapshotFound(""))
         else:
-            self._put(inbox.SnapshotFound(manifest.id, manifest.version, manifest.stop))
+            self._put(inbox.SnapshotFound(manifest.id, manifest.version, manifest.stop, manifest.decided))
 
 
 def _sentence(error: Exception) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.core.cadence import TOGETHER, Cadence
+from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules
 from rallypoint.core.layout import Layout, first_difference
 from rallypoint.core.modes import Feature, ModeName, ModeTraits, Pace, refusal, why_not
 
@@ -61,6 +62,15 @@ class JobRecord(msgspec.Struct, frozen=True):
     def supports(self, feature: Feature) -> bool:
         """True if the feature works in this job, together with those that the job uses."""
         return not why_not(self.mode.name, feature, frozenset(self.features))
+
+    @property
+    def rules(self) -> Rules:
+        """The rules by which evaluations decide, as the settings have them."""
+        plateau, best = self.config.get("plateau"), self.config.get("keep_best")
+        return Rules(
+            plateau=None if plateau is None else msgspec.convert(plateau, ReduceOnPlateau),
+            best=KeepBest(best, self.config.get("best_is", "min")) if best else None,
+        )
 
     @property
     def leases(self) -> bool:

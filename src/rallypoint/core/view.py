@@ -87,6 +87,9 @@ class View(msgspec.Struct, frozen=True):
         aggregator_of: worker -> the aggregator that it may use. A worker that is not in it uses the servers.
         stop: the job ends before its last round; None while nobody has said so.
         lease: who evaluates which version in place of the lead; None: the lead evaluates each that is due.
+        limit: where evaluations decide: no replica of this step or a later one is computed before another view; None:
+            it is not known yet what the script evaluates.
+        reductions: the versions from which on the learning rate is reduced once more (`ReduceOnPlateau`), ascending.
     """
 
     number: ViewNumber
@@ -107,6 +110,8 @@ class View(msgspec.Struct, frozen=True):
     aggregator_of: dict[str, str] = {}
     stop: Stop | None = None
     lease: Lease | None = None
+    limit: int | None = None
+    reductions: tuple[int, ...] = ()
 
     def last(self, rounds: int) -> int:
         """The job's last version, where it would have so many rounds."""

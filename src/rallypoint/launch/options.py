@@ -15,6 +15,7 @@ import typer
 
 from rallypoint.config import overrides_from
 from rallypoint.config.keys import check_keys
+from rallypoint.config.resolve import merged
 from rallypoint.config.values import check_values
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
@@ -122,8 +123,12 @@ class CoordinatorOptions:
         min=0, metavar="N", panel=_SNAPSHOTS, help="... those of a version that is a multiple of this (0: none),",
     )] = 0  # fmt: skip
     keep_best: Annotated[str, option(
-        metavar="NAME", panel=_SNAPSHOTS, help="... and the one with the lowest value of this metric.",
+        metavar="NAME", panel=_SNAPSHOTS,
+        help="... and the one with the best value of this figure; each version that is evaluated gets a snapshot.",
     )] = ""  # fmt: skip
+    best_is: Annotated[str, option(
+        metavar="min|max", panel=_SNAPSHOTS, help="With --keep-best: whether the lowest or the highest is the best.",
+    )] = "min"  # fmt: skip
     config: ConfigFile = None
     sets: Sets = None
     folder: Annotated[Path | None, option(
@@ -143,14 +148,22 @@ class CoordinatorOptions:
             raise ConfigError(f"'{self.compression}' is no compression: choose zstd, zstd-planes or none")
         if self.replication > self.servers:
             raise ConfigError("--replication 2 needs at least two servers: add --servers 2")
+        if self.best_is not in ("min", "max"):
+            raise ConfigError(f"--best-is {self.best_is}: it must be min or max")
         overrides = overrides_from(self.config, self.sets or [])
+        if self.keep_best:
+            overrides = merged({"keep_best": self.keep_best, "best_is": self.best_is}, overrides)
         check_keys(overrides)
         check_values(overrides)
         same = {name: getattr(self, name) for name in Launch.__struct_fields__ if name in _SAME and hasattr(self, name)}
         return Launch(
             worker=tuple(worker), workers=limits, workers_start=start, folder=folder,
             snapshots="" if where == "none" else where, overrides=overrides,
-            retention=Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=self.keep_best), **same,
+            retention=Retention(
+                keep_last=self.keep_last, keep_every=self.keep_every, keep_best=self.keep_best,
+                best_is="max" if self.best_is == "max" else "min",
+            ),
+            **same,
         )  # fmt: skip
 
 

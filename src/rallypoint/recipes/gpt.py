@@ -46,6 +46,7 @@ class Settings:
     accumulate: int = 1
     seed: int = 1234
     validate_every: int = 50
+    patience: int = 0
     precision: Precision = Precision.FP32
 
 
@@ -100,6 +101,9 @@ def train(
             item="tokens",
             items_per_sample=settings.model.block,
         )
+
+        if settings.patience:
+            run.stop_when("val_loss", patience=settings.patience)
 
         @run.every(settings.validate_every)
         def validate(step: int) -> dict[str, float]:
@@ -213,6 +217,9 @@ def _command(
         typer.Option(help="Fixes the weights, the order of the samples and dropout; with --load, what is generated."),
     ] = None,
     validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
+    patience: Annotated[
+        int | None, typer.Option(min=0, help="End after so many validations without a better val_loss (0: never).")
+    ] = None,
     precision: Annotated[Precision | None, typer.Option(help=PRECISION_HELP)] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for the trained model. Default: the run folder.")] = None,
@@ -242,6 +249,7 @@ def _command(
         lr=lr,
         seed=seed,
         validate_every=validate_every,
+        patience=patience,
         precision=precision,
     )
     settings = replace(chosen, model=replace(chosen.model, **shape), **training)

@@ -42,6 +42,7 @@ class Settings:
     accumulate: int = 1
     seed: int = 1234
     validate_every: int = 50
+    patience: int = 0
     precision: Precision = Precision.FP32
 
 
@@ -71,6 +72,9 @@ def train(settings: Settings, *, device: torch.device, out: Path | None) -> None
             item="images",
             items_per_sample=1,
         )
+
+        if settings.patience:
+            run.stop_when("val_accuracy", patience=settings.patience, mode="max")
 
         @run.every(settings.validate_every)
         def validate(step: int) -> dict[str, float]:
@@ -127,6 +131,9 @@ def _command(
     ] = DEFAULTS.lr,
     seed: Annotated[int, typer.Option(help="Fixes the weights and the order of the samples.")] = DEFAULTS.seed,
     validate_every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = DEFAULTS.validate_every,
+    patience: Annotated[
+        int, typer.Option(min=0, help="End after so many validations without a better val_accuracy (0: never).")
+    ] = DEFAULTS.patience,
     precision: Annotated[Precision, typer.Option(help=PRECISION_HELP)] = DEFAULTS.precision,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for the trained model. Default: the run folder.")] = None,
@@ -141,6 +148,7 @@ def _command(
         accumulate=accumulate,
         seed=seed,
         validate_every=validate_every,
+        patience=patience,
         precision=precision,
     )
     train(settings, device=choose_device(device), out=out)

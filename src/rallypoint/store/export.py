@@ -56,7 +56,7 @@ def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
     return _Flat(store, manifest, lambda name: name not in (MASTER, AVERAGE)).optimizer()
 
 
-def export_snapshot(location: str, to: Path, *, average: bool = False) -> str:
+def export_snapshot(location: str, to: Path, *, average: bool = False, best: bool = False) -> str:
     """Write the model of a snapshot to `to`, and return one line that says what was written.
 
     `location` is a snapshot's folder or URL; or a store, or a run's folder with `snapshots/` in it, for its latest
@@ -67,14 +67,18 @@ def export_snapshot(location: str, to: Path, *, average: bool = False) -> str:
     state of the optimizer on the servers (under local steps the outer optimizer), `step` the steps of training in the
     model.
 
-    With `average` the model's parameters are their average (rp.EMA, rp.SWA).
+    With `average` the model's parameters are their average (rp.EMA, rp.SWA). With `best` it is the snapshot with the
+    best figure, of those that are there (`keep_best`, or --keep-best).
 
-    Raises ConfigError for another ending, SnapshotError when nothing has been averaged, or when there is no usable
-    snapshot, SnapshotFailed when `to` cannot be written.
+    Raises ConfigError for another ending, SnapshotError when nothing has been averaged, when no figure says which is
+    the best, or when there is no usable snapshot, SnapshotFailed when `to` cannot be written.
     """
     if to.suffix not in (".safetensors", ".pt"):
         raise ConfigError(f"{to} has no known ending: .safetensors holds the model, .pt its optimizer's state too")
     store, manifest, said = _find(location)
+    if best:
+        manifest, judged = best_of(store, manifest)
+        said = [judged, *said]
     job = manifest.job
     steps = min(manifest.version * job.steps_per_round, int(job.config.get("steps", manifest.version)))
     wanted = {MASTER, AVERAGE} if average else {MASTER}
@@ -91,6 +95,24 @@ def export_snapshot(location: str, to: Path, *, average: bool = False) -> str:
         _write(to, lambda path: _save_model(apart, path, about))
     what = f"the average of {_counted(model)}" if average else _counted(model)
     return "; ".join([f"wrote {what} of {manifest.id} to {to}", *_frozen(job), *said])
+
+
+def best_of(store: SnapshotStore, newest: Manifest) -> tuple[Manifest, str]:
+    """Return the snapshot with the best figure, and a sentence about it. Of equal ones the earliest is the best.
+
+    Raises SnapshotError when the job keeps no best one, or no snapshot has its figure.
+    """
+    rule = newest.job.rules.best
+    if rule is None:
+        raise SnapshotError(f"the job of {newest.id} keeps no best snapshot: train it with --keep-best val_loss")
+    judged = [manifest for manifest in store.manifests() if rule.metric in manifest.metrics]
+    if not judged:
+        raise SnapshotError(f"no snapshot has a {rule.metric}: does an evaluation (run.every) return that figure?")
+    best, *others = sorted(judged, key=lambda manifest: manifest.version)
+    for manifest in others:
+        if rule.better(manifest.metrics[rule.metric], best.metrics[rule.metric]):
+            best = manifest
+    return best, f"its {rule.metric} of {best.metrics[rule.metric]:.6g} is the best of {len(judged)}"
 
 
 class _Flat:

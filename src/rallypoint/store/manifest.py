@@ -12,6 +12,7 @@ import msgspec
 import xxhash
 
 from rallypoint.config.kept import kept_record
+from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import build_now
 from rallypoint.core.view import Stop
@@ -46,6 +47,7 @@ class Manifest(msgspec.Struct, frozen=True):
         shards: shard index -> where its record lies.
         files: file name -> size in bytes. The shards of a file cover it without gaps.
         stop: the job's early end, if its script had said it before the snapshot was complete.
+        decided: what was decided from evaluations of versions up to this one.
         format: number of the format of this file and the records.
     """
 
@@ -58,6 +60,7 @@ class Manifest(msgspec.Struct, frozen=True):
     shards: dict[int, ShardEntry]
     files: dict[str, int]
     stop: Stop | None = None
+    decided: Decided = Decided()
     format: int = FORMAT
 
     @property

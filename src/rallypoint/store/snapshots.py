@@ -223,8 +223,11 @@ class SnapshotStore:
 
     # Cleaning up
 
-    def retain(self, retention: Retention, keep: Collection[str] = (), *, thorough: bool = True) -> None:
-        """Delete the snapshots that neither `retention` nor `keep` (names) asks for, and older uncommitted attempts.
+    def retain(
+        self, retention: Retention, keep: Collection[str] = (), *, thorough: bool = True,
+        versions: Callable[[int], bool] = lambda version: False,
+    ) -> None:  # fmt: skip
+        """Delete the snapshots that neither `retention` nor `keep` (names) nor `versions` asks for, and older attempts.
 
         The newest usable snapshot is always kept. To find it, the newest one is read in full before anything is
         deleted. With `thorough=False` only its files' sizes are checked, for a filesystem where reading is expensive.
@@ -233,7 +236,7 @@ class SnapshotStore:
         committed, attempts = self._survey()
         by_id = {manifest.id: manifest for manifest in committed}
         newest = [by_id[name] for name in newest_first(by_id, self._latest(lambda _: None))]
-        kept = wanted(newest, retention) | set(keep)
+        kept = wanted(newest, retention) | set(keep) | {found.id for found in committed if versions(found.version)}
         unwanted = [manifest.id for manifest in committed if manifest.id not in kept]
         if unwanted:
             self._delete_but_the_newest_usable(unwanted, newest, thorough)

@@ -62,6 +62,12 @@ class Completion:
         said = [] if event.left >= 0 else [Say(f"{who} stops the job: it ends with step {at}: {why}")]
         return [*said, *self._ends_with(Stop(version, why, who))]
 
+    def decided(self, stop: Stop) -> list[Effect]:
+        """An evaluation has decided that the job ends early."""
+        assert self.course.record is not None
+        at = self.course.record.steps_at(stop.version)
+        return [Say(f"the job ends with step {at}: {stop.reason}"), *self._ends_with(stop)]
+
     def _deserted(self) -> list[Effect]:
         """All workers have left their loops before the last version: end with the one that they have, if they can."""
         course, stop, present = self.course, self.course.views.stop, self.course.members.present

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
 from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
 from rallypoint.core.cluster.membership import Membership
@@ -12,6 +14,7 @@ from rallypoint.core.cluster.state import ClusterState, Failing, Phase
 from rallypoint.core.cluster.strategies import Strategies, strategies_for
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
+from rallypoint.core.deciding.decisions import Rules
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
@@ -125,7 +128,8 @@ class Course:
         return ClusterState(
             self.record, self.view, tuple(sorted(self.views.caught_up)), self.members.incarnations, self.views.epoch,
             self.begun, self.furthest, self.workers_max, self.last_word, dict(self.recovery.reached),
-            self.failing, dict(self.evaluations.results),
+            self.failing, dict(self.evaluations.results), self.evaluations.decided,
+            tuple(self.evaluations.stored),
         )  # fmt: skip
 
     def dismiss_aggregators(self) -> list[Effect]:
@@ -135,6 +139,27 @@ class Course:
         for aggregator in idle:
             self.members.remove(aggregator)
         return [Refuse(aggregator, why, final=True) for aggregator in idle]
+
+    @property
+    def rules(self) -> Rules:
+        """The rules by which evaluations decide. None where they cannot."""
+        found = self.strategies.rules
+        return msgspec.structs.replace(found, stops=self.evaluations.stops) if self.strategies.leases else Rules()
+
+    @property
+    def decides(self) -> bool:
+        """True if something is decided from evaluations: each version that is due gets a lease, and training waits."""
+        return self.rules.steers and bool(self.evaluations.periods)
+
+    @property
+    def kept(self) -> tuple[int, int] | None:
+        """Where the best is kept: the best version (-1: none yet), and the last one that is decided.
+
+        Snapshots of the best one, and of all after the last one, must not be deleted. None: any may be.
+        """
+        decided = self.evaluations.decided
+        best = -1 if decided.best is None else decided.best.version
+        return None if self.rules.best is None else (best, decided.version)
 
     @property
     def recovery(self) -> Recovery:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.deciding.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Member, Stop, ViewNumber
 
@@ -128,11 +129,15 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Evaluates:
-    """The script on a worker has evaluations with these periods, in steps; `high`: one has a high priority."""
+    """The script on a worker has evaluations with these periods, in steps; `high`: one has a high priority.
+
+    `stops` are the rules by which they end the job.
+    """
 
     worker: str
     periods: tuple[int, ...]
     high: bool = False
+    stops: tuple[StopWhen, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +265,15 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer to `FindSnapshot`: the newest usable snapshot, and the early end that it knows; "" if there is none.
+    """The answer to `FindSnapshot`: the newest usable snapshot; "" if there is none.
+
+    It knows the job's early end, and what was decided from evaluations of versions up to it.
     """
 
     snapshot: str
     version: int = -1
     stop: Stop | None = None
+    decided: Decided = field(default_factory=Decided)
 
 
 Event = (

@@ -23,7 +23,7 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
-from rallypoint.core.cluster.evaluating.leases import heard
+from rallypoint.core.cluster.evaluating.deciding import Deciding
 from rallypoint.core.cluster.health.apart import disproved, set_apart
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
@@ -60,6 +60,7 @@ class ClusterMachine:
     _ending: LastSnapshot = field(init=False)
     _succession: Succession = field(init=False)
     _completion: Completion = field(init=False)
+    _deciding: Deciding = field(init=False)
     _silence: Silence = field(init=False)
     _reach: Reach = field(init=False)
     _origin: str = ""
@@ -73,12 +74,13 @@ class ClusterMachine:
         self._ending = LastSnapshot(self.course, self._snapshots)
         self._succession = Succession(self.course, self._snapshots, self._assigner)
         self._completion = Completion(self.course, self._snapshots, self._succession)
+        self._deciding = Deciding(self.course, self._completion)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
             self._origin = self.resume.snapshot
             self.course.describe(self.resume.record)
             self.course.furthest, self.course.begun = self.resume.version - 1, True
-            self.course.views.stop = self.resume.stop
+            self.course.views.stop, self.course.evaluations.decided = self.resume.stop, self.resume.decided
             self._snapshots.duty.last = (self.resume.version, 0.0)
         if self.recovered is not None:
             self._recover(self.recovered)
@@ -94,7 +96,7 @@ class ClusterMachine:
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
         course.last_word, course.failing = state.last_word, state.failing
-        course.evaluations.recovered(state.results, state.view)
+        course.evaluations.recovered(state.results, state.decided, state.stored, state.view)
         if not self.terms.earlier:  # else the launcher knows the last size that was announced; the journal may not
             course.workers_max = state.workers_max
         if course.view is None or state.last_word is not None:
@@ -166,7 +168,7 @@ class ClusterMachine:
         """Take one event; return the effects, to be run in order."""
         known, effects = self.course.known, self._handle(event)
         same = isinstance(event, events.OFTEN) and self.course.known == known
-        return effects if same else [*effects, *self._succession.lease()]
+        return effects if same else [*effects, *self._deciding.advance(), *self._succession.lease()]
 
     def _handle(self, event: events.Event) -> list[Effect]:
         course = self.course
@@ -202,8 +204,7 @@ class ClusterMachine:
             case events.Done() | events.Stopped():
                 return self._completion.handle(event)
             case events.Evaluates() | events.Evaluated() | events.NotKept():
-                heard(event, course)
-                return self._completion.advance()
+                return self._deciding.handle(event)
             case events.Resized(workers=workers):
                 course.workers_max = max(1, workers)
                 course.changed()

@@ -9,6 +9,7 @@ import msgspec
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Stop, View
 
@@ -51,13 +52,15 @@ class Failing(msgspec.Struct, frozen=True):
 class Resumed(msgspec.Struct, frozen=True):
     """A job begins with the `snapshot` of an earlier run, of this `version`, and with this `record`.
 
-    `stop`: the job's early end, if that run's script had said it before the snapshot was complete.
+    `stop`: the job's early end, if that run's script had said it before the snapshot was complete. `decided`: what was
+    decided from evaluations of versions up to this one.
     """
 
     record: JobRecord
     snapshot: str
     version: int
     stop: Stop | None = None
+    decided: Decided = Decided()
 
 
 class ClusterState(msgspec.Struct, frozen=True):
@@ -75,6 +78,8 @@ class ClusterState(msgspec.Struct, frozen=True):
     state_holders: dict[str, int] = {}
     failing: Failing | None = None
     results: dict[int, dict[str, float]] = {}
+    decided: Decided = Decided()
+    stored: tuple[int, ...] = ()
 
 
 def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, servers: int) -> str | None:

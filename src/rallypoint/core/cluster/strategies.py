@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rallypoint.core.cluster.recovery import Recovery, ServersHoldState, WorkersHoldState
 from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, VersionRule, a_little_ahead, slowest_clock
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.deciding.decisions import Rules
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature, Holder, Pace
 
@@ -33,6 +34,7 @@ class Strategies:
         workers_have_codec_states: a snapshot needs the workers' codec states.
         in_rounds: servers report each round, once.
         leases: evaluations may be leased.
+        rules: by which evaluations decide, as the record has them.
         snapshot_version: the rule for the version of the next snapshot.
         snapshot_lead: ask for a snapshot so many steps before its version.
     """
@@ -44,6 +46,7 @@ class Strategies:
     workers_have_codec_states: bool = False
     in_rounds: bool = True
     leases: bool = False
+    rules: Rules = field(default_factory=Rules)
     snapshot_version: VersionRule = a_little_ahead
     snapshot_lead: int = CAPTURE_AHEAD
 
@@ -59,6 +62,7 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is Holder.SERVERS,
         in_rounds=record.mode.pace is Pace.ROUNDS,
         leases=terms.leases and record.leases,
+        rules=record.rules,
         snapshot_version=snapshot_version,
         snapshot_lead=snapshot_lead,
     )

@@ -11,7 +11,7 @@ from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
-from rallypoint.core.cluster.evaluating.leases import lease_noted, rolled_back, wanted_lease
+from rallypoint.core.cluster.evaluating.leases import lease_noted, rolled_back, wanted_lease, wanted_limit
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
@@ -47,6 +47,7 @@ class Succession:
         if course.recovery.needs_new_generation(before, assignments, course.members, ending=ending):
             return self.recover(ending=ending)
         course.views.lease = wanted_lease(course)
+        course.views.limit = wanted_limit(course, course.views.lease)
         view = course.views.following(course.record.layout.shards, course.members, assignments, ending=ending)
         if view is None:  # shards are lost
             return self.recover()
@@ -60,12 +61,15 @@ class Succession:
         return [*noted, *self._publish(view, abandon=view.primary != before.primary)]
 
     def lease(self) -> list[Effect]:
-        """Publish a view with another evaluation lease, if there is to be one."""
+        """Publish a view with another evaluation lease, or another decision, if there is to be one."""
         course = self.course
         view = course.view
-        if view is None or course.phase is not Phase.RUNNING or (view.lease is None and not course.evaluations.periods):
+        known = course.evaluations.registered or (view is not None and view.lease is not None)
+        if view is None or course.phase is not Phase.RUNNING or not known:
             return []
-        return self.advance() if wanted_lease(course) != view.lease else []
+        lease = wanted_lease(course)
+        wanted = (lease, wanted_limit(course, lease), course.views.reductions)
+        return self.advance() if wanted != (view.lease, view.limit, view.reductions) else []
 
     def caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> list[Effect]:
         """A primary says that the backups of these shards have caught up. See `ViewSequence.backups_caught_up`."""
@@ -163,6 +167,7 @@ class Succession:
         course.phase = Phase.RUNNING
         course.furthest = event.version - 1
         course.views.stop = course.views.stop or event.stop  # the journal may have had no room for it
+        course.evaluations.go_back_to(event.decided)
         self.snapshots.duty.last = (event.version, course.now)
         said = Say(f"going on from snapshot {event.snapshot}: version {event.version}")
         return [said, *self.new_generation(event.snapshot)]

@@ -36,6 +36,8 @@ class ViewSequence:
         complete: every view of earlier coordinators that had an effect is known.
         stop: the job ends before its last round; the next view says it to everybody.
         lease: the evaluation lease that the next view of this generation has.
+        limit, reductions: what is decided from evaluations: see `View`. The first view of a generation has no limit
+            yet: workers wait for the next one.
     """
 
     epoch: int
@@ -46,6 +48,8 @@ class ViewSequence:
     complete: bool = False
     stop: Stop | None = None
     lease: Lease | None = None
+    limit: int | None = None
+    reductions: tuple[int, ...] = ()
     _last: ViewNumber = field(default_factory=ViewNumber)
 
     @property
@@ -61,7 +65,8 @@ class ViewSequence:
     def go_on_from(self, view: View | None, caught_up: Iterable[int]) -> None:
         """Put in force what an earlier coordinator has left."""
         self.view, self.caught_up = view, set(caught_up)
-        self.stop, self.lease = (None, None) if view is None else (view.stop, view.lease)
+        self.stop, self.lease, self.limit = (None, None, None) if view is None else (view.stop, view.lease, view.limit)
+        self.reductions = () if view is None else view.reductions
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
@@ -77,7 +82,7 @@ class ViewSequence:
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader, stop=self.stop,
-            **self._aggregation(members, assignments),
+            reductions=self.reductions, **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, None)
 
@@ -97,7 +102,8 @@ class ViewSequence:
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
-            stop=self.stop, lease=self.lease, **self._aggregation(members, assignments),
+            stop=self.stop, lease=self.lease, limit=self.limit, reductions=self.reductions,
+            **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, before)
 

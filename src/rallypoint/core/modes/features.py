@@ -9,14 +9,15 @@ class Feature(enum.Enum):
     """One thing that a job may use. The value is how a user writes it.
 
     A job's features come from its configuration, its model, the terms of its cluster and its script. A feature that
-    only the script decides cannot be refused before the script runs: `EVALUATION` works in every mode, and `STOP` is
-    refused when the script asks for it.
+    only the script decides cannot be refused before the script runs: `EVALUATION` works in every mode, and `STOP` and
+    `STOP_WHEN` are refused when the script asks for it.
     """
 
     # the configuration
     CLIP = "clip="
     SKIP = 'nonfinite="skip"'
     AVERAGE = "average="
+    PLATEAU = "plateau="
     ACCUMULATE = "accumulate="
     MUON = "optimizer=rp.Muon()"
     GROUPS = "weight_decay= or lr_scale= of a group"
@@ -53,6 +54,7 @@ class Feature(enum.Enum):
     # the script
     EVALUATION = "run.every"
     STOP = "run.stop or break"
+    STOP_WHEN = "run.stop_when"
 
 
 STAGGERS = frozenset({Feature.FRAGMENTS, Feature.SYNC_EVERY, Feature.DELAY})  # features that make rounds staggered

@@ -61,6 +61,10 @@ _ONE_BY_ONE = No(
     "a quorum takes replicas one by one, in the order in which they come, so there is nothing to add up on the way; "
     "leave --aggregators out"
 )
+_DECIDES_NOT = No(
+    "it counts from a version that all replicas compute from, and that anybody can evaluate again; use sync=rp.Sync() "
+    "without a quorum, or leave it out"
+)
 _STAYS = No("what a replica has changed stays on the worker that computes it; replicas do not move")
 
 
@@ -96,6 +100,7 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             )
         },
     ),
+    _F.PLATEAU: _row(_DECIDES_NOT, {_M.SYNC: YES}),
     _F.ACCUMULATE: _row(),
     _F.GROUPS: _row(),
     _F.MUON: _row(
@@ -233,6 +238,7 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             ),
         },
     ),
+    _F.STOP_WHEN: _row(_DECIDES_NOT, {_M.SYNC: YES}),
 }
 
 CONFLICTS = (
@@ -279,6 +285,16 @@ CONFLICTS = (
         _F.TABLES: "its rows are pulled in another way; use sparse=False",
         _F.AGGREGATORS: "an aggregator passes whole versions on, and workers pull parts; leave --aggregators out",
         _F.RANKS: "ranks share whole versions among themselves; use FSDP2 with --ranks",
+    }.items()),
+    *(Conflict(decides, other, f"{why}, or leave {decides.value} out") for decides in (_F.PLATEAU, _F.STOP_WHEN)
+      for other, why in {
+        _F.HOLD: "workers hold rounded versions, so none can be evaluated again; use fp32",
+        _F.DOWN: "workers get rounded versions, so none can be evaluated again; use down=rp.codec.Raw()",
+        _F.STREAMED: "a version cannot be evaluated again by a worker that holds no parameters; use parameters=local",
+        _F.TABLES: "no worker holds its rows, so no version can be evaluated again; use sparse=False",
+        _F.RANKS: "only one rank hears what is decided; use workers of one process",
+        _F.AGGREGATORS: "contributions come by another way than the views that decide; leave --aggregators out",
+        _F.BACKUP_TASKS: "a contribution may come from who does not wait for what is decided; leave --backup-tasks out",
     }.items()),
     Conflict(
         _F.FOLD, _F.REPLICATION,

@@ -109,7 +109,7 @@ class Apply:
 
     `step` is the position in the learning-rate schedule; `rate` multiplies the schedule's rate. Keep the wire copies
     from version `oldest` on, and that of `pinned`. With `replicate`, also send the scaled gradient to the backup, as
-    `replica`'s.
+    `replica`'s. The schedule's rate is reduced `reductions` times (`ReduceOnPlateau`).
     """
 
     version: int
@@ -120,6 +120,7 @@ class Apply:
     replica: int = 0
     replicate: bool = False
     pinned: int = -1
+    reductions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

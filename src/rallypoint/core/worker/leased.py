@@ -1,4 +1,4 @@
-"""The evaluation lease of one worker: whether it is to evaluate a version now."""
+"""The evaluation lease of one worker: whether it is to evaluate a version now, or has to wait for an evaluation."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class LeasedVersion:
 
     def __init__(self, machine: SlotMachine) -> None:
         self._machine = machine
+        self.decides = False  # the job decides from evaluations
         self._over: tuple[ViewNumber, int] | None = None  # the generation and version that it has seen to
 
     def due(self, view: View | None, action: Action | Store | Ended | None) -> Evaluate | None:
@@ -27,6 +28,19 @@ class LeasedVersion:
             return None
         waits = self._machine.takes_part and self._machine.step < lease.version
         return None if waits else Evaluate(lease.version)
+
+    def holds_back(self, view: View | None, action: Action | Store | Ended | None) -> bool:
+        """True if this replica may not be computed yet: see `View.limit`."""
+        if not isinstance(action, Compute) or view is None:
+            return False
+        return self.decides if view.limit is None else action.step >= view.limit
+
+    def awaited(self, view: View) -> str:
+        """A phrase for the evaluation that a worker waits for which is held back."""
+        if view.limit is None or view.lease is None:
+            return "the coordinator to say which evaluations the job decides from"
+        by = view.lease.holder or "a worker"
+        return f"the evaluation of step {view.lease.version} by {by}: what it decides counts from step {view.limit}"
 
     def over(self, generation: ViewNumber, version: int) -> None:
         """It has evaluated that version, or nobody can any more."""

@@ -166,6 +166,8 @@ class WorkerShell:
             action = Ended(self.machine.step)
         elif action is None:
             action = self.machine.next_action()
+            if self.leased.holds_back(self._view, action):
+                action = None
             # Do not wait for a replica that was reassigned during its step: its new worker has the codec states by now.
             waits = isinstance(action, Compute) and action.replica in self.machine.assigned
             if waits and isinstance(action, Compute) and not self.states.ready(action.replica):
@@ -225,7 +227,8 @@ class WorkerShell:
 
     def begin_replica(self, step: int, replica: int) -> ViewNumber | None:
         """Begin to compute `replica` of `step`. Returns its generation; None if it is not (or no longer) next."""
-        if self.finished or not self.machine.take(Compute(step, replica)):
+        action = Compute(step, replica)
+        if self.finished or self.leased.holds_back(self._view, action) or not self.machine.take(action):
             return None
         self.states.begin(replica)
         return self.view.generation

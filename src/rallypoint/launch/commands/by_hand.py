@@ -144,8 +144,10 @@ def _start_of(resume: str, about: JoinInfo) -> tuple[Resumed | None, list[Change
         return None, []
     record, changes = changed_record(manifest.job, about.overrides, manifest.version)
     print(f"going on from snapshot {manifest.id}", flush=True)
-    stop = None if any(change.key == "steps" for change in changes) else manifest.stop
-    return Resumed(record, manifest.id, manifest.version, stop), changes
+    stop, decided = manifest.stop, manifest.decided
+    if any(change.key == "steps" for change in changes):
+        stop, decided = None, decided.going_on()
+    return Resumed(record, manifest.id, manifest.version, stop, decided), changes
 
 
 @contextlib.contextmanager

@@ -6,11 +6,13 @@ from typing import Annotated
 
 import msgspec
 
+from rallypoint.core.deciding.decisions import StopWhen
 from rallypoint.core.typed import MOST_METRICS, Index, Name
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.greetings import AnyMessage
 
 Figures = Annotated[dict[Name, float], msgspec.Meta(max_length=MOST_METRICS)]
+MOST_RULES = 100
 Period = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
 
 
@@ -27,6 +29,7 @@ class Evaluates(AnyMessage, frozen=True):
 
     periods: Annotated[tuple[Period, ...], msgspec.Meta(max_length=100)]
     high: bool = False
+    stops: Annotated[tuple[StopWhen, ...], msgspec.Meta(max_length=MOST_RULES)] = ()
 
 
 class Evaluated(AnyMessage, frozen=True):

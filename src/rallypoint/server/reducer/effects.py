@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from rallypoint.core.deciding.decisions import reductions_at
 from rallypoint.core.shard import clip, server
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
@@ -162,7 +163,11 @@ class Effects:
             desk.replication.send_update(index, effect, finished)
 
     def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
-        """The update, with its step in the learning-rate schedule counted in the job's rounds."""
+        """The update, with its step in the learning-rate schedule counted in the job's rounds, and the reductions that
+        count for it: who computes it has the view that says them, and this server too (see `View.limit`)."""
+        view = self._desk.shell.machine.view
+        if view is not None and view.reductions:
+            effect = replace(effect, reductions=reductions_at(view.reductions, effect.step))
         if self._cadence.together:
             return effect
         return replace(effect, step=self._cadence.round_of(index, effect.step))

@@ -114,7 +114,7 @@ class OwnedShard:
                 gradient.mul_(scale)
             if update.replicate and self._spends_gradient:
                 gradient = wire.tensor[: self.shard.words].copy_(gradient)
-            self._optimizer.apply(gradient, update.step, update.rate)
+            self._optimizer.apply(gradient, update.step, update.rate, update.reductions)
             if self._average is not None:
                 self._average.update(update.step + 1)
         self._scale.advance(self.master, kept, skipped=scale is None)

@@ -16,7 +16,8 @@ from rallypoint.core.worker.encoding import Encoding, encoding_of
 from rallypoint.core.worker.handover import Key
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import CodecEffect, Give, Recall, Release, ResetCodecs, Send
-from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
 
 States = dict[int, "Residual"]  # of one shard, by replica
 

@@ -148,7 +148,7 @@ class SimulatedCoordinator:
                 self.outcome.aborted = reason
 
     def _commit(self, act: acts.CommitSnapshot) -> None:
-        if self.store.commit(act.snapshot, act.version, self._versions(act.version), act.stop):
+        if self.store.commit(act.snapshot, act.version, self._versions(act.version), act.stop, act.decided):
             self._handle(inbox.SnapshotCommitted(act.snapshot, act.version, 0, 0.0))
         else:
             self._handle(inbox.SnapshotFailed(act.snapshot, "no space left"))

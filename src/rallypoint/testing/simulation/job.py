@@ -13,6 +13,7 @@ import msgspec
 from rallypoint.codec.spec import CodecSpec, Raw, has_state
 from rallypoint.config import Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
+from rallypoint.core.deciding.decisions import Rules
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout, Shard, TensorSpec
 from rallypoint.core.modes import Holder
@@ -20,26 +21,11 @@ from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalStep
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.core.table import Part
 from rallypoint.testing.simulation.replicas import scale as loss_scale
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
+from rallypoint.testing.simulation.replicas.decided import Undisturbed
 from rallypoint.testing.simulation.replicas.names import combine, tree
 from rallypoint.testing.simulation.replicas.rounds import Names, Rounds, Trained
 from rallypoint.testing.simulation.replicas.script import ScriptStops
-
-Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
-GARBAGE: Content = -1
-
-
-@dataclass(frozen=True)
-class State:
-    """Under AllReduce a shard's whole state, as a worker has brought it."""
-
-    content: Content
-
-
-@dataclass(frozen=True)
-class Mean:
-    """Under AllReduce the mean of a step's contributions; None: the step changes nothing."""
-
-    content: Content
 
 
 @dataclass(frozen=True)
@@ -64,6 +50,7 @@ class SimulatedJob:
     tables: int = 0  # shards of parameters that are parts of a table
     stop: ScriptStops | None = None  # same bytes only
     every: int = 0  # an evaluation is due after so many steps; 0: never
+    rules: Rules = field(default_factory=Rules)  # by which evaluations decide
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     # (shard, replica) of codec states that were between two workers when their server died, or their shard moved
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)
@@ -116,6 +103,7 @@ class SimulatedJob:
             precision="fp16" if self.fp16 else "fp32", loss_scale=loss_scale.SCALING,
             nonfinite="skip" if self.skip else "stop", sync=self.sync, codec=self.codec,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
+            plateau=self.rules.plateau, keep_best=self.rules.best.metric if self.rules.best else "",
         )  # fmt: skip
         return msgspec.structs.replace(config, steps=self.steps * config.steps_per_round)
 
@@ -199,7 +187,9 @@ class SimulatedJob:
     @property
     def end(self) -> int:
         """The job's last version."""
-        return self.steps if self.stop is None else self.stop.version
+        if self.stop is not None or not self.rules.steers:
+            return self.steps if self.stop is None else self.stop.version
+        return self.undisturbed_decisions.end if self.trajectory else 0
 
     def last_version(self, shard: int) -> int:
         """The shard's own version at the end of the job."""
@@ -328,21 +318,27 @@ class SimulatedJob:
         """A gradient after clipping."""
         return finished if scale == 1.0 or not self.same_bytes else combine(finished, int(scale * 2**40))
 
-    def update(self, master: Content, finished: Content, step: int) -> Content:
-        """The optimizer."""
-        return combine(master, finished, step, 99) if self.same_bytes else self._both(master, finished)
+    def update(self, master: Content, finished: Content, step: int, reductions: int = 0) -> Content:
+        """The optimizer, whose rate is reduced so often."""
+        return combine(master, finished, step, 99 + reductions) if self.same_bytes else self._both(master, finished)
 
     def undisturbed(self) -> list[Content]:
         """Every shard at the last version, computed without any cluster."""
         return self.trajectory[self.end]
 
     @cached_property
+    def undisturbed_decisions(self) -> Undisturbed:
+        return Undisturbed(self.rules, self.every, self.steps)
+
+    @cached_property
     def trajectory(self) -> list[list[Content]]:
         """Every shard at every version, computed without any cluster."""
         models = [[self.first(shard) for shard in range(self.shards)]]
         residuals, inner, trained = dict[tuple[int, int], int](), dict[int, int](), dict[int, Trained]()
+        decisions = self.undisturbed_decisions
         for step in range(self.steps):
             model = models[-1]
+            decisions.evaluated(step, model)
             if self.delayed:
                 pushed = self._delayed_round(step, tuple(model), trained)
                 finished = [self._summed([own[shard] for own in pushed]) for shard in range(self.shards)]
@@ -350,11 +346,13 @@ class SimulatedJob:
                 finished = [self._finished(shard, step, model, residuals, inner) for shard in range(self.shards)]
             scale = self._scale(step, finished, loss_scale.scale_of(model[-1]) if self.fp16 else 1.0)
             models.append([
-                self._next(shard, master, finished[shard], self.cadence.updates_before(shard, step), scale)
+                self._next(shard, master, finished[shard], self.cadence.updates_before(shard, step), scale,
+                           decisions.reductions(step))
                 if self.cadence.due(shard, step) else master for shard, master in enumerate(model)
             ])  # fmt: skip
             for replica in range(self.replicas if self.keeps_inner else 0):
                 inner[replica] = self.inner_after(inner.get(replica, 0), step, replica, model)
+        decisions.evaluated(self.steps, models[-1])
         return models
 
     def _finished(
@@ -391,10 +389,12 @@ class SimulatedJob:
         whole = losses and all(map(math.isfinite, norms))
         return clip_scale(total_norm(norms) / scale, self.clip) / scale if whole or not self.skip else None
 
-    def _next(self, shard: int, master: Content, finished: Content, step: int, scale: float | None) -> Content:
+    def _next(self, shard: int, master: Content, finished: Content, step: int, scale: float | None,
+              reductions: int) -> Content:  # fmt: skip
         if shard == self.scale_shard:
             return loss_scale.after(master, skipped=scale is None)
         decided = self.skip or shard not in self.buffer_shards
         if decided and scale is None:
             return master
-        return self.update(master, self.scaled(finished, scale if decided and scale is not None else 1.0), step)
+        scaled = self.scaled(finished, scale if decided and scale is not None else 1.0)
+        return self.update(master, scaled, step, reductions)

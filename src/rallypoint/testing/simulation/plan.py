@@ -10,11 +10,13 @@ import msgspec
 
 from rallypoint.codec.spec import TopK, has_state
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.policies import (
     CodecState,
+    Deciding,
     Evaluating,
     InnerState,
     Mode,
@@ -81,6 +83,8 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
         return _scaled(_plan_of(seed, _SYNC))
     if isinstance(played, Evaluating):
         return _evaluating(_plan_of(seed, _SYNC))
+    if isinstance(played, Deciding):
+        return _deciding(_plan_of(seed, _SYNC))
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
     if isinstance(played, Poisoned):
@@ -152,6 +156,25 @@ def _evaluating(plan: Plan) -> Plan:
     terms = msgspec.structs.replace(plan.terms, backup_tasks=asked, aggregators=0)
     job = replace(plan.job, every=rng.choice([1, 2, 3, 5]))
     return replace(plan, terms=terms, job=job, workers=plan.workers + 2, aggregators=0)
+
+
+def _deciding(plan: Plan) -> Plan:
+    """Rules of all kinds; up to two workers more stand by.
+
+    The journal has room: what nobody has written down and whose evaluator is dead too cannot be decided again.
+    """
+    rng = random.Random(plan.seed * 7919 + 12)
+    terms = msgspec.structs.replace(plan.terms, backup_tasks=False)
+    rules = Rules(
+        stops=(StopWhen(metric="figure", patience=rng.randint(2, 4)),) if rng.random() < 0.6 else (),
+        plateau=ReduceOnPlateau("figure", patience=rng.randint(0, 1), cooldown=rng.randint(0, 1)),
+        best=KeepBest("figure") if rng.random() < 0.6 else None,
+    )
+    job = replace(plan.job, every=rng.choice([1, 2, 3, 5]), rules=rules)
+    faults = tuple(fault for fault in plan.faults if fault.kind != "journal full" and fault.role != "aggregator")
+    return replace(
+        plan, terms=terms, job=job, faults=faults, workers=plan.workers + rng.randint(0, 2), aggregators=0
+    )
 
 
 def _scaled(plan: Plan) -> Plan:
@@ -280,7 +303,7 @@ def played_by(plan: Plan) -> Played:
     """What a plan was made for."""
     job = plan.job
     if job.fp16 or job.every:
-        return Scaled() if job.fp16 else Evaluating()
+        return Scaled() if job.fp16 else Deciding() if job.rules.steers else Evaluating()
     if job.tables:
         assert not isinstance(job.sync, LocalSteps | AllReduce)
         return Tables(job.sync)

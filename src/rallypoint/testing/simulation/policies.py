@@ -10,7 +10,7 @@ Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
-    "tables:WORD, stopped or stopped:WORD, scaled, evaluating"
+    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided"
 )
 
 
@@ -59,14 +59,22 @@ class Evaluating:
     """A synchronous job whose script evaluates every few steps, with workers that stand by."""
 
 
-Played = Scaled | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Evaluating
+@dataclass(frozen=True)
+class Deciding:
+    """A synchronous job whose evaluations decide: when it ends, with which rates, which snapshot is the best."""
+
+
+_ALONE: dict[str, type[Scaled | Evaluating | Deciding]] = {
+    "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding,
+}  # fmt: skip
+Played = Scaled | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Evaluating | Deciding
 
 
 def parse_policy(text: str) -> Played:
     """One of the `WORDS` as what is to be played. ValueError for anything else."""
     name, colon, number = text.partition(":")
-    if text in ("scaled", "evaluating"):
-        return Scaled() if text == "scaled" else Evaluating()
+    if text in _ALONE:
+        return _ALONE[text]()
     if name == "codec-state":
         sync = parse_policy(number) if colon else Sync()
         if isinstance(sync, Sync | BoundedStaleness | Async | LocalSteps):
@@ -115,8 +123,8 @@ def _parse_mode(text: str) -> Mode:
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
     match policy:
-        case Scaled() | Evaluating():
-            return "scaled" if isinstance(policy, Scaled) else "evaluating"
+        case Scaled() | Evaluating() | Deciding():
+            return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
         case CodecState(sync=sync):
             of = word_for(sync)
             return None if of is None else "codec-state" if sync == Sync() else f"codec-state:{of}"

@@ -303,7 +303,7 @@ class Simulation:
             at = -1 if machine is None else machine.slowest if machine.policy.streaming else machine.version
             if server.node.alive and at == job.last_version(shard):
                 contents.append(server.held[shard].master)
-        id, version, _ = self.store.newest()
+        id, version, *_ = self.store.newest()
         if version == job.end:
             contents.append(self.store.read(id, shard)[1][0])
         if self._primary_gone(shard) and shard not in job.table_shards:  # as soon as the workers had it

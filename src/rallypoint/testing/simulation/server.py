@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rallypoint.core.deciding.decisions import reductions_at
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard import server as machine
@@ -20,11 +21,12 @@ from rallypoint.server.reducer.ledger import ENTRIES
 from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.codec_states import Coded, Residual, ServerCodecStates, States
-from rallypoint.testing.simulation.job import Content, Mean, SimulatedJob, State
+from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.link import PeerWires
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.replicas import scale as loss_scale
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
 from rallypoint.testing.simulation.server_checks import Held
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.tables.pulls import ServerPulls
@@ -346,7 +348,10 @@ class SimulatedServer:
             held.master = loss_scale.after(held.master, skipped=apply.scale is None)
         elif apply.scale is not None:
             held.parts[0] = self.job.scaled(held.parts[0], apply.scale)
-            held.master = Mean(held.parts[0]) if averages else self.job.update(held.master, held.parts[0], apply.step)
+            view = self.machine.view
+            reductions = 0 if view is None else reductions_at(view.reductions, apply.step)
+            update = self.job.update(held.master, held.parts[0], apply.step, reductions)
+            held.master = Mean(held.parts[0]) if averages else update
         elif averages:
             held.master = Mean(None)
         if apply.replicate:

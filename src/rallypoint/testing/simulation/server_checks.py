@@ -10,8 +10,8 @@ from rallypoint.core.shard.clip import Verdict, phrase
 from rallypoint.core.shard.effects import Reply
 from rallypoint.net.messages import GiveUp
 from rallypoint.testing.simulation.codec_states import Coded
-from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, State
 from rallypoint.testing.simulation.member import COORDINATOR
+from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean, State
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.server import SimulatedServer

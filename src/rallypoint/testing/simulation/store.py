@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.view import Stop
-from rallypoint.testing.simulation.job import Content
+from rallypoint.testing.simulation.replicas.contents import Content
+
+Committed = tuple[str, int, Stop | None, Decided]
 
 
 class SimulatedStore:
@@ -12,7 +15,7 @@ class SimulatedStore:
     def __init__(self) -> None:
         self.full = False
         self._parts: dict[str, dict[int, tuple[int, Content]]] = {}
-        self._committed: list[tuple[str, int, Stop | None]] = []
+        self._committed: list[Committed] = []
 
     def write(self, id: str, shard: int, version: int, content: Content) -> bool:
         """Store one shard; False when there is no room."""
@@ -21,13 +24,15 @@ class SimulatedStore:
         self._parts.setdefault(id, {})[shard] = (version, content)
         return True
 
-    def commit(self, id: str, version: int, wanted: list[int | None], stop: Stop | None) -> bool:
+    def commit(
+        self, id: str, version: int, wanted: list[int | None], stop: Stop | None, decided: Decided
+    ) -> bool:
         """The manifest; False when there is no room. Of each shard that version is wanted (None: any)."""
         if self.full:
             return False
         assert len(self._parts[id]) == len(wanted), f"snapshot {id} is committed with {len(self._parts[id])} shards"
         assert all(self._parts[id][shard][0] == v for shard, v in enumerate(wanted) if v is not None)
-        self._committed.append((id, version, stop))
+        self._committed.append((id, version, stop, decided))
         return True
 
     def tear(self) -> None:
@@ -35,9 +40,9 @@ class SimulatedStore:
         if len(self._committed) > 1:
             self._committed.pop()
 
-    def newest(self) -> tuple[str, int, Stop | None]:
-        """The newest usable snapshot, its version, and the job's early end as its manifest knows it."""
-        return self._committed[-1] if self._committed else ("", -1, None)
+    def newest(self) -> Committed:
+        """The newest usable snapshot, its version, and what its manifest knows of the job's early end and decisions."""
+        return self._committed[-1] if self._committed else ("", -1, None, Decided())
 
     def read(self, id: str, shard: int) -> tuple[int, Content]:
         """A shard's version and content."""

@@ -11,9 +11,10 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.ending import End
 from rallypoint.net.messages import Beat
 from rallypoint.testing.simulation.exchange import SimulatedExchange
-from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
+from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, World
+from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
 from rallypoint.testing.simulation.replicas.evaluations import SimulatedEvaluations
 from rallypoint.testing.simulation.replicas.forward import SimulatedForward

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.messages import Done, Message, Stop
-from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.exchange import Exchange, Rewound
 
 LONGEST = 200  # characters of a reason
 
@@ -63,6 +64,13 @@ class Stopping:
             if self._said is None:
                 self.say(version, exchange.end.generation)
             exchange.end.wait_until_known()
+
+    def heed_ranks(self, reason: str | None, exchange: Exchange) -> None:
+        """Main thread, in a worker of several ranks: heed what any of them has said of stopping the job."""
+        if reason is not None:
+            self.wish(reason)
+        with suppress(Rewound):  # the other ranks send their gradients first: `end_replica` raises it after that
+            self.heed(exchange)
 
     def leave(self, exchange: Exchange, reason: str) -> None:
         """Main thread: the script has left its loop, for this reason if it gave no other."""

@@ -7,7 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from rallypoint.core.deciding.decisions import StopWhen, checked
 from rallypoint.core.view import ViewNumber
+from rallypoint.errors import UsageError
+from rallypoint.net.evaluations.messages import MOST_RULES
 from rallypoint.net.messages import Metrics
 from rallypoint.worker.evaluating.evaluations import Evaluations, Registered
 from rallypoint.worker.exchange.locked import Rewound
@@ -32,12 +35,35 @@ class LeasedEvaluations:
         """`around(step)` is entered around evaluations, as around those of the lead."""
         self._parts, self._exchange, self._evaluations, self._around = parts, parts.exchange, evaluations, around
         self.version: int | None = None
+        self._stops: list[StopWhen] = []
+        self._registered = False
         self._checks = ForwardChecks(parts.model, lambda module: parts.exchange.leased.check())
 
+    def stop_when(self, rule: StopWhen) -> None:
+        """The script has this rule. Raises UsageError where the job cannot decide, ConfigError if it is no rule."""
+        if self._parts.decides_not:
+            raise UsageError(self._parts.decides_not)
+        if self._registered:
+            raise UsageError("call run.stop_when before the loop: what the job computes depends on it from the start")
+        if len(self._stops) == MOST_RULES:
+            raise UsageError(f"run.stop_when was called more than {MOST_RULES} times: leave some out")
+        self._stops.append(checked(rule))
+
     def register(self) -> None:
-        """Tell the coordinator which evaluations the script has."""
-        if self._parts.leases and self._evaluations.periods:
-            self._parts.reports.registered(self._evaluations.periods, high=self._evaluations.high)
+        """Tell the coordinator which evaluations the script has, and by which rules they decide.
+
+        Raises UsageError if they decide and the loop has begun: others compute already.
+        """
+        parts, periods = self._parts, self._evaluations.periods
+        decides = bool(self._stops) or parts.config.plateau is not None or bool(parts.config.keep_best)
+        if not parts.leases or not (periods or decides):
+            return
+        if decides and self._registered:
+            raise UsageError("write @run.every above the loop: what the job computes depends on its evaluations")
+        self._registered = True
+        if decides:
+            parts.exchange.leased.decide()
+        parts.reports.registered(periods, high=self._evaluations.high, stops=self._stops)
 
     def lead(self, version: int, generation: ViewNumber, due: list[Registered]) -> None:
         """Evaluate the version that the model holds, which the lead has not left to another worker."""

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
+from rallypoint.core.deciding.decisions import StopWhen
 from rallypoint.core.typed import MOST_METRICS
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Evaluated, Evaluates, Message, Metrics, NotKept
@@ -29,10 +30,10 @@ class EvaluationReports:
         with self._lock:
             return self._metrics[-1].values if self._metrics else {}
 
-    def registered(self, periods: Iterable[int], *, high: bool) -> None:
-        """The script has evaluations with these periods."""
+    def registered(self, periods: Iterable[int], *, high: bool, stops: Iterable[StopWhen] = ()) -> None:
+        """The script has evaluations with these periods, and these rules by which they end the job."""
         with self._lock:
-            self._registered = Evaluates(tuple(periods), high)
+            self._registered = Evaluates(tuple(periods), high, tuple(stops))
             self._send(self._registered)
 
     def evaluated(self, metrics: Metrics) -> None:

@@ -312,6 +312,8 @@ class Exchange:
         at, view = self._shell.machine, self._shell.machine.view
         if view is None:
             return "the first view"
+        if self._shell.leased.holds_back(view, at.next_action()):
+            return self._shell.leased.awaited(view)
         if at.step >= at.steps:
             return "the other workers to finish"
         if not at.takes_part:

@@ -210,3 +210,8 @@ class NoGuard:
 
     def read(self, *, wait: bool = True) -> None:
         """Does nothing."""
+
+
+def compares(step: int) -> bool:
+    """True if the parameters' values are compared around the script's code of this step: 0, 1, 2, 4, 8, ..."""
+    return step & (step - 1) == 0

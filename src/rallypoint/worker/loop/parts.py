@@ -32,6 +32,7 @@ class Parts:
         streamed: the model's parameters, where they stay on the servers; else None.
         followers: the other ranks of this worker, if it is a group.
         leases: an evaluation may be leased to a worker that does not train.
+        decides_not: the sentence that refuses `run.stop_when`; "" if the job's mode supports it.
         done: tells the coordinator that this worker holds the last version, in which generation, and which that is.
         leads: true on the worker that evaluates (now) and saves (when the job is over).
         say: shows a line to the user.
@@ -57,6 +58,7 @@ class Parts:
     streamed: StreamedParameters | None = None
     followers: Followers = field(default_factory=NoFollowers)
     leases: bool = False
+    decides_not: str = ""
 
     @property
     def alone(self) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
 
 from rallypoint.config import JobConfig
+from rallypoint.core.deciding.decisions import StopWhen
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
@@ -23,7 +24,7 @@ from rallypoint.worker.evaluating.leased import LeasedEvaluations
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.forward_checks import ForwardChecks
-from rallypoint.worker.loop.guard import ModelGuard
+from rallypoint.worker.loop.guard import ModelGuard, compares
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.passes import Passes
@@ -118,6 +119,20 @@ class Run:
         if self._parts.stopping.why_not:
             raise UsageError(self._parts.stopping.why_not)
         self._parts.stopping.wish(reason)
+
+    def stop_when(
+        self, metric: str, *, patience: int = 0, min_delta: float = 0.0, mode: Literal["min", "max"] = "min",
+        below: float | None = None, above: float | None = None,
+    ) -> None:  # fmt: skip
+        """End the job when evaluations return `metric` below `below`, or above `above`, or have not made it better by
+        more than `min_delta` for the `patience`-th time in a row. Call it before the loop, on all workers.
+
+        It ends with the next version that is to be evaluated, whoever evaluates and however long that takes: training
+        does not pass that version before. Raises UsageError in other modes than rp.Sync() and in the loop, ConfigError
+        for settings that make no sense.
+        """
+        rule = StopWhen(metric=metric, patience=patience, min_delta=min_delta, mode=mode, below=below, above=above)
+        self._leased.stop_when(rule)
 
     def every(self, steps: int, *, priority: Literal["", "high"] = "") -> Callable[[_E], _E]:
         """Decorate ``fn(step) -> {"val_loss": ...}``: one worker calls it after every `steps` steps and after the last
@@ -239,7 +254,7 @@ class Run:
     def _may_begin_early(self, round: int) -> bool:
         """True if nothing has to be done with this round's version before its forward pass begins."""
         step = self._config.steps_at(round)
-        if _compares(step):
+        if compares(step):
             return False
         evaluates = self._evaluations.coming(step, before=self._config.steps_at(round - 1))
         return not evaluates or self._exchange.view.leases(round)
@@ -266,7 +281,8 @@ class Run:
             for step in steps[0 if done is None else done.steps :]:
                 yield from self._step(step, replica)
             self._followers.agree(self._passes.losses, self._passes.weights, self._passes.logged)
-            self._heed_ranks()
+            if not self._parts.alone:
+                self._parts.stopping.heed_ranks(self._followers.stop(), self._exchange)
             self._source.end_replica(replica)
         except Rewound:
             self._early.undo()
@@ -312,7 +328,7 @@ class Run:
             scale = self._parts.tensors.loss_scale
             micro = Micro(self._passes, step=step, replica=replica, index=index, batch=batch, scale=scale)
             last = index == self._config.accumulate - 1
-            with self._guard.script(step, values=last and _compares(step), late=True):
+            with self._guard.script(step, values=last and compares(step), late=True):
                 self._early.begin()
                 try:
                     yield micro
@@ -326,15 +342,6 @@ class Run:
         if self._parts.alone:
             self._parts.stopping.heed(self._exchange)  # nothing that the next version needs is sent before
         self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read()[before:])))
-
-    def _heed_ranks(self) -> None:
-        """In a worker of several ranks: heed what any of them has said of stopping the job."""
-        if self._parts.alone:
-            return
-        if (reason := self._followers.stop()) is not None:
-            self._parts.stopping.wish(reason)
-        with suppress(Rewound):  # the other ranks send their gradients first: `end_replica` raises it after that
-            self._parts.stopping.heed(self._exchange)
 
     def _before_module(self, module: torch.nn.Module) -> None:
         # Outside of `with micro:`, which alone swallows Rewound, the script gets what the model holds
@@ -383,8 +390,3 @@ class Run:
 def _forget_gradients(parts: Parts) -> None:
     for placed in parts.tensors.parameters:
         placed.tensor.grad = None
-
-
-def _compares(step: int) -> bool:
-    """True if the parameters' values are compared around the script's code of this step: 0, 1, 2, 4, 8, ..."""
-    return step & (step - 1) == 0

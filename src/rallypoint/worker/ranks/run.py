@@ -87,6 +87,10 @@ class RankRun:
         if self._figures.stop is None:
             self._figures.stop = reason
 
+    def stop_when(self, metric: str, **settings: object) -> None:
+        """Raises UsageError: see `Run.stop_when`."""
+        raise UsageError(f"{metric}: run.stop_when is not supported together with --ranks: call run.stop() instead")
+
     def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
         """Add figures of one micro-batch (called by Micro): rank 0 gets them at the replica's end."""
         self._logged.add(figures)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Effect, Note, Say
-from rallypoint.core.cluster.events import Evaluated, Evaluates, NotKept
+from rallypoint.core.cluster.events import Evaluated, NotKept
 from rallypoint.core.view import Lease, View
 
 AHEAD = 2  # the lead may be so many steps ahead of what is known: a lease of an earlier version would come too late
@@ -33,22 +33,85 @@ def wanted_lease(course: Course) -> Lease | None:
     if lease is not None and (ledger.is_over(lease.version) or lease.version > course.last):
         lease = None
     if lease is None and ledger.periods:
-        version = _version_to_lease(course, view)
+        version = _first_undecided(course) if course.decides else _version_to_lease(course, view)
         lease = None if version is None else Lease(version)
     return None if lease is None else Lease(lease.version, _holder(course, view, lease))
 
 
-def heard(event: Evaluates | Evaluated | NotKept, course: Course) -> None:
-    """Take what a worker says of evaluations: which its script has, a result, a version that no server keeps."""
+def wanted_limit(course: Course, lease: Lease | None) -> int | None:
+    """The limit that the next view is to have with this lease: see `View.limit`.
+
+    Where evaluations decide, no version that is due is passed before it is leased, and not the one after it before it
+    has its result. Where the best is kept, none is passed before servers are asked for its snapshot.
+    """
+    ledger, record = course.evaluations, course.record
+    if record is None:
+        return None
+    if not course.strategies.leases:  # workers do not know how the cluster was started
+        return record.rounds if record.leases and record.rules.steers else None
+    if not ledger.registered:
+        return course.views.limit
+    if not course.rules.steers:
+        return None
+    gates, first = [record.rounds], _first_undecided(course)
+    if first is not None and lease is not None and lease.version == first:
+        first = ledger.due_after(first, course.last)
+    if (captured := version_to_capture(course)) is not None:
+        gates.append(captured)
+    return min(gates if first is None else [*gates, first])
+
+
+def version_to_capture(course: Course) -> int | None:
+    """The next version that is evaluated and of which a snapshot is to be asked for; None if there is none."""
+    ledger = course.evaluations
+    if course.rules.best is None or not course.terms.snapshots:
+        return None
+    version = ledger.due_after(max(ledger.asked, known_version(course) - 1), course.last)
+    return None if version == course.last else version
+
+
+def awaits_decision(course: Course, version: int) -> bool:
+    """True if evaluations of versions before this one are still to be decided from."""
+    if not course.rules.steers:
+        return False
+    first = _first_undecided(course)
+    return first is not None and first < version
+
+
+def holds_back(course: Course) -> str:
+    """A phrase for what training waits for at the limit; "" if it is not there."""
+    view, record = course.view, course.record
+    if view is None or record is None or view.limit is None or not view.limit <= course.known < record.rounds:
+        return ""
+    if view.lease is None:
+        return f"a snapshot of step {record.steps_at(view.limit)} to begin, because it is evaluated"
+    at = record.steps_at(view.lease.version)
+    return f"the evaluation of step {at} by {view.lease.holder or 'a worker that can run it'}: the job decides from it"
+
+
+def version_is_settled(course: Course, version: int) -> bool:
+    """True if the version has its result, or never will: it is lost, or is from before this generation."""
+    return course.evaluations.is_over(version) or version < course.evaluations.first
+
+
+def known_version(course: Course) -> int:
+    """The highest version that is known to exist. Reports may be lost with a connection; what is evaluated exists."""
+    return max(course.known, course.evaluations.decided.version)
+
+
+def _first_undecided(course: Course) -> int | None:
+    return course.evaluations.due_after(course.evaluations.decided.version, course.last)
+
+
+def heard(event: Evaluated | NotKept, course: Course) -> None:
+    """Take what a worker says of an evaluation: a result, or a version that no server keeps."""
     ledger, view = course.evaluations, course.view
     if event.worker not in course.members.present or course.record is None:
         return
-    if isinstance(event, Evaluates):
-        ledger.register(event.worker, event.periods, high=event.high)
-    elif view is None or not course.is_current(event.generation) or not 0 < event.version <= course.last:
+    if view is None or not course.is_current(event.generation) or not 0 < event.version <= course.last:
         return
-    elif isinstance(event, Evaluated):
-        if ledger.add(event.version, event.figures) and view.leases(event.version):
+    if isinstance(event, Evaluated):
+        if ledger.add(event.version, event.figures) and (view.leases(event.version) or course.decides):
             course.changed()  # it must not be given again, or shown again, by the next coordinator
     elif view.leases(event.version) and not ledger.is_over(event.version):
         ledger.lost.add(event.version)
@@ -60,7 +123,8 @@ def rolled_back(course: Course) -> None:
     ledger.rewind(version)
     if lease is not None and lease.version < version and not ledger.is_over(lease.version):
         ledger.lost.add(lease.version)
-    course.views.lease = None
+    course.views.lease = course.views.limit = None
+    course.views.reductions = ledger.decided.reductions
 
 
 def lease_noted(course: Course, before: View) -> list[Effect]:

@@ -1,10 +1,11 @@
-"""What the coordinator knows of a job's evaluations: their periods, who can run them, their results."""
+"""What the coordinator knows of a job's evaluations: their periods, who can run them, their results, the decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rallypoint.core.deciding.decisions import Decided, Rules, StopWhen
 from rallypoint.core.evaluation import any_due
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import View
@@ -22,6 +23,12 @@ class EvaluationLedger:
         able: the workers whose script has these evaluations.
         results: version -> its figures by name, of the newest 64 versions that were evaluated.
         lost: versions that nobody can evaluate any more: the servers that kept them are gone.
+        registered: a worker has said which evaluations the script has, since this coordinator began.
+        stops: the script's rules for an early end.
+        decided: what is decided from the results.
+        asked: the newest version of which a snapshot was asked for.
+        stored: the newest 64 versions of which there is a snapshot.
+        first: the version with which this generation began.
     """
 
     periods: tuple[int, ...] = ()
@@ -29,15 +36,33 @@ class EvaluationLedger:
     able: set[str] = field(default_factory=set)
     results: dict[int, dict[str, float]] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
+    registered: bool = False
+    stops: tuple[StopWhen, ...] = ()
+    decided: Decided = field(default_factory=Decided)
+    asked: int = 0
+    stored: list[int] = field(default_factory=list)
+    first: int = 0
+    _earlier: list[Decided] = field(default_factory=list)  # ascending; the newest 64
 
-    def register(self, worker: str, periods: tuple[int, ...], *, high: bool) -> None:
-        """A worker says which evaluations its script has. Who has others than the first one said is not able."""
-        if not self.periods or self.able <= {worker}:
-            self.periods, self.high = periods, high
-        (self.able.add if periods == self.periods and periods else self.able.discard)(worker)
+    def register(
+        self, worker: str, periods: tuple[int, ...], *, high: bool, stops: tuple[StopWhen, ...] = ()
+    ) -> bool:
+        """A worker says which evaluations its script has. Who has others than the first one said is not able.
 
-    def recovered(self, results: Mapping[int, Mapping[str, float]], view: View | None) -> None:
+        Returns True if it has the same ones.
+        """
+        if not self.registered or (not self.periods and not self.stops) or self.able <= {worker}:
+            self.periods, self.high, self.stops = periods, high, stops
+        self.registered = True
+        same = periods == self.periods and stops == self.stops
+        (self.able.add if same and periods else self.able.discard)(worker)
+        return same
+
+    def recovered(
+        self, results: Mapping[int, Mapping[str, float]], decided: Decided, stored: Sequence[int], view: View | None
+    ) -> None:
         """Go on from what an earlier coordinator has left: the holder of its lease need not say that it is able."""
+        self.decided, self.stored, self.asked = decided, list(stored), max(stored, default=0)
         self.results = {version: dict(figures) for version, figures in results.items()}
         if view is not None and view.lease is not None and view.lease.holder:
             self.able.add(view.lease.holder)
@@ -60,6 +85,34 @@ class EvaluationLedger:
         """Drop what is known of versions after `version`: the job goes back to it."""
         self.results = {known: figures for known, figures in self.results.items() if known <= version}
         self.lost = {known for known in self.lost if known <= version}
+        self.decided = self.decided_at(version)
+        self.first = self.asked = version
+        self.stored = [*(known for known in self.stored if known < version), version]
+
+    def go_back_to(self, decided: Decided) -> None:
+        """The job goes back to a snapshot, which says that this was decided."""
+        self.decided = decided
+        self._earlier.clear()
+
+    def is_stored(self, version: int) -> None:
+        """There is a snapshot of this version."""
+        self.stored = [*self.stored, version][-KEPT:]
+
+    def decided_at(self, version: int) -> Decided:
+        """What was decided from evaluations of versions up to this one, as far as it is known."""
+        known: Sequence[Decided] = [Decided(), *self._earlier, self.decided]
+        return [one for one in known if one.version <= version][-1]
+
+    def decide(self, rules: Rules, version: int, following: int | None) -> None:
+        """Decide from the result of `version`, which has one or never will. `following`: see `Decided.after`."""
+        self._earlier = [*self._earlier, self.decided][-KEPT:]
+        self.decided = self.decided.after(rules, version, self.results.get(version, {}), following)
+
+    def due_after(self, version: int, last: int) -> int | None:
+        """The first version after this one that is due, whatever is over; None if there is none up to `last`."""
+        if not self.periods or version >= last:
+            return None
+        return min(last, *((max(0, version) // every + 1) * every for every in self.periods))
 
     def is_due(self, record: JobRecord, version: int, last: int) -> bool:
         """True if an evaluation is due with that version of a job that ends with `last`."""

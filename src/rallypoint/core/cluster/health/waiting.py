@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.evaluating.leases import awaits_evaluation
+from rallypoint.core.cluster.evaluating.leases import awaits_evaluation, holds_back
 from rallypoint.core.cluster.state import Phase, awaited
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 
@@ -20,6 +20,8 @@ def waiting_for(course: Course, snapshots: Snapshots, *, cut_off: bool) -> str |
     if course.phase is Phase.RECOVERING and (phrase := course.recovery.awaited(course.members, course.terms)):
         return phrase
     if course.members.all_done and (phrase := awaits_evaluation(course)):
+        return phrase
+    if course.phase is Phase.RUNNING and (phrase := holds_back(course)):
         return phrase
     return awaited(
         course.phase, course.members, course.terms, workers=course.workers_to_begin, servers=course.servers_to_begin

@@ -57,6 +57,7 @@ class SnapshotInProgress:
     Attributes:
         missing: the shards that are not stored yet.
         news: the time (s) of the last file that was stored, or when storing could begin, if that was later.
+        committing: its manifest is being written.
     """
 
     id: str
@@ -64,6 +65,7 @@ class SnapshotInProgress:
     missing: set[int]
     news: float
     writers: tuple[str, ...] = ()
+    committing: bool = False
 
 
 @dataclass(slots=True)

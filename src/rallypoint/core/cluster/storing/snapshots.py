@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Hold, Say
+from rallypoint.core.cluster.evaluating.leases import awaits_decision, known_version, version_to_capture
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty, SnapshotInProgress
 
@@ -66,7 +67,20 @@ class Snapshots:
         own = self.shards_to_store(event.server, event.snapshot).intersection(event.shards)
         if taking is None or not own or not self.duty.stored(own, self.course.now):
             return []
-        return [Commit(event.snapshot, taking.version)]
+        return self.commit()
+
+    def commit(self) -> list[Effect]:
+        """Commit the snapshot in progress if it is whole, and everything before its version is decided.
+
+        A job that goes on from it cannot evaluate earlier versions any more. One that fails may not wait for that.
+        """
+        taking, course = self.duty.taking, self.course
+        if taking is None or taking.missing or taking.committing:
+            return []
+        if course.phase is not Phase.FAILING and awaits_decision(course, taking.version):
+            return []
+        taking.committing = True
+        return [Commit(taking.id, taking.version)]
 
     def shards_to_store(self, member: str, snapshot: str) -> set[int]:
         """The shards of the snapshot in progress that this member has to store, and has not stored yet."""
@@ -80,7 +94,8 @@ class Snapshots:
         """Give up the snapshot in progress if nothing of it was stored for too long; take one if it is due."""
         taking, now = self.duty.taking, self.course.now
         missed = [] if taking is None else self._unfinished(taking)
-        if taking is not None and not (self._has_come(taking.version) and self.course.evaluating.isdisjoint(missed)):
+        waits = taking is not None and not taking.missing and not taking.committing  # for an evaluation
+        if taking is not None and (waits or not self._may_be_stored(taking.version, missed)):
             taking.news = now  # not yet: three steps, or an evaluation, may take longer than the patience
         lost = self.duty.given_up(now, missed)
         return [*([] if lost is None else self._lost(lost)), *self.take_if_due()]
@@ -93,7 +108,13 @@ class Snapshots:
         assert course.record is not None
         ending, lead = course.view is not None and course.view.ending, course.strategies.snapshot_lead
         due = self.duty.is_due(course.record, course.furthest, course.now, ending=ending, lead=lead)
-        return self.take() if due else []
+        soon = self.duty.taking is None and self._evaluated_soon(lead)
+        return self.take() if due or soon else []
+
+    def _evaluated_soon(self, lead: int) -> bool:
+        """True if it is time to ask for a snapshot of the next version that is evaluated, because the best is kept."""
+        version = version_to_capture(self.course)
+        return version is not None and version <= known_version(self.course) + lead
 
     def take(self) -> list[Effect]:
         """Begin a snapshot now; if one of its writers is not connected yet, as soon as it is."""
@@ -108,14 +129,20 @@ class Snapshots:
             return []
         rule = course.strategies.snapshot_version
         version = self.duty.next_version(course.record, course.furthest, rule, ending=course.view.ending)
-        version = min(version, course.last)
+        version, evaluated = min(version, course.last), version_to_capture(course)
+        if evaluated is not None and (version > evaluated or self._evaluated_soon(course.strategies.snapshot_lead)):
+            version = evaluated  # nobody is past it: see `View.limit`
         return self.capture(version, writers)
 
     def capture(self, version: int, writers: Sequence[str]) -> list[Effect]:
         """Begin a snapshot of `version`, which replaces the one in progress, and ask `writers` for their parts."""
         assert self.course.record is not None
+        self.course.evaluations.asked = max(self.course.evaluations.asked, version)
         shards = (shard.index for shard in self.course.record.layout.shards)
         return [Capture(self.duty.begin(version, shards, self.course.now, writers), version, tuple(writers))]
+
+    def _may_be_stored(self, version: int, missed: Sequence[str]) -> bool:
+        return self._has_come(version) and self.course.evaluating.isdisjoint(missed)
 
     def _has_come(self, version: int) -> bool:
         """True if members are known to have this version."""
@@ -128,6 +155,9 @@ class Snapshots:
         return sorted({self.course.recovery.writer_of(shard, taking.writers, view) for shard in taking.missing})
 
     def _committed(self, version: int) -> list[Effect]:
+        self.course.evaluations.is_stored(version)
+        if self.course.rules.best is not None:
+            self.course.changed()
         if not self.course.begun:
             self._begin()
             return []

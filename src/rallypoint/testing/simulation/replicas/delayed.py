@@ -13,7 +13,8 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.core.worker.local.drift import Drift, OwnParameters
 from rallypoint.core.worker.local.inner import InnerStates
-from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
 from rallypoint.testing.simulation.replicas.inner import Inner, InnerOptimizers
 from rallypoint.testing.simulation.replicas.rounds import Names, Trained
 

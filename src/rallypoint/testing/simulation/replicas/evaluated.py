@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from rallypoint.testing.simulation.coordinator import Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.replicas.evaluations import due, figure_of
+from rallypoint.testing.simulation.replicas.decided import figure_of
+from rallypoint.testing.simulation.replicas.evaluations import due
 
 
 def check_evaluations(
@@ -20,6 +21,11 @@ def check_evaluations(
     right = {v: figure_of(job.trajectory[v]) for v in range(1, job.end + 1) if due(job, v)}
     wrong = [(step, figure) for step, figure in outcome.evaluated if right.get(step) != figure]
     assert not wrong, f"evaluated to something else: {wrong}"
+    if job.rules.steers and coordinator is not None:
+        decided, wanted = coordinator.machine.course.evaluations.decided, job.undisturbed_decisions.decided
+        view = coordinator.machine.view
+        assert decided == wanted, f"{decided} is decided, and not {wanted}"
+        assert (view is None or view.stop is None) == (job.end == job.steps), f"the job ends with {job.end}: {view}"
     missing = right.keys() - {step for step, _ in outcome.evaluated}
     if any("snapshot" in said for said in outcome.said) and coordinator is not None:
         missing -= coordinator.machine.course.evaluations.lost

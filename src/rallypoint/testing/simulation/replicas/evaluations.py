@@ -9,12 +9,9 @@ from rallypoint.core.view import Lease, ViewNumber
 from rallypoint.core.worker.slots import Evaluate
 from rallypoint.net.messages import Evaluated, Evaluates, Message, Metrics, NotKept
 from rallypoint.testing.simulation.exchange import SimulatedExchange
-from rallypoint.testing.simulation.job import Content, SimulatedJob
-
-
-def figure_of(model: Sequence[Content]) -> float:
-    """What an evaluation of a model comes to."""
-    return float(hash(tuple(model)) % (1 << 52))
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.replicas.contents import Content
+from rallypoint.testing.simulation.replicas.decided import figure_of
 
 
 class SimulatedEvaluations:
@@ -38,7 +35,9 @@ class SimulatedEvaluations:
     def register(self, *, new: bool) -> None:
         """Tell the coordinator which evaluations there are; and the last results, unless the worker is `new`."""
         if self._job.every:
-            for message in (Evaluates((self._job.every,)), *(() if new else self._told[-128:])):
+            self._shell.leased.decides = self._job.rules.steers
+            told = Evaluates((self._job.every,), stops=self._job.rules.stops)
+            for message in (told, *(() if new else self._told[-128:])):
                 self._send(message)
 
     def leads(self, version: int) -> bool:

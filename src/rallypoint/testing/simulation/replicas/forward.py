@@ -7,7 +7,7 @@ from functools import partial
 
 from rallypoint.core.worker.overlap import OverlapMachine
 from rallypoint.testing.simulation.exchange import SimulatedExchange
-from rallypoint.testing.simulation.job import Content
+from rallypoint.testing.simulation.replicas.contents import Content
 
 
 class SimulatedForward:

@@ -13,8 +13,9 @@ from rallypoint.core.policy import BoundedStaleness
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.pulls import Request, Requests
 from rallypoint.core.worker.shell import WorkerShell
-from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
+from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import Wire
+from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
 from rallypoint.worker.exchange.rows.pull import Pull
 
 _NO_BYTES = (memoryview(b""), 0)  # names are as long as nothing

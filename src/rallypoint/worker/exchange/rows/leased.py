@@ -18,6 +18,11 @@ class LeasedPull:
         self._layout, self._locked, self._rows = layout, locked, rows
         self._lease: tuple[ViewNumber, int] | None = None  # what is being evaluated: the generation and the version
 
+    def decide(self) -> None:
+        """The job decides from evaluations: nothing is computed before a view says how far."""
+        with self._locked.changed:
+            self._locked.shell.leased.decides = True
+
     def begin(self, version: int) -> tuple[ViewNumber, torch.Tensor | None] | None:
         """Wait for the version. Returns the generation, and the version's flat fp32 vector.
 

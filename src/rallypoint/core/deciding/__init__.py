@@ -1,0 +1,1 @@
+"""What a job decides from the results of its evaluations."""

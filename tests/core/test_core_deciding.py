@@ -1,0 +1,215 @@
+"""Decisions as the coordinator makes them: how far training may go, what views say, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _terms
+
+from rallypoint.core.cluster.effects import Abort, Capture, Commit, Finish, Refuse, Say
+from rallypoint.core.cluster.events import (
+    Captured,
+    Committed,
+    Done,
+    Evaluated,
+    Evaluates,
+    Found,
+    Left,
+    NotKept,
+    Progress,
+)
+from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.state import ClusterState, Resumed
+from rallypoint.core.deciding.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
+from rallypoint.core.view import Lease, Stop
+
+EVERY = 4
+RULE = StopWhen(metric="loss", patience=2)
+
+
+def _begun(
+    workers: int = 2, standby: int = 1, stops: tuple[StopWhen, ...] = (RULE,), terms: dict[str, Any] | None = None,
+    **config: Any,
+) -> _Job:  # fmt: skip
+    """A job of 20 steps that evaluates every 4 steps, and whose evaluations decide."""
+    job = _Job(_terms(workers, 2, **(terms or {})), record=_record(**config))
+    names = [f"w{i}" for i in range(workers + standby)]
+    for capture in _of(Capture, job.come("s0", "s1", *names)):
+        _store(job, capture)
+    for name in names:
+        job.play(Evaluates(name, (EVERY,), stops=stops))
+    _reported(job, 0)
+    return job
+
+
+def _store(job: _Job, capture: Capture) -> list[Any]:
+    effects = job.play(*(Captured(writer, capture.snapshot, tuple(SHARDS)) for writer in capture.writers))
+    committed = [Committed(commit.snapshot) for commit in _of(Commit, effects)]
+    return [*effects, *job.play(*committed)]
+
+
+def _reported(job: _Job, step: int) -> list[Any]:
+    effects: list[Any] = []
+    for reached in range(max(0, job.machine.course.furthest), step + 1):
+        for worker in job.view.assigned(reached):
+            effects += job.play(Progress(worker, reached, 0, 0.1, job.view.generation))
+    return effects
+
+
+def _result(job: _Job, version: int, loss: float, worker: str = "w2") -> list[Any]:
+    return job.play(Evaluated(worker, version, job.view.generation, {"loss": loss}))
+
+
+def test_training_may_come_to_the_version_after_the_one_that_is_evaluated_and_no_further() -> None:
+    job = _begun()
+    assert (job.view.lease, job.view.limit) == (Lease(4, "w2"), 8)
+    _result(job, 4, 1.0)
+    assert (job.view.lease, job.view.limit) == (Lease(8, "w2"), 12)
+
+
+def test_without_a_standby_each_version_is_leased_too_so_it_can_be_evaluated_again() -> None:
+    job = _begun(standby=0)
+    assert (job.view.lease, job.view.limit) == (Lease(4, ""), 8)
+    _reported(job, 4)
+    assert job.view.lease == Lease(4, "w0")
+    job.play(Left("w0", "killed"))
+    assert job.view.lease == Lease(4, "w1")
+    _result(job, 4, 1.0, "w1")
+    assert (job.view.lease, job.view.limit) == (Lease(8, ""), 12)
+
+
+def test_nothing_is_computed_before_it_is_known_what_the_script_evaluates() -> None:
+    job = _Job(_terms(1, 1), record=_record(plateau={"metric": "loss"}))
+    job.come("s0", "w0")
+    assert job.view.limit is None, "workers wait for one"
+    job.play(Evaluates("w0", (EVERY,)))
+    assert job.view.limit == 8
+
+
+def test_a_rule_ends_the_job_with_the_version_that_is_due_next() -> None:
+    job = _begun()
+    for version, loss in ((4, 1.0), (8, 2.0)):
+        _reported(job, version)
+        _result(job, version, loss)
+    assert job.view.stop is None
+    _reported(job, 12)
+    effects = _result(job, 12, 3.0)
+    assert job.view.stop == Stop(16, "loss has not become better than 1 in 2 evaluations", "run.stop_when")
+    assert Say(f"the job ends with step 16: {job.view.stop.reason}") in effects
+    _reported(job, 15)
+    _result(job, 16, 1.0)
+    generation = job.view.generation
+    effects = job.play(*(Done(worker, generation, 16) for worker in ("w0", "w1", "w2")))
+    assert effects[-1] == Finish("w0", 16, job.view.stop.reason)
+
+
+def test_a_result_that_comes_early_waits_for_those_of_earlier_versions() -> None:
+    job = _begun(standby=0, stops=(StopWhen(metric="loss", below=0.5),))
+    _reported(job, 7)
+    _result(job, 8, 0.1, "w0")
+    assert job.view.stop is None
+    _result(job, 4, 0.2, "w0")
+    assert job.view.stop is not None
+    assert job.view.stop.version == 8
+
+
+def test_a_version_that_no_server_keeps_counts_as_one_without_a_result() -> None:
+    job = _begun()
+    job.play(NotKept("w2", 4, job.view.generation))
+    assert job.view.limit == 12
+    assert job.machine.course.evaluations.decided == Decided(4)
+
+
+def test_a_new_coordinator_decides_on_with_what_the_journal_says() -> None:
+    job = _begun()
+    _result(job, 4, 1.0)
+    _reported(job, 8)
+    _result(job, 8, 2.0)
+    kept = msgspec.json.decode(msgspec.json.encode(job.machine.state()), type=ClusterState)
+    machine = ClusterMachine(job.machine.terms, kept)
+    assert machine.course.evaluations.decided == job.machine.course.evaluations.decided
+    assert machine.course.views.limit == 16, "nobody has told it what the script evaluates"
+
+
+def test_a_job_that_goes_back_to_a_snapshot_decides_what_that_says() -> None:
+    job = _begun()
+    for version, loss in ((4, 1.0), (8, 2.0)):
+        _reported(job, version)
+        _result(job, version, loss)
+    _reported(job, 10)
+    after4 = Decided().after(Rules((RULE,)), 4, {"loss": 1.0}, 8)
+    job.play(Left("s0", "x"), Left("s1", "x"))
+    job.come("s2", "s3")
+    job.play(Found("step-00000006-1", 6, None, after4))
+    assert job.machine.course.evaluations.decided == after4
+    assert (job.view.lease, job.view.limit) == (Lease(8, "w2"), 12)
+
+
+def test_what_a_snapshot_says_goes_on_in_a_run_that_is_resumed() -> None:
+    rules = Rules(plateau=ReduceOnPlateau("loss", patience=0))
+    decided = Decided().after(rules, 4, {"loss": 1.0}, 8).after(rules, 8, {"loss": 1.0}, 12)
+    record = _record(plateau={"metric": "loss", "patience": 0})
+    job = _Job(_terms(1, 1), record=record, resume=Resumed(record, "step-00000010-1", 10, None, decided))
+    job.come("s0", "w0")
+    assert job.view.reductions == (12,)
+    job.play(Evaluates("w0", (EVERY,)))
+    assert (job.view.lease, job.view.limit) == (Lease(12, ""), 16)
+
+
+def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() -> None:
+    job = _begun(terms={"snapshots": True, "snapshot_steps": 6})
+    (capture,) = _of(Capture, _reported(job, 4))
+    assert capture.version == 6
+    assert not _of(Commit, _store(job, capture)), "nobody could evaluate version 4 any more after going back to 6"
+    assert [commit.version for commit in _of(Commit, _result(job, 4, 1.0))] == [6]
+
+
+def test_where_the_best_is_kept_each_version_that_is_evaluated_gets_a_snapshot_before_it_is_passed() -> None:
+    job = _begun(stops=(), terms={"snapshots": True}, keep_best="loss")
+    assert job.view.limit == 4, "its snapshot is not asked for"
+    (capture,) = _of(Capture, _reported(job, 1))
+    assert capture.version == 4
+    assert job.view.limit == 8
+    _reported(job, 4)
+    _store(job, capture)
+    assert Say("step 4 is the best so far: loss 1; its snapshot is kept") in _result(job, 4, 1.0)
+    ledger = job.machine.course.evaluations
+    assert ledger.decided.best == Best(4, 1.0)
+    assert job.machine.course.kept == (4, 4)
+    assert job.machine.course.rules.best == KeepBest("loss")
+
+
+def test_a_worker_with_another_script_is_refused() -> None:
+    job = _begun()
+    effects = job.come("w3")
+    effects = job.play(Evaluates("w3", (EVERY + 1,), stops=(RULE,)))
+    (refused,) = _of(Refuse, effects)
+    assert refused.member == "w3"
+    assert "other evaluations" in refused.reason
+    assert job.machine.last_word is None
+
+
+def test_rules_without_evaluations_end_the_job_with_a_sentence() -> None:
+    job = _Job(_terms(1, 1), record=_record())
+    job.come("s0", "w0")
+    (abort,) = _of(Abort, job.play(Evaluates("w0", (), stops=(RULE,))))
+    assert "write @run.every(100)" in abort.reason
+
+
+def test_rules_on_a_cluster_that_cannot_decide_end_the_job_with_a_sentence() -> None:
+    job = _Job(_terms(1, 1, backup_tasks=True), record=_record())
+    job.come("s0", "w0")
+    (abort,) = _of(Abort, job.play(Evaluates("w0", (EVERY,), stops=(RULE,))))
+    assert "run.stop_when is not supported together with --backup-tasks" in abort.reason
+
+
+def test_the_best_is_kept_as_before_where_nothing_can_be_decided() -> None:
+    job = _begun(stops=(), terms={"backup_tasks": True}, keep_best="loss")
+    assert job.view.limit == STEPS, "nobody waits"
+
+
+def test_a_job_that_waits_says_for_which_evaluation() -> None:
+    job = _begun()
+    _reported(job, 8)
+    assert job.machine.waiting_for() == "the evaluation of step 4 by w2: the job decides from it"
