@@ -9,6 +9,7 @@ import pytest
 from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.errors import ProtocolError
 from rallypoint.net.frames import Header, Kind
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.intake.intake import Intake
@@ -41,9 +42,9 @@ class _Server:
         job = ServerJob(record_of(CONFIG, LAYOUT), CONFIG)
         self.intake = Intake(job, views, self.events.append, self.tracer, (3, 5))
 
-    def receive(self, kind: Kind, step: int = 0) -> None:
+    def receive(self, kind: Kind, step: int = 0, replica: int = 0) -> None:
         length = LAYOUT.shards[0].nbytes if kind is Kind.PUSH else 0
-        channel: Any = _Channel(Header(kind, NUMBER, step=step, length=length, weight=1.0))
+        channel: Any = _Channel(Header(kind, NUMBER, step=step, length=length, weight=1.0, replica=replica))
         self.intake.receive_from_worker(channel, "w")
 
 
@@ -61,3 +62,12 @@ def test_a_frame_that_is_of_no_step_does_not_end_the_tracing(kind: Kind) -> None
     server.receive(Kind.PUSH, 3)
     server.receive(kind)
     assert server.tracer.on
+
+
+@pytest.mark.parametrize("replica", [2, 2**32 - 1])
+def test_a_replica_that_the_job_does_not_have_ends_the_connection_whoever_sends_it(replica: int) -> None:
+    server = _Server()
+    server.receive(Kind.PUSH, 3, 1)
+    with pytest.raises(ProtocolError, match=f"replica {replica}: this job has 2"):
+        server.receive(Kind.PUSH, 3, replica)
+    assert len(server.events) == 1

@@ -69,6 +69,8 @@ class FrameChecks:
         if header.step >= (rounds := self._job.plan.rounds_of(header.shard)):
             raise ProtocolError(f"a contribution to step {header.step} of shard {header.shard}, which has {rounds}")
         replicas, block = self._job.config.replicas, Block(header.replica, header.replica + header.base + 1)
+        if header.replica >= replicas:
+            raise ProtocolError(f"a contribution of replica {header.replica}: this job has {replicas}")
         if self._job.config.policy.tree:
             if header.base and not is_block(block, replicas):
                 raise ProtocolError(f"replicas {block.start} to {block.stop - 1} are no block of {replicas} replicas")
