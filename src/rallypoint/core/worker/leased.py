@@ -45,3 +45,7 @@ class LeasedVersion:
     def over(self, generation: ViewNumber, version: int) -> None:
         """It has evaluated that version, or nobody can any more."""
         self._over = (generation, version)
+
+    def lost(self) -> None:
+        """The worker was given up: what it said of an evaluation may not have been heard, and it is to make it again."""
+        self._over = None

@@ -111,6 +111,8 @@ class WorkerShell:
             self.snapshots.rolled_back()
         # A worker that was given up and came back returns all of its codec states: another worker may have newer ones.
         back = before is not None and _came_back(self.machine.me, before, view)
+        if back:
+            self.leased.lost()
         return [*effects, *self._keep_only(frozenset() if back else self.machine.keeps)]
 
     def link_up(self, server: str) -> list[Effect]:

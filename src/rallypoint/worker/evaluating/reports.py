@@ -22,7 +22,7 @@ class EvaluationReports:
         self._send, self._lock = send, threading.Lock()
         self._registered: Evaluates | None = None
         self._metrics: deque[Metrics] = deque(maxlen=_REPEATED)
-        self._versions: deque[Evaluated] = deque(maxlen=_REPEATED)
+        self._versions: deque[Evaluated | NotKept] = deque(maxlen=_REPEATED)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -51,7 +51,10 @@ class EvaluationReports:
 
     def not_kept(self, version: int, generation: ViewNumber) -> None:
         """No server has that version any more."""
-        self._send(NotKept(version, generation))
+        with self._lock:
+            told = NotKept(version, generation)
+            self._versions.append(told)
+            self._send(told)
 
     def repeat(self, *, new: bool) -> None:
         """The coordinator has admitted this worker (again): it may have been sent into a link that was broken already.
