@@ -213,3 +213,58 @@ def test_a_job_that_waits_says_for_which_evaluation() -> None:
     job = _begun()
     _reported(job, 8)
     assert job.machine.waiting_for() == "the evaluation of step 4 by w2: the job decides from it"
+
+
+def test_a_worker_with_rules_is_refused_where_the_others_have_none() -> None:
+    """Else it would wait for ever for a view that says how far it may go."""
+    job = _begun(stops=())
+    job.come("w3")
+    (refused,) = _of(Refuse, job.play(Evaluates("w3", (EVERY,), stops=(RULE,))))
+    assert refused.member == "w3"
+    assert job.view.limit is None
+
+
+def test_a_worker_that_is_refused_keeps_no_replicas() -> None:
+    job = _begun(standby=0, terms={"workers_max": 3})
+    job.come("w2")
+    assert "w2" in job.view.assignments[-1].replicas
+    job.play(Evaluates("w2", (EVERY + 1,), stops=(RULE,)))
+    assert all("w2" not in assignment.replicas for assignment in job.view.assignments)
+    assert "w2" not in {member.id for member in job.view.workers}
+
+
+def test_a_standby_ends_no_job_with_rules_that_it_cannot_have() -> None:
+    job = _begun(stops=(), terms={"backup_tasks": True})
+    (refused,) = _of(Refuse, job.play(Evaluates("w2", (EVERY,), stops=(RULE,))))
+    assert "run.stop_when is not supported together with --backup-tasks" in refused.reason
+    assert job.machine.last_word is None
+    (abort,) = _of(Abort, job.play(Evaluates("w1", (EVERY,), stops=(RULE,))))
+    assert "run.stop_when is not supported together with --backup-tasks" in abort.reason
+
+
+def test_a_standby_ends_no_job_with_rules_without_evaluations() -> None:
+    job = _Job(_terms(2, 2), record=_record())
+    job.come("s0", "s1", "w0", "w1", "w2")
+    _reported(job, 1)
+    (refused,) = _of(Refuse, job.play(Evaluates("w2", (), stops=(RULE,))))
+    assert "write @run.every(100)" in refused.reason
+    assert job.machine.last_word is None
+    assert job.view.limit is None, "nobody waits for what it said"
+
+
+def test_a_job_that_has_begun_without_rules_gets_none() -> None:
+    job = _Job(_terms(2, 2), record=_record())
+    job.come("s0", "s1", "w0", "w1", "w2")
+    job.play(Evaluates("w0", ()), Evaluates("w1", ()))
+    _reported(job, 1)
+    assert _of(Refuse, job.play(Evaluates("w2", (1,), stops=(RULE,))))
+    assert job.view.limit is None
+
+
+def test_who_is_left_alone_cannot_change_the_rules_of_a_job_that_has_begun() -> None:
+    job = _begun(workers=1, standby=0)
+    job.play(Left("w0", "killed"))
+    job.come("w1")
+    assert _of(Refuse, job.play(Evaluates("w1", (EVERY,), stops=(StopWhen(metric="loss", below=1e9),))))
+    job.come("w2")
+    assert not _of(Refuse, job.play(Evaluates("w2", (EVERY,), stops=(RULE,))))

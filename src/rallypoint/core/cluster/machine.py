@@ -74,7 +74,7 @@ class ClusterMachine:
         self._ending = LastSnapshot(self.course, self._snapshots)
         self._succession = Succession(self.course, self._snapshots, self._assigner)
         self._completion = Completion(self.course, self._snapshots, self._succession)
-        self._deciding = Deciding(self.course, self._completion)
+        self._deciding = Deciding(self.course, self._completion, self._left)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
             self._origin = self.resume.snapshot

@@ -11,6 +11,7 @@ version 200, or go on from there with another rate, whatever is killed and howev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rallypoint.core.cluster.completion import Completion
@@ -26,10 +27,11 @@ _NO_EVALUATION = "run.stop_when and plateau= decide from evaluations, and the sc
 
 @dataclass(slots=True)
 class Deciding:
-    """Handles what workers say of evaluations."""
+    """Handles what workers say of evaluations. `left(member, why)` is what happens when a member is gone."""
 
     course: Course
     completion: Completion
+    left: Callable[[str, str], list[Effect]]
     _told: int = 0  # the best version that was shown last
 
     def handle(self, event: Evaluates | Evaluated | NotKept) -> list[Effect]:
@@ -45,23 +47,33 @@ class Deciding:
             return []
         if wrong := next((rule.problem for rule in event.stops if rule.problem), ""):
             return self._refuse(event.worker, f"it brought a rule of run.stop_when that is none: {wrong}")
-        why = course.record.refusal_of({Feature.STOP_WHEN, *course.terms.features}) if event.stops else ""
-        if why and course.phase is not Phase.OVER:
-            return course.end(Abort(why))
-        same = ledger.register(event.worker, event.periods, high=event.high, stops=event.stops)
-        if not same and course.rules.steers:
+        if event.stops and (why := course.record.refusal_of({Feature.STOP_WHEN, *course.terms.features})):
+            return self._cannot(event.worker, why)
+        steers = course.rules.steers or bool(event.stops)
+        same = ledger.agrees(event, fixed=course.begun and steers)
+        if not same and steers:
             return self._refuse(event.worker, (
                 "its script has other evaluations or other rules than the job (run.every, run.stop_when): all workers "
                 "need the same ones, because what the job computes depends on them"
             ))  # fmt: skip
-        rules = course.rules
-        if not ledger.periods and (rules.stops or rules.plateau) and course.phase is not Phase.OVER:
-            return course.end(Abort(_NO_EVALUATION))
+        if not event.periods and (event.stops or course.rules.plateau):
+            return self._cannot(event.worker, _NO_EVALUATION)
+        if ledger.register(event, same=same):
+            course.changed()
         return self.completion.advance()
 
+    def _cannot(self, worker: str, why: str) -> list[Effect]:
+        """The job cannot do what this worker's script asks for. Where it has no part, it ends alone."""
+        course = self.course
+        if course.phase is Phase.OVER:
+            return []
+        if not course.begun or course.has_a_part(worker):
+            return course.end(Abort(why))
+        return self._refuse(worker, why)
+
     def _refuse(self, worker: str, why: str) -> list[Effect]:
-        self.course.members.remove(worker)
-        return [Refuse(worker, why, final=True), Say(f"refused: {worker}: {why}")]
+        said = [Say(f"refused: {worker}: {why}")] if self.course.phase is Phase.GATHERING else []
+        return [Refuse(worker, why, final=True), *said, *self.left(worker, f"refused: {why}")]
 
     def advance(self) -> list[Effect]:
         """Decide from all versions whose result is here, and from none before an earlier one is decided."""

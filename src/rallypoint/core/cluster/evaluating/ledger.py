@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rallypoint.core.cluster.events import Evaluates
 from rallypoint.core.deciding.decisions import Decided, Rules, StopWhen
 from rallypoint.core.evaluation import any_due
 from rallypoint.core.job import JobRecord
@@ -44,19 +45,27 @@ class EvaluationLedger:
     first: int = 0
     _earlier: list[Decided] = field(default_factory=list)  # ascending; the newest 64
 
-    def register(
-        self, worker: str, periods: tuple[int, ...], *, high: bool, stops: tuple[StopWhen, ...] = ()
-    ) -> bool:
-        """A worker says which evaluations its script has. Who has others than the first one said is not able.
+    def agrees(self, said: Evaluates, *, fixed: bool) -> bool:
+        """True if this worker's script has the evaluations and rules of the job, or may say which those are.
 
-        Returns True if it has the same ones.
+        The first one may, and who is alone. `fixed`: no more, for what the job has computed depends on them.
         """
-        if not self.registered or (not self.periods and not self.stops) or self.able <= {worker}:
-            self.periods, self.high, self.stops = periods, high, stops
+        none = not self.periods and not self.stops
+        if not self.registered or (none and not (fixed and said.stops)) or (self.able <= {said.worker} and not fixed):
+            return True
+        return said.periods == self.periods and said.stops == self.stops
+
+    def register(self, said: Evaluates, *, same: bool) -> bool:
+        """A worker says which evaluations its script has. Who has others than the job (`same`) is not able.
+
+        Returns True if those of the job are others now.
+        """
+        before = (self.periods, self.high, self.stops)
+        if same and ((said.periods, said.stops) != (self.periods, self.stops) or self.able <= {said.worker}):
+            self.periods, self.high, self.stops = said.periods, said.high, said.stops
         self.registered = True
-        same = periods == self.periods and stops == self.stops
-        (self.able.add if same and periods else self.able.discard)(worker)
-        return same
+        (self.able.add if same and said.periods else self.able.discard)(said.worker)
+        return (self.periods, self.high, self.stops) != before
 
     def recovered(
         self, results: Mapping[int, Mapping[str, float]], decided: Decided, stored: Sequence[int], view: View | None
