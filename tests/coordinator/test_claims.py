@@ -11,7 +11,7 @@ from test_shell import STEPS, Play
 from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.claims import Claims, Early
 from rallypoint.core.shard.clip import Measure
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import Lease, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net.messages import (
     Accounted,
@@ -19,8 +19,10 @@ from rallypoint.net.messages import (
     Capture,
     CaughtUp,
     Done,
+    Evaluated,
     Message,
     Metrics,
+    NotKept,
     NotStored,
     Propose,
     Report,
@@ -101,6 +103,19 @@ def test_only_who_was_asked_may_answer_about_a_snapshot() -> None:
     assert claims.may_answer("s0", part)
     assert not claims.may_answer("w0", part)
     assert not claims.may_answer("s0", NotStored("step-9-1", "why"))
+
+
+def test_who_has_held_an_evaluation_lease_is_heard_when_another_one_has_it() -> None:
+    claims, result = Claims(), Evaluated(4, NOW, {"loss": 1.0})
+    for number, holder in enumerate(("w2", "w3"), 4):
+        claims.published(msgspec.structs.replace(view({"w0": (0,)}, number), lease=Lease(4, holder)))
+    now = msgspec.structs.replace(view({"w0": (0,)}, 6), lease=Lease(8, "w3"))
+    assert claims.may_evaluate("w2", result, now), "its result came just after its lease had moved"
+    assert not claims.may_evaluate("w1", result, now)
+    assert claims.may_miss("w2", NotKept(4, NOW), now)
+    assert claims.may_miss("w3", NotKept(8, NOW), now)
+    assert not claims.may_miss("w2", NotKept(8, NOW), now), "it never had that lease"
+    assert not claims.may_miss("w0", NotKept(8, NOW), now)
 
 
 # ---- what a member of a running job may make the coordinator believe ----

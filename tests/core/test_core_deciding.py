@@ -8,6 +8,7 @@ import msgspec
 from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _terms
 
 from rallypoint.core.cluster.effects import Abort, Capture, Commit, Finish, Refuse, Say
+from rallypoint.core.cluster.evaluating.ledger import KEPT, EvaluationLedger
 from rallypoint.core.cluster.events import (
     Captured,
     Committed,
@@ -129,7 +130,7 @@ def test_a_new_coordinator_decides_on_with_what_the_journal_says() -> None:
     kept = msgspec.json.decode(msgspec.json.encode(job.machine.state()), type=ClusterState)
     machine = ClusterMachine(job.machine.terms, kept)
     assert machine.course.evaluations.decided == job.machine.course.evaluations.decided
-    assert machine.course.views.limit == 16, "nobody has told it what the script evaluates"
+    assert machine.course.views.limit == 16
 
 
 def test_a_job_that_goes_back_to_a_snapshot_decides_what_that_says() -> None:
@@ -268,3 +269,62 @@ def test_who_is_left_alone_cannot_change_the_rules_of_a_job_that_has_begun() -> 
     assert _of(Refuse, job.play(Evaluates("w1", (EVERY,), stops=(StopWhen(metric="loss", below=1e9),))))
     job.come("w2")
     assert not _of(Refuse, job.play(Evaluates("w2", (EVERY,), stops=(RULE,))))
+
+
+def _taken_over(job: _Job) -> _Job:
+    """The job with a new coordinator, after all members have come back; nobody has said what the script evaluates."""
+    kept = msgspec.json.decode(msgspec.json.encode(job.machine.state()), type=ClusterState)
+    after = _Job(job.machine.terms, kept, record=job.record)
+    for name, incarnation in job.incarnations.items():
+        after.join(name, incarnation=incarnation)
+    return after
+
+
+def test_a_new_coordinator_knows_what_the_script_evaluates() -> None:
+    """Else whoever comes first would say so, and the honest ones would be refused."""
+    job = _taken_over(_begun())
+    assert _of(Refuse, job.play(Evaluates("w2", (EVERY,), stops=(StopWhen(metric="loss", below=1e9),))))
+    for name in ("w0", "w1"):
+        assert not _of(Refuse, job.play(Evaluates(name, (EVERY,), stops=(RULE,))))
+    _reported(job, 4)
+    _result(job, 4, 1.0, "w0")
+    assert job.machine.course.evaluations.decided.version == 4
+
+
+def test_a_coordinator_that_does_not_know_what_is_evaluated_completes_no_snapshot() -> None:
+    job = _begun(terms={"snapshots": True, "snapshot_steps": 6})
+    after = _taken_over(job)
+    ledger = after.machine.course.evaluations
+    ledger.periods, ledger.stops, ledger.registered = (), (), False  # the journal had no room for it
+    after.machine.course.furthest = job.machine.course.furthest
+    (capture,) = _of(Capture, _reported(after, 4))
+    assert not _of(Commit, _store(after, capture))
+    for name in ("w0", "w1", "w2"):
+        after.play(Evaluates(name, (EVERY,), stops=(RULE,)))
+    assert [commit.version for commit in _of(Commit, _result(after, 4, 1.0))] == [6]
+
+
+def test_results_of_versions_that_are_not_due_do_not_count() -> None:
+    job = _begun()
+    _result(job, 5, 1.0)
+    assert job.machine.course.evaluations.results == {}
+
+
+def test_results_of_versions_that_do_not_exist_yet_displace_no_others() -> None:
+    job = _begun(steps=2000)
+    for version in range(1000, 1400, EVERY):
+        _result(job, version, 1.0)
+    for version in (4, 8, 12):
+        _reported(job, version)
+        _result(job, version, 1.0)
+        assert job.machine.course.evaluations.decided.version == version
+    assert len(job.machine.course.evaluations.results) <= KEPT
+
+
+def test_what_a_snapshot_in_progress_needs_is_known_however_long_it_takes() -> None:
+    ledger = EvaluationLedger(periods=(1,), asked=3)
+    for version in range(1, 3 + 2 * KEPT):
+        ledger.add(version, {"loss": 1.0}, version)
+        ledger.decide(Rules((RULE,)), version, version + 1)
+    assert ledger.decided_at(3) == Decided().after(Rules((RULE,)), 1, {"loss": 1.0}, 2).after(
+        Rules((RULE,)), 2, {"loss": 1.0}, 3).after(Rules((RULE,)), 3, {"loss": 1.0}, 4)  # fmt: skip

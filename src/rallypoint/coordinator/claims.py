@@ -40,11 +40,16 @@ class Claims:
     """Remembers who was asked for a snapshot, and who has held an evaluation lease; all else is in the view."""
 
     _asked: Capture | None = None
-    _holders: dict[str, ViewNumber] = field(default_factory=dict)  # of leases, and in which generation they had one
+    _holders: dict[str, tuple[ViewNumber, int]] = field(default_factory=dict)  # of leases: generation, newest version
 
     def asked(self, capture: Capture) -> None:
         """A snapshot begins."""
         self._asked = capture
+
+    def published(self, view: View) -> None:
+        """A view is published: who holds its evaluation lease may tell a result, also when another one has it."""
+        if view.lease is not None and view.lease.holder:
+            self._holders[view.lease.holder] = (view.generation, view.lease.version)
 
     def may_say(self, member: str, message: Message, course: Course) -> bool:
         """Can the member know this? A worker that has not proposed the record cannot have computed a replica."""
@@ -55,6 +60,8 @@ class Claims:
                 return self.may_hold(member, message, course.view)
             case Metrics() | Evaluated():
                 return member in course.members.present and self.may_evaluate(member, message, course.view)
+            case NotKept():
+                return member in course.members.present and self.may_miss(member, message, course.view)
             case Stored() | NotStored():
                 return self.may_answer(member, message)
             case _:
@@ -85,11 +92,17 @@ class Claims:
         """
         if view is None:
             return False
-        if view.lease is not None and view.lease.holder:
-            self._holders[view.lease.holder] = view.generation
+        self.published(view)  # an earlier coordinator's, before this one's first
         if claim.generation == view.generation:
-            return view.takes(worker, (0,)) or self._holders.get(worker) == view.generation
+            held = self._holders.get(worker)
+            return view.takes(worker, (0,)) or (held is not None and held[0] == view.generation)
         return claim.generation < view.generation
+
+    def may_miss(self, worker: str, claim: NotKept, view: View | None) -> bool:
+        """Can the worker know that no server keeps that version: had it the version's lease?"""
+        if view is not None:
+            self.published(view)
+        return self._holders.get(worker) == (claim.generation, claim.version)
 
     def may_answer(self, member: str, message: Stored | NotStored) -> bool:
         """Was the member asked for a part of that snapshot?"""

@@ -330,6 +330,7 @@ class CoordinatorShell:
     def _publish(self, view: View, members: Sequence[str]) -> list[Act]:
         assert self.machine.record is not None
         acts = self.announcer.plan(self.machine.record, view, self._now)
+        self._claims.published(view)
         tally = self.announcer.tally
         if tally is not None and not tally.counts(view.generation):
             if self.machine.handed_over:

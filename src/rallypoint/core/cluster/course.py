@@ -129,7 +129,7 @@ class Course:
             self.record, self.view, tuple(sorted(self.views.caught_up)), self.members.incarnations, self.views.epoch,
             self.begun, self.furthest, self.workers_max, self.last_word, dict(self.recovery.reached),
             self.failing, dict(self.evaluations.results), self.evaluations.decided,
-            tuple(self.evaluations.stored),
+            tuple(self.evaluations.stored), self.evaluations.periods, self.evaluations.high, self.evaluations.stops,
         )  # fmt: skip
 
     def dismiss_aggregators(self) -> list[Effect]:

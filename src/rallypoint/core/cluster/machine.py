@@ -96,7 +96,7 @@ class ClusterMachine:
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
         course.last_word, course.failing = state.last_word, state.failing
-        course.evaluations.recovered(state.results, state.decided, state.stored, state.view)
+        course.evaluations.recovered(state)
         if not self.terms.earlier:  # else the launcher knows the last size that was announced; the journal may not
             course.workers_max = state.workers_max
         if course.view is None or state.last_word is not None:

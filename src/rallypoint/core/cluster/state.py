@@ -9,7 +9,7 @@ import msgspec
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.deciding.decisions import Decided
+from rallypoint.core.deciding.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Stop, View
 
@@ -80,6 +80,9 @@ class ClusterState(msgspec.Struct, frozen=True):
     results: dict[int, dict[str, float]] = {}
     decided: Decided = Decided()
     stored: tuple[int, ...] = ()
+    periods: tuple[int, ...] = ()
+    high: bool = False
+    stops: tuple[StopWhen, ...] = ()
 
 
 def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, servers: int) -> str | None:

@@ -36,9 +36,11 @@ class LeasedVersion:
         return self.decides if view.limit is None else action.step >= view.limit
 
     def awaited(self, view: View) -> str:
-        """A phrase for the evaluation that a worker waits for which is held back."""
-        if view.limit is None or view.lease is None:
+        """A phrase for what a worker waits for which is held back."""
+        if view.limit is None:
             return "the coordinator to say which evaluations the job decides from"
+        if view.lease is None or view.limit <= view.lease.version:  # what is decided counts from a later one on
+            return f"a snapshot of step {view.limit} to begin, because it is evaluated"
         by = view.lease.holder or "a worker"
         return f"the evaluation of step {view.lease.version} by {by}: what it decides counts from step {view.limit}"
 

@@ -50,13 +50,13 @@ class LeasedEvaluations:
         self._stops.append(checked(rule))
 
     def register(self) -> None:
-        """Tell the coordinator which evaluations the script has, and by which rules they decide.
+        """Tell the coordinator which evaluations the script has, also if none, and by which rules they decide.
 
         Raises UsageError if they decide and the loop has begun: others compute already.
         """
         parts, periods = self._parts, self._evaluations.periods
         decides = bool(self._stops) or parts.config.plateau is not None or bool(parts.config.keep_best)
-        if not parts.leases or not (periods or decides):
+        if not parts.leases:
             return
         if decides and self._registered:
             raise UsageError("write @run.every above the loop: what the job computes depends on its evaluations")

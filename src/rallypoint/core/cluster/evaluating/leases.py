@@ -72,6 +72,8 @@ def version_to_capture(course: Course) -> int | None:
 
 def awaits_decision(course: Course, version: int) -> bool:
     """True if evaluations of versions before this one are still to be decided from."""
+    if not course.evaluations.registered and course.views.limit is not None:
+        return True  # a coordinator that was restarted, whom nobody has told yet what the script evaluates
     if not course.rules.steers:
         return False
     first = _first_undecided(course)
@@ -83,7 +85,7 @@ def holds_back(course: Course) -> str:
     view, record = course.view, course.record
     if view is None or record is None or view.limit is None or not view.limit <= course.known < record.rounds:
         return ""
-    if view.lease is None:
+    if view.lease is None or view.limit <= view.lease.version:  # what is decided counts from a later one on
         return f"a snapshot of step {record.steps_at(view.limit)} to begin, because it is evaluated"
     at = record.steps_at(view.lease.version)
     return f"the evaluation of step {at} by {view.lease.holder or 'a worker that can run it'}: the job decides from it"
@@ -111,7 +113,10 @@ def heard(event: Evaluated | NotKept, course: Course) -> None:
     if view is None or not course.is_current(event.generation) or not 0 < event.version <= course.last:
         return
     if isinstance(event, Evaluated):
-        if ledger.add(event.version, event.figures) and (view.leases(event.version) or course.decides):
+        if not ledger.is_due(course.record, event.version, course.last):
+            return
+        new = ledger.add(event.version, event.figures, known_version(course))
+        if new and (view.leases(event.version) or course.decides):
             course.changed()  # it must not be given again, or shown again, by the next coordinator
     elif view.leases(event.version) and not ledger.is_over(event.version):
         ledger.lost.add(event.version)

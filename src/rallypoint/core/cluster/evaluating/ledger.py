@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.events import Evaluates
+from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.deciding.decisions import Decided, Rules, StopWhen
 from rallypoint.core.evaluation import any_due
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import View
 
 KEPT = 64  # versions
 
@@ -24,7 +24,7 @@ class EvaluationLedger:
         able: the workers whose script has these evaluations.
         results: version -> its figures by name, of the newest 64 versions that were evaluated.
         lost: versions that nobody can evaluate any more: the servers that kept them are gone.
-        registered: a worker has said which evaluations the script has, since this coordinator began.
+        registered: it is known which evaluations the script has: a worker has said it, or the journal.
         stops: the script's rules for an early end.
         decided: what is decided from the results.
         asked: the newest version of which a snapshot was asked for.
@@ -43,7 +43,7 @@ class EvaluationLedger:
     asked: int = 0
     stored: list[int] = field(default_factory=list)
     first: int = 0
-    _earlier: list[Decided] = field(default_factory=list)  # ascending; the newest 64
+    _earlier: list[Decided] = field(default_factory=list)  # ascending; the newest 64, and the one that `asked` needs
 
     def agrees(self, said: Evaluates, *, fixed: bool) -> bool:
         """True if this worker's script has the evaluations and rules of the job, or may say which those are.
@@ -67,22 +67,27 @@ class EvaluationLedger:
         (self.able.add if same and said.periods else self.able.discard)(said.worker)
         return (self.periods, self.high, self.stops) != before
 
-    def recovered(
-        self, results: Mapping[int, Mapping[str, float]], decided: Decided, stored: Sequence[int], view: View | None
-    ) -> None:
+    def recovered(self, state: ClusterState) -> None:
         """Go on from what an earlier coordinator has left: the holder of its lease need not say that it is able."""
-        self.decided, self.stored, self.asked = decided, list(stored), max(stored, default=0)
-        self.results = {version: dict(figures) for version, figures in results.items()}
-        if view is not None and view.lease is not None and view.lease.holder:
-            self.able.add(view.lease.holder)
+        self.decided, self.stored, self.asked = state.decided, list(state.stored), max(state.stored, default=0)
+        self.results = {version: dict(figures) for version, figures in state.results.items()}
+        self.periods, self.high, self.stops = state.periods, state.high, state.stops
+        self.registered = bool(self.periods or self.stops)
+        if state.view is not None and state.view.lease is not None and state.view.lease.holder:
+            self.able.add(state.view.lease.holder)
 
-    def add(self, version: int, figures: Mapping[str, float]) -> bool:
-        """Add the result of a version. Returns False if it is known already."""
+    def add(self, version: int, figures: Mapping[str, float], known: int) -> bool:
+        """Add the result of a version. Returns False if it is known already.
+
+        `known` is the highest version that is known to exist. Of too many results, one of a version after it goes
+        first: those of honest workers are not far ahead.
+        """
         if version in self.results:
             return False
+        while len(self.results) >= KEPT:
+            furthest = max(self.results)
+            del self.results[furthest if furthest > known else min(self.results)]
         self.results[version] = dict(figures)
-        while len(self.results) > KEPT:
-            del self.results[min(self.results)]
         self.lost.discard(version)
         return True
 
@@ -114,7 +119,10 @@ class EvaluationLedger:
 
     def decide(self, rules: Rules, version: int, following: int | None) -> None:
         """Decide from the result of `version`, which has one or never will. `following`: see `Decided.after`."""
-        self._earlier = [*self._earlier, self.decided][-KEPT:]
+        earlier = [*self._earlier, self.decided]
+        needed = [one for one in earlier if one.version <= self.asked][-1:]  # by the snapshot in progress
+        newest = earlier[-KEPT:]
+        self._earlier = [*(one for one in needed if one.version < newest[0].version), *newest]
         self.decided = self.decided.after(rules, version, self.results.get(version, {}), following)
 
     def due_after(self, version: int, last: int) -> int | None:
