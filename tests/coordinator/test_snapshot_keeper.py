@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rallypoint.coordinator import inbox
@@ -210,6 +211,16 @@ def test_the_figures_of_an_evaluation_that_ends_after_its_snapshot_are_added_to_
     closing.end(keeper.keeper.stop())
     assert keeper.on_disk() == [2, 4], "the best and the newest"
     assert SnapshotStore(keeper.url).load(snapshot_id(2, 1)).metrics == {"loss": 1.0}
+
+
+def test_the_best_one_stays_if_only_the_script_asks_for_it(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path, Retention(keep_last=1))
+    job = msgspec.structs.replace(JOB, config=JOB.config | {"keep_best": "accuracy", "best_is": "max"})
+    for version, accuracy in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.4)):
+        keeper.keeper.do(CommitSnapshot(keeper.store(version), version, version, job, {"accuracy": accuracy}, ""))
+        assert isinstance(keeper.answers.get(timeout=PATIENCE_S), inbox.SnapshotCommitted)
+    closing.end(keeper.keeper.stop())
+    assert keeper.on_disk() == [2, 4], "the best and the newest"
 
 
 def test_the_best_version_is_kept_and_those_that_are_not_decided_yet(tmp_path: Path) -> None:

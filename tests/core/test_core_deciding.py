@@ -24,6 +24,8 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.deciding.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.view import Lease, Stop
+from rallypoint.core.worker.aligned import WorkerMachine
+from rallypoint.core.worker.leased import LeasedVersion
 
 EVERY = 4
 RULE = StopWhen(metric="loss", patience=2)
@@ -176,7 +178,7 @@ def test_where_the_best_is_kept_each_version_that_is_evaluated_gets_a_snapshot_b
     _store(job, capture)
     assert Say("step 4 is the best so far: loss 1; its snapshot is kept") in _result(job, 4, 1.0)
     ledger = job.machine.course.evaluations
-    assert ledger.decided.best == Best(4, 1.0)
+    assert ledger.decided.best == Best(4, 1.0, KeepBest("loss"))
     assert job.machine.course.kept == (4, 4)
     assert job.machine.course.rules.best == KeepBest("loss")
 
@@ -269,6 +271,18 @@ def test_who_is_left_alone_cannot_change_the_rules_of_a_job_that_has_begun() -> 
     assert _of(Refuse, job.play(Evaluates("w1", (EVERY,), stops=(StopWhen(metric="loss", below=1e9),))))
     job.come("w2")
     assert not _of(Refuse, job.play(Evaluates("w2", (EVERY,), stops=(RULE,))))
+
+
+def test_a_job_that_waits_for_a_snapshot_to_begin_names_no_evaluation() -> None:
+    job = _begun(stops=(), terms={"snapshots": True}, keep_best="loss")
+    job.machine.course.applied = 3  # all of them came to version 4 before the servers could be asked
+    assert (job.view.lease, job.view.limit) == (Lease(4, "w2"), 4)
+    sentence = "a snapshot of step 4 to begin, because it is evaluated"
+    assert job.machine.waiting_for() == sentence
+    leased = LeasedVersion(WorkerMachine("w0", 1, frozenset(), STEPS))
+    assert leased.awaited(job.view) == sentence
+    later = msgspec.structs.replace(job.view, limit=8)
+    assert leased.awaited(later) == "the evaluation of step 4 by w2: what it decides counts from step 8"
 
 
 def _taken_over(job: _Job) -> _Job:

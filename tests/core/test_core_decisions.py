@@ -77,8 +77,8 @@ def test_a_rule_that_makes_no_sense_is_refused(rule: dict[str, object]) -> None:
 
 def test_the_best_is_the_first_with_the_best_value() -> None:
     low, high = Rules(best=KeepBest("loss")), Rules(best=KeepBest("loss", "max"))
-    assert _decided(low, [3.0, 1.0, 1.0, math.nan, 2.0]).best == Best(20, 1.0)
-    assert _decided(high, [3.0, 1.0, 3.0]).best == Best(10, 3.0)
+    assert _decided(low, [3.0, 1.0, 1.0, math.nan, 2.0]).best == Best(20, 1.0, KeepBest("loss"))
+    assert _decided(high, [3.0, 1.0, 3.0]).best == Best(10, 3.0, KeepBest("loss", "max"))
     assert _decided(low, [None, math.nan]).best is None
 
 
@@ -128,3 +128,13 @@ def test_a_job_that_somebody_lets_go_on_after_its_early_end_begins_its_rules_ane
     assert decided.stop is None
     assert decided.reductions == (30,)
     assert _decided(rules, [1.0], decided).stop is None
+
+
+def test_the_best_of_another_rule_is_not_compared_with_figures_of_this_one() -> None:
+    """As in a run that is resumed with another `keep_best` or `best_is`."""
+    before = _decided(Rules(best=KeepBest("loss")), (0.5, 0.7))
+    assert before.best == Best(10, 0.5, KeepBest("loss"))
+    highest = KeepBest("loss", "max")
+    assert _decided(Rules(best=highest), (0.1, 0.2), before).best == Best(40, 0.2, highest)
+    assert _decided(Rules(best=KeepBest("accuracy")), (0.1,), before).best is None
+    assert _decided(Rules(best=KeepBest("loss")), (0.6,), before).best == before.best

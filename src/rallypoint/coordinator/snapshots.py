@@ -114,9 +114,15 @@ class SnapshotKeeper:
             # Keep `origin`: a server may still have to start from it.
             best, decided = act.kept or (-1, manifest.version)  # one of those after `decided` may be the best
             keep = (manifest.id, act.origin)
-            self._store.retain(self._retention, keep, thorough=False, versions=lambda v: v == best or v > decided)
+            self._store.retain(self._kept_by(act), keep, thorough=False, versions=lambda v: v == best or v > decided)
         except Exception as error:
             self._put(inbox.Said(f"old snapshots could not be deleted: {_sentence(error)}"))
+
+    def _kept_by(self, act: CommitSnapshot) -> Retention:
+        """Which snapshots are kept; the best one also if only the script asks for it."""
+        if (rule := act.record.rules.best) is None:
+            return self._retention
+        return msgspec.structs.replace(self._retention, keep_best=rule.metric, best_is=rule.mode)
 
     def _judge(self, act: Judge) -> None:
         """Write the manifest again with the metrics of an evaluation that ended after its snapshot was complete."""

@@ -138,10 +138,11 @@ class Trend(msgspec.Struct, frozen=True):
 
 
 class Best(msgspec.Struct, frozen=True):
-    """The best version so far, and its value."""
+    """The best version so far, its value, and the rule by which it is the best; None: it is not known."""
 
     version: int
     value: float
+    rule: KeepBest | None = None
 
 
 class Decided(msgspec.Struct, frozen=True):
@@ -190,11 +191,16 @@ class Decided(msgspec.Struct, frozen=True):
         trends = {name: trend for name, trend in self.trends.items() if not name.startswith(StopWhen.__name__)}
         return msgspec.structs.replace(self, stop=None, trends=trends)
 
+    def best_by(self, rule: KeepBest) -> Best | None:
+        """The best version by this rule. One by another rule, which a resumed run has changed, does not count."""
+        return self.best if self.best is not None and self.best.rule in (None, rule) else None
+
     def _best(self, rule: KeepBest | None, version: int, figures: Mapping[str, float]) -> Best | None:
         value = math.nan if rule is None else figures.get(rule.metric, math.nan)
+        best = self.best if rule is None else self.best_by(rule)
         if rule is None or not math.isfinite(value):
-            return self.best
-        return Best(version, value) if self.best is None or rule.better(value, self.best.value) else self.best
+            return best
+        return Best(version, value, rule) if best is None or rule.better(value, best.value) else best
 
 
 def reductions_at(reductions: Iterable[int], version: int) -> int:

@@ -49,5 +49,5 @@ class LeasedVersion:
         self._over = (generation, version)
 
     def lost(self) -> None:
-        """The worker was given up: what it said of an evaluation may not have been heard, and it is to make it again."""
+        """The worker was given up, and what it said of an evaluation does not count: it may be made again."""
         self._over = None

@@ -108,7 +108,8 @@ class Deciding:
 
     def _best(self) -> list[Effect]:
         """Say that a new best version is kept, once its snapshot is complete."""
-        course, best, rule = self.course, self.course.evaluations.decided.best, self.course.rules.best
+        course, rule = self.course, self.course.rules.best
+        best = None if rule is None else course.evaluations.decided.best_by(rule)
         if best is None or rule is None or best.version == self._told or course.record is None:
             return []
         if best.version not in course.evaluations.stored:
