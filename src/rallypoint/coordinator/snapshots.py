@@ -122,7 +122,8 @@ class SnapshotKeeper:
         """Which snapshots are kept; the best one also if only the script asks for it."""
         if (rule := act.record.rules.best) is None:
             return self._retention
-        return msgspec.structs.replace(self._retention, keep_best=rule.metric, best_is=rule.mode)
+        metric, best_is = msgspec.structs.astuple(rule)
+        return msgspec.structs.replace(self._retention, keep_best=metric, best_is=best_is)
 
     def _judge(self, act: Judge) -> None:
         """Write the manifest again with the metrics of an evaluation that ended after its snapshot was complete."""
