@@ -68,7 +68,7 @@ class SimulatedEvaluations:
             self._stop_pulling()
             if outdated:
                 self._shell.leased.over(self._generation, version)
-                self._send(NotKept(version, self._generation))
+                self._say(NotKept(version, self._generation))
                 self._over()
             else:
                 self._evaluate(version, model, self._generation, leased=True)
@@ -97,8 +97,11 @@ class SimulatedEvaluations:
 
     def _tell(self, version: int, figures: dict[str, float], generation: ViewNumber) -> None:
         for message in (Metrics(version, figures, generation), Evaluated(version, generation, figures)):
-            self._told.append(message)
-            self._send(message)
+            self._say(message)
+
+    def _say(self, message: Message) -> None:
+        self._told.append(message)
+        self._send(message)
 
 
 def due(job: SimulatedJob, version: int) -> bool:
