@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from rallypoint.config import record_of, resolve
-from rallypoint.coordinator.recording.fingerprints import FingerprintLog, KeptFingerprints
+from rallypoint.coordinator.journal import JOURNAL, Journal
+from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints
+from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.sums.digests import dense_shards, pieces_of
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.plan import Launch, write_plan
-from rallypoint.launch.replaying import command, comparing, inspection
+from rallypoint.launch.replaying import command, comparing, difference, inspection
 from rallypoint.launch.replaying.losses import first_spike, recorded_losses
 from rallypoint.launch.replaying.task import Layer, Looked, NotFinite, Probed
 from rallypoint.launch.replaying.text import differs, lines_of
@@ -280,6 +282,8 @@ def test_a_result_in_words() -> None:
         "version 5, after the step: 0.weight differ",
         "differs from what is recorded: replica 1 at step 4",
     ]
+    strange = msgspec.structs.replace(result, departs="\x1b[2J", version=comparing.Version(5, 0, ("\x1b]0;x\x07",)))
+    assert all(line.isprintable() for line in lines_of(strange, layers=True))
     assert differs(result)
     assert not differs(msgspec.structs.replace(result, replicas=(), departs="", version=comparing.Version(5, 0, ())))
 
@@ -297,3 +301,47 @@ def test_what_cannot_be_replayed_is_refused_with_a_sentence(tmp_path: Path) -> N
         command._check(job, 100, -1)
     with pytest.raises(UsageError, match="2 replicas, 0 to 1"):
         command._check(job, 3, 2)
+
+
+# ---- comparing two runs ----
+
+
+def journaled(folder: Path, *, killed: bool = True) -> Path:
+    """The folder of a run that has recorded what `fingerprints` says; if it was killed, its journal's log is there."""
+    fingerprints(folder).__exit__()
+    journal = Journal(str(folder))
+    journal.save(ClusterState(record_of(CONFIG, LAYOUT), None, (), 3, 1, True, 5, 2))
+    left = {path: path.read_bytes() for path in folder.glob(f"{JOURNAL}*")}
+    journal.close()
+    if killed:
+        for path, content in left.items():
+            path.write_bytes(content)
+    return folder
+
+
+def test_two_runs_are_only_read(tmp_path: Path) -> None:
+    one, other = journaled(tmp_path / "one"), journaled(tmp_path / "other", killed=False)
+    assert (one / f"{JOURNAL}-wal").stat().st_size > 0
+    for path in (*one.iterdir(), *other.iterdir()):
+        path.chmod(0o640)
+    before = contents(one) | contents(other)
+    found = difference.diff(one, other)
+    assert difference.words_of(found) == "equal: all 1 versions that both have recorded, up to version 5"
+    after = contents(one) | contents(other)
+    assert before.keys() == after.keys()
+    assert [name for name in after if after[name] != before[name]] in ([], [str(one / f"{JOURNAL}-shm")])  # its index
+    assert {oct(Path(name).stat().st_mode & 0o777) for name in after} == {"0o640"}
+
+
+@pytest.mark.parametrize("name", [JOURNAL, FINGERPRINTS])
+def test_a_link_in_a_run_s_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    one, other = journaled(tmp_path / "one"), journaled(tmp_path / "other")
+    (other / name).unlink()
+    (other / name).symlink_to(one / name)
+    with pytest.raises(DataError, match=rf"{name} is not a regular file"):
+        difference.diff(one, other)
+
+
+def test_a_difference_is_printable() -> None:
+    found = difference.Difference(3, 1, 4, ("a\x1b[2J",), "replica 1 (then on \x1b]0;x\x07)")
+    assert difference.words_of(found).isprintable()

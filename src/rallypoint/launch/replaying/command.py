@@ -90,7 +90,7 @@ def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
 
     Raises UsageError when it cannot be replayed, and says why; DataError for a folder that is not a run's.
     """
-    refuse_others_words(run)
+    refuse_others_words(run, "replaying")
     plan = read_plan(run)
     spike = _spike_of(run) if wanted.step < 0 else None
     step = wanted.step if spike is None else spike.step
