@@ -63,7 +63,10 @@ def opened_to_read(path: Path) -> sqlite3.Connection:
 
 
 def kept_state(folder: Path) -> ClusterState | None:
-    """As `Journal.load`, of a run in whose folder nothing may be written. None also without a journal."""
+    """As `Journal.load`, of a run in whose folder nothing may be written. None also without a journal.
+
+    Raises DataError when it cannot be read, and for a link; ConfigError as `Journal.load`.
+    """
     path = folder / JOURNAL
     if not os.path.lexists(path):
         return None

@@ -36,10 +36,10 @@ class Targets:
         if self._wanted:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
+                _refuse_everybodys(self._path.parent)
                 self._path.unlink(missing_ok=True)  # of a launcher that was killed
             except OSError as error:
                 raise UsageError(f"{into} cannot hold --metrics' files: {error.strerror}") from None
-            _refuse_everybodys(self._path.parent)
 
     @property
     def environment(self) -> dict[str, str]:
