@@ -39,7 +39,7 @@ def diff(one: Path, other: Path, step: int = -1) -> Difference:
     """
     layout, theirs = _layout(one), _layout(other)
     if layout.fingerprint != theirs.fingerprint:
-        raise UsageError(f"{one} and {other} have different models: {_shown(first_difference(theirs, layout))}")
+        raise UsageError(f"{one} and {other} have different models: {_shown(str(first_difference(theirs, layout)))}")
     with KeptFingerprints(one) as ours, KeptFingerprints(other) as others:
         versions = sorted({*ours.versions()} & {*others.versions()})
         if step >= 0:
