@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from rallypoint.coordinator.progress import Lateness, StepTally, StreamTally
+from rallypoint.coordinator.progress import Evaluations, Lateness, StepTally, StreamTally
+from rallypoint.core.typed import MOST_METRICS
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Report, StepDone
 
@@ -29,6 +32,23 @@ def test_what_scripts_log_is_the_weighted_mean_over_the_replicas_that_have_logge
     done = tally.add(Report(0, 1, 1.0, 3.0, 4, figures={"accuracy": 1.0}))
     assert done is not None
     assert done.figures == {"accuracy": (0.5 + 3.0) / 4, "only": 7.0}
+
+
+@pytest.mark.parametrize(("one", "other"), [(math.inf, -math.inf), (1.7e308, 1.7e308)])
+def test_figures_that_cannot_be_added_up_are_not_a_number_or_infinite_and_end_nothing(one: float, other: float) -> None:
+    tally = StepTally(2)
+    tally.add(Report(0, 0, 1.0, 1.0, 4, figures={"x": one}))
+    done = tally.add(Report(0, 1, 1.0, 1.0, 4, figures={"x": other}))
+    assert done is not None
+    assert not math.isfinite(done.figures["x"])
+
+
+def test_one_step_has_so_many_figures_and_no_more() -> None:
+    found = Evaluations()
+    for number in range(MOST_METRICS + 5):
+        shown = found.add(3, {f"m{number}": 1.0})
+    assert len(shown) == MOST_METRICS
+    assert found.add(3, {"m0": 2.0})["m0"] == 2.0
 
 
 def test_a_repeat_is_counted_as_work_done_twice_and_changes_nothing() -> None:

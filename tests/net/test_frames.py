@@ -110,7 +110,7 @@ def test_only_contributions_versions_and_memories_are_written_by_a_codec(kind: K
 @pytest.mark.parametrize("kind", Kind)
 def test_every_kind_has_a_limit(kind: Kind) -> None:
     with pytest.raises(ProtocolError, match=rf"a {kind.name} frame of \d+ bytes: at most \d+ are allowed"):
-        unpack(raw(kind=kind, length=(448 << 20) + 1))
+        unpack(raw(kind=kind, length=(456 << 20) + 1))
 
 
 @pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.STATE, Kind.CODEC_STATE}))

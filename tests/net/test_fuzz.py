@@ -260,7 +260,7 @@ class Fuzzer:
         return whole[: self.rng.randrange(1, HEADER_BYTES)]
 
     def _oversized(self) -> bytes:
-        return self._header(self._kind(), length=self.rng.randrange((448 << 20) + 1, 2**32))
+        return self._header(self._kind(), length=self.rng.randrange((456 << 20) + 1, 2**32))
 
     def _impossible(self) -> bytes:
         encoded = {Kind.PUSH, Kind.VERSION, Kind.CODEC_STATE}  # these may name a codec

@@ -661,7 +661,7 @@ def test_the_deadline_of_a_greeting_is_for_the_welcome_too(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.WELCOME, Kind.REFUSE}))
 def test_a_length_alone_costs_a_member_nothing(ends: tuple[Tapped, Tapped], kind: Kind) -> None:
-    """48 bytes of somebody who listens at the coordinator's address must not make a member allocate 448 MiB."""
+    """48 bytes of somebody who listens at the coordinator's address must not make a member allocate 456 MiB."""
     near, far = ends
     data = encode(Challenge(bytes(32), "coordinator"))
     far.send(pack(Header(Kind.CHALLENGE, length=len(data))), memoryview(data))

@@ -108,7 +108,7 @@ def test_payloads_of_two_frames_cannot_be_exchanged() -> None:
 def test_a_length_is_not_believed_before_the_tag() -> None:
     """A changed length names bytes that never come: it is refused with the 80 bytes at hand."""
     data = bytearray(framed(KEYS, Header(Kind.STATE, length=4), b"four"))
-    data[40:44] = (448 << 20).to_bytes(4, "little")
+    data[40:44] = (456 << 20).to_bytes(4, "little")
     with pytest.raises(CorruptFrame):
         receiver().open(memoryview(data)[:SEALED_BYTES])
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import rallypoint as rp
-from rallypoint.config import resolve
+from rallypoint.config import record_of, resolve
+from rallypoint.config.changes import changed_record
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.schedule import rate_at
 from rallypoint.errors import ConfigError, ModelError
@@ -132,9 +133,26 @@ def test_a_matrix_that_no_frame_carries_is_refused_by_name() -> None:
     side = math.isqrt((1 << 26) // 4) + 1
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(side, side, bias=False))
-    config = resolve({"optimizer": MUON, "parameters": "streamed"})
+    config = resolve({"optimizer": rp.Muon(), "parameters": "streamed"})
     with pytest.raises(ModelError, match=r'0\.weight has 64 MiB.*rp\.Muon\(adamw=\("0\.weight",\)\)'):
         ModelTensors(model, config, made={"0.weight"})
+
+
+def test_a_pattern_that_matches_nothing_is_refused_for_tied_parameters_have_the_first_name() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6, bias=False)
+            self.head.weight = self.embed.weight
+
+    with pytest.raises(ModelError, match=r"no trained parameter's name matches 'head\.\*'.*embed\.weight"):
+        ModelTensors(Tied(), resolve({"optimizer": MUON}))
+
+
+def test_which_matrices_are_whole_is_fixed_for_a_run() -> None:
+    before = record_of(resolve({"optimizer": MUON}), ModelTensors(Net(), resolve({"optimizer": MUON})).layout)
+    with pytest.raises(ConfigError, match="cut by it"):
+        changed_record(before, {"optimizer": {"adamw": ["tall.*"]}}, 3)
 
 
 def test_a_layout_with_matrices_is_another_layout() -> None:

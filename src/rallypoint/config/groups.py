@@ -61,12 +61,20 @@ def codec_of(config: JobConfig, group: int) -> CodecSpec:
 def matrices_of(config: JobConfig, specs: Iterable[TensorSpec]) -> frozenset[str]:
     """Return the names of the parameters that Muon steps, each of which is a shard of its own.
 
-    Raises ModelError for one that is larger than the largest shard.
+    Raises ModelError for one that is larger than the largest shard, and for a pattern that matches no parameter.
     """
     muon = config.optimizer
     if not isinstance(muon, Muon):
         return frozenset()
-    found = [spec for spec in specs if spec.group >= 0 and len(spec.shape) == 2]
+    specs = [spec for spec in specs if spec.group >= 0]
+    for pattern in muon.adamw:
+        if not any(fnmatch.fnmatchcase(spec.name, pattern) for spec in specs):
+            names = ", ".join(spec.name for spec in specs[-3:])
+            raise ModelError(
+                f"rp.Muon(adamw=...): no trained parameter's name matches {pattern!r}. Of tied parameters the first "
+                f"name counts, as in model.named_parameters(); the last ones here are {names}"
+            )
+    found = [spec for spec in specs if len(spec.shape) == 2]
     found = [spec for spec in found if not any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in muon.adamw)]
     for spec in found:
         if spec.numel * WORD_BYTES > MOST_SHARD_BYTES:

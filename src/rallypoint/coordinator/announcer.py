@@ -144,6 +144,8 @@ class Announcer:
         if record is None or report.step >= record.rounds:
             return []
         if report.step > self._machine.course.known:
+            if not self._machine.course.is_current(report.generation):
+                return []  # it would not count later either
             self._early.keep(report.step, report, 2 * self.config.replicas)
             return []
         return self._count(report, now)

@@ -13,6 +13,7 @@ from rallypoint.config import JobConfig
 from rallypoint.coordinator.acts import Judge
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.modes import Pace
+from rallypoint.core.typed import MOST_METRICS
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Report, StepDone
 
@@ -169,7 +170,9 @@ class Evaluations:
     def add(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Add the metrics of one evaluation of `step`. Returns all metrics of that step."""
         known = self._by_step.setdefault(step, {})
-        known.update(values)
+        for name, value in values.items():
+            if name in known or len(known) < MOST_METRICS:
+                known[name] = value
         while len(self._by_step) > EVALUATED:
             del self._by_step[min(self._by_step)]
         return dict(known)
@@ -205,5 +208,5 @@ def _figures(reports: Sequence[Report]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in sorted({name for report in reports for name in report.figures}):
         values = [(report.weight, report.figures[name]) for report in reports if name in report.figures]
-        found[name] = math.fsum(w * v for w, v in values) / math.fsum(w for w, _ in values)
+        found[name] = sum(w * v for w, v in values) / sum(w for w, _ in values)  # (fsum raises where infinities meet)
     return found

@@ -99,7 +99,7 @@ _LIMITS = {
     Kind.PUSH: 64 << 20,
     Kind.VERSION: 64 << 20,
     Kind.REPLICATE: 64 << 20,
-    Kind.STATE: 448 << 20,  # the parameters, three wire copies, the optimizer's two moments
+    Kind.STATE: 456 << 20,  # parameters, three wire copies, the optimizer's two moments, an average; and their names
     Kind.PULL_ROWS: 64 << 20,
     Kind.ROWS: 64 << 20,
     Kind.CODEC_STATE: 256 << 20,  # two vectors, and what was sent of a third; the shard's own limit is checked too
