@@ -44,6 +44,7 @@ from rallypoint.launch.folder import (
     write_where,
 )
 from rallypoint.launch.plan import Launch, read_plan, write_plan
+from rallypoint.launch.replaying.command import Wanted, replay
 from rallypoint.net.messages import Say
 from rallypoint.store import closing
 from rallypoint.store.files import Files
@@ -74,6 +75,8 @@ def test_a_run_that_others_may_write_is_not_resumed(tmp_path: Path, name: str, m
     path.chmod(path.stat().st_mode | mode)
     with pytest.raises(UsageError, match=rf"^other users may write {path}, .* chmod -R go-w {tmp_path}$"):
         refuse_others_words(tmp_path)
+    with pytest.raises(UsageError, match="and replaying a run runs what it says"):
+        replay(tmp_path, Wanted(step=3), lambda text: None)
     result = CliRunner().invoke(cli.app, ["resume", str(tmp_path)])
     assert isinstance(result.exception, UsageError)
     assert "other users may write" in str(result.exception)

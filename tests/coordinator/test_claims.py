@@ -34,6 +34,7 @@ from rallypoint.net.messages import (
     decode,
     encode,
 )
+from rallypoint.net.recording.messages import Contributed, Updated
 
 BIG, NOW = 1 << 63, ViewNumber(1, 4)
 
@@ -298,3 +299,57 @@ def test_a_primary_may_say_of_every_step_that_it_was_skipped() -> None:
         for replica in range(20):
             play.say("s0", Skipped(step, (replica,), play.view.generation))
     assert len(play.logged(Skipped)) == 600
+
+
+# ---- digests (`fingerprints=`) ----
+
+
+def digests_of(play: Play, step: int, replica: int = 0) -> Contributed:
+    return Contributed(step, replica, 1.0, bytes(32), play.view.generation)
+
+
+def held(play: Play, version: int, shard: int = 0) -> Updated:
+    return Updated(version, shard, bytes(16), play.view.generation)
+
+
+def recorded(play: Play) -> list[Any]:
+    return [act.claim for act in play.done if isinstance(act, acts.Record)]
+
+
+def test_digests_count_only_of_the_steps_that_the_job_records() -> None:
+    play = Play(settings={"fingerprints": 2})
+    play.begin()
+    play.steps(0, 5)
+    claims: list[tuple[str, Message]] = [
+        ("w0", digests_of(play, 2)), ("w0", digests_of(play, 3)), ("s0", held(play, 4)), ("s0", held(play, 1)),
+        ("w0", digests_of(play, 4, 2)), ("s0", held(play, 4, 2)),
+    ]  # fmt: skip
+    for who, claim in claims:
+        play.say(who, claim)
+    assert recorded(play) == [claims[0][1], claims[2][1]]
+
+
+def test_a_job_that_records_no_digests_takes_none() -> None:
+    play = Play()
+    play.begin()
+    play.steps(0, 5)
+    play.say("w0", digests_of(play, 0))
+    play.say("s0", held(play, 2))
+    assert recorded(play) == []
+
+
+def test_digests_of_steps_that_are_not_reached_wait_for_these_and_few_of_them_do() -> None:
+    play = Play(settings={"fingerprints": 1})
+    play.begin()
+    play.steps(0, 3)
+    for step in reversed(range(STEPS)):
+        play.say("w0", digests_of(play, step))
+        play.say("s0", held(play, step + 1))
+    known = play.shell.machine.course.known
+    assert {claim.step for claim in recorded(play) if isinstance(claim, Contributed)} == set(range(known + 2))
+    assert {claim.version for claim in recorded(play) if isinstance(claim, Updated)} == set(range(1, known + 2))
+    play.say("s0", Applied(STEPS - 1, 2, 0.0, generation=play.view.generation))
+    steps = [claim.step for claim in recorded(play) if isinstance(claim, Contributed)]
+    assert known + 2 in steps, "it was kept: an honest one may overtake the servers' words"
+    assert STEPS - 1 not in steps
+    assert len(steps) == len(set(steps))

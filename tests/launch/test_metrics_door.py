@@ -160,6 +160,28 @@ def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
         Targets(tmp_path / "r", str(tmp_path / "file"))
 
 
+def test_what_others_have_planted_in_the_folder_is_not_followed(tmp_path: Path) -> None:
+    into, mine = tmp_path / "into", tmp_path / "mine"
+    mine.write_text("precious")
+    targets = Targets(tmp_path / "run7", str(into))
+    stem = targets._path.stem
+    for planted in (f"{stem}.new", f"{stem}.json"):
+        (into / planted).symlink_to(mine)
+    assert targets.takes("worker0", "worker", f"{ANSWERS_AT}127.0.0.1:1")
+    assert mine.read_text() == "precious"
+    assert not (into / f"{stem}.json").is_symlink()
+    assert json.loads((into / f"{stem}.json").read_text())[0]["targets"] == ["127.0.0.1:1"]
+    assert sorted(path.name for path in into.iterdir()) == [f"{stem}.json", f"{stem}.new"]
+
+
+def test_a_folder_in_which_everybody_may_replace_files_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(UsageError, match=r"everybody may write .*chmod o-w"):
+        Targets(tmp_path / "r", str(tmp_path))
+    tmp_path.chmod(0o1777)
+    Targets(tmp_path / "r", str(tmp_path))
+
+
 def test_on_other_machines_metrics_are_refused_with_what_to_do() -> None:
     assert RunOptions(metrics=Path("targets")).run(["train.py"]).metrics == str(Path("targets").resolve())
     with pytest.raises(UsageError, match="--health HOST:PORT"):

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,22 @@ import psutil
 import pytest
 import torch
 
+import rallypoint as rp
 from rallypoint.config import record_of, resolve
-from rallypoint.coordinator.recording.fingerprints import FingerprintLog, KeptFingerprints
+from rallypoint.coordinator.journal import JOURNAL, Journal, kept_state
+from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints
+from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.sums.digests import dense_shards, pieces_of
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.plan import Launch, write_plan
-from rallypoint.launch.replaying import command, comparing, inspection
+from rallypoint.launch.replaying import command, comparing, difference, inspection
 from rallypoint.launch.replaying.losses import first_spike, recorded_losses
 from rallypoint.launch.replaying.task import Layer, Looked, NotFinite, Probed
 from rallypoint.launch.replaying.text import differs, lines_of
 from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.store.manifest import Manifest
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.programs import Program, run_program
 from rallypoint.worker.tensors import ModelTensors
@@ -69,9 +75,9 @@ print("after the loop", file=sys.stderr)
 """
 
 
-def run_of(home: Path, poison: int, bad: int, *, gate: int = 99) -> Program:
+def run_of(home: Path, poison: int, bad: int, *, gate: int = 99, script: str = SCRIPT) -> Program:
     """A run that begins, with snapshots of every fifth step."""
-    (home / "script.py").write_text(SCRIPT)
+    (home / "script.py").write_text(script)
     (home / "gate").write_text(str(gate))
     options = ["--workers", "1:3", "--servers", "2", "--replication", "2", "--snapshot-steps", "5"]
     options += ["--keep-last", "100", "--folder", str(home / "run")]
@@ -158,6 +164,38 @@ def test_a_layer_that_makes_a_nan_is_named(tmp_path: Path) -> None:
     (seen,) = [one["seen"] for one in result["replicas"]]
     assert seen["not_finite"] == {"module": "2", "kind": "Block", "inputs": True, "parameters": True}
     assert seen["loss_text"] == "nan"
+
+
+# Each evaluation but the first one reduces the rate
+DECIDES = SCRIPT.replace(
+    "clip=1.0,", 'clip=1.0, plateau=rp.ReduceOnPlateau("steps", patience=0, factor=0.5), keep_best="steps",'
+).replace("run.every(5)", "run.every(3)").replace(
+    "    for micro in run:", '    run.stop_when("steps", above=1e9, patience=9)\n    for micro in run:'
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+def test_a_replay_has_the_rates_that_evaluations_have_reduced(tmp_path: Path) -> None:
+    program = run_of(tmp_path, -1, -1, script=DECIDES)
+    try:
+        assert program.wait(60) == 0, (tmp_path / "said").read_text()
+    finally:
+        program.kill()
+        program.wait()
+    run = tmp_path / "run"
+    state = kept_state(run)
+    assert state is not None
+    assert len([version for version in state.decided.reductions if 9 < version <= 15]) == 2, state.decided
+    for snapshot in (run / "snapshots").glob("step-000000*"):
+        if int(snapshot.name.split("-")[1]) > 9:
+            shutil.rmtree(snapshot)
+    result = replayed(run, "--step", "15")
+    assert result["snapshot"].startswith("step-00000009")
+    assert [one["compared"]["differ"] for one in result["replicas"]] == [{}, {}, {}, {}]
+    assert (result["departs"], result["loss"]) == ("", result["recorded_loss"])
+    assert result["version"]["equal"] > 1
+    assert not result["version"]["differ"]
 
 
 # ---- without a run ----
@@ -280,6 +318,8 @@ def test_a_result_in_words() -> None:
         "version 5, after the step: 0.weight differ",
         "differs from what is recorded: replica 1 at step 4",
     ]
+    strange = msgspec.structs.replace(result, departs="\x1b[2J", version=comparing.Version(5, 0, ("\x1b]0;x\x07",)))
+    assert all(line.isprintable() for line in lines_of(strange, layers=True))
     assert differs(result)
     assert not differs(msgspec.structs.replace(result, replicas=(), departs="", version=comparing.Version(5, 0, ())))
 
@@ -297,3 +337,61 @@ def test_what_cannot_be_replayed_is_refused_with_a_sentence(tmp_path: Path) -> N
         command._check(job, 100, -1)
     with pytest.raises(UsageError, match="2 replicas, 0 to 1"):
         command._check(job, 3, 2)
+
+
+# ---- comparing two runs ----
+
+
+def journaled(folder: Path, *, killed: bool = True) -> Path:
+    """The folder of a run that has recorded what `fingerprints` says; if it was killed, its journal's log is there."""
+    fingerprints(folder).__exit__()
+    journal = Journal(str(folder))
+    journal.save(ClusterState(record_of(CONFIG, LAYOUT), None, (), 3, 1, True, 5, 2))
+    left = {path: path.read_bytes() for path in folder.glob(f"{JOURNAL}*")}
+    journal.close()
+    if killed:
+        for path, content in left.items():
+            path.write_bytes(content)
+    return folder
+
+
+def test_two_runs_are_only_read(tmp_path: Path) -> None:
+    one, other = journaled(tmp_path / "one"), journaled(tmp_path / "other", killed=False)
+    assert (one / f"{JOURNAL}-wal").stat().st_size > 0
+    for path in (*one.iterdir(), *other.iterdir()):
+        path.chmod(0o640)
+    before = contents(one) | contents(other)
+    found = difference.diff(one, other)
+    assert difference.words_of(found) == "equal: all 1 versions that both have recorded, up to version 5"
+    after = contents(one) | contents(other)
+    assert before.keys() == after.keys()
+    assert [name for name in after if after[name] != before[name]] in ([], [str(one / f"{JOURNAL}-shm")])  # its index
+    assert {oct(Path(name).stat().st_mode & 0o777) for name in after} == {"0o640"}
+
+
+@pytest.mark.parametrize("name", [JOURNAL, FINGERPRINTS])
+def test_a_link_in_a_run_s_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    one, other = journaled(tmp_path / "one"), journaled(tmp_path / "other")
+    (other / name).unlink()
+    (other / name).symlink_to(one / name)
+    with pytest.raises(DataError, match=rf"{name} is not a regular file"):
+        difference.diff(one, other)
+
+
+def test_a_difference_is_printable() -> None:
+    found = difference.Difference(3, 1, 4, ("a\x1b[2J",), "replica 1 (then on \x1b]0;x\x07)")
+    assert difference.words_of(found).isprintable()
+
+
+def test_reductions_of_the_rates_after_the_snapshot_are_in_the_journal(tmp_path: Path) -> None:
+    config = resolve({"replicas": 2, "shard_bytes": 128, "plateau": rp.ReduceOnPlateau("loss")})
+    job = record_of(config, LAYOUT)
+    record = msgspec.to_builtins(job, str_keys=True)
+    decided = Decided(9, reductions=(3, 6, 12))
+    manifest = Manifest("step-00000010-1", 10, record, 0.0, {}, "none", {}, {}, decided=decided)
+    with pytest.raises(UsageError, match=rf"has no {JOURNAL}, which says at which steps the rates were reduced"):
+        command._reductions(manifest, tmp_path)
+    journal = Journal(str(tmp_path))
+    journal.save(ClusterState(job, None, (), 3, 1, True, 5, 2, decided=Decided(15, reductions=(3, 6, 12, 15))))
+    journal.close()
+    assert command._reductions(manifest, tmp_path) == (3, 6, 12, 15)

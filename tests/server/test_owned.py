@@ -13,6 +13,7 @@ from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.server.shards.owned import OwnedShard
+from rallypoint.server.shards.streamed import StreamedShard
 
 WORDS = 1000
 SHARD = Shard(index=0, start=0, stop=WORDS, group=0, columns=20)
@@ -62,6 +63,25 @@ def test_buffers_can_be_stored_at_the_version_before() -> None:
     buffers.apply(Apply(1, 0, 1.0, 0))
     assert (buffers.state(0, (), wires=False).arrays["master"] == 1.0).all()
     assert torch.equal(torch.from_numpy(buffers.state(1, (), wires=False).arrays["master"]), _gradient(pool, 0).tensor)
+
+
+def test_few_words_that_a_slow_worker_waits_for_keep_no_version() -> None:
+    """The backlog counts the words alone."""
+    config, pool = resolve({"parameters": "streamed"}), BufferPool(WORDS)
+    streamed = StreamedShard(SHARD, config, pool, Scratch(), pool.take())
+    first = pool.take()
+    first.tensor.copy_(torch.arange(WORDS))
+    streamed.install(first)
+    buffer, few = streamed.words(0, 7, 2)
+    assert buffer is not first
+    assert buffer.bytes.nbytes == len(few) == 8
+    first.tensor.zero_()
+    assert torch.frombuffer(few, dtype=torch.float32).tolist() == [7.0, 8.0]
+    buffer.release()
+    whole, most = streamed.words(0, 0, WORDS - 1)
+    assert whole is first
+    assert len(most) == 4 * (WORDS - 1)
+    whole.release()
 
 
 def _owned(config: JobConfig, pool: BufferPool) -> OwnedShard:

@@ -10,7 +10,7 @@ from rich.console import Console
 from test_watch_state import PLAN, line, members, run_of, steps
 
 from rallypoint.errors import UsageError
-from rallypoint.net.messages import Aborted, Applied, Metrics, Say, Snapshotted
+from rallypoint.net.messages import Aborted, Applied, Finished, Members, Metrics, Planned, Say, Snapshotted, StepDone
 from rallypoint.watch.follow import EVENTS
 from rallypoint.watch.state import RunState
 from rallypoint.watch.top import shown, spark, top
@@ -50,6 +50,29 @@ def test_a_curve_is_a_line_of_blocks_from_the_lowest_to_the_highest() -> None:
     assert spark([0.0, 7.0, 3.5], 10) == "▁█▅"
     assert spark([1.0] * 5, 10) == "▁▁▁▁▁"
     assert spark([float(n) for n in range(1000)], 8) == "▁▂▃▄▅▆▇█"
+
+
+@pytest.mark.parametrize("values", [[1e308, -1e308, 0.0], [1.7e308] * 9, [float("inf"), 1.0], [float("nan")]])
+def test_a_curve_whose_range_is_not_finite_has_no_blocks(values: list[float]) -> None:
+    assert spark(values, 3) == ""
+
+
+def test_nothing_that_a_log_says_commands_the_terminal() -> None:
+    """A run's folder may be somebody else's: all of these are in it."""
+    bad = "\x1b]0;owned\x07\x1b[2J\u202e"
+    here = (f"worker{bad}",)
+    run = run_of(
+        Planned(10, 2, f"item{bad}", 100, 4, here, ("s",), 1, 8), Members("1.1", here, (), (f"server{bad}",)),
+        *(StepDone(step, 1.0, 8, 0, figures={f"figure{bad}": 1e308 * (-1) ** step}) for step in range(4)),
+        Metrics(3, {f"metric{bad}": 1.0}), Applied(3, 2, 0.0, {here[0]: 0.5}), Finished("", 3, f"why{bad}"),
+    )  # fmt: skip
+    run.times.lost[f"cause[red]{bad}"] = 1.0
+    console = Console(file=io.StringIO(), width=200, highlight=False)
+    console.print(shown(run, f"run{bad}", 200))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "".join(c for c in text if not c.isprintable()).strip("\n") == ""
+    for said in ("run", "worker", "server", "figure", "metric", "why", "cause[red]"):
+        assert f"{said}\\x1b]0;owned" in text, said
 
 
 def test_where_there_is_no_terminal_it_is_printed_once(tmp_path: Path) -> None:

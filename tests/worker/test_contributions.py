@@ -161,6 +161,14 @@ def test_claims_of_one_generation_that_differ_are_told_and_the_first_stays(tmp_p
         assert kept.version(4) == {7: ONE}
 
 
+def test_whoever_differs_in_everything_is_told_of_once_for_each_and_not_without_end(tmp_path: Path) -> None:
+    first = [Contributed(4, replica, 0.5, ONE) for replica in range(400)]
+    said = kept_after(tmp_path, *first, *(3 * [Contributed(4, r, 0.5, OTHER) for r in range(400)]))
+    assert len(said) == len(set(said)) == 101
+    assert said[1].startswith("the contribution of replica 1 to step 4: member401 has other bytes than member1 had")
+    assert said[-1] == "more digests differ from those that were there before: only the first 100 are told"
+
+
 def test_a_newer_generation_counts_and_an_older_one_does_not(tmp_path: Path) -> None:
     """After `rallypoint resume --set optimizer.lr=...` a step has other bytes."""
     old, new = Updated(4, 7, ONE, ViewNumber(1, 9)), Updated(4, 7, OTHER, ViewNumber(10, 1))
@@ -179,6 +187,15 @@ def test_the_oldest_steps_go_when_there_is_no_more_room(tmp_path: Path) -> None:
     assert versions[-1] == 1999
     assert 0 < len(versions) < 1500
     assert size < 800_000
+
+
+def test_a_claim_of_a_far_step_makes_no_true_one_go(tmp_path: Path) -> None:
+    claims = [Updated(n, 0, bytes(400), ViewNumber(1)) for n in range(800)]
+    kept_after(tmp_path, Updated(1_000_000, 0, bytes(400), ViewNumber(1)), *claims, most=300_000)
+    with KeptFingerprints(tmp_path) as kept:
+        versions = kept.versions()
+    assert versions[-2:] == [799, 1_000_000]
+    assert 300 < len(versions) < 800
 
 
 def test_a_disk_that_is_full_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

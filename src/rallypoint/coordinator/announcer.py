@@ -22,6 +22,7 @@ from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
 from rallypoint.observe.lines import Allowance, Once
 
 _EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the others
+_EARLY_DIGESTS = 4  # steps: only synchronous jobs record digests
 _BURST, _SENTENCE_S = 100, 1.0  # sentences that a member may say at once; then one in so many seconds
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
 
@@ -44,6 +45,7 @@ class Announcer:
         self.planned: Planned | None = None
         self.config = JobConfig()
         self._late, self._early = Lateness(), Early[Report](_EARLY)
+        self._early_digests = Early[tuple[str, Fingerprint]](_EARLY_DIGESTS)
         self._skipped = Once()
         self._allowances: dict[str, Allowance] = {}  # by member with a part in the job; "": all others
         self._announced: Members | None = None
@@ -149,9 +151,10 @@ class Announcer:
         return self._count(report, now)
 
     def count_early(self, now: float) -> list[Act]:
-        """Count the reports that were early and are so no more."""
-        reports = self._early.due(self._machine.course.known)
-        return [act for report in reports for act in self._count(report, now)]
+        """Count the reports, and keep the digests, that were early and are so no more."""
+        known = self._machine.course.known
+        acts = [act for report in self._early.due(known) for act in self._count(report, now)]
+        return [*acts, *(act for early in self._early_digests.due(known + 1) for act in self._recorded(*early))]
 
     def _count(self, report: Report, now: float) -> list[Act]:
         if self.tally is None or (done := self.tally.add(report)) is None:
@@ -163,19 +166,29 @@ class Announcer:
         return self.announce(msgspec.structs.replace(done, step=step, lr=rate), now)
 
     def _recorded(self, member: str, claim: Fingerprint) -> list[Act]:
-        """Keep digests, unless their generation is stale or they are not of this job."""
-        record = self._machine.record
+        """Keep digests, unless their generation is stale, or the job does not record them.
+
+        At most one step after what is known counts; a few further ones are kept until they are due.
+        """
+        record, config = self._machine.record, self.config
         assert isinstance(claim, Contributed | Updated)
         if record is None or self.tally is None or not self.tally.counts(claim.generation):
             return []
         if not self._pieces:
             self._pieces = [len(pieces) for pieces in pieces_of(record.layout)]
         if isinstance(claim, Contributed):
-            digests, right = len(dense_shards(record.layout)), claim.step < record.rounds
+            number, digests = claim.step, len(dense_shards(record.layout))
+            right = claim.step < record.rounds and claim.replica < config.replicas
         else:
-            digests = self._pieces[claim.shard] if claim.shard < len(self._pieces) else 0
+            number, digests = claim.version, self._pieces[claim.shard] if claim.shard < len(self._pieces) else 0
             right = claim.version <= record.rounds
-        return [Record(member, claim)] if right and len(claim.digests) == digests * DIGEST_BYTES else []
+        right = right and config.fingerprints > 0 and number % config.fingerprints == 0
+        if not right or len(claim.digests) != digests * DIGEST_BYTES:
+            return []
+        if number > self._machine.course.known + 1:
+            self._early_digests.keep(number, (member, claim), 2 * (config.replicas + len(self._pieces)))
+            return []
+        return [Record(member, claim)]
 
     def applied(self, message: Applied) -> list[Act]:
         """Write a server's ledger entry to the event log, and count how late each worker was."""

@@ -6,10 +6,12 @@ A thread of its own writes it: a disk that hangs stops no job.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +46,46 @@ def own(path: Path) -> None:
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     with contextlib.suppress(OSError):  # another user's, or a filesystem without modes
         path.chmod(0o600)
+
+
+def opened_to_read(path: Path) -> sqlite3.Connection:
+    """Open a database of a run that may be under way, or somebody else's: to read it, and follow no link.
+
+    Nothing is written but SQLite's own index (``-shm``) of what a run that was killed, or goes on, has in its ``-wal``.
+    Raises OSError or sqlite3.Error.
+    """
+    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+        beside = path.with_name(name)
+        if os.path.lexists(beside) and not stat.S_ISREG(beside.lstat().st_mode):
+            raise OSError(errno.EINVAL, f"{name} is not a regular file")
+    over = not path.with_name(f"{path.name}-wal").exists()  # else SQLite would leave files of its own beside it
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable={over:d}", uri=True)
+
+
+def kept_state(folder: Path) -> ClusterState | None:
+    """As `Journal.load`, of a run in whose folder nothing may be written. None also without a journal.
+
+    Raises DataError when it cannot be read, and for a link; ConfigError as `Journal.load`.
+    """
+    path = folder / JOURNAL
+    if not os.path.lexists(path):
+        return None
+    try:
+        with contextlib.closing(opened_to_read(path)) as kept:
+            return _state_in(kept, str(path))
+    except (sqlite3.Error, OSError, msgspec.DecodeError) as error:
+        raise DataError(f"the journal {path} cannot be read: {error}") from None
+
+
+def _state_in(kept: sqlite3.Connection, path: str) -> ClusterState | None:
+    row = kept.execute("select body from state where id = 1").fetchone()
+    record = kept.execute("select body from record where id = 1").fetchone()
+    if row is None:
+        return None
+    state = msgspec.msgpack.decode(row[0], type=ClusterState)
+    if record is None:
+        return state
+    return msgspec.structs.replace(state, record=kept_record(msgspec.msgpack.decode(record[0]), f"the journal {path}"))
 
 
 class Journal:
@@ -116,15 +158,7 @@ class Journal:
         Raises DataError when it cannot be read, ConfigError when an older Rallypoint wrote a job that cannot go on.
         """
         try:
-            row = self._db.execute("select body from state where id = 1").fetchone()
-            record = self._db.execute("select body from record where id = 1").fetchone()
-            if row is None:
-                return None
-            state = msgspec.msgpack.decode(row[0], type=ClusterState)
-            if record is None:
-                return state
-            about = f"the journal {self.path}"
-            return msgspec.structs.replace(state, record=kept_record(msgspec.msgpack.decode(record[0]), about))
+            return _state_in(self._db, self.path)
         except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
             raise self._unreadable(error) from None
 

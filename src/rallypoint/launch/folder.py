@@ -124,11 +124,11 @@ class UnderWay(UsageError):
     """Another launcher holds the folder."""
 
 
-def refuse_others_words(folder: Path) -> None:
+def refuse_others_words(folder: Path, doing: str = "resuming") -> None:
     """Raise UsageError when another user could have written what the run in this folder runs.
 
     That is its plan (``run.json``: a command with its arguments) and the code that it keeps. They, and the folder, must
-    belong to this user (or to root), and nobody else may write them.
+    belong to this user (or to root), and nobody else may write them. `doing`: what runs them, for the sentence.
     """
     for path in (folder, folder / RUN_FILE, folder / CODE):
         try:
@@ -137,12 +137,12 @@ def refuse_others_words(folder: Path) -> None:
             continue  # who reads it says what is missing
         if about.st_uid not in (os.geteuid(), 0):
             raise UsageError(
-                f"{path} belongs to another user (number {about.st_uid}), and resuming a run runs what it says: copy "
+                f"{path} belongs to another user (number {about.st_uid}), and {doing} a run runs what it says: copy "
                 "the folder, and read its run.json, if you trust it"
             )
         if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise UsageError(
-                f"other users may write {path}, and resuming a run runs what it says: look at its run.json, then "
+                f"other users may write {path}, and {doing} a run runs what it says: look at its run.json, then "
                 f"chmod -R go-w {shlex.quote(str(folder))}"
             )
 

@@ -1,8 +1,9 @@
-"""A run in the terminal: what the page shows, as far as a screen of text can."""
+"""A run in the terminal: what the page shows, as far as a screen of text can. Whatever its log says is `printable`."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rallypoint.core.typed import LONGEST_TEXT
 from rallypoint.errors import UsageError
+from rallypoint.observe.lines import printable
 from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.series import Series
 from rallypoint.watch.state import RunState
@@ -62,14 +65,15 @@ def _head(run: RunState, name: str) -> RenderableType:
     steps = 0 if run.plan is None else run.plan.steps
     state = run.ended or ("running" if steps else "waiting for members")
     told = Text.assemble(
-        (name, "bold"), "  ", (state, "bold red" if state == "failed" else "bold"), f"  step {run.step:,} of {steps:,}"
-    )
+        (printable(name), "bold"), "  ", (state, "bold red" if state == "failed" else "bold"),
+        f"  step {run.step:,} of {steps:,}",
+    )  # fmt: skip
     p50 = run.times.quantile(0.5)
     if run.plan is not None and p50 and not run.ended:
         rate, left = run.plan.items / p50, (steps - run.step) * p50
-        told.append(f"  {rate:,.0f} {run.plan.item}/s  {_seconds(left)} left")
+        told.append(f"  {rate:,.0f} {printable(run.plan.item)}/s  {_seconds(left)} left")
     if run.why:
-        told.append(f"\n{run.why}", "red" if run.ended == "failed" else "")
+        told.append(f"\n{printable(run.why, LONGEST_TEXT)}", "red" if run.ended == "failed" else "")
     return Group(told, Padding(ProgressBar(total=max(1, steps), completed=run.step), 0))
 
 
@@ -80,15 +84,20 @@ def _curve(name: str, curve: Series, width: int) -> RenderableType | None:
     text = Text(spark(values, width - 4), style="cyan")
     low, high = min(values), max(values)
     told = f"now {values[-1]:.4g}, from {low:.4g} to {high:.4g}"
-    return Panel(Group(text, told), title=Text(name), title_align="left", width=width)
+    return Panel(Group(text, told), title=_text(name), title_align="left", width=width)
 
 
 def spark(values: list[float], width: int) -> str:
-    """The values as one line of blocks, the mean of several where there are more than `width`."""
+    """The values as one line of blocks, the mean of several where there are more than `width`.
+
+    Returns "" if their range is not finite: of 1e308 and -1e308, for example.
+    """
     share = max(1.0, len(values) / width)
     bounds = [round(number * share) for number in range(min(width, len(values)) + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds) if b > a]
     low, high = min(means), max(means)
+    if not math.isfinite(high - low):
+        return ""
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((value - low) * scale)] for value in means)
 
@@ -100,13 +109,13 @@ def _times(run: RunState, width: int) -> RenderableType:
     table.add_row("99 %", _seconds(times.quantile(0.99)))
     table.add_row("goodput", f"{times.goodput:.1%}")
     for cause, lost in times.lost.most_common():
-        table.add_row(f"lost to {cause}", _seconds(lost))
+        table.add_row(_text(f"lost to {cause}"), _seconds(lost))
     if run.snapshots:
         newest = run.snapshots[-1]
         size, ago = newest["nbytes"] / 1e6, run.now - newest["t"]
         table.add_row("newest snapshot", f"version {newest['version']}, {size:.1f} MB, {_seconds(ago)} before")
     for worker, late in sorted(run.late.items(), key=lambda one: -one[1])[:_LATE]:
-        table.add_row(Text(worker), f"{_seconds(late)} behind the first")
+        table.add_row(_text(worker), f"{_seconds(late)} behind the first")
     return Panel(table, title="time", title_align="left", width=width)
 
 
@@ -116,7 +125,7 @@ def _members(run: RunState, width: int) -> RenderableType:
     for state, count in Counter(now.values()).most_common():
         names = [row["id"] for row in run.members.rows() if now[str(row["id"])] == state]
         more = f", and {count - 8} more" if count > 8 else ""
-        table.add_row(Text(state, _COLOURS.get(state, "")), str(count), Text(", ".join(map(str, names[:8])) + more))
+        table.add_row(Text(state, _COLOURS.get(state, "")), str(count), _text(", ".join(map(str, names[:8])) + more))
     return Panel(table, title="members", title_align="left", width=width)
 
 
@@ -124,8 +133,12 @@ def _happened(run: RunState) -> RenderableType:
     said = sorted([*run.sentences, *run.marks], key=lambda one: float(one["t"]))[-_SENTENCES:]
     table = Table.grid(padding=(0, 2))
     for one in said:
-        table.add_row(Text(_seconds(one["t"]), "dim"), Text(str(one["text"])))
+        table.add_row(Text(_seconds(one["t"]), "dim"), _text(str(one["text"])))
     return Panel(table, title="what happened", title_align="left")
+
+
+def _text(said: str) -> Text:
+    return Text(printable(said, LONGEST_TEXT))
 
 
 def _seconds(s: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import sqlite3
 import threading
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rallypoint.coordinator.journal import own
+from rallypoint.coordinator.journal import opened_to_read, own
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError
 from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
@@ -25,6 +26,7 @@ FINGERPRINTS = "fingerprints.sqlite"
 MOST_BYTES = 256 << 20
 _MOST_WAITING = 10_000  # digests that wait for a disk that hangs
 _LOOK_EVERY = 256  # digests between two looks at the size
+_MOST_TOLD = 100  # differences
 _FORGOTTEN = 8  # of so many parts of the steps, the oldest is forgotten when there is no more room
 _SCHEMA = """
 create table if not exists contributions (
@@ -40,16 +42,18 @@ class FingerprintLog:
     """Keeps digests, each of them once. With `folder=""` it keeps none. A thread of its own writes.
 
     A claim of a newer generation replaces an older one's. Two claims of one generation that differ are told through
-    `say`: one of those two has computed something else, though both had the same to compute. The first one is kept.
+    `say`: one of those two has computed something else, though both had the same to compute. The first one is kept. It
+    is told once of each contribution and each shard's version, and of 100 in all.
 
-    The file is for its owner only. When it has more than `most` bytes, the oldest eighth of the steps goes. Whatever
-    cannot be written is dropped, with one warning.
+    The file is for its owner only. When it has more than `most` bytes, the oldest eighth of the steps that it has goes.
+    Whatever cannot be written is dropped, with one warning.
     """
 
     def __init__(self, folder: str, say: Callable[[str], None], *, most: int = MOST_BYTES) -> None:
         self._path, self._say, self._most = Path(folder) / FINGERPRINTS if folder else None, say, most
         self._claims: queue.Queue[tuple[str, Fingerprint] | None] = queue.Queue(_MOST_WAITING)
         self._warned = False
+        self._told: set[str] = set()  # what differs, of what was told
         self._thread = threading.Thread(target=self._run, name="fingerprints", daemon=True)
 
     def add(self, member: str, claim: Fingerprint) -> None:
@@ -116,10 +120,20 @@ class FingerprintLog:
         known = kept.execute(query, key).fetchone()
         if known is not None and msgspec.json.decode(known[0], type=ViewNumber) >= claim.generation:
             if known[0] == generation and known[1] != claim.digests:
-                self._say(f"{what}: {member} has other bytes than {known[2]} had for the same: see `rallypoint replay`")
+                self._differs(what, f"{member} has other bytes than {known[2]} had for the same")
             return
         row = (*key, generation, *rest)
         kept.execute(f"insert or replace into {table} values ({', '.join('?' * len(row))})", row)
+
+    def _differs(self, what: str, how: str) -> None:
+        """Say it, once of each, and not without end: a member can claim as much as it likes."""
+        if len(self._told) > _MOST_TOLD or what in self._told:
+            return
+        self._told.add(what)
+        if len(self._told) > _MOST_TOLD:
+            self._say(f"more digests differ from those that were there before: only the first {_MOST_TOLD} are told")
+        else:
+            self._say(f"{what}: {how}: see `rallypoint replay`")
 
     def _make_room(self, kept: sqlite3.Connection) -> None:
         while _size(kept) > self._most:
@@ -133,15 +147,13 @@ def _size(kept: sqlite3.Connection) -> int:
 
 
 def _forget_the_oldest(kept: sqlite3.Connection) -> None:
-    """Delete the oldest eighth of the steps."""
-    first, last = kept.execute(
-        "select min(step), max(step) from (select step from contributions union select version from versions)"
-    ).fetchone()
-    assert first is not None
-    until = first + max(1, (last - first) // _FORGOTTEN)
+    """Delete the oldest eighth of the steps that are recorded: of their number, not of their range."""
+    steps = "select step from contributions union select version from versions"
+    (count,) = kept.execute(f"select count(*) from ({steps})").fetchone()
+    (until,) = kept.execute(f"{steps} order by 1 limit 1 offset ?", (max(1, count // _FORGOTTEN) - 1,)).fetchone()
     with kept:
-        kept.execute("delete from versions where version < ?", (until,))
-        kept.execute("delete from contributions where step < ?", (until,))
+        kept.execute("delete from versions where version <= ?", (until,))
+        kept.execute("delete from contributions where step <= ?", (until,))
 
 
 _SIZES = ("page_count", "page_size", "freelist_count")
@@ -172,11 +184,9 @@ class KeptFingerprints:
     def __init__(self, folder: Path) -> None:
         self._path = folder / FINGERPRINTS
         self._kept: sqlite3.Connection | None = None
-        if self._path.exists():
-            # Of a run that has ended SQLite would otherwise leave files of its own beside it
-            over = not self._path.with_name(f"{FINGERPRINTS}-wal").exists()
+        if os.path.lexists(self._path):
             with self._reading():
-                self._kept = sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro&immutable={over:d}", uri=True)
+                self._kept = opened_to_read(self._path)
 
     def __enter__(self) -> KeptFingerprints:
         return self
@@ -208,5 +218,5 @@ class KeptFingerprints:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise DataError(f"the digests {self._path} cannot be read: {error}") from None

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import secrets
+import shlex
+import stat
 from pathlib import Path
 
 import msgspec
@@ -19,7 +23,8 @@ class Targets:
     """The targets of the run in `run`, as a file in the folder `into` ("": none) that has the run's name.
 
     It is there while some process tells its metrics, and always complete. A folder for the files of several runs can be
-    named once in Prometheus' configuration: ``files: ["targets/*.json"]``. UsageError if the folder cannot be made.
+    named once in Prometheus' configuration: ``files: ["targets/*.json"]``. UsageError if the folder cannot be made, or
+    if everybody may replace files in it: they would choose what Prometheus reads.
     """
 
     def __init__(self, run: Path, into: str) -> None:
@@ -31,6 +36,7 @@ class Targets:
         if self._wanted:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
+                _refuse_everybodys(self._path.parent)
                 self._path.unlink(missing_ok=True)  # of a launcher that was killed
             except OSError as error:
                 raise UsageError(f"{into} cannot hold --metrics' files: {error.strerror}") from None
@@ -65,17 +71,33 @@ class Targets:
             self._write()
 
     def _write(self) -> None:
-        fresh = self._path.with_suffix(".new")
+        fresh = self._path.with_suffix(f".{secrets.token_hex(8)}")  # others may write into the folder: see `_create`
         targets = [
             {"targets": [address], "labels": {"run": self._run, "role": role, "member": name}}
             for name, (role, address) in self._known.items()
         ]  # fmt: skip
         try:
             if targets:
-                fresh.write_bytes(msgspec.json.format(msgspec.json.encode(targets), indent=2))
+                _create(fresh, msgspec.json.format(msgspec.json.encode(targets), indent=2))
                 fresh.replace(self._path)  # at once: Prometheus may read it at any moment
             else:
                 self._path.unlink(missing_ok=True)
         except OSError:  # a full disk: the run goes on, and is scraped as far as the file says
             with contextlib.suppress(OSError):
                 fresh.unlink(missing_ok=True)
+
+
+def _create(path: Path, text: bytes) -> None:
+    """Write a new file. Raises OSError if there is anything at that place, also a link to somewhere else."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o666)  # who scrapes may be another user
+    with os.fdopen(fd, "wb") as file:
+        file.write(text)
+
+
+def _refuse_everybodys(folder: Path) -> None:
+    mode = folder.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise UsageError(
+            f"everybody may write {folder}, and so replace --metrics' files: "
+            f"chmod o-w {shlex.quote(str(folder))}, or name another folder"
+        )

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.coordinator.journal import JOURNAL, kept_state
 from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
@@ -25,6 +26,7 @@ from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.replaying import comparing
 from rallypoint.launch.replaying.losses import Spike, first_spike, recorded_losses
 from rallypoint.launch.replaying.task import Answer, Looked, Probed, Task
+from rallypoint.observe.lines import printable
 from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import SnapshotStore
 
@@ -90,7 +92,7 @@ def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
 
     Raises UsageError when it cannot be replayed, and says why; DataError for a folder that is not a run's.
     """
-    refuse_others_words(run)
+    refuse_others_words(run, "replaying")
     plan = read_plan(run)
     spike = _spike_of(run) if wanted.step < 0 else None
     step = wanted.step if spike is None else spike.step
@@ -99,12 +101,13 @@ def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
     if plan.ranks > 1:
         raise UsageError(f"the workers of {run} were groups of {plan.ranks} ranks: replays start one process only")
     argv = _argv(plan, run, current=wanted.current)
-    say(f"from snapshot {manifest.id}: {_steps(step - manifest.version)} to step {step}")
+    reductions = _reductions(manifest, run)
+    say(f"from snapshot {printable(manifest.id)}: {_steps(step - manifest.version)} to step {step}")
     with tempfile.TemporaryDirectory(prefix="rallypoint-replay-") as folder:
         task = Task(
             snapshots=_place(plan.snapshots), snapshot=manifest.id, step=step, replica=wanted.replica,
-            settings=_settings(manifest.job), folder=folder, answer=str(Path(folder) / "answer.json"),
-            debug=wanted.debug, probe=spike is not None,
+            settings=_settings(manifest.job), reductions=reductions, folder=folder,
+            answer=str(Path(folder) / "answer.json"), debug=wanted.debug, probe=spike is not None,
         )  # fmt: skip
         answer = _computed(argv, task, plan.threads, wanted)
         return _compared(run, task, manifest, answer, spike)
@@ -161,7 +164,19 @@ def _settings(job: JobRecord) -> dict[str, Any]:
     settings: dict[str, Any] = {"fingerprints": 1, "overlap": False}
     if job.config.get("nonfinite") == "stop" and job.config.get("precision") != "fp16":
         settings["nonfinite"] = "continue"
+    if job.config.get("keep_best"):
+        settings["keep_best"] = ""
     return settings
+
+
+def _reductions(manifest: Manifest, run: Path) -> tuple[int, ...]:
+    """From which versions on the run has reduced its rates (`plateau`): the snapshot says it of earlier ones alone."""
+    if manifest.job.config.get("plateau") is None:
+        return ()
+    state = kept_state(run)
+    if state is None:
+        raise UsageError(f"{run} has no {JOURNAL}, which says at which steps the rates were reduced (plateau=)")
+    return tuple(sorted({*manifest.decided.reductions, *state.decided.reductions}))
 
 
 def _place(url: str) -> str:

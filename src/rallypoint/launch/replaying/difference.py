@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from rallypoint.coordinator.journal import JOURNAL, Journal
+from rallypoint.coordinator.journal import JOURNAL, kept_state
 from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
 from rallypoint.core.layout import Layout, first_difference
 from rallypoint.errors import UsageError
 from rallypoint.launch.replaying import comparing
+from rallypoint.observe.lines import printable
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -32,13 +33,13 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def diff(one: Path, other: Path, step: int = -1) -> Difference:
-    """Compare the digests of two runs; with `step` only those of the version after that step.
+    """Compare the digests of two runs, whose folders are only read; with `step` those of the version after that step.
 
     Raises UsageError when they cannot be compared: another model, or nothing that both have recorded.
     """
     layout, theirs = _layout(one), _layout(other)
     if layout.fingerprint != theirs.fingerprint:
-        raise UsageError(f"{one} and {other} have different models: {first_difference(theirs, layout)}")
+        raise UsageError(f"{one} and {other} have different models: {_shown(str(first_difference(theirs, layout)))}")
     with KeptFingerprints(one) as ours, KeptFingerprints(other) as others:
         versions = sorted({*ours.versions()} & {*others.versions()})
         if step >= 0:
@@ -61,23 +62,23 @@ def diff(one: Path, other: Path, step: int = -1) -> Difference:
 
 
 def words_of(found: Difference) -> str:
-    """Return what was found, as a sentence."""
+    """Return what was found, as a sentence that is `printable`: names of parameters may be somebody else's."""
     if found.version < 0:
         return f"equal: all {found.versions} versions that both have recorded, up to version {found.equal}"
     before = f"equal up to version {found.equal}; " if found.equal >= 0 else ""
     names = ", ".join(found.parameters[:8]) + (f" and {len(found.parameters) - 8} more" if found.parameters[8:] else "")
     first = f"; the first contribution that differs: {found.contribution}" if found.contribution else ""
-    return f"{before}version {found.version} (after step {found.version - 1}) differs in {names}{first}"
+    return _shown(f"{before}version {found.version} (after step {found.version - 1}) differs in {names}{first}")
+
+
+def _shown(text: str) -> str:
+    return printable(text, len(text))
 
 
 def _layout(run: Path) -> Layout:
     if not (run / JOURNAL).exists():
         raise UsageError(f"{run} is not the folder of a run: there is no {JOURNAL} in it")
-    journal = Journal(str(run))
-    try:
-        state = journal.load()
-    finally:
-        journal.close()
+    state = kept_state(run)
     if state is None or state.record is None:
         raise UsageError(f"the job in {run} has not begun: nothing is recorded")
     return state.record.layout

@@ -28,7 +28,10 @@ from rallypoint.worker.streamed.first_values import Init
 
 
 class ReplayedRun(Run):
-    """The run of a replay: it makes no evaluations, and its loop ends the script after the step that is looked at."""
+    """The run of a replay: it makes no evaluations, and its loop ends the script after the step that is looked at.
+
+    What the run has decided from its evaluations is in the task.
+    """
 
     def begin(self, task: Task) -> None:
         """Look at that step."""
@@ -41,12 +44,18 @@ class ReplayedRun(Run):
         self._wanted = task.replica
 
     def every(self, steps: int, *, priority: Literal["", "high"] = "") -> Any:
-        """Leave the evaluation out: nothing of a step depends on it."""
+        """Leave the evaluation out: what the run has decided from its result is known."""
+        nothing = super().every(steps, priority=priority)
 
         def left_out(evaluation: Evaluation) -> Evaluation:
+            if self._config.plateau is not None:
+                nothing(lambda step: None)  # the job waits for a result, from which nothing follows
             return evaluation
 
         return left_out
+
+    def stop_when(self, metric: str, **settings: Any) -> None:
+        """Do nothing, as `stop`."""
 
     def stop(self, reason: str = "") -> None:
         """Do nothing: the replay ends after its step."""
@@ -83,9 +92,10 @@ class ReplayJob(EmbeddedJob):
     def __init__(self, task: Task) -> None:
         manifest = SnapshotStore(task.snapshots).load(task.snapshot)
         record, _ = changed_record(manifest.job, task.settings, manifest.version)
+        decided = msgspec.structs.replace(manifest.decided, reductions=task.reductions, stop=None)
         self._task = task
         super().__init__(
-            resume=Resumed(record, manifest.id, manifest.version),
+            resume=Resumed(record, manifest.id, manifest.version, decided=decided),
             about=JoinInfo(overrides=record.config, folder=task.folder, snapshots=task.snapshots),
         )
 

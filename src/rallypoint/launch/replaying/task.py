@@ -15,6 +15,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         step: the step to look at.
         replica: which of its replicas; -1: all.
         settings: settings over those of the run, nested: none changes a byte.
+        reductions: the versions from which on the run has reduced its rates once more (`plateau`), ascending.
         folder: where the replay keeps its log and its digests.
         answer: the file for the `Answer`.
         debug: open the debugger in the forward pass.
@@ -26,6 +27,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     replica: int = -1
     settings: dict[str, Any] = {}
+    reductions: tuple[int, ...] = ()
     folder: str
     answer: str
     debug: bool = False

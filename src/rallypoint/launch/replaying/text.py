@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rallypoint.launch.replaying.command import Replayed, Replica
 from rallypoint.launch.replaying.task import Layer
+from rallypoint.observe.lines import printable
 
 _SAMPLES, _LAYERS = 64, 12  # that are shown
 
@@ -17,7 +18,12 @@ def differs(result: Replayed) -> bool:
 
 
 def lines_of(result: Replayed, *, layers: bool) -> Iterator[str]:
-    """Yield the lines that say what was seen; with `layers` each layer's gradient too."""
+    """Yield the lines that say what was seen, each `printable`; with `layers` each layer's gradient too."""
+    for line in _lines(result, layers=layers):
+        yield printable(line, len(line))  # a run's folder may be somebody else's
+
+
+def _lines(result: Replayed, *, layers: bool) -> Iterator[str]:
     if result.spike:
         usual = f", usually {_short(result.usual)}" if result.usual else ""
         yield f"step {result.step} stands out: its recorded loss is {_short(result.spike)}{usual}"

@@ -23,6 +23,15 @@ class StreamedShard(OwnedShard):
         return 0, self._nothing, 0
 
     def words(self, version: int, first: int, count: int) -> tuple[Buffer, memoryview]:
-        """Words [first, first + count) of a kept version, as bytes of its buffer, which is retained."""
+        """Words [first, first + count) of a kept version, and the buffer to release when they are not needed any more.
+
+        It is the version's own, or, for less than half of it, one with a copy: a slow worker's backlog counts the words
+        alone, so they may not keep a whole version.
+        """
         _, buffer, _ = self._wire.raw(version)
-        return buffer.retain(), buffer.bytes[4 * first : 4 * (first + count)]
+        words = buffer.bytes[4 * first : 4 * (first + count)]
+        if 2 * len(words) >= len(buffer.bytes):
+            return buffer.retain(), words
+        copy = BufferPool(count, keeps=False).take()
+        copy.bytes[:] = words
+        return copy, copy.bytes
