@@ -74,7 +74,7 @@ class ClusterMachine:
         self._ending = LastSnapshot(self.course, self._snapshots)
         self._succession = Succession(self.course, self._snapshots, self._assigner)
         self._completion = Completion(self.course, self._snapshots, self._succession)
-        self._deciding = Deciding(self.course, self._completion, self._left)
+        self._deciding = Deciding(self.course, self._completion)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
             self._origin = self.resume.snapshot
@@ -204,7 +204,7 @@ class ClusterMachine:
             case events.Done() | events.Stopped():
                 return self._completion.handle(event)
             case events.Evaluates() | events.Evaluated() | events.NotKept():
-                return self._deciding.handle(event)
+                return self._deciding.handle(event, self._left)
             case events.Resized(workers=workers):
                 course.workers_max = max(1, workers)
                 course.changed()

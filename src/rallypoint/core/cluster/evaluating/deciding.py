@@ -24,56 +24,57 @@ from rallypoint.core.modes import Feature
 
 _NO_EVALUATION = "run.stop_when and plateau= decide from evaluations, and the script has none: write @run.every(100)"
 
+Left = Callable[[str, str], list[Effect]]
+
 
 @dataclass(slots=True)
 class Deciding:
-    """Handles what workers say of evaluations. `left(member, why)` is what happens when a member is gone."""
+    """Handles what workers say of evaluations."""
 
     course: Course
     completion: Completion
-    left: Callable[[str, str], list[Effect]]
     _told: int = 0  # the best version that was shown last
 
-    def handle(self, event: Evaluates | Evaluated | NotKept) -> list[Effect]:
-        """Take one event; return the effects."""
+    def handle(self, event: Evaluates | Evaluated | NotKept, left: Left) -> list[Effect]:
+        """Take one event; return the effects. `left(member, why)` is what happens when a member is gone."""
         if isinstance(event, Evaluates):
-            return self._evaluates(event)
+            return self._evaluates(event, left)
         heard(event, self.course)
         return [*self.advance(), *self.completion.advance()]
 
-    def _evaluates(self, event: Evaluates) -> list[Effect]:
+    def _evaluates(self, event: Evaluates, left: Left) -> list[Effect]:
         course, ledger = self.course, self.course.evaluations
         if event.worker not in course.members.present or course.record is None:
             return []
         if wrong := next((rule.problem for rule in event.stops if rule.problem), ""):
-            return self._refuse(event.worker, f"it brought a rule of run.stop_when that is none: {wrong}")
+            return self._refuse(event.worker, f"it brought a rule of run.stop_when that is none: {wrong}", left)
         if event.stops and (why := course.record.refusal_of({Feature.STOP_WHEN, *course.terms.features})):
-            return self._cannot(event.worker, why)
+            return self._cannot(event.worker, why, left)
         steers = course.rules.steers or bool(event.stops)
         same = ledger.agrees(event, fixed=course.begun and steers)
         if not same and steers:
             return self._refuse(event.worker, (
                 "its script has other evaluations or other rules than the job (run.every, run.stop_when): all workers "
                 "need the same ones, because what the job computes depends on them"
-            ))  # fmt: skip
+            ), left)  # fmt: skip
         if not event.periods and (event.stops or course.rules.plateau):
-            return self._cannot(event.worker, _NO_EVALUATION)
+            return self._cannot(event.worker, _NO_EVALUATION, left)
         if ledger.register(event, same=same):
             course.changed()
         return self.completion.advance()
 
-    def _cannot(self, worker: str, why: str) -> list[Effect]:
+    def _cannot(self, worker: str, why: str, left: Left) -> list[Effect]:
         """The job cannot do what this worker's script asks for. Where it has no part, it ends alone."""
         course = self.course
         if course.phase is Phase.OVER:
             return []
         if not course.begun or course.has_a_part(worker):
             return course.end(Abort(why))
-        return self._refuse(worker, why)
+        return self._refuse(worker, why, left)
 
-    def _refuse(self, worker: str, why: str) -> list[Effect]:
+    def _refuse(self, worker: str, why: str, left: Left) -> list[Effect]:
         said = [Say(f"refused: {worker}: {why}")] if self.course.phase is Phase.GATHERING else []
-        return [Refuse(worker, why, final=True), *said, *self.left(worker, f"refused: {why}")]
+        return [Refuse(worker, why, final=True), *said, *left(worker, f"refused: {why}")]
 
     def advance(self) -> list[Effect]:
         """Decide from all versions whose result is here, and from none before an earlier one is decided."""
