@@ -84,6 +84,7 @@ def test_the_documented_commands_make_a_cluster_that_says_how_it_gets_on(members
     assert list((members.folder / "snapshots").glob("step-00000006-*"))
 
 
+@pytest.mark.slow
 def test_a_worker_by_hand_that_is_told_to_go_says_that_it_has_left(members: Members) -> None:
     (members.folder / "train.py").write_text(SCRIPT.replace("steps=6", "steps=10**9"))
     members.start("coordinator", "coordinator", "--workers", "2")  # it begins when both are here

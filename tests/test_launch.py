@@ -136,6 +136,7 @@ class _Deaf(RunConsole):
             super().show(message)
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_word_did_not_come_through_has_not_failed(tmp_path: Path) -> None:
     said = io.StringIO()
     plan = Launch(
@@ -353,6 +354,7 @@ def test_a_coordinator_that_is_given_up_is_named_with_the_way_to_go_on(
     )
 
 
+@pytest.mark.slow
 def test_a_replacement_runs_the_code_that_the_run_began_with(tmp_path: Path, undisturbed: str) -> None:
     gate = tmp_path / "gate"
     gate.write_text("5")
@@ -429,6 +431,7 @@ def stands_by(run: ClusterRun) -> bool:
     return run.console.members is not None and "mine" in run.console.members.standby
 
 
+@pytest.mark.slow
 def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undisturbed: str) -> None:
     gate = tmp_path / "gate"
     gate.write_text("5")
@@ -473,6 +476,7 @@ def test_a_worker_joined_by_hand_that_stands_by_to_the_end_ends_well_too(tmp_pat
     assert (played.folder / "hash").read_text() == undisturbed
 
 
+@pytest.mark.slow
 def test_a_run_is_not_started_over_another_one(tmp_path: Path) -> None:
     played = Played(tmp_path, SHORT_RUN)
     assert played.run() == 0
@@ -528,6 +532,7 @@ def test_a_script_that_fails_before_it_joins_ends_the_run_with_one_traceback(tmp
     assert "waiting for" not in played.said
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

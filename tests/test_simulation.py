@@ -555,6 +555,7 @@ def test_buffers_that_run_a_version_ahead_of_a_slow_worker_are_not_lost(job: Sim
     assert not ahead or sum(result.fetched for result in results) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Sync(), AllReduce(), BoundedStaleness(1)], ids=word_for)
 @pytest.mark.some("sync")
 def test_replicas_that_move_for_the_speeds_sake_and_back_again_are_counted_once(

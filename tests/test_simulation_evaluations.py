@@ -37,6 +37,7 @@ def test_standbys_evaluate() -> None:
     assert outcome.leased
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_keep_what_is_leased_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     adopt = ServerMachine.adopt
 

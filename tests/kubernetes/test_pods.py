@@ -74,6 +74,7 @@ def finish(cluster: Kubelet) -> None:
         assert program.wait(100.0) == 0, f"{name}\n{told(cluster)}"
 
 
+@pytest.mark.slow
 def test_the_pods_of_a_jobset_make_the_same_bytes_as_a_run_on_this_machine(cluster: Kubelet, wanted: str) -> None:
     assert [pod.role for pod in cluster.pods] == ["coordinator", "server", "server", "worker", "worker"]
     (cluster.folder / "gate").touch()

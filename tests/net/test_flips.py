@@ -204,6 +204,7 @@ def test_bits_that_flip_anywhere_give_the_same_bytes_or_an_error(undisturbed: st
     assert found == undisturbed
 
 
+@pytest.mark.slow
 def test_with_tls_a_job_ends_with_the_same_bytes_also_when_bits_flip(undisturbed: str, tmp_path: Path) -> None:
     make_certificates(tmp_path)
     assert run(Flips(), tls=tmp_path)[0] == undisturbed
