@@ -8,24 +8,17 @@ from pathlib import Path
 import pytest
 
 from test_survival import SCRIPT, STEPS
-from test_survival_evaluations import AT, EvaluatingCluster
+from test_survival_evaluations import EVALUATION as EVALUATED
+from test_survival_evaluations import EVERY as OTHER_EVERY
+from test_survival_evaluations import EvaluatingCluster
 
 pytestmark = pytest.mark.programs
 
 EVERY = 4
 ENDS = 20  # those of 8, 12 and 16 are no improvement by more than 10
-EVALUATION = f"""    run.stop_when("loss", patience=3, min_delta=10.0)
-    @run.every({EVERY})
-    def evaluate(step):
-        if step == {AT}:
-            evaluating = gate.with_name("evaluating.partial")
-            evaluating.write_text(os.environ["RALLYPOINT_ID"])
-            evaluating.replace(gate.with_name("evaluating"))
-            while not gate.with_name("go").exists():
-                time.sleep(0.005)
-        return {{"loss": torch.nn.functional.mse_loss(model(data[:][0]), data[:][1]).item()}}
-
-    for micro in run:"""
+EVALUATION = '    run.stop_when("loss", patience=3, min_delta=10.0)\n' + EVALUATED.replace(
+    f"run.every({OTHER_EVERY})", f"run.every({EVERY})"
+)
 PLATEAU = 'plateau=rp.ReduceOnPlateau("loss", factor=0.5, patience=0, threshold=1.0), clip=0.5'
 
 
@@ -35,7 +28,7 @@ class DecidingCluster(EvaluatingCluster):
     def __init__(self, home: Path) -> None:
         super().__init__(home)
         script = SCRIPT.replace("    for micro in run:", EVALUATION).replace("clip=0.5", PLATEAU)
-        assert script.count("plateau") == script.count("stop_when") == 1
+        assert script.count("plateau") == script.count("stop_when") == script.count(f"run.every({EVERY})") == 1
         self.script.write_text(script)
         self.open(STEPS)
 
