@@ -63,14 +63,16 @@ def kill_member(run: Program, name: str) -> None:
 
 def painted(tab: Tab, member: str, state: str) -> bool:
     """Has the last column of this member's row the colour of that state?"""
-    return bool(tab.evaluate(f"""(() => {{
+    return bool(
+        tab.evaluate(f"""(() => {{
         const canvas = one("members").firstElementChild, row = run.members.findIndex((row) => row.id === "{member}");
         const y = (row * 18 + 8) * devicePixelRatio, probe = document.createElement("canvas").getContext("2d");
         probe.fillStyle = colour("{state}");
         probe.fillRect(0, 0, 1, 1);
         const here = canvas.getContext("2d").getImageData(canvas.width - 2, y, 1, 1).data;
         return String(here) === String(probe.getImageData(0, 0, 1, 1).data);
-    }})()"""))
+    }})()""")
+    )
 
 
 def test_the_page_draws_shows_a_death_and_goes_on_after_the_coordinator_s(

@@ -78,9 +78,7 @@ class Tab:
 
     def evaluate(self, expression: str, patience: float = _PATIENCE_S) -> Any:
         """Return the value of a JavaScript expression; of a promise, what it becomes."""
-        answer = self.call(
-            "Runtime.evaluate", patience, expression=expression, awaitPromise=True, returnByValue=True
-        )
+        answer = self.call("Runtime.evaluate", patience, expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {json.dumps(answer['exceptionDetails'])[:600]}")
         return answer["result"].get("value")
