@@ -36,6 +36,7 @@ from rallypoint.net.messages import (
     Stored,
 )
 from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.net.sampling.messages import Sampled
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
 _AGE_S = 1e9  # no wait is longer
@@ -43,13 +44,13 @@ _AGE_S = 1e9  # no wait is longer
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (
         *(Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Say, Stop, Done, GiveUp),
-        *(Metrics, Evaluates, Evaluated, NotKept, Contributed),
+        *(Metrics, Evaluates, Evaluated, NotKept, Contributed, Sampled),
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
-        *(Updated,),
+        *(Updated, Sampled),
     ),
-    "aggregator": (Knows, Beat, Say),
+    "aggregator": (Knows, Beat, Say, Sampled),
     "observer": (SnapshotWanted, Resize, Release),
 }
 

@@ -23,7 +23,7 @@ from rallypoint.coordinator.acts import (
     last_message,
 )
 from rallypoint.coordinator.agreement import Agreement
-from rallypoint.coordinator.announcer import Announcer
+from rallypoint.coordinator.announcer import Announcer, Told
 from rallypoint.coordinator.claims import Claims, Early, claim_of, own_part
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.joining.newcomers import Newcomers, taken
@@ -40,7 +40,6 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.view import Member, View
 from rallypoint.net.messages import (
     Aborted,
-    Accounted,
     Applied,
     Assist,
     Beat,
@@ -56,11 +55,9 @@ from rallypoint.net.messages import (
     Report,
     Resize,
     Say,
-    Skipped,
     Snapshotted,
     Stored,
 )
-from rallypoint.net.recording.messages import Fingerprint
 from rallypoint.observe.lines import Once
 
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
@@ -236,7 +233,7 @@ class CoordinatorShell:
             case Applied():
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]
-            case Say() | Skipped() | Accounted() | Fingerprint():
+            case _ if isinstance(message, Told):
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():
                 part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))

@@ -22,6 +22,7 @@ from rallypoint.net.greetings import Hello as Hello
 from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
 from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.observe.lines import printable
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
@@ -71,9 +72,7 @@ class Applied(AnyMessage, frozen=True):
     step: Index
     replicas: Index
     at: Seconds
-    late: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=MOST_MEMBERS)] = msgspec.field(
-        default_factory=dict
-    )
+    late: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=MOST_MEMBERS)] = msgspec.field(default_factory=dict)
     generation: ViewNumber = ViewNumber()
     norm: Norm | None = None
 
@@ -89,9 +88,7 @@ class Accounted(AnyMessage, frozen=True):
     folded: Count
     dropped: Count
     repeats: Count
-    staleness: Annotated[dict[Count, Count], msgspec.Meta(max_length=1 << 16)] = msgspec.field(
-        default_factory=dict
-    )
+    staleness: Annotated[dict[Count, Count], msgspec.Meta(max_length=1 << 16)] = msgspec.field(default_factory=dict)
     generation: ViewNumber = ViewNumber()
 
 
@@ -356,7 +353,8 @@ Message = (
     Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
-    Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated
+    Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
+    Sampled
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -35,6 +35,9 @@ class _Span:
 _NOTHING = nullcontext()
 
 
+LOAD = "load"  # the span in which a script waits for data
+
+
 class Tracer:
     """Collects the spans of one process while `on` is True. While it is False, a span costs two look-ups.
 

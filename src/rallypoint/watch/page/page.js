@@ -145,6 +145,65 @@ one("members").addEventListener("mousemove", (event) => {
   one("members").title = row ? `${row.id}: ${row.spans.map(([t, state]) => `${state} from ${seconds(t)}`).slice(-4).join(", ")}` : "";
 });
 
+// ---- machines and links ----
+
+const percent = (share) => `${Math.round(100 * share)} %`;
+const mega = (rate) => rate >= 5e6 ? `${(rate / 1e6).toFixed(0)}` : `${(rate / 1e6).toFixed(1)}`;
+
+// Shares in percent over time, as a line.
+function spark(values) {
+  const canvas = element("canvas"), ctx = canvas.getContext("2d"), wide = 80, high = 16, scale = devicePixelRatio;
+  canvas.width = wide * scale; canvas.height = high * scale;
+  canvas.className = "spark";
+  ctx.scale(scale, scale);
+  ctx.strokeStyle = colour("computing");
+  ctx.beginPath();
+  values.forEach((value, i) => ctx.lineTo(wide - (values.length - i) * 2, high - 1 - (high - 2) * value / 100));
+  ctx.stroke();
+  const cell = element("td");
+  cell.append(canvas, element("span", ` ${values.at(-1)} %`));
+  return cell;
+}
+
+function drawHosts({ hosts, more }) {
+  const gpus = hosts.some((host) => host.gpus.length);
+  const heads = ["machine", "members", "processor", "memory", "theirs", "disk MB/s", "network MB/s", "waited for data", ...(gpus ? ["GPUs"] : [])];
+  const rows = hosts.map((host) => {
+    const line = element("tr");
+    line.append(element("td", host.name), element("td", String(host.members)), spark(host.cpu), spark(host.memory),
+      element("td", `${host.own_cpu.toFixed(1)} cores, ${bytes(host.own_memory)}`),
+      element("td", host.disk.map(mega).join(" in, ") + " out"), element("td", host.network.map(mega).join(" out, ") + " in"),
+      element("td", percent(host.waited)));
+    if (gpus) line.append(element("td", host.gpus.map(([busy, used, total]) => `${percent(busy)}, ${bytes(used)} of ${bytes(total)}`).join("; ")));
+    return line;
+  });
+  if (more) { const line = element("tr"); line.append(element("td", `and ${more} more`)); rows.push(line); }
+  const head = element("tr");
+  head.append(...heads.map((name) => element("th", name)));
+  one("hosts").replaceChildren(head, ...rows);
+  one("hosts-part").hidden = !hosts.length;
+}
+
+function drawLinks({ rows, columns, cells, members }) {
+  const most = Math.max(1, ...cells.flat().filter(Boolean).map((cell) => cell[1] + cell[2])), bits = (rate) => number(rate * 8e-6);
+  const head = element("tr");
+  const left = [members[0] - rows.length, members[1] - columns.length];
+  head.append(element("th", left[0] || left[1] ? `${left[0]} below and ${left[1]} to the right talk less` : ""), ...columns.map((name) => element("th", name)));
+  one("links").replaceChildren(head, ...rows.map((name, i) => {
+    const line = element("tr");
+    line.append(element("th", name), ...cells[i].map((cell) => {
+      const made = element("td", cell ? `${bits(cell[1])} / ${bits(cell[2])}` : "");
+      if (cell) {
+        made.style.background = `color-mix(in srgb, var(--computing) ${Math.round(45 * (cell[1] + cell[2]) / most)}%, transparent)`;
+        made.title = cell[0] ? `round trip ${(1000 * cell[0]).toFixed(2)} ms` : "";
+      }
+      return made;
+    }));
+    return line;
+  }));
+  one("links-part").hidden = !rows.length;
+}
+
 // ---- the rest ----
 
 function drawHead() {
@@ -206,6 +265,7 @@ function take(news) {
   drawHead();
   drawTimes();
   drawMembers();
+  if (news.machines) { drawHosts(news.machines); drawLinks(news.machines.links); }
   if (news.facts || news.plan) drawFacts();
   if (news.snapshots) table("snapshots", ["version", "size", "took"],
     news.snapshots.slice(-8).reverse().map((s) => [String(s.version), bytes(s.nbytes), seconds(s.seconds)]));

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rallypoint.data.loader import MicroBatches
-from rallypoint.observe.trace import Tracer
+from rallypoint.observe.trace import LOAD, Tracer
 
 Place = tuple[int, int, int]  # step, replica, index of the micro-batch
 
@@ -31,5 +31,5 @@ class Prefetch:
 
     def _load(self, place: Place) -> Any:
         step, replica, index = place
-        with self._tracer.span("load", step=step, replica=replica):
+        with self._tracer.span(LOAD, step=step, replica=replica):
             return self._batches.load(step, replica, index)

@@ -41,7 +41,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
-from rallypoint.observe.trace import Tracer
+from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
@@ -97,6 +97,7 @@ class Job:
         self._token = token
         self._transport: Transport = transport or TcpTransport()
         self._tracer = tracer or Tracer(id)
+        self._tracer.count(LOAD)
         self._changed = threading.Condition()
         self._view: View | None = None
         self._record: JobRecord | None = None
@@ -110,7 +111,7 @@ class Job:
         self._run: Run | None = None
         self._link = CoordinatorLink(
             transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
-            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat),
+            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat, self._waited_for_data),
         )  # fmt: skip
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
@@ -319,6 +320,9 @@ class Job:
 
     def _report_wait(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
+
+    def _waited_for_data(self) -> float:
+        return self._tracer.phases[LOAD][1]
 
     def _beat(self) -> Beat:
         return Beat() if self._exchange is None else self._exchange.beat()
