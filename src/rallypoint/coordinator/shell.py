@@ -367,8 +367,7 @@ class CoordinatorShell:
         return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
 
     def _time_awake(self) -> float:
-        """The time without pauses of this process (stopped, or a slow disk): members do not count as silent in those.
-        """
+        """The time without pauses of this process (stopped, or a slow disk): nobody is silent in those."""
         self._awake += min(self._now - self._ticked, _LATE_TICK * self._terms.heartbeat / TICKS)
         self._ticked = self._now
         return self._awake

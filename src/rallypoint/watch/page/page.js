@@ -165,6 +165,11 @@ function spark(values) {
   return cell;
 }
 
+function gpusOf(gpus) {
+  const sum = (i) => gpus.reduce((all, gpu) => all + gpu[i], 0);
+  return gpus.length ? `${gpus.length} × ${percent(sum(0) / gpus.length)}, ${bytes(sum(1))} of ${bytes(sum(2))}` : "";
+}
+
 function drawHosts({ hosts, more }) {
   const gpus = hosts.some((host) => host.gpus.length);
   const heads = ["machine", "members", "processor", "memory", "theirs", "disk MB/s", "network MB/s", "waited for data", ...(gpus ? ["GPUs"] : [])];
@@ -174,7 +179,7 @@ function drawHosts({ hosts, more }) {
       element("td", `${host.own_cpu.toFixed(1)} cores, ${bytes(host.own_memory)}`),
       element("td", host.disk.map(mega).join(" in, ") + " out"), element("td", host.network.map(mega).join(" out, ") + " in"),
       element("td", percent(host.waited)));
-    if (gpus) line.append(element("td", host.gpus.map(([busy, used, total]) => `${percent(busy)}, ${bytes(used)} of ${bytes(total)}`).join("; ")));
+    if (gpus) line.append(element("td", gpusOf(host.gpus)));
     return line;
   });
   if (more) { const line = element("tr"); line.append(element("td", `and ${more} more`)); rows.push(line); }
@@ -188,7 +193,7 @@ function drawLinks({ rows, columns, cells, members }) {
   const most = Math.max(1, ...cells.flat().filter(Boolean).map((cell) => cell[1] + cell[2])), bits = (rate) => number(rate * 8e-6);
   const head = element("tr");
   const left = [members[0] - rows.length, members[1] - columns.length];
-  head.append(element("th", left[0] || left[1] ? `${left[0]} below and ${left[1]} to the right talk less` : ""), ...columns.map((name) => element("th", name)));
+  head.append(element("th", left[0] || left[1] ? `${left[0] + left[1]} with less are not shown` : ""), ...columns.map((name) => element("th", name)));
   one("links").replaceChildren(head, ...rows.map((name, i) => {
     const line = element("tr");
     line.append(element("th", name), ...cells[i].map((cell) => {
