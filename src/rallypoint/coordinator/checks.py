@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import msgspec
 
@@ -35,6 +36,7 @@ from rallypoint.net.messages import (
     Stop,
     Stored,
 )
+from rallypoint.net.ordering.messages import AnyOrder
 from rallypoint.net.recording.messages import Contributed, Updated
 from rallypoint.net.sampling.messages import Sampled
 
@@ -51,7 +53,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
         *(Updated, Sampled),
     ),
     "aggregator": (Knows, Beat, Say, Sampled),
-    "observer": (SnapshotWanted, Resize, Release),
+    "observer": (SnapshotWanted, Resize, Release, *get_args(AnyOrder)),
 }
 
 

@@ -29,9 +29,10 @@ from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.joining.newcomers import Newcomers, taken
 from rallypoint.coordinator.joining.take_over import TakeOver, late_view, needed
 from rallypoint.coordinator.joining.tickets import Tickets
+from rallypoint.coordinator.ordering.orders import Orders
+from rallypoint.coordinator.ordering.sizes import Sizes
 from rallypoint.coordinator.owner import TICKS
 from rallypoint.coordinator.progress import EVALUATED, Evaluations
-from rallypoint.coordinator.sizes import Sizes
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -58,6 +59,7 @@ from rallypoint.net.messages import (
     Snapshotted,
     Stored,
 )
+from rallypoint.net.ordering.messages import AnyOrder
 from rallypoint.observe.lines import Once
 
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
@@ -94,13 +96,11 @@ class CoordinatorShell:
         for version, figures in self.machine.course.evaluations.results.items():  # shown by an earlier coordinator
             self.evaluations.add(self.announcer.config.steps_at(version), figures)
         self._agreement, self._claims, self._newcomers = Agreement(), Claims(), Newcomers.of(terms, now)
-        self._sizes = Sizes(now)
-        self._terms, self._now = terms, now
-        self._ticked = self._awake = now
-        self._written = 0
+        self._sizes, self._orders = Sizes(now), Orders(now)
+        self._terms, self._now, self._ticked, self._awake = terms, now, now, now
+        self._written, self._end_at = 0, 0.0
         self._said = Once()
         self._capture: Capture | None = None  # the last snapshot that was asked for
-        self._end_at = 0.0
         self._take_over: TakeOver | None = None
         self._kept = recovered is not None and recovered.begun  # the journal has the record, and that the job has begun
         if recovered is not None and resume is None and needed(recovered):
@@ -206,6 +206,8 @@ class CoordinatorShell:
         if hello.role == "observer":
             if isinstance(message, Resize):
                 return self._resized(self._sizes.take(message, self._now))
+            if isinstance(message, AnyOrder):
+                return self._ordered(message)
             released = isinstance(message, Release)
             return self._drive(cluster_events.Released() if released else cluster_events.SnapshotWanted())
         if self.members.get(hello.id) != connection:
@@ -241,19 +243,21 @@ class CoordinatorShell:
             case _:
                 return [*acts, *self._drive(claim_of(hello.id, message))]
 
+    def _ordered(self, order: AnyOrder) -> list[Act]:
+        answer = self._orders.answer(order, self.machine.course, self._now)
+        acts = [act for event in answer.events for act in self._drive(event)] + self._send(order, *answer.workers)
+        return acts + [act for one in answer.news for act in self._announce(one)]
+
     def _resized(self, size: Resize | None) -> list[Act]:
         resized = self._drive(cluster_events.Resized(size.workers)) if size is not None and size.workers > 0 else []
         return [] if size is None else [*resized, *self._announce(size)]  # the launcher acts on it: save it first (I7)
 
     def _knows(self, hello: Hello, view: View | None) -> list[Act]:
         """A member has come back, too late for the take-over."""
-        match late_view(hello, view, self.machine.course):
-            case cluster_events.Outrun() as outrun:
-                return self._drive(outrun)
-            case Say() as say if self._said.is_new("another coordinator"):
-                return self._announce(say)
-            case _:
-                return []
+        late = late_view(hello, view, self.machine.course)
+        if isinstance(late, cluster_events.Outrun):
+            return self._drive(late)
+        return [] if late is None or not self._said.is_new("another coordinator") else self._announce(late)
 
     def _count_early(self) -> list[Act]:
         """Count the reports and the metrics of versions that are known to be reached by now."""

@@ -233,6 +233,13 @@ class Resized:
 
 
 @dataclass(frozen=True, slots=True)
+class Paused:
+    """The operator pauses the job (`on`), or lets it go on."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotWanted:
     """A user asks for a snapshot."""
 
@@ -283,7 +290,7 @@ class Found:
 Event = (
     Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked | Failed
     | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver | Outrun
-    | Released | Stopped | Evaluates | Evaluated | NotKept
+    | Released | Paused | Stopped | Evaluates | Evaluated | NotKept
 )  # fmt: skip
 
 OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time

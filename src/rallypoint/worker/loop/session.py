@@ -39,6 +39,7 @@ from rallypoint.net.messages import (
     Refused,
     Say,
 )
+from rallypoint.net.ordering.messages import StopWanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import LOAD, Tracer
@@ -361,6 +362,8 @@ class Job:
                     self._changed.notify_all()
                 if self._exchange is not None:
                     self._exchange.finish()
+            case StopWanted(reason=reason):
+                self._stopping.wish(reason or "the operator")
             case Aborted(reason=reason) | Refused(reason=reason):
                 self._fail(JobAborted(reason))
             case _:
