@@ -207,7 +207,10 @@ class CoordinatorShell:
             if isinstance(message, Resize):
                 return self._resized(self._sizes.take(message, self._now))
             if isinstance(message, AnyOrder):
-                return self._ordered(message)
+                answer = self._orders.answer(message, self.machine.course, self._now)
+                acts = [act for event in answer.events for act in self._drive(event)]
+                acts += self._send(message, *answer.workers)
+                return acts + [act for one in answer.news for act in self._announce(one)]
             released = isinstance(message, Release)
             return self._drive(cluster_events.Released() if released else cluster_events.SnapshotWanted())
         if self.members.get(hello.id) != connection:
@@ -242,11 +245,6 @@ class CoordinatorShell:
                 return [*acts, AddPart(part), *self._drive(claim_of(hello.id, part))]
             case _:
                 return [*acts, *self._drive(claim_of(hello.id, message))]
-
-    def _ordered(self, order: AnyOrder) -> list[Act]:
-        answer = self._orders.answer(order, self.machine.course, self._now)
-        acts = [act for event in answer.events for act in self._drive(event)] + self._send(order, *answer.workers)
-        return acts + [act for one in answer.news for act in self._announce(one)]
 
     def _resized(self, size: Resize | None) -> list[Act]:
         resized = self._drive(cluster_events.Resized(size.workers)) if size is not None and size.workers > 0 else []

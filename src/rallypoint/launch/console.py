@@ -36,6 +36,7 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
+from rallypoint.net.ordering.messages import Drain, Ordered
 from rallypoint.observe.lines import Once
 from rallypoint.observe.unhurried import Unhurried
 from rallypoint.store.manifest import age
@@ -109,7 +110,7 @@ class RunConsole:
         self.steps_done = 0
         self.again = 0
         self.members: Members | None = None
-        self.sizes: queue.SimpleQueue[Resize] = queue.SimpleQueue()  # requests to change the cluster's size
+        self.sizes: queue.SimpleQueue[Resize | Drain] = queue.SimpleQueue()  # requests to change the cluster's size
         self._said: set[str] = set()
         self._evaluated = Once()
         self.snapshots = 0
@@ -147,7 +148,7 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case Say(text=text) | Waiting(text=text):
+            case Say(text=text) | Waiting(text=text) | Ordered(text=text, refused=False):
                 self.say(escape(text))
             case Held(text=text):
                 self.holding = True
@@ -159,6 +160,8 @@ class RunConsole:
             case Resize(workers=workers, servers=servers):
                 to = [f"workers {workers}"] * (workers > 0) + [f"servers {servers}"] * (servers > 0)
                 self.console.print(f"changing the number of processes: {', '.join(to)}")
+                self.sizes.put(message)
+            case Drain():
                 self.sizes.put(message)
             case Snapshotted():
                 self.snapshots += 1

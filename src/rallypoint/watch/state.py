@@ -22,6 +22,7 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
+from rallypoint.net.ordering.messages import Ordered
 from rallypoint.net.sampling.messages import Sampled
 from rallypoint.watch.machines import Machines
 from rallypoint.watch.members import Timelines
@@ -89,7 +90,7 @@ class RunState:
             case Skipped():
                 self.skipped["contributions" if message.alone else "steps"] += 1
                 self._mark("skip", f"step {message.step} skipped: not finite")
-            case Say(text=text) | Waiting(text=text) | Held(text=text):
+            case Say(text=text) | Waiting(text=text) | Held(text=text) | Ordered(text=text, refused=False):
                 self.sentences.append({"t": self.now, "text": text})
                 self._cause = self._cause or "waiting" * isinstance(message, Waiting)
             case Finished(stopped_at=at, why=why):
