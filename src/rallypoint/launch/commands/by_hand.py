@@ -205,7 +205,8 @@ def run_server(
     finally:
         service.close()
     if by_hand:
-        print(f"{service.id}: " + ("the job is over" if failure is None else f"the job failed: {printable_lines(str(failure))}"), flush=True)
+        ended = "the job is over" if failure is None else f"the job failed: {printable_lines(str(failure))}"
+        print(f"{service.id}: {ended}", flush=True)
     if failure is None and left.is_set():
         return environment.left_status()
     return 0 if failure is None else FAILED

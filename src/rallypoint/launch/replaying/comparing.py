@@ -82,5 +82,3 @@ def cut(digests: bytes, count: int) -> list[bytes]:
     if len(digests) != count * DIGEST_BYTES:
         raise DataError(f"{len(digests)} bytes of digests are recorded where the model has {count * DIGEST_BYTES}")
     return [digests[n : n + DIGEST_BYTES] for n in range(0, len(digests), DIGEST_BYTES)]
-
-
