@@ -381,7 +381,8 @@ def test_a_link_in_a_run_s_folder_is_not_followed(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("change", [
-    "update versions set digests = 'text'", "update versions set digests = 3", "update versions set shard = 'a' where shard = 2",
+    "update versions set digests = 'text'", "update versions set digests = 3",
+    "update versions set shard = 'a' where shard = 2",
     "update versions set digests = x'00'", "update contributions set worker = x'ff'",
     "update contributions set loss = 'much'", "update contributions set digests = null",
     "update contributions set replica = 'first'",
