@@ -100,7 +100,8 @@ def test_without_its_package_a_sentence_says_what_to_install(monkeypatch: pytest
 def test_a_log_is_followed_from_where_it_was_left(tmp_path: Path) -> None:
     """A tracker that dies between two steps, a torn line, a resumed run, another run in the same folder."""
     log, place = tmp_path / EVENTS, place_of(tmp_path, "kind", "target")
-    log.write_bytes(b"".join(line(n, message) for n, message in enumerate([PLAN, *steps(0, 4), Aborted("x")])) + b'{"t":')
+    begins = [PLAN, *steps(0, 4), Aborted("x")]
+    log.write_bytes(b"".join(line(n, message) for n, message in enumerate(begins)) + b'{"t":')
     tracker = Remembering()
 
     def follow() -> int:

@@ -221,7 +221,8 @@ class RunOptions(CoordinatorOptions):
         help="Serve the run's page while it goes on, to this machine alone; the address is printed.",
     )] = False  # fmt: skip
     tensorboard: Annotated[Path | None, option(
-        metavar="FOLDER", panel=_FILES, help="Write the run's figures for TensorBoard, into a folder of the run's name.",
+        metavar="FOLDER", panel=_FILES,
+        help="Write the run's figures for TensorBoard: into a folder of the run's name.",
     )] = None  # fmt: skip
     metrics: Annotated[Path | None, option(
         metavar="FOLDER", panel=_FILES,

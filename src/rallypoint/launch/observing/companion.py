@@ -18,7 +18,7 @@ _CHUNK = 64 << 10
 
 
 class Companion:
-    """``rallypoint COMMAND RUN OPTIONS`` in a process (`wanted`: False: in none). `what`: what fails if it cannot start.
+    """``rallypoint COMMAND RUN OPTIONS`` in a process (`wanted`: False: in none). `what`: what fails without it.
 
     It reads the run's log alone, so it cannot slow a step, and lives on when the coordinator dies. It ends with the
     launcher, however that ends. Only one thread may call it.
@@ -54,7 +54,8 @@ class Companion:
         finally:
             os.close(held)
         of_it = (self._process,)
-        self._reader = threading.Thread(target=self._read, args=of_it, name=f"output of rallypoint {self._arguments[0]}", daemon=True)
+        name = f"output of rallypoint {self._arguments[0]}"
+        self._reader = threading.Thread(target=self._read, args=of_it, name=name, daemon=True)
         self._reader.start()
 
     def said(self) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from rallypoint.watch.tracking.tracker import RunFacts, Tracker
 from rallypoint.watch.tracking.tracking import Position, Tracking
 
 _PIECE_BYTES = 1 << 20
+_LINE_BYTES = 16 << 20
 _LOOK_S, _FLUSH_S = 0.25, 2.0
 
 
@@ -43,49 +45,59 @@ def track(
         at = _position(place)
         if at.file != about.st_ino or at.offset > about.st_size:
             at = Position(about.st_ino)  # another run's
-        tracking = Tracking(tracker, facts, at)
-        offset, saved, now = at.offset, -1, time.monotonic
-
-        def save() -> None:
-            nonlocal saved, saved_at
-            tracker.flush()
-            known = Position(at.file, offset, tracking.step, tracking.evaluated, tracking.values)
-            _write(place, msgspec.json.encode(known))
-            saved, saved_at = offset, now()
-
-        saved_at = now()
-        last = False
+        given = _Given(file.fileno(), at, Tracking(tracker, facts, at), tracker, place)
         while True:
-            offset = _pieces(file.fileno(), offset, tracking, lambda: not last and now() - saved_at > _FLUSH_S)
-            if offset != saved and (last or now() - saved_at > _FLUSH_S):
-                save()
-            if last and offset == saved:
-                break
-            whole = offset == _whole(file.fileno(), offset)
-            last = last or closing.is_set() or (whole and not goes_on())
-            if not last and whole:
-                closing.wait(_LOOK_S)
-    return tracking.step
+            last = closing.is_set() or not goes_on()  # then what is written by now is all
+            while given.piece():
+                given.save_if_due()
+            if last:
+                given.save()
+                return given.tracking.step
+            given.save_if_due()
+            closing.wait(_LOOK_S)
 
 
-def _pieces(fd: int, offset: int, tracking: Tracking, enough: Callable[[], bool]) -> int:
-    """Give all whole lines from `offset` on. Returns where the next one begins."""
-    rest = b""
-    start = offset
-    while piece := os.pread(fd, _PIECE_BYTES, start + len(rest)):
-        *lines, rest = (rest + piece).split(b"\n")
+@dataclass(slots=True)
+class _Given:
+    """What of a log was given to a tracker."""
+
+    fd: int
+    at: Position
+    tracking: Tracking
+    tracker: Tracker
+    place: Path
+    saved_at: float = field(default_factory=time.monotonic)
+    _offset: int = -1
+    _rest: bytes = b""  # the beginning of the next line
+
+    def piece(self) -> bool:
+        """Give the whole lines of the next piece. False if there is none."""
+        if self._offset < 0:
+            self._offset = self.at.offset
+        piece = os.pread(self.fd, _PIECE_BYTES, self._offset + len(self._rest))
+        *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             if (event := event_of(line)) is not None:
-                tracking.take(event[0])
-            start += len(line) + 1
-        if enough():
-            break
-    return start
+                self.tracking.take(event[0])
+            self._offset += len(line) + 1
+        if len(self._rest) > _LINE_BYTES:  # none of ours
+            self._offset, self._rest = self._offset + len(self._rest), b""
+        return bool(piece)
 
+    def save_if_due(self) -> None:
+        """Save, if the last time was long enough ago."""
+        if time.monotonic() - self.saved_at > _FLUSH_S:
+            self.save()
 
-def _whole(fd: int, offset: int) -> int:
-    """`offset`, unless a whole line follows."""
-    return offset + 1 if b"\n" in os.pread(fd, _PIECE_BYTES, offset) else offset
+    def save(self) -> None:
+        """Let the tracker make durable what it has, and then note how far that is."""
+        self.saved_at = time.monotonic()
+        if self._offset == self.at.offset:
+            return
+        self.tracker.flush()
+        known = self.tracking
+        self.at = Position(self.at.file, self._offset, known.step, known.evaluated, known.values)
+        _write(self.place, msgspec.json.encode(self.at))
 
 
 def _position(place: Path) -> Position:
