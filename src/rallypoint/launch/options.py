@@ -220,10 +220,18 @@ class RunOptions(CoordinatorOptions):
         "--watch", metavar=None, panel=_FILES,
         help="Serve the run's page while it goes on, to this machine alone; the address is printed.",
     )] = False  # fmt: skip
+    tensorboard: Annotated[Path | None, option(
+        metavar="FOLDER", panel=_FILES,
+        help="Write the run's figures for TensorBoard: into a folder of the run's name.",
+    )] = None  # fmt: skip
     metrics: Annotated[Path | None, option(
         metavar="FOLDER", panel=_FILES,
         help="Let Prometheus on this machine scrape every process: a file in this folder tells it where.",
     )] = None  # fmt: skip
+    report_after: Annotated[float, option(
+        min=0, metavar="S", panel=_FILES,
+        help="Leave a report in the folder after so many seconds without a step, and after a crash (0: never).",
+    )] = 30.0  # fmt: skip
     trace: Annotated[Path | None, option(
         metavar="FILE", panel=_FILES, help="Write a Chrome trace (Perfetto) of a few steps to this file.",
     )] = None  # fmt: skip
@@ -238,7 +246,7 @@ class RunOptions(CoordinatorOptions):
         plan = both.plan(worker)
         return msgspec.structs.replace(
             plan, script=script, trace=str(self.trace or ""), trace_steps=steps, tls=self._certificates(),
-            metrics=self._targets(), watch=self._page(),
+            metrics=self._targets(), watch=self._page(), tensorboard=self._logs(),
             **self._machines(plan),
         )  # fmt: skip
 
@@ -259,6 +267,15 @@ class RunOptions(CoordinatorOptions):
 
             check_page()
         return self.watch
+
+    def _logs(self) -> str:
+        """Return TensorBoard's folder, for the plan."""
+        if self.tensorboard is None:
+            return ""
+        from rallypoint.watch.tracking.tensorboard import check_tensorboard
+
+        check_tensorboard()
+        return str(self.tensorboard.resolve())
 
     def _targets(self) -> str:
         """Return where the file with the places of metrics belongs, for the plan."""
@@ -290,6 +307,7 @@ class RunOptions(CoordinatorOptions):
 _SAME = {
     "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
     "advertise", "engine", "address", "gpus", "ranks", "snapshot_steps", "snapshot_seconds", "compression",
+    "report_after",
 }  # fmt: skip
 
 

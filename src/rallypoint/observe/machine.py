@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
-
-import psutil
 
 MOST_GPUS = 16
 _LOOPBACK = "lo"
@@ -48,11 +46,18 @@ class Usage:
     gpus: tuple[Gpu, ...] = ()
 
 
+def can_read() -> bool:
+    """True if psutil is installed (the extra `watch`)."""
+    return importlib.util.find_spec("psutil") is not None
+
+
 def usage(nvidia: Any = None) -> Usage:
     """Return the usage as it is now. It takes about a millisecond. `nvidia`: what `nvidia_library` has returned.
 
-    What the system does not tell is 0.
+    What the system does not tell is 0. Call it only if `can_read()`.
     """
+    import psutil
+
     times, memory, own = psutil.cpu_times(), psutil.virtual_memory(), psutil.Process()
     capacity = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # user has those already
     idle = times.idle + getattr(times, "iowait", 0.0)

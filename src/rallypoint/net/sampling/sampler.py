@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 from rallypoint.net.sampling.messages import MOST_LINKS, GpuSample, LinkSample, Sampled
 from rallypoint.net.transport import Transport
-from rallypoint.observe.machine import Usage, nvidia_library, usage
+from rallypoint.observe.machine import Usage, can_read, nvidia_library, usage
 from rallypoint.observe.traffic import Link, Traffic
 
 EVERY_S = 5.0
@@ -27,7 +28,7 @@ class Sampler:
     links: Callable[[], Mapping[str, Link]]
     waited: Callable[[], float]
     _last: tuple[float, Usage, Mapping[str, Link], float] | None = None
-    _due: float = field(default=float("-inf"))
+    _due: float = -math.inf  # infinity: never
 
     def sample(self, now: float) -> Sampled | None:
         """Return what happened since the last sample; None if none is due. `now` in seconds, of any clock."""
@@ -53,10 +54,10 @@ class Sampler:
 
 
 def sampler_for(transport: Transport, waited: Callable[[], float]) -> Sampler:
-    """The sampler of this process, whose links are those of `transport`."""
+    """The sampler of this process, whose links are those of `transport`. Without psutil it makes no samples."""
     traffic: Traffic = getattr(transport, "traffic", None) or Traffic()  # that within one process counts nothing
     nvidia = cache(nvidia_library)  # looked for on the sampling thread, once
-    return Sampler(lambda: usage(nvidia()), traffic.links, waited)
+    return Sampler(lambda: usage(nvidia()), traffic.links, waited, _due=-math.inf if can_read() else math.inf)
 
 
 def _links(before: Mapping[str, Link], after: Mapping[str, Link], seconds: float) -> dict[str, LinkSample]:
