@@ -26,8 +26,9 @@ from rallypoint.data.places import Forecast, Place, places_after, places_from
 from rallypoint.errors import DataError
 from rallypoint.observe.waits import wait_until
 
-LOST_IN_A_ROW = 4  # so often loader processes may die before one of them has loaded anything
+LOST_IN_A_ROW = 3  # so often loader processes may die before one of them has loaded anything
 END_S = 10.0
+LOOK_S = 1.0  # how often the DataLoader looks for dead processes while nothing comes
 
 
 class LoaderTraceback(Exception):
@@ -101,6 +102,8 @@ class LoaderProcesses:
     def _from_processes(self, place: Place) -> Loaded | None:
         """What the processes have loaded; None if that is to be loaded here."""
         with self._changed:
+            if self._failure is not None:
+                raise self._failure
             if place not in self._requested:
                 following = partial(places_after, place, self._replicas, self._batches.config)
                 self._forecast(lambda: chain([place], following()) if self._none else following())
@@ -145,28 +148,35 @@ class LoaderProcesses:
     # ---- on the loader's thread ----
 
     def _load(self) -> None:
-        arriving: Iterator[Loaded] | None = None
-        loader, deaths = self._new_loader(), 0
         try:
-            while self._may_load(arriving is None):
-                try:
-                    if arriving is None:
-                        arriving = self._begin(loader)
-                    self._arrived(next(arriving))
-                    deaths = 0
-                except StopIteration:
-                    arriving = None  # all that was forecast is here
-                except (RuntimeError, OSError, EOFError) as error:  # a process has died, or what it had sent is gone
-                    deaths += 1
-                    arriving = None
-                    self._died(error, deaths)
-                    loader = self._new_loader()
-        except DataError as error:
-            self._fail(error)
+            sentence = self._load_until_over()
         except Exception as error:
-            self._fail(DataError(f"samples cannot be loaded: {type(error).__name__}: {error}"))
-        finally:
-            del arriving, loader  # ends the processes
+            sentence = f"samples cannot be loaded: {type(error).__name__}: {error}"
+        if sentence:  # not as the error's cause: its traceback would keep the processes
+            with self._changed:
+                self._failure = DataError(sentence)
+                self._changed.notify_all()
+
+    def _load_until_over(self) -> str:
+        """Load until `close`. Returns why it cannot go on; "" if it is over."""
+        arriving: Iterator[Loaded] | None = None
+        loader, deaths, sentence = self._new_loader(), 0, ""
+        while not sentence and self._may_load(arriving is None):
+            try:
+                if arriving is None:
+                    arriving = self._begin(loader)
+                self._arrived(next(arriving))
+                deaths = 0
+            except StopIteration:
+                arriving = None  # all that was forecast is here
+            except (RuntimeError, OSError, EOFError) as error:  # a process has died, or what it had sent is gone
+                if not self._process_died():
+                    continue  # a timeout: it only had nothing yet
+                deaths += 1
+                arriving = None
+                sentence = self._died((str(error) or repr(error)).splitlines()[0], deaths)
+                loader = self._new_loader()
+        return sentence
 
     def _new_loader(self) -> DataLoader[Loaded]:
         spec = self._spec
@@ -175,7 +185,7 @@ class LoaderProcesses:
             Requests(self._batches), batch_size=None, sampler=_Places(self._next), num_workers=spec.workers,
             collate_fn=same,  # type: ignore[arg-type]
             pin_memory=spec.pin_memory, worker_init_fn=Begin(spec.init), multiprocessing_context=start,
-            persistent_workers=True,
+            persistent_workers=True, timeout=LOOK_S,
         )  # fmt: skip
 
     def _begin(self, loader: DataLoader[Loaded]) -> Iterator[Loaded]:
@@ -211,27 +221,22 @@ class LoaderProcesses:
                 self._ready[loaded[0]] = loaded
             self._changed.notify_all()
 
-    def _died(self, error: Exception, deaths: int) -> None:
-        """A process has died: what was requested of it is requested again."""
+    def _died(self, what: str, deaths: int) -> str:
+        """A process has died: what was requested of it is requested again, unless that has been tried enough."""
         if deaths >= LOST_IN_A_ROW:
-            raise DataError(
-                f"loader processes died {deaths} times in a row before one had loaded anything: {error}. A sample that "
+            return (
+                f"loader processes died {deaths} times in a row before one had loaded anything: {what}. A sample that "
                 "needs too much memory, or a crash in the data set's own code, does that: loader=rp.Loader(workers=0) "
                 "shows which"
-            ) from error
+            )
         with self._changed:
             self._none, self._pids = True, []
             again = [place for place in self._requested if place not in self._ready]
             self._requested = deque(place for place in self._requested if place in self._ready)
             self._places.again(again)
             self._changed.notify_all()
-        what = (str(error) or repr(error)).splitlines()[0]
         self._say(f"a loader process died, and new ones go on at its samples ({what})")
-
-    def _fail(self, error: DataError) -> None:
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
+        return ""
 
 
 class _Places(Sampler[Any]):
@@ -247,7 +252,9 @@ class _Places(Sampler[Any]):
 
 def _is_dead(pid: int) -> bool:
     """True if this child has ended. Does not reap it: that is for its owner."""
+    if not hasattr(os, "waitid"):
+        return False  # then the DataLoader's own look finds it, and nothing is loaded here meanwhile
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except (ChildProcessError, AttributeError):
-        return False
+    except ChildProcessError:
+        return True  # reaped already
