@@ -11,8 +11,10 @@ from rallypoint.config import audits_of, resolve
 from rallypoint.core.audits.choice import Audits, computing
 from rallypoint.core.audits.shard import AuditedShard
 from rallypoint.core.policy import Sync
-from rallypoint.core.shard.effects import Accepted, Apply, Disputed, Drop, Hold, Take
+from rallypoint.core.shard.effects import Accepted, Apply, Disputed, Drop, Take
 from rallypoint.core.shard.events import Assigned, Contribute, Initialise
+from rallypoint.core.sums.presum import Part, Presum
+from rallypoint.core.sums.tree import leaf
 from rallypoint.core.view import Assignment, Dispute, Member, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.errors import ConfigError
@@ -34,26 +36,35 @@ def view_of(assigned: dict[str, tuple[int, ...]], *disputes: Dispute, count: int
 
 
 def test_the_share_that_is_audited_is_the_one_that_was_asked_for() -> None:
-    audits = Audits(seed=3, share=0.01, replicas=8)
-    chosen = sum(len(audits.chosen(step)) for step in range(5000))
-    assert 320 <= chosen <= 480, "one in a hundred of 40,000"
-    assert [Audits(4, 0.01, 8).chosen(step) for step in range(500)] != [audits.chosen(step) for step in range(500)]
-    assert all(Audits(0, 1.0, 3).chosen(step) == (0, 1, 2) for step in range(50))
+    def steps_of(seed: int, share: float) -> list[int]:
+        return [step for step in range(40_000) if Audits(seed, share, 8).audited(step)]
+
+    assert 320 <= len(steps_of(3, 0.01)) <= 480, "one in a hundred of 40,000"
+    assert steps_of(3, 0.01) != steps_of(4, 0.01)
+    assert len(steps_of(3, 1.0)) == 40_000
 
 
-def test_another_worker_audits_and_one_of_another_host_if_there_is_one() -> None:
+@pytest.mark.parametrize("assigned", [
+    FOUR, {"a": (0, 1, 2), "b": (3,), "c": (4,), "d": (5,)}, {"a": (0,), "b": (1, 2), "c": (3, 4, 5)},
+    {"a": (0, 1, 2, 3), "b": (4, 5)},
+])  # fmt: skip
+def test_every_replica_has_one_auditor_which_is_not_its_owner(assigned: dict[str, tuple[int, ...]]) -> None:
+    audits, view = Audits(1, 1.0, 6), view_of(assigned)
+    for step in range(30):
+        duties = {worker: audits.duties(view, worker, step) for worker in assigned}
+        assert sorted(r for own in duties.values() for r in own) == [0, 1, 2, 3, 4, 5]
+        assert not any(set(own) & set(assigned[worker]) for worker, own in duties.items())
+        if max(map(len, assigned.values())) <= 3:
+            assert {w: len(own) for w, own in duties.items()} == {w: len(own) for w, own in assigned.items()}, "even"
+
+
+def test_who_audits_whom_changes_from_step_to_step_and_prefers_other_hosts() -> None:
     audits, view = Audits(1, 1.0, 6), view_of(FOUR)
-    found = {audits.auditor(view, step, 0) for step in range(60)}
-    assert found == {"b", "c"}, "neither the owner nor who has nothing to compute at this step"
-    assert {audits.auditor(view_of(FOUR, same="ab"), step, 0) for step in range(60)} == {"c"}
+    assert {audits.auditor(view, step, 0) for step in range(60)} == {"b", "c"}
+    even = {"a": (0,), "b": (1,), "c": (2,), "d": (3,)}
+    found = {audits.auditor(view_of(even, same="ab"), step, 0) for step in range(60)}
+    assert found <= {"c", "d"}, "b is on the owner's host"
     assert audits.auditor(view_of({"a": (0, 1, 2, 3, 4, 5)}), 7, 0) == "", "nobody is there who could"
-
-
-def test_each_audited_replica_has_exactly_one_auditor_among_the_duties_of_all() -> None:
-    audits, view = Audits(1, 0.5, 6), view_of(FOUR)
-    for step in range(40):
-        duties = [replica for worker in FOUR for replica in audits.duties(view, worker, step)]
-        assert sorted(duties) == list(audits.chosen(step))
 
 
 def test_the_third_of_a_dispute_has_that_replica_among_its_duties() -> None:
@@ -67,16 +78,40 @@ def test_the_third_of_a_dispute_has_that_replica_among_its_duties() -> None:
 # ---- the worker ----
 
 
-def test_a_worker_computes_its_own_replicas_first_and_adds_up_none_that_is_audited() -> None:
-    audits = Audits(1, 0.4, 6)
-    view = view_of(FOUR)
-    step = next(s for s in range(99) if 0 in audits.chosen(s) and audits.duties(view, "a", s))
-    machine = WorkerMachine("a", 1, frozenset(), 100, audits=audits)
-    machine.presum.shards, machine.presum.replicas, machine.presum.largest = frozenset({0}), 6, 8
+def worker_at(step: int, view: View, audits: Audits) -> WorkerMachine:
+    """Worker a, which has installed that version. One shard."""
+    machine = WorkerMachine("a", 1, frozenset(), 100, audits=audits, presum=Presum(frozenset({0}), 6, 8))
     machine.step, machine.view = step, view
     machine._duties.plan(view, step, machine.presum)
-    assert list(machine.assigned) == [0, 1, *audits.duties(view, "a", step)]
+    return machine
+
+
+def test_a_worker_computes_its_own_replicas_first_and_adds_nothing_up_in_a_step_that_is_audited() -> None:
+    audits, view = Audits(1, 0.4, 6), view_of(FOUR)
+    audited = next(step for step in range(99) if audits.audited(step))
+    other = next(step for step in range(99) if not audits.audited(step))
+    machine = worker_at(audited, view, audits)
+    assert list(machine.assigned) == [0, 1, *audits.duties(view, "a", audited)]
+    assert len(machine.assigned) == 4
     assert machine.presum.part(0, 0) is None, "it is sent as a leaf"
+    machine = worker_at(other, view, audits)
+    assert list(machine.assigned) == [0, 1]
+    assert machine.presum.part(0, 0) is not None
+
+
+def test_a_worker_sends_again_when_its_own_opinion_is_to_be_enough() -> None:
+    audits = Audits(1, 1.0, 6)
+    for view, again in (
+        (view_of({"a": (0, 1, 2, 3, 4, 5), "b": (), "c": ()}, count=2), (0, 1)),
+        (view_of(FOUR, Dispute(7, 1, ("a", "b")), count=2), (1,)),
+        (view_of(FOUR, Dispute(7, 1, ("a", "b"), "c"), count=2), ()),
+        (view_of(FOUR, count=2), ()),
+    ):
+        machine = worker_at(7, view_of(FOUR), audits)
+        for replica in (0, 1):
+            machine.presum.filled(0, Part((), leaf(replica), keep=False), use=True, send=True)
+        machine._duties.plan(view, 7, machine.presum)
+        assert [replica for replica in (0, 1) if not machine.presum.has(0, replica)] == list(again)
 
 
 # ---- the shard ----
@@ -87,7 +122,7 @@ def shard_of(view: View, replicas: int = 2) -> AuditedShard:
     machine = AuditedShard(Sync(), replicas, rounds=9)
     machine.handle(Initialise(0))
     machine.handle(Assigned(primary=True, backup=False, fresh=False))
-    machine.viewed(view)
+    machine.opinions.view = view
     return machine
 
 
@@ -95,70 +130,71 @@ def sent(sender: str, ticket: int, value: bytes = b"x", replica: int = 0) -> Con
     return Contribute(0, replica, 1.0, ticket, sender=sender, digest=value)
 
 
-THREE = {"a": (0,), "b": (1,), "c": ()}
+TWO = {"a": (0,), "b": (1,), "c": ()}
+THREE = {"a": (0,), "b": (1,), "c": (2,)}
 
 
-def test_a_contribution_waits_until_another_worker_has_sent_the_same_bytes() -> None:
-    machine = shard_of(view_of(THREE))
-    assert machine.handle(sent("a", 1)) == [Hold(1, credit=True)]
-    assert machine.handle(sent("a", 2)) == [Drop(1), Hold(2, credit=True)], "its own repeat is no second opinion"
+def test_a_contribution_is_added_when_another_worker_has_sent_the_same_bytes() -> None:
+    machine = shard_of(view_of(TWO))
+    assert machine.handle(sent("a", 1)) == [Drop(1)], "only its digest is kept"
+    assert machine.handle(sent("a", 2)) == [Drop(2)], "its own repeat is no second opinion"
+    machine.validate()
     effects = machine.handle(sent("b", 3))
-    assert effects[:3] == [Hold(3, credit=True), Drop(3), Accepted(0, 0, ("a", "b"))]
-    assert isinstance(effects[3], Take)
+    assert effects[0] == Accepted(0, 0, ("a", "b"))
+    assert [effect.ticket for effect in effects if isinstance(effect, Take)] == [3]
     assert machine.handle(sent("c", 4)) == [Drop(4)], "a repeat (I2)"
     machine.validate()
 
 
 def test_what_has_lost_is_never_added() -> None:
-    machine = shard_of(view_of({"a": (0,), "b": (1,), "c": (2,)}), replicas=3)
+    machine = shard_of(view_of(THREE), replicas=3)
     machine.handle(sent("a", 1, b"wrong"))
-    assert machine.handle(sent("b", 2))[-1] == Disputed(0, 0, ("a", "b"))
-    effects = machine.handle(sent("c", 3))
-    assert Accepted(0, 0, ("b", "c"), ("a",)) in effects
-    assert [e.ticket for e in effects if isinstance(e, Take)] == [2]
-    assert {e.ticket for e in effects if isinstance(e, Drop)} == {1, 3}
+    assert machine.handle(sent("b", 2)) == [Drop(2), Disputed(0, 0, ("a", "b"))]
+    assert machine.handle(sent("a", 3, b"wrong")) == [Drop(3), Disputed(0, 0, ("a", "b"))], "it is said again"
+    effects = machine.handle(sent("c", 4))
+    assert effects[0] == Accepted(0, 0, ("b", "c"), ("a",))
+    assert [effect.ticket for effect in effects if isinstance(effect, Take)] == [4]
 
 
 def test_three_opinions_that_differ_wait_and_say_so() -> None:
-    machine = shard_of(view_of({"a": (0,), "b": (1,), "c": (2,)}), replicas=3)
+    machine = shard_of(view_of(THREE), replicas=3)
     machine.handle(sent("a", 1, b"x"))
     machine.handle(sent("b", 2, b"y"))
-    assert machine.handle(sent("c", 3, b"z")) == [Hold(3, credit=True), Disputed(0, 0, ("a", "b", "c"))]
+    assert machine.handle(sent("c", 3, b"z")) == [Drop(3), Disputed(0, 0, ("a", "b", "c"))]
 
 
 def test_a_weight_that_differs_is_another_contribution() -> None:
-    machine = shard_of(view_of(THREE))
+    machine = shard_of(view_of(TWO))
     machine.handle(sent("a", 1))
-    assert machine.handle(replace(sent("b", 2), weight=2.0))[-1] == Disputed(0, 0, ("a", "b"))
+    assert Disputed(0, 0, ("a", "b")) in machine.handle(replace(sent("b", 2), weight=2.0))
 
 
 def test_a_lone_worker_waits_for_nobody() -> None:
     machine = shard_of(view_of({"a": (0,)}), replicas=1)
     assert any(isinstance(effect, Apply) for effect in machine.handle(sent("a", 1)))
-
-
-def test_a_worker_that_is_left_alone_waits_no_longer() -> None:
-    machine = shard_of(view_of(THREE))
+    machine = shard_of(view_of(TWO))
     machine.handle(sent("a", 1))
-    effects = machine.viewed(view_of({"a": (0, 1)}, count=2))
-    assert Accepted(0, 0, ("a",)) in effects
-    assert any(isinstance(effect, Take) for effect in effects)
+    machine.opinions.view = view_of({"a": (0, 1)}, count=2)
+    assert any(isinstance(effect, Take) for effect in machine.handle(sent("a", 2))), "b is gone, and a sends again"
 
 
 def test_without_a_third_worker_the_owners_is_taken_only_when_the_view_says_so() -> None:
-    machine = shard_of(view_of(THREE))
+    machine = shard_of(view_of(TWO))
     machine.handle(sent("b", 1, b"y"))
     machine.handle(sent("a", 2, b"x"))
-    assert not any(isinstance(e, Take) for e in machine.viewed(view_of({"b": (0, 1)}, count=2))), "nor if one dies"
-    effects = machine.viewed(view_of(THREE, Dispute(0, 0, ("a", "b")), count=3))
-    assert [effect.ticket for effect in effects if isinstance(effect, Take)] == [2]
+    machine.opinions.view = view_of({"a": (0, 1)}, count=2)
+    assert not any(isinstance(effect, Take) for effect in machine.handle(sent("a", 3, b"x"))), "b is gone, and differed"
+    machine.opinions.view = view_of(TWO, Dispute(0, 0, ("a", "b")), count=3)
+    assert not any(isinstance(effect, Take) for effect in machine.handle(sent("b", 4, b"y")))
+    assert any(isinstance(effect, Take) for effect in machine.handle(sent("a", 5, b"x")))
 
 
 def test_a_primary_that_is_replaced_forgets_the_opinions() -> None:
-    machine = shard_of(view_of(THREE))
+    machine = shard_of(view_of(TWO))
     machine.handle(sent("a", 1))
-    assert Drop(1) in machine.handle(Assigned(primary=False, backup=False, fresh=False))
+    machine.handle(Assigned(primary=False, backup=False, fresh=False))
     machine.validate()
+    assert machine.opinions.replicas == []
 
 
 # ---- settings ----

@@ -93,8 +93,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         item, items_per_sample: what the progress line counts ("tokens", 128).
         fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
             run's folder, for `rallypoint replay` and `rallypoint diff`; 0: never.
-        audit: the share of contributions (0 to 1) that a second worker computes too. Servers use none of them before
-            two workers agree on its bytes.
+        audit: the share of steps (0 to 1) whose contributions a second worker computes too. Servers use none of those
+            before two workers agree on its bytes.
         audit_action: what happens to a worker whose contribution two others have proved wrong: "drain" gives it up,
             "stop" ends the job, "tell" only says so. None of them uses that contribution.
     """

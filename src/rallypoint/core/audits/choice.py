@@ -1,13 +1,17 @@
-"""Which contributions are audited, and by whom: pure functions of the job's record and the view.
+"""Which steps are audited, and who audits whom: pure functions of the job's record and the view.
 
-Workers and servers both compute them, so no message begins an audit. Example with ``audit=0.01``: about one in a
-hundred (step, replica) is audited. Its owner sends it as a leaf of its own (I3: the sum has the same bytes). Another
-worker of that step computes the same replica after its own ones, and sends it too. Servers compare the two.
+Workers and servers both compute them, so no message begins an audit. Example with ``audit=0.01``: about one step in a
+hundred is audited. In such a step every worker sends each replica as a leaf of its own (I3: the sum has the same
+bytes), and computes as many replicas of other workers after its own. Servers compare the two.
+
+All replicas of a step, and not a replica now and then: a step takes as long as the worker with the most to do. So the
+share of time that audits take is `audit` itself, whatever the number of workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -18,22 +22,31 @@ _ALL = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class Audits:
-    """The audits of one job: a `share` of its contributions, chosen by `seed`. `replicas`: R."""
+    """The audits of one job: of a `share` of its steps, chosen by `seed`. `replicas`: R."""
 
     seed: int
     share: float
     replicas: int
 
-    def audited(self, step: int, replica: int) -> bool:
-        """True if this contribution is audited, whoever is here."""
-        return _drawn(self.seed, step, replica) < self.share * _ALL
-
-    def chosen(self, step: int) -> tuple[int, ...]:
-        """The replicas of `step` that are audited, ascending."""
-        return tuple(replica for replica in range(self.replicas) if self.audited(step, replica))
+    def audited(self, step: int) -> bool:
+        """True if the contributions to this step are audited, whoever is here."""
+        return _drawn(self.seed, step) < self.share * _ALL
 
     def auditor(self, view: View, step: int, replica: int) -> str:
-        """The worker that computes this replica once more; "" if nobody but its owner computes at that step."""
+        """The worker that computes this replica once more; "" if nobody but its owner computes at that step.
+
+        One on another host, if no host has more than half of the replicas. Each worker audits as many replicas as it
+        has, where none has more than half of them: the replica's place among all, shifted by a random distance.
+        """
+        hosts = {member.id: member.host for member in view.workers}
+        assigned = view.assigned(step).items()
+        places = sorted((hosts.get(worker, ""), worker, r) for worker, own in assigned for r in own)
+        for kind in (0, 1):
+            most = max(Counter(place[kind] for place in places).values(), default=0)
+            if 2 * most <= len(places):
+                shift = most + _drawn(self.seed, step, "shift") % (len(places) - 2 * most + 1)
+                at = next((i for i, place in enumerate(places) if place[2] == replica), None)
+                return "" if at is None else places[(at + shift) % len(places)][1]
         return self.another(view, step, replica, {owner(view, step, replica)})
 
     def another(self, view: View, step: int, replica: int, but: Container[str]) -> str:
@@ -44,20 +57,23 @@ class Audits:
         hosts = {member.id: member.host for member in view.workers}
         home = hosts.get(owner(view, step, replica))
         able = [worker for worker in computing(view, step) if worker not in but]
-        return min(able, default="", key=lambda w: (hosts.get(w) == home, _drawn(self.seed, step, replica, w), w))
+        drawn = {worker: _drawn(self.seed, step, f"{replica} {worker}") for worker in able}
+        return min(able, default="", key=lambda worker: (hosts.get(worker) == home, drawn[worker]))
 
     def duties(self, view: View, worker: str, step: int) -> tuple[int, ...]:
         """The replicas of `step` that `worker` computes for others: as auditor, or as the third of a dispute."""
         named = {d.replica for d in view.disputes if d.step == step and d.third == worker}
-        audits = {r for r in self.chosen(step) if self.auditor(view, step, r) == worker}
-        return tuple(sorted((named | audits) - set(view.replicas_of(worker, step))))
+        if self.audited(step):
+            named |= {r for r in range(self.replicas) if self.auditor(view, step, r) == worker}
+        return tuple(sorted(named - set(view.replicas_of(worker, step))))
 
-    def may_contribute(self, view: View, worker: str, step: int, replicas: Iterable[int]) -> bool:
-        """True if servers hear `worker` on these replicas although they are not its own.
+    def may_contribute(self, view: View, worker: str, step: int) -> bool:
+        """True if servers hear `worker` on any replica of this step.
 
-        Also from who is not the auditor in this view: it may have been when it sent that, and counts it as delivered.
+        Also on one that it does not audit in this view: it may have audited it when it sent that, and counts it as
+        delivered.
         """
-        return worker in view.contributors and all(self.audited(step, replica) for replica in replicas)
+        return worker in view.contributors and self.audited(step)
 
 
 def owner(view: View, step: int, replica: int) -> str:
@@ -70,7 +86,6 @@ def computing(view: View, step: int) -> list[str]:
     return sorted(worker for worker, own in view.assigned(step).items() if own)
 
 
-def _drawn(seed: int, step: int, replica: int, worker: str = "") -> int:
+def _drawn(seed: int, step: int, what: str = "") -> int:
     """A number below 2^64 that looks random."""
-    named = f"{seed} {step} {replica} {worker}".encode()
-    return int.from_bytes(blake2b(named, digest_size=8, person=b"audit").digest())
+    return int.from_bytes(blake2b(f"{seed} {step} {what}".encode(), digest_size=8, person=b"audit").digest())

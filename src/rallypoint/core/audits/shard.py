@@ -9,28 +9,19 @@ from rallypoint.core.policy import Verdict
 from rallypoint.core.shard import events
 from rallypoint.core.shard.effects import Effect
 from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.core.view import View
 
 
 @dataclass(slots=True)
 class AuditedShard(ShardMachine):
-    """The state of one shard. A contribution with a digest is audited."""
+    """The state of one shard. A contribution with a digest is audited. `opinions.view` is the view in force."""
 
     opinions: Opinions = field(default_factory=Opinions)
-
-    def viewed(self, view: View) -> list[Effect]:
-        """A new view is in force here. Call it after `Assigned`."""
-        self.opinions.view = view
-        effects: list[Effect] = []
-        for decided, accepted in self.opinions.settle(self.version):
-            effects += decided if accepted is None else [*decided, *ShardMachine._contribute(self, accepted)]
-        return effects
 
     def _contribute(self, event: events.Contribute) -> list[Effect]:
         if not event.digest or not self._takes(event):
             return ShardMachine._contribute(self, event)
-        effects, accepted = self.opinions.hear(event)
-        return effects if accepted is None else [*effects, *ShardMachine._contribute(self, accepted)]
+        accepted, effects = self.opinions.hear(event)
+        return [*effects, *ShardMachine._contribute(self, event)] if accepted else effects
 
     def _takes(self, event: events.Contribute) -> bool:
         """False if it would be dropped anyway."""
@@ -39,10 +30,11 @@ class AuditedShard(ShardMachine):
         return self.policy.admit(self, event.step, event.replica) is Verdict.ADD and not self._sum.covers(event)
 
     def _forget_step(self) -> list[Effect]:
-        return [*self.opinions.clear(), *ShardMachine._forget_step(self)]
+        self.opinions.clear()
+        return ShardMachine._forget_step(self)
 
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
         ShardMachine.validate(self)
-        assert self.primary or not len(self.opinions), "a backup holds opinions"
-        assert not any(self._sum.knows(replica) for replica in self.opinions._of), "an opinion on what is accepted"
+        assert self.primary or not self.opinions.replicas, "a backup has opinions"
+        assert not any(map(self._sum.knows, self.opinions.replicas)), "opinions on what is accepted"

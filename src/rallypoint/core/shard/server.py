@@ -314,9 +314,10 @@ class ServerMachine:
         if backup is not None:
             self._backups[index] = backup
         machine = self._machines[index]
+        if isinstance(machine, AuditedShard):
+            machine.opinions.view = view
         machine.pinned = -1 if view.lease is None else self.plan.cadence.updates_before(index, view.lease.version)
         done = machine.handle(shard_events.Assigned(primary, backup is not None, fresh))
-        done += machine.viewed(view) if isinstance(machine, AuditedShard) else []
         verdict = self._clip.verdict(machine.version) if self._clip is not None else None
         if verdict is not None and index in self.plan.decides and not verdict.stops:
             done += machine.handle(shard_events.Decide(verdict.step, verdict.scale))  # decided before we held the shard

@@ -145,7 +145,7 @@ class ServerShell(Generic[L]):
         view, audits, replicas = self.machine.view, self.machine.plan.audits, range(first, first + count)
         if view is None or view.takes(worker, replicas):
             return view is not None
-        return audits is not None and step >= 0 and audits.may_contribute(view, worker, step, replicas)
+        return audits is not None and step >= 0 and audits.may_contribute(view, worker, step)
 
     def may_begin(self, worker: str) -> bool:
         """Is this the worker that uploads the first version of the generation?"""

@@ -75,8 +75,8 @@ class FrameChecks:
             if header.base and not is_block(block, replicas):
                 raise ProtocolError(f"replicas {block.start} to {block.stop - 1} are no block of {replicas} replicas")
             audits = self._job.plan.audits
-            if header.base and audits is not None and any(audits.audited(header.step, r) for r in range(*block)):
-                raise ProtocolError(f"replicas {block.start} to {block.stop - 1} are added up, and one is audited")
+            if header.base and audits is not None and audits.audited(header.step):
+                raise ProtocolError(f"replicas {block.start} to {block.stop - 1} are added up, and the step is audited")
             bad = header.flags & (NOT_FINITE | BAD_GRADIENT)
             if header.wants >> (min(32, block.size) if bad else 0):
                 raise ProtocolError(f"a wish for {header.wants}: nobody asks in this job, and no such replicas are bad")

@@ -113,7 +113,7 @@ class Intake:
     def _digest(self, header: Header, buffer: Buffer) -> bytes:
         """The digest of an audited contribution; b"" for another one."""
         audits = self._job.plan.audits
-        if audits is None or not audits.audited(header.step, header.replica):
+        if audits is None or not audits.audited(header.step):
             return b""
         return leaf_digest(buffer.bytes[: header.length])
 

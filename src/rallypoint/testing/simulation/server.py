@@ -27,7 +27,7 @@ from rallypoint.testing.simulation.link import PeerWires
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.replicas import scale as loss_scale
-from rallypoint.testing.simulation.replicas.audited import opinions_in, with_digest
+from rallypoint.testing.simulation.replicas.audited import with_digest
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
 from rallypoint.testing.simulation.server_checks import Held
 from rallypoint.testing.simulation.store import SimulatedStore
@@ -395,5 +395,5 @@ class SimulatedServer:
     def check_tickets(self) -> None:
         """No payload is forgotten: each one that is still here waits for its turn."""
         held = {index: self.machine.machine(index) for index in self.machine.held}
-        waiting = sum(len(m._held) + opinions_in(m) for m in held.values() if m is not None)
+        waiting = sum(len(m._held) for m in held.values() if m is not None)
         assert waiting == len(self._tickets), f"{self.node.name}: {len(self._tickets)} payloads, {waiting} of use"

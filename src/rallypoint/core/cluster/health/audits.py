@@ -42,7 +42,7 @@ class Auditing:
         if view is None or audits is None or self.course.phase is not Phase.RUNNING:
             return []
         known = view.primary.get(event.shard) == event.server and self.course.is_current(event.generation)
-        if not known or event.replica >= audits.replicas or not audits.audited(event.step, event.replica):
+        if not known or event.replica >= audits.replicas or not audits.audited(event.step):
             return []
         return self._judged(event, view, left) if event.agreed else self._disputed(event, view)
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rallypoint.config import audits_of
-from rallypoint.core.audits.shard import AuditedShard
 from rallypoint.core.shard.events import Contribute
-from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.testing.simulation.replicas.names import combine
 
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AuditedJob:
-    """A share of the contributions is audited. The worker `wrong` computes something else from step `first` on."""
+    """A share of the steps is audited. The worker `wrong` computes something else from step `first` on."""
 
     share: float = 1.0
     wrong: str = ""
@@ -42,12 +40,8 @@ class AuditedJob:
 def with_digest(job: SimulatedJob, event: Contribute, worker: str, content: Content) -> Contribute:
     """The contribution as a server's machine gets it: with a digest, if it is audited."""
     audits = audits_of(job.config)
-    if audits is None or not audits.audited(event.step, event.replica):
+    if audits is None or not audits.audited(event.step):
         return event
     assert event.count == 1, f"{event} has an audited replica"
     return replace(event, sender=worker, digest=str(content).encode())
 
-
-def opinions_in(machine: ShardMachine) -> int:
-    """The payloads that wait for another opinion."""
-    return len(machine.opinions) if isinstance(machine, AuditedShard) else 0
