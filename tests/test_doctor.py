@@ -89,6 +89,7 @@ def test_machines_that_are_alike_need_nothing() -> None:
     ({"capability": "AVX512"}, Level.WARNING, "AVX2 (2 machines), AVX512 (1 machine)"),
     ({"threads": {"OMP_NUM_THREADS": "4"}}, Level.WARNING, "not set (2 machines), 4 (1 machine)"),
     ({"gpus": (Gpu("T4", "560", 1),)}, Level.WARNING, "none (2 machines), T4 (1 machine)"),
+    ({"kernels": "0123456789abcdef"}, Level.WARNING, "none (2 machines), 0123456789ab (1 machine)"),
     ({"clock": -61.0}, Level.WARNING, "61 s apart"),
 ])  # fmt: skip
 def test_each_difference_that_matters_is_told(changed: dict[str, Any], level: Level, words: str) -> None:

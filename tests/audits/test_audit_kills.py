@@ -38,12 +38,16 @@ def test_the_bytes_are_those_without_audits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("happens", "feature"), [
-    (a_worker_is_killed, Feature.BUFFERS),
-    (a_server_with_a_backup_is_killed, Feature.REPLICATION),
-    (everybody_with_the_state_is_killed, Feature.SNAPSHOTS),
-    (a_straggler_is_helped_and_killed, Feature.BACKUP_TASKS),
-], ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(
+    ("happens", "feature"),
+    [
+        (a_worker_is_killed, Feature.BUFFERS),
+        (a_server_with_a_backup_is_killed, Feature.REPLICATION),
+        (everybody_with_the_state_is_killed, Feature.SNAPSHOTS),
+        (a_straggler_is_helped_and_killed, Feature.BACKUP_TASKS),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_whatever_is_killed_the_bytes_are_the_same(
     happens: object, feature: Feature, home: list[Walk], tmp_path: Path
 ) -> None:

@@ -22,9 +22,13 @@ from rallypoint.errors import ConfigError
 FOUR = {"a": (0, 1), "b": (2, 3), "c": (4, 5), "d": ()}
 
 
-def view_of(assigned: dict[str, tuple[int, ...]], *disputes: Dispute, count: int = 1, same: str = "") -> View:
-    """A view of workers on hosts of their own; those named in `same` share one."""
-    workers = tuple(Member(w, "shared" if w in same else f"host-{w}") for w in assigned)
+def view_of(
+    assigned: dict[str, tuple[int, ...]], *disputes: Dispute, count: int = 1, same: str = "", unlike: str = ""
+) -> View:
+    """A view of workers on hosts of their own; those named in `same` share one, those in `unlike` have other kernels."""
+    workers = tuple(
+        Member(w, "shared" if w in same else f"host-{w}", kernels=b"other" if w in unlike else b"") for w in assigned
+    )
     return View(
         number=ViewNumber(1, count), generation=ViewNumber(1, 1), workers=workers, servers=(), primary={0: "s"},
         assignments=(Assignment(0, assigned),), contributors={w: own for w, own in assigned.items() if own},
@@ -65,6 +69,13 @@ def test_who_audits_whom_changes_from_step_to_step_and_prefers_other_hosts() -> 
     found = {audits.auditor(view_of(even, same="ab"), step, 0) for step in range(60)}
     assert found <= {"c", "d"}, "b is on the owner's host"
     assert audits.auditor(view_of({"a": (0, 1, 2, 3, 4, 5)}), 7, 0) == "", "nobody is there who could"
+
+
+def test_only_workers_on_like_machines_audit_each_other() -> None:
+    audits, view = Audits(1, 1.0, 4), view_of({"a": (0,), "b": (1,), "c": (2,), "d": (3,)}, unlike="cd")
+    assert {audits.auditor(view, step, 0) for step in range(30)} == {"b"}
+    assert audits.another(view, 3, 0, ("a", "b")) == "", "nobody of a's kind is left to decide"
+    assert audits.auditor(view_of(THREE, unlike="c"), 3, 2) == "", "nobody is like c"
 
 
 def test_the_third_of_a_dispute_has_that_replica_among_its_duties() -> None:
@@ -176,6 +187,14 @@ def test_a_lone_worker_waits_for_nobody() -> None:
     machine.handle(sent("a", 1))
     machine.opinions.view = view_of({"a": (0, 1)}, count=2)
     assert any(isinstance(effect, Take) for effect in machine.handle(sent("a", 2))), "b is gone, and a sends again"
+
+
+def test_a_worker_on_an_unlike_machine_is_not_waited_for_and_blames_nobody() -> None:
+    machine = shard_of(view_of(THREE, unlike="c"), replicas=3)
+    assert any(isinstance(effect, Take) for effect in machine.handle(sent("c", 1, b"z", replica=2)))
+    machine.handle(sent("c", 2, b"z"))
+    assert machine.handle(sent("a", 3)) == [Drop(3)], "c, which had the replica before, has other kernels"
+    assert machine.handle(sent("b", 4))[0] == Accepted(0, 0, ("a", "b"))
 
 
 def test_without_a_third_worker_the_owners_is_taken_only_when_the_view_says_so() -> None:

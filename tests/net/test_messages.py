@@ -31,7 +31,8 @@ VIEW = View(
 EXAMPLES: list[m.Message] = [
     m.Challenge(b"\0" * 32, "server", "s0"),
     m.Hello("worker", "w0", "here", "", 7, ViewNumber(1, 2), ("server", "s0", 3), b"\1" * 32),
-    m.Welcome({"steps": 3}, "runs/x", (5, 7), "s3://snapshots", "none", 1.5), m.Refused("because"), m.Propose(RECORD),
+    m.Welcome({"steps": 3}, "runs/x", (5, 7), "s3://snapshots", "none", 1.5), m.Refused("because"),
+    m.Propose(RECORD, bytes(16)),
     m.Beat(), m.Report(1, 2, 0.5, 1.0, 32, 0.25, ViewNumber(2, 1)), m.Applied(3, 2, 1e9, {"w0": 0.5}, ViewNumber(2, 1)),
     m.Accounted(7, 2, 1, 3, {0: 4, 5: 6}, ViewNumber(2, 1)), m.CaughtUp({0: ViewNumber(2, 1), 4: ViewNumber(3, 4)}),
     m.Disproved(3, 7, ViewNumber(2, 1)),

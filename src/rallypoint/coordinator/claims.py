@@ -150,8 +150,8 @@ def own_part(part: Stored, shards: Container[int]) -> Stored:
 def claim_of(sender: str, message: Message) -> cluster_events.Event:
     """The machine's event for a member's message."""
     match message:
-        case Propose(record=record):
-            return cluster_events.Proposed(sender, record)
+        case Propose(record=record, kernels=kernels):
+            return cluster_events.Proposed(sender, record, kernels)
         case CaughtUp(backups=backups):
             return cluster_events.CaughtUp(sender, backups)
         case Disproved(shard=shard, version=version, paired=paired):

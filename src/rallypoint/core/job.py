@@ -81,6 +81,11 @@ class JobRecord(msgspec.Struct, frozen=True):
         whole = not {Feature.DOWN, Feature.HOLD, Feature.TABLES, Feature.STREAMED}.intersection(self.features)
         return self.mode.name is ModeName.SYNC and whole
 
+    @property
+    def audits(self) -> bool:
+        """True if some contributions are computed by two workers: each tells what its kernels give for a probe."""
+        return bool(self.config.get("audit"))
+
     def refusal_of(self, terms: Set[Feature]) -> str:
         """The sentence why this job cannot run on a cluster whose terms ask for these features; "" if it can."""
         return refusal(self.mode.name, {*self.features, *terms})

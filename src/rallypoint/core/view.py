@@ -27,7 +27,7 @@ class Member(msgspec.Struct, frozen=True):
     `near` names the place where it is (a host, a rack), as it was told when it was started: workers use an aggregator
     that is near the same place. `incarnation` is a new number that the coordinator gives at every joining. If a process
     joins again after it was given up, or another process joins with the same id, what the old incarnation held does not
-    count any more.
+    count any more. `kernels` is the digest of a worker's probe, in a job with audits: see `core.audits.alike`.
     """
 
     id: str
@@ -35,6 +35,7 @@ class Member(msgspec.Struct, frozen=True):
     address: str = ""
     incarnation: int = 0
     near: str = ""
+    kernels: bytes = b""
 
 
 class Assignment(msgspec.Struct, frozen=True):

@@ -28,9 +28,10 @@ from rallypoint.observe.lines import printable
 
 
 class Propose(AnyMessage, frozen=True):
-    """A worker's model and settings."""
+    """A worker's model and settings. `kernels` is the digest of its probe in a job with audits, else empty."""
 
     record: JobRecord
+    kernels: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class Beat(AnyMessage, frozen=True):

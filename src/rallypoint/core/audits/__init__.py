@@ -1,1 +1,1 @@
-"""Audits: which contributions a second worker computes too, who that is, and whose opinion counts (`audit=`)."""
+"""Audits: what was computed is computed once more elsewhere, and compared byte for byte."""

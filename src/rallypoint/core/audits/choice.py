@@ -33,30 +33,34 @@ class Audits:
         return _drawn(self.seed, step) < self.share * _ALL
 
     def auditor(self, view: View, step: int, replica: int) -> str:
-        """The worker that computes this replica once more; "" if nobody but its owner computes at that step.
+        """The worker that computes this replica once more; "" if nobody computes at that step who can audit its owner.
 
         One on another host, if no host has more than half of the replicas. Each worker audits as many replicas as it
-        has, where none has more than half of them: the replica's place among all, shifted by a random distance.
+        has, where none has more than half of them: the replica's place among all, shifted by a random distance. (Of
+        workers of several kinds, each kind is dealt with by itself.)
         """
+        home = owner(view, step, replica)
+        if len(able := peers(view, step, home)) < 2:
+            return ""
         hosts = {member.id: member.host for member in view.workers}
-        assigned = view.assigned(step).items()
-        places = sorted((hosts.get(worker, ""), worker, r) for worker, own in assigned for r in own)
+        assigned = view.assigned(step)
+        places = sorted((hosts.get(worker, ""), worker, r) for worker in able for r in assigned[worker])
         for kind in (0, 1):
             most = max(Counter(place[kind] for place in places).values(), default=0)
             if 2 * most <= len(places):
                 shift = most + _drawn(self.seed, step, "shift") % (len(places) - 2 * most + 1)
-                at = next((i for i, place in enumerate(places) if place[2] == replica), None)
-                return "" if at is None else places[(at + shift) % len(places)][1]
-        return self.another(view, step, replica, {owner(view, step, replica)})
+                at = next(i for i, place in enumerate(places) if place[2] == replica)
+                return places[(at + shift) % len(places)][1]
+        return self.another(view, step, replica, {home})
 
     def another(self, view: View, step: int, replica: int, but: Container[str]) -> str:
-        """A worker that computes at `step` and is not among `but`; "" if there is none.
+        """A worker that computes at `step`, can audit the replica's owner, and is not among `but`; "" if there is none.
 
         One on another host than the replica's owner, if possible. Else all are equally likely.
         """
         hosts = {member.id: member.host for member in view.workers}
         home = hosts.get(owner(view, step, replica))
-        able = [worker for worker in computing(view, step) if worker not in but]
+        able = [worker for worker in peers(view, step, owner(view, step, replica)) if worker not in but]
         drawn = {worker: _drawn(self.seed, step, f"{replica} {worker}") for worker in able}
         return min(able, default="", key=lambda worker: (hosts.get(worker) == home, drawn[worker]))
 
@@ -84,6 +88,17 @@ def owner(view: View, step: int, replica: int) -> str:
 def computing(view: View, step: int) -> list[str]:
     """The workers with replicas at `step`, ascending: they have its version, and can compute others of it."""
     return sorted(worker for worker, own in view.assigned(step).items() if own)
+
+
+def alike(view: View, worker: str) -> set[str]:
+    """The workers of the view whose machines give the same bytes as this one's, itself included; see `alike.py`."""
+    kernels = {member.id: member.kernels for member in view.workers}
+    return {other for other, its in kernels.items() if its == kernels.get(worker)}
+
+
+def peers(view: View, step: int, worker: str) -> list[str]:
+    """The workers that compute at `step` and can audit each other and `worker`, ascending."""
+    return sorted(alike(view, worker).intersection(computing(view, step)))
 
 
 def _drawn(seed: int, step: int, what: str = "") -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rallypoint.core.audits.choice import Audits, computing
+from rallypoint.core.audits.choice import Audits, peers
 from rallypoint.core.sums.presum import Presum
 from rallypoint.core.view import View
 
@@ -32,7 +32,7 @@ class Duties:
         audited = step >= 0 and self.audits.audited(step)
         self.replicas = self.audits.duties(view, self.me, step) if audited else ()
         presum.plan(() if audited else own)
-        alone = audited and computing(view, step) == [self.me]
+        alone = audited and peers(view, step, self.me) == [self.me]
         open = frozenset(d.replica for d in view.disputes if d.step == step and not d.third and d.replica in own)
         before, self._planned = self._planned, (step, alone, open)
         if before[0] == step:

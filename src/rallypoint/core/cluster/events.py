@@ -45,10 +45,14 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A worker proposes the job's record: its model's layout and its settings."""
+    """A worker proposes the job's record: its model's layout and its settings.
+
+    `kernels` is the digest of its probe (`core.audits.alike`), in a job with audits.
+    """
 
     worker: str
     record: JobRecord
+    kernels: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

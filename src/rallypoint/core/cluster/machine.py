@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
+from rallypoint.core.cluster.auditing.probes import probed
+from rallypoint.core.cluster.auditing.verdicts import Auditing
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.evaluating.deciding import Deciding
-from rallypoint.core.cluster.health.apart import set_apart
-from rallypoint.core.cluster.health.audits import Auditing
+from rallypoint.core.cluster.health.apart import disagrees, set_apart
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.health.waiting import waiting_for
@@ -194,8 +195,8 @@ class ClusterMachine:
                 return self._tick(now)
             case events.Joined():
                 return self._joined(event)
-            case events.Proposed(worker=worker, record=record):
-                return self._proposal(worker, record)
+            case events.Proposed():
+                return self._proposal(event)
             case events.Disproved() | events.AuditFound():
                 return self._auditing.handle(event, self._left)
             case events.CaughtUp():
@@ -272,31 +273,23 @@ class ClusterMachine:
             effects += self._succession.advance()  # while it was away, nothing moved
         return effects
 
-    def _proposal(self, worker: str, record: JobRecord) -> list[Effect]:
-        course, members = self.course, self.course.members
+    def _proposal(self, event: events.Proposed) -> list[Effect]:
+        course, members, worker, record = self.course, self.course.members, event.worker, event.record
         if worker not in members.workers:
             return []
         if course.record is None:
             course.describe(record)
             course.changed()
         elif (why := disagreement(course.record, record)) is not None:
-            return self._disagrees(worker, why)
+            return disagrees(worker, why, course)
         if course.phase is Phase.GATHERING and (refused := record.refusal_of(self.terms.features)):
             return course.end(Abort(refused))
         if worker in members.proposed:
             return []
+        said = probed(worker, event.kernels, course)
         members.propose(worker)
-        return self._begin_when_gathered() if course.phase is Phase.GATHERING else self._succession.advance()
-
-    def _disagrees(self, worker: str, why: str) -> list[Effect]:
-        members = self.course.members
-        host = members.workers[worker].host
-        other = min(members.proposed, default="the job")
-        sentence = f"{worker} on {host} brought {why} ({worker} is here, {other} is there)"
-        if self.phase is Phase.GATHERING:
-            return self.course.end(Abort(sentence))
-        members.remove(worker)  # a worker that joins late must not end a job that runs without it
-        return [Refuse(worker, sentence, final=True), Say(f"refused: {sentence}")]
+        gathering = course.phase is Phase.GATHERING
+        return [*said, *(self._begin_when_gathered() if gathering else self._succession.advance())]
 
     def _begin_when_gathered(self) -> list[Effect]:
         course, members = self.course, self.course.members

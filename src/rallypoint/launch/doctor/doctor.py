@@ -40,6 +40,8 @@ class Doctor:
         """Examine this machine."""
         facts = msgspec.structs.replace(collect(), clock=0.0)
         self._tell(of_machine(facts), f"{facts.host}: nothing to mend")
+        if facts.kernels:
+            self._tell([], f"{facts.host}: the probe computation gives {facts.kernels[:12]} (as on all like machines)")
         return facts
 
     def machines(self, here: Facts, probes: Sequence[str]) -> None:
@@ -134,12 +136,13 @@ def listen(access: Access, bind: str, console: Console) -> None:
 
 
 def _table_of_machines(machines: Mapping[str, Facts]) -> Table:
-    table = Table("machine", "processor", "cores", "memory", "GPUs", "torch", "clock", box=SIMPLE)
+    table = Table("machine", "processor", "cores", "memory", "GPUs", "torch", "probe", "clock", box=SIMPLE)
     for name, facts in machines.items():
         gpus = ", ".join(f"{count} x {kind}" for kind, count in Counter(gpu.name for gpu in facts.gpus).items())
         table.add_row(
             escape(name), f"{facts.processor} ({facts.capability})", str(facts.cores),
-            f"{facts.memory / 2**30:.0f} GiB", gpus or "none", facts.torch, f"{facts.clock:+.1f} s",
+            f"{facts.memory / 2**30:.0f} GiB", gpus or "none", facts.torch, facts.kernels[:12],
+            f"{facts.clock:+.1f} s",
         )  # fmt: skip
     return table
 

@@ -47,6 +47,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         gpus: what `nvidia-smi` lists; `gpu_trouble`: why it could not.
         cuda: what torch says: the version of CUDA that it was built for, "" for none.
         gpus_seen: how many GPUs torch can use.
+        kernels: the digest of a small computation, in fp32 and bf16: machines with another one compute other bytes. On
+            the first GPU that torch can use, else on the processor, with one thread; "" without torch.
     """
 
     host: Name
@@ -66,6 +68,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     gpu_trouble: Name = ""
     cuda: Name = ""
     gpus_seen: Count = 0
+    kernels: Name = ""
 
 
 def collect() -> Facts:
@@ -78,6 +81,7 @@ def collect() -> Facts:
         cores=_cores(), memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), files=_files(),
         threads={name: os.environ[name] for name in _THREADS if name in os.environ}, cubic=_cubic(),
         clock=time.time(), gpus=gpus, gpu_trouble=trouble, cuda=cuda, gpus_seen=seen,
+        kernels=_kernels(seen) if capability else "",
     )  # fmt: skip
 
 
@@ -101,6 +105,19 @@ def _torch() -> tuple[str, str, int]:
     except ImportError:
         return "", "", 0
     return torch.backends.cpu.get_cpu_capability(), torch.version.cuda or "", torch.cuda.device_count()
+
+
+def _kernels(gpus: int) -> str:
+    import torch
+
+    from rallypoint.worker.auditing.kernels import kernels_of
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a job says how many there are: machines are not unlike because of their cores
+    try:
+        return kernels_of("cuda" if gpus else "cpu").hex()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _processor() -> str:

@@ -90,6 +90,9 @@ _SAME: tuple[tuple[str, Level, Callable[[Facts], str], str], ...] = (
      "the launcher and `rallypoint worker` set them for their processes (--threads); set OMP_NUM_THREADS for others"),
     ("kinds of GPU", Level.WARNING, lambda facts: ", ".join(sorted({gpu.name for gpu in facts.gpus})) or "none",
      "a replica's bytes depend on the kind of device that computes it: all of one kind for the same bytes"),
+    ("results of the probe computation", Level.WARNING, lambda facts: facts.kernels[:12],
+     "these machines compute other bytes from the same numbers: their workers cannot audit each other, and a "
+     "replica's bytes depend on who computes it"),
 )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
+from rallypoint.worker.auditing.kernels import kernels_of
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
@@ -99,6 +100,7 @@ class Job:
         self._changed = threading.Condition()
         self._view: View | None = None
         self._record: JobRecord | None = None
+        self._kernels = b""  # the digest of this worker's probe, in a job with audits
         self._finished = self._leaving = False
         self._lead = self._captured = ""
         self._wanted: Capture | None = None  # the last snapshot that the coordinator asked for
@@ -154,6 +156,7 @@ class Job:
         record = record_of(
             config, tensors.layout, tensors.frozen_hashes(), data=identity_of(dataset), tied=tensors.tied
         )
+        self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
         of_ranks = set() if lead is None else {Feature.RANKS}
         self._stopping.why_not = record.refusal_of({Feature.STOP, *of_ranks})
@@ -184,7 +187,7 @@ class Job:
         """
         with self._changed:
             self._record = record
-        self._link.send(Propose(record))
+        self._link.send(Propose(record, self._kernels))
         self._wait_for_view()
         context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
         exchange = Exchange(record.layout, config, context, pinned=pinned, early=early)
@@ -331,7 +334,7 @@ class Job:
         with self._changed:
             record = self._record
         if record is not None:
-            self._link.send(Propose(record))
+            self._link.send(Propose(record, self._kernels))
         self._reports.repeat(new=new)
         self._stopping.repeat(self._view)
         if self._leaving:

@@ -1,11 +1,11 @@
-"""Sets members apart that hold the job up (`reach.py` finds them), and lets them take part again."""
+"""Sets members apart that hold the job up (`reach.py` finds them), lets them take part again, refuses others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Effect, Refuse, Say
+from rallypoint.core.cluster.effects import Abort, Effect, Refuse, Say
 from rallypoint.core.cluster.events import Disproved
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.state import Phase
@@ -51,3 +51,15 @@ def disproved(event: Disproved, course: Course, left: Callable[[str, str], list[
     )
     course.members.apart.add(backup)
     return [Refuse(backup, f"given up: {why}"), *left(backup, why)]
+
+
+def disagrees(worker: str, why: str, course: Course) -> list[Effect]:
+    """Refuse a worker that has proposed another record; `why` is a phrase. Before the job begins, end the job."""
+    members = course.members
+    host = members.workers[worker].host
+    other = min(members.proposed, default="the job")
+    sentence = f"{worker} on {host} brought {why} ({worker} is here, {other} is there)"
+    if course.phase is Phase.GATHERING:
+        return course.end(Abort(sentence))
+    members.remove(worker)  # a worker that joins late must not end a job that runs without it
+    return [Refuse(worker, sentence, final=True), Say(f"refused: {sentence}")]

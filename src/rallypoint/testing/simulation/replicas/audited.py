@@ -44,4 +44,3 @@ def with_digest(job: SimulatedJob, event: Contribute, worker: str, content: Cont
         return event
     assert event.count == 1, f"{event} has an audited replica"
     return replace(event, sender=worker, digest=str(content).encode())
-

@@ -81,9 +81,8 @@ class Auditing:
         for dispute in self.course.views.disputes:
             if dispute.step < self.course.furthest:
                 continue
-            able = set(computing(view, dispute.step)) - set(dispute.heard)
             third = dispute.third
-            if third not in able:
+            if third in dispute.heard or third not in computing(view, dispute.step):
                 third = audits.another(view, dispute.step, dispute.replica, dispute.heard)
                 said += self._third(dispute, third, view)
             if self.course.phase is not Phase.RUNNING:

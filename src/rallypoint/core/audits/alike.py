@@ -1,0 +1,40 @@
+"""Which workers can audit each other: those whose machines give the same bytes for the same computation.
+
+Each worker of a job with audits computes a small probe (`worker/auditing/kernels.py`) and proposes its digest with the
+job's record. The coordinator puts it into the worker's `Member`, so every member sees it in the view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rallypoint.core.view import Member, View
+
+
+def may_audit(view: View, a: str, b: str) -> bool:
+    """May the workers `a` and `b` of this view audit each other?
+
+    True if they are two, and their probes gave the same bytes. A worker without a probe audits nobody.
+    """
+    kernels = {worker.id: worker.kernels for worker in view.workers}
+    return a != b and kernels.get(a, b"") != b"" and kernels.get(a) == kernels.get(b)
+
+
+def unlike(newcomer: Member, others: Iterable[Member]) -> str:
+    """The sentence that says which of the `others` this worker cannot audit; "" if it can audit all of them.
+
+    It is also "" if there is a worker like it among the others: that one's coming has said it.
+    """
+    probed = [worker for worker in others if worker.kernels and worker.id != newcomer.id]
+    if not newcomer.kernels or any(worker.kernels == newcomer.kernels for worker in probed) or not probed:
+        return ""
+    names = ", ".join(f"{worker.id} on {worker.host}" for worker in probed[:_NAMED])
+    more = f" and {len(probed) - _NAMED} more" if len(probed) > _NAMED else ""
+    return (
+        f"{newcomer.id} on {newcomer.host} computes other bytes than {names}{more} for the same small probe (other "
+        "processors, GPUs or versions of torch): they cannot audit each other, and the job's bytes depend on which of "
+        "them computes a replica; `rallypoint doctor` compares the machines"
+    )
+
+
+_NAMED = 4

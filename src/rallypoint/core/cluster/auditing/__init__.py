@@ -1,0 +1,1 @@
+"""What the coordinator decides about audits."""

@@ -1,0 +1,1 @@
+"""Audits, on the worker's side."""
