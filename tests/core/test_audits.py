@@ -25,7 +25,7 @@ FOUR = {"a": (0, 1), "b": (2, 3), "c": (4, 5), "d": ()}
 def view_of(
     assigned: dict[str, tuple[int, ...]], *disputes: Dispute, count: int = 1, same: str = "", unlike: str = ""
 ) -> View:
-    """A view of workers on hosts of their own; those named in `same` share one, those in `unlike` have other kernels."""
+    """A view of workers on hosts of their own; those in `same` share one, those in `unlike` have other kernels."""
     workers = tuple(
         Member(w, "shared" if w in same else f"host-{w}", kernels=b"other" if w in unlike else b"") for w in assigned
     )

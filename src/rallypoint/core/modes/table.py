@@ -303,6 +303,10 @@ CONFLICTS = (
         _F.AGGREGATORS: "contributions come by another way than the views that decide; leave --aggregators out",
         _F.BACKUP_TASKS: "a contribution may come from who does not wait for what is decided; leave --backup-tasks out",
     }.items()),
+    Conflict(
+        _F.AUDIT, _F.BY_SPEED,
+        "it may leave one worker with all replicas, whom nobody could audit; replicas are assigned evenly",
+    ),
     *(Conflict(_F.AUDIT, other, f"{why}, or leave audit out") for other, why in {
         _F.CODEC_STATE: "what a codec remembers of a replica is on the worker that computes it, so no other sends the "
                         "same bytes; use a codec without state (error_feedback=False)",
