@@ -37,7 +37,7 @@ from rallypoint.net.messages import (
     Stored,
 )
 from rallypoint.net.ordering.messages import AnyOrder
-from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import Sampled
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
@@ -50,7 +50,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
-        *(Updated, Sampled),
+        *(Updated, AuditFound, Sampled),
     ),
     "aggregator": (Knows, Beat, Say, Sampled),
     "observer": (SnapshotWanted, Resize, Release, *get_args(AnyOrder)),

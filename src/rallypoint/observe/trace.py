@@ -60,6 +60,10 @@ class Tracer:
         """For each name that is counted: how many of its spans have ended, and their seconds."""
         return {name: (count, nanoseconds / 1e9) for name, (count, nanoseconds) in self._counted.items()}
 
+    def seconds(self, name: str) -> float:
+        """The seconds of a name that is counted."""
+        return self._counted[name][1] / 1e9
+
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Record the time inside ``with``. The viewer shows `args` with the span. Any thread may call it."""
         return _Span(self, name, args) if self.on or name in self._counted else _NOTHING

@@ -113,7 +113,7 @@ class Job:
         self._run: Run | None = None
         self._link = CoordinatorLink(
             transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
-            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat, self._waited_for_data),
+            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat, lambda: self._tracer.seconds(LOAD)),
         )  # fmt: skip
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
@@ -323,9 +323,6 @@ class Job:
 
     def _report_wait(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
-
-    def _waited_for_data(self) -> float:
-        return self._tracer.phases[LOAD][1]
 
     def _beat(self) -> Beat:
         return Beat() if self._exchange is None else self._exchange.beat()
