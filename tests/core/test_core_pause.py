@@ -114,5 +114,3 @@ def test_too_many_orders_are_refused() -> None:
 def _told(news: object) -> Ordered:
     (told,) = [one for one in news if isinstance(one, Ordered)]  # type: ignore[attr-defined]
     return told
-
-

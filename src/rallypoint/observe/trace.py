@@ -55,6 +55,11 @@ class Tracer:
         """From now on, count the spans of these names, and their seconds: see `phases`."""
         self._counted = dict.fromkeys(names, (0, 0))
 
+    def counting(self, name: str) -> Tracer:
+        """Count the spans of this name too; returns itself."""
+        self._counted.setdefault(name, (0, 0))
+        return self
+
     @property
     def phases(self) -> dict[str, tuple[int, float]]:
         """For each name that is counted: how many of its spans have ended, and their seconds."""

@@ -30,9 +30,7 @@ class Page:
     nothing is answered but ``/healthz``. With an `operator` it takes orders from who has that one's token too.
     """
 
-    def __init__(
-        self, follower: Follower, facts: dict[str, Any], token: str, operator: Operator | None = None
-    ) -> None:
+    def __init__(self, follower: Follower, facts: dict[str, Any], token: str, operator: Operator | None = None) -> None:
         self._follower, self._facts = follower, {**facts, "buttons": operator is not None}
         self._streams, self.closing = 0, False
         lock = Lock(token)

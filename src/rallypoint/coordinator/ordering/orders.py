@@ -18,8 +18,7 @@ _BURST, _EVERY_S = 16, 2.0  # orders that are followed at once; then one in so m
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is done about an order: events for the machine, then the order itself to `workers`, then news for observers.
-    """
+    """What is done about an order: events for the machine; the order itself to `workers`; then news for observers."""
 
     events: Sequence[events.Event] = ()
     workers: Sequence[str] = ()

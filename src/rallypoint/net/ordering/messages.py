@@ -1,5 +1,4 @@
-"""An operator's orders, from an observer to the coordinator, and what it answers. (Sizes and snapshots: `messages.py`.)
-"""
+"""An operator's orders, from an observer to the coordinator, and its answers. (Sizes, snapshots: `messages.py`.)"""
 
 from __future__ import annotations
 

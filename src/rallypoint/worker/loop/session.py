@@ -71,7 +71,6 @@ from rallypoint.worker.tensors import ModelTensors
 LEAVE_WITHIN_S = 10.0
 _TOO_LATE = "the job was over before this worker took part in it"
 
-
 OwnOptimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 OwnSchedule = torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_scheduler.LRScheduler]
 
@@ -98,8 +97,7 @@ class Job:
         self.ranks = 1 if group is None else group.size
         self._token = token
         self._transport: Transport = transport or TcpTransport()
-        self._tracer = tracer or Tracer(id)
-        self._tracer.count(LOAD)
+        self._tracer = (tracer or Tracer(id)).counting(LOAD)
         self._changed = threading.Condition()
         self._view: View | None = None
         self._record: JobRecord | None = None
@@ -113,7 +111,7 @@ class Job:
         self._run: Run | None = None
         self._link = CoordinatorLink(
             transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
-            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat, lambda: self._tracer.seconds(LOAD)),
+            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat, self._waited_for_data),
         )  # fmt: skip
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
@@ -323,6 +321,9 @@ class Job:
 
     def _report_wait(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
+
+    def _waited_for_data(self) -> float:
+        return self._tracer.seconds(LOAD)
 
     def _beat(self) -> Beat:
         return Beat() if self._exchange is None else self._exchange.beat()
