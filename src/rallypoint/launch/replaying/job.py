@@ -13,7 +13,7 @@ from rallypoint.config import Settings
 from rallypoint.config.changes import changed_record
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.state import Resumed
-from rallypoint.data.loader import Collate, MapDataset
+from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.replaying.inspection import Inspection, KeptGradients
 from rallypoint.launch.replaying.probes import Probes
@@ -34,7 +34,7 @@ class ReplayedRun(Run):
     What the run has decided from its evaluations is in the task.
     """
 
-    def begin(self, task: Task, dataset: MapDataset) -> None:
+    def begin(self, task: Task, dataset: object) -> None:
         """Look at that step, whose samples are of this data set."""
         parts = self._parts
         self._dataset = dataset
@@ -109,17 +109,17 @@ class ReplayJob(EmbeddedJob):
         )
 
     def train(
-        self, model: torch.nn.Module, dataset: MapDataset, *, collate_fn: Collate | None = None,
+        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
         parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
     ) -> Run:  # fmt: skip
         """As `Job.train`."""
         run = super().train(
-            model, dataset, collate_fn=collate_fn, own_optimizer=own_optimizer, own_schedule=own_schedule,
-            parallel=parallel, init=init, **settings,
+            model, dataset, collate_fn=collate_fn, loader=loader, own_optimizer=own_optimizer,
+            own_schedule=own_schedule, parallel=parallel, init=init, **settings,
         )  # fmt: skip
         assert isinstance(run, ReplayedRun)
-        run.begin(self._task, dataset)
+        run.begin(self._task, given(dataset).dataset)
         return run
 
 
