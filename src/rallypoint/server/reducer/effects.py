@@ -14,6 +14,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.messages import CaughtUp, Disproved, NotStored
 from rallypoint.observe.trace import Tracer
+from rallypoint.server.audits import AuditReports
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
 from rallypoint.server.followers import Followers
@@ -40,6 +41,7 @@ class Desk:
     tickets: Tickets
     ledger: Ledger
     fingerprints: Fingerprints
+    audits: AuditReports
     followers: Followers
     replication: Replication
     decisions: Decisions
@@ -137,6 +139,8 @@ class Effects:
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
                 wait = Header(Kind.WAIT, shard=index, base=clock, wants=wants(replica))
                 desk.followers.tell(follower, wait, urgent=True)
+            case shard_effects.Accepted() | shard_effects.Disputed():
+                desk.audits.found(index, effect)
             case shard_effects.CaughtUp():
                 desk.context.say(CaughtUp({index: desk.shell.machine.caught_up[index]}))
             case shard_effects.Capture(version=version, missed=missed):

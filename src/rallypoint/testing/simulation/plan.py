@@ -15,6 +15,8 @@ from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.policies import (
+    Audited,
+    AuditedWrong,
     CodecState,
     Deciding,
     Evaluating,
@@ -26,6 +28,7 @@ from rallypoint.testing.simulation.policies import (
     Stopped,
     Tables,
 )
+from rallypoint.testing.simulation.replicas.audited import AuditedJob
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
@@ -85,6 +88,8 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
         return _evaluating(_plan_of(seed, _SYNC))
     if isinstance(played, Deciding):
         return _deciding(_plan_of(seed, _SYNC))
+    if isinstance(played, Audited | AuditedWrong):
+        return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, AuditedWrong))
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
     if isinstance(played, Poisoned):
@@ -175,6 +180,21 @@ def _deciding(plan: Plan) -> Plan:
     return replace(
         plan, terms=terms, job=job, faults=faults, workers=plan.workers + rng.randint(0, 2), aggregators=0
     )
+
+
+def _audited(plan: Plan, *, wrong: bool) -> Plan:
+    """No aggregators. Where a worker computes wrong, everything is audited and the job waits for three workers."""
+    rng = random.Random(plan.seed * 7919 + 13)
+    faults = tuple(fault for fault in plan.faults if fault.role != "aggregator")
+    plan = replace(plan, faults=faults, aggregators=0)
+    if not wrong:
+        return replace(plan, job=replace(plan.job, audits=AuditedJob(rng.choice([0.2, 0.7, 1.0]))))
+    workers, most = rng.randint(3, 5), rng.randint(5, 7)
+    terms = msgspec.structs.replace(plan.terms, workers_start=workers, workers_min=3, workers_max=most)
+    audits = AuditedJob(1.0, f"worker{rng.randint(1, workers)}", rng.randrange(plan.job.steps))
+    return replace(plan, workers=workers, terms=terms, job=replace(
+        plan.job, audits=audits, replicas=rng.randint(3, 6)
+    ))  # fmt: skip
 
 
 def _scaled(plan: Plan) -> Plan:
@@ -302,6 +322,8 @@ def hesitates(seed: int) -> bool:
 def played_by(plan: Plan) -> Played:
     """What a plan was made for."""
     job = plan.job
+    if job.audits is not None:
+        return AuditedWrong() if job.audits.wrong else Audited()
     if job.fp16 or job.every:
         return Scaled() if job.fp16 else Deciding() if job.rules.steers else Evaluating()
     if job.tables:

@@ -226,6 +226,8 @@ class Simulation:
     def _check(self) -> None:
         if self.plan.job.poison is not None and self._stopped_for(self.plan.job.poison):
             return
+        if (audits := self.plan.job.audits) is not None and audits.check(self.outcome.said, self.outcome.aborted):
+            return
         if self.plan.job.stop is not None and self.plan.job.stop.leaves:
             if "call run.stop() instead" in self.outcome.aborted:
                 return
