@@ -92,6 +92,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         item, items_per_sample: what the progress line counts ("tokens", 128).
         fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
             run's folder, for `rallypoint replay` and `rallypoint diff`; 0: never.
+        audit_servers: every so many versions each server compares a digest of each shard's whole state with its
+            backup's, and with the state right before the next update; 0: never.
     """
 
     replicas: int = 1
@@ -130,6 +132,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     item: str = "samples"
     items_per_sample: int = 1
     fingerprints: int = 0
+    audit_servers: int = 0
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -305,6 +308,7 @@ class Settings(TypedDict, total=False):
     item: str
     items_per_sample: int
     fingerprints: int
+    audit_servers: int
 
 
 build_now(JobConfig)  # build now: every member's proposal is parsed on its connection's thread
@@ -335,6 +339,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.FOLD: isinstance(policy, Async) and policy.fold > 1,
         Feature.COMPENSATION: config.compensation > 0,
         Feature.FINGERPRINTS: config.fingerprints > 0,
+        Feature.AUDIT_SERVERS: config.audit_servers > 0,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.view import View, ViewNumber
+from rallypoint.net.auditing.messages import StateChanged
 from rallypoint.net.messages import (
     Capture,
     CaughtUp,
@@ -156,6 +157,8 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.CaughtUp(sender, backups)
         case Disproved(shard=shard, version=version, paired=paired):
             return cluster_events.Disproved(sender, shard, version, paired)
+        case StateChanged(shard=shard, version=version, generation=generation):
+            return cluster_events.StateChanged(sender, shard, version, generation)
         case Leaving():
             return cluster_events.Leaving(sender)
         case Stored(snapshot=snapshot, shards=shards):

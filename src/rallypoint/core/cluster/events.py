@@ -101,6 +101,17 @@ class Disproved:
 
 
 @dataclass(frozen=True, slots=True)
+class StateChanged:
+    """The server says that its shard has changed in its memory since the update that made `version`, in `generation`.
+    """
+
+    server: str
+    shard: int
+    version: int
+    generation: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     """A member was told to leave: the next view moves its replicas or shards to others."""
 
@@ -281,9 +292,9 @@ class Found:
 
 
 Event = (
-    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked | Failed
-    | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver | Outrun
-    | Released | Stopped | Evaluates | Evaluated | NotKept
+    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | StateChanged | Leaving | Done | Left | Unlinked
+    | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
+    | Outrun | Released | Stopped | Evaluates | Evaluated | NotKept
 )  # fmt: skip
 
 OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.auditing.probes import probed
+from rallypoint.core.cluster.auditing.servers import disputed, state_changed
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.evaluating.deciding import Deciding
-from rallypoint.core.cluster.health.apart import disagrees, disproved, set_apart
+from rallypoint.core.cluster.health.apart import disagrees, set_apart
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.health.waiting import waiting_for
@@ -196,7 +197,9 @@ class ClusterMachine:
             case events.Proposed():
                 return self._proposal(event)
             case events.Disproved():
-                return disproved(event, course, self._left)
+                return disputed(event, course, self._left, lambda why: self._succession.recover(why=why))
+            case events.StateChanged():
+                return state_changed(event, course, self._left)
             case events.CaughtUp():
                 return self._succession.caught_up(event.server, event.backups)
             case events.Leaving(member=member):

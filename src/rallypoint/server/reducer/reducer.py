@@ -26,6 +26,7 @@ from rallypoint.server.followers import Followers
 from rallypoint.server.intake.job import ServerJob
 from rallypoint.server.pulls import Pulls
 from rallypoint.server.reducer import inbox
+from rallypoint.server.reducer.audits import ChangedAtRest, ServerAudits, SetAside
 from rallypoint.server.reducer.decisions import Context, Decisions
 from rallypoint.server.reducer.effects import Desk, Effects
 from rallypoint.server.reducer.fingerprints import Fingerprints
@@ -58,15 +59,18 @@ class Reducer:
             self.shell, self._owned, newest_is_enough=newest_is_enough(job.config),
             ranks=forward_ranks(job.record.layout) if job.config.overlaps else (),
         )  # fmt: skip
-        self._replication = Replication(self.shell, self._tickets, self._ledger, self._owned)
+        self._audits = ServerAudits(job.config.audit_servers, self._owned)
+        self._aside = SetAside(me, self.shell.machine, context.say)
+        self._replication = Replication(self.shell, self._tickets, self._ledger, self._owned, self._audits)
         self._codec_states = None
         if job.codec_states is not None:
             self._codec_states = CodecStates(me, job.codec_states, job.config.replicas, self._followers.tell)
         self.capture = None
         if writer is not None:
             self.capture = Capture(
-                writer, job, self._codec_states, self._stored_state, tracer, wake=lambda: put(inbox.Wake())
-            )
+                writer, job, self._codec_states, self._stored_state, tracer, wake=lambda: put(inbox.Wake()),
+                proven=self._proven,
+            )  # fmt: skip
         self._context = context
         self._restores = Restores(me, snapshots_url, put, lambda text: context.say(Say(text)))
         self._desk = Desk(
@@ -75,7 +79,7 @@ class Reducer:
             replication=self._replication, context=context, tracer=tracer, restores=self._restores,
             decisions=Decisions(self.shell, context, put),
             fingerprints=Fingerprints(job.record.layout, job.config.fingerprints, context.say, self.shell.fence),
-            codec_states=self._codec_states, capture=self.capture,
+            audits=self._audits, codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
         self._effects = Effects(self._desk)
         self._handlers = self._table()
@@ -87,16 +91,26 @@ class Reducer:
 
     def handle(self, event: inbox.Event) -> None:
         """Handle one event."""
-        self._handlers[type(event)](event)
-        self._answer_pulls()
+        for one in self._aside.admit(event):
+            self._watched(self._handlers[type(one)], one)
 
     def idle_work(self) -> Callable[[], None] | None:
         """A function to call while the inbox is empty; None if there is nothing to do."""
+        if self._aside.active:
+            return None
         if self._desk.gathering:
-            return self._fold_one
+            return lambda: self._watched(self._fold_one)
         if self.capture is not None and self.capture.due:
-            return self.capture.copy_one
+            return lambda: self._watched(self._copy_one)
         return None
+
+    def _watched(self, call: Callable[..., None], *given: Any) -> None:
+        """Make a call that changes or reads shards. If one of them has changed in memory, let all else wait."""
+        try:
+            call(*given)
+            self._answer_pulls()
+        except ChangedAtRest as changed:
+            self._aside.begin(changed)
 
     def close(self) -> None:
         """Stop storing and reading snapshots."""
@@ -163,6 +177,8 @@ class Reducer:
         self.capture.abandon()
         own = [index for index in self.machine.held if self.machine.is_primary(index)]
         if own:
+            for index in own:
+                self._audits.rest.also(index, self.job.plan.cadence.updates_before(index, event.version))
             self.capture.begin(event.snapshot, len(own))
             self._effects.run(self.machine.capture(event.version))
 
@@ -177,6 +193,7 @@ class Reducer:
             self._restores.loaded(record.shard)
             return
         self._owned[record.shard].load(record)
+        self._audits.loaded(record.shard, record.version)
         if self._codec_states is not None:
             self._codec_states.restored(record, self.job.shards[record.shard])
         loaded = shard_events.Loaded(record.version, record.clocks)
@@ -285,7 +302,10 @@ class Reducer:
         index = next(iter(self._desk.gathering))
         del self._desk.gathering[index]
         self._effects.handle(index, shard_events.Fold())
-        self._answer_pulls()
+
+    def _copy_one(self) -> None:
+        assert self.capture is not None
+        self.capture.copy_one()
 
     def _answer_pulls(self) -> None:
         """Call it only after an event: while effects run, a machine is ahead of its tensors."""
@@ -299,7 +319,15 @@ class Reducer:
     def _stored_state(self, index: int, version: int) -> ShardRecord:
         machine = self.machine.machine(index)
         assert machine is not None
+        self._audits.check(index)
         return self._owned[index].state(version, tuple(machine.clocks), wires=False)
+
+    def _proven(self, index: int) -> bool:
+        """Does nothing speak against storing this shard's state? With audits its backup has to hold the same first."""
+        machine = self.machine.machine(index)
+        if not self.job.config.audit_servers or machine is None or not machine.replication.replicating:
+            return True
+        return machine.published >= machine.version
 
 
 def bad_replicas(header: Header) -> tuple[int, ...]:
