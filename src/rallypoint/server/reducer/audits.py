@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import xxhash
 
 from rallypoint.core.audits.rest import AtRest
+from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.auditing.messages import StateChanged
@@ -63,6 +64,12 @@ class ServerAudits:
             return digest
         assert isinstance(kept[1], bytes)
         return xxhash.xxh3_128_digest(digest + kept[1])
+
+    def proven(self, machine: ShardMachine | None) -> bool:
+        """Does nothing speak against storing this shard's state? With audits its backup has to hold the same first."""
+        if not self.rest.every or machine is None or not machine.replication.replicating:
+            return True
+        return machine.published >= machine.version
 
     def _digest(self, shard: int, version: int) -> bytes:
         record = self._owned[shard].state(version, (), wires=False)

@@ -69,7 +69,7 @@ class Reducer:
         if writer is not None:
             self.capture = Capture(
                 writer, job, self._codec_states, self._stored_state, tracer, wake=lambda: put(inbox.Wake()),
-                proven=self._proven,
+                proven=lambda index: self._audits.proven(self.machine.machine(index)),
             )  # fmt: skip
         self._context = context
         self._restores = Restores(me, snapshots_url, put, lambda text: context.say(Say(text)))
@@ -100,8 +100,8 @@ class Reducer:
             return None
         if self._desk.gathering:
             return lambda: self._watched(self._fold_one)
-        if self.capture is not None and self.capture.due:
-            return lambda: self._watched(self._copy_one)
+        if (capture := self.capture) is not None and capture.due:
+            return lambda: self._watched(capture.copy_one)
         return None
 
     def _watched(self, call: Callable[..., None], *given: Any) -> None:
@@ -303,10 +303,6 @@ class Reducer:
         del self._desk.gathering[index]
         self._effects.handle(index, shard_events.Fold())
 
-    def _copy_one(self) -> None:
-        assert self.capture is not None
-        self.capture.copy_one()
-
     def _answer_pulls(self) -> None:
         """Call it only after an event: while effects run, a machine is ahead of its tensors."""
         for index in self._pulls.shards:
@@ -322,12 +318,6 @@ class Reducer:
         self._audits.check(index)
         return self._owned[index].state(version, tuple(machine.clocks), wires=False)
 
-    def _proven(self, index: int) -> bool:
-        """Does nothing speak against storing this shard's state? With audits its backup has to hold the same first."""
-        machine = self.machine.machine(index)
-        if not self.job.config.audit_servers or machine is None or not machine.replication.replicating:
-            return True
-        return machine.published >= machine.version
 
 
 def bad_replicas(header: Header) -> tuple[int, ...]:
