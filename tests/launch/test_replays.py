@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -342,9 +344,9 @@ def test_what_cannot_be_replayed_is_refused_with_a_sentence(tmp_path: Path) -> N
 # ---- comparing two runs ----
 
 
-def journaled(folder: Path, *, killed: bool = True) -> Path:
+def journaled(folder: Path, *, killed: bool = True, flipped: bool = False) -> Path:
     """The folder of a run that has recorded what `fingerprints` says; if it was killed, its journal's log is there."""
-    fingerprints(folder).__exit__()
+    fingerprints(folder, flipped=flipped).__exit__()
     journal = Journal(str(folder))
     journal.save(ClusterState(record_of(CONFIG, LAYOUT), None, (), 3, 1, True, 5, 2))
     left = {path: path.read_bytes() for path in folder.glob(f"{JOURNAL}*")}
@@ -376,6 +378,33 @@ def test_a_link_in_a_run_s_folder_is_not_followed(tmp_path: Path, name: str) -> 
     (other / name).symlink_to(one / name)
     with pytest.raises(DataError, match=rf"{name} is not a regular file"):
         difference.diff(one, other)
+
+
+@pytest.mark.parametrize("change", [
+    "update versions set digests = 'text'", "update versions set digests = 3",
+    "update versions set shard = 'a' where shard = 2",
+    "update versions set digests = x'00'", "update contributions set worker = x'ff'",
+    "update contributions set loss = 'much'", "update contributions set digests = null",
+    "update contributions set replica = 'first'",
+])  # fmt: skip
+def test_digests_of_another_type_or_length_are_a_sentence(tmp_path: Path, change: str) -> None:
+    one, other = journaled(tmp_path / "one"), journaled(tmp_path / "other", flipped=True)
+    assert difference.diff(one, other).contribution
+    with contextlib.closing(sqlite3.connect(other / FINGERPRINTS)) as kept, kept:
+        kept.execute(change)
+    with pytest.raises(DataError, match="digests"):
+        difference.diff(one, other)
+
+
+def test_a_file_of_digests_that_is_too_large_without_any_step_ends_no_thread(tmp_path: Path) -> None:
+    said = list[str]()
+    log = FingerprintLog(str(tmp_path), said.append, most=0)
+    for step in range(600):
+        log.add("worker0", Contributed(step, 0, 0.5, bytes(16), ViewNumber(1)))
+    for thread, _ in log.stop():
+        thread.join()
+    with KeptFingerprints(tmp_path) as kept:
+        assert len(kept.contributions(599)) == 1  # the thread was there to the end
 
 
 def test_a_difference_is_printable() -> None:

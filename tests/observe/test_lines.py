@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from rallypoint.observe.lines import _MOST_KEYS, _SAME_S, Sparingly
+from rallypoint.observe.lines import _MOST_KEYS, _SAME_S, Sparingly, printable_lines
 
 
 @pytest.fixture
@@ -31,6 +31,10 @@ def test_the_same_line_is_written_once_in_a_while(
     assert caplog.messages == [
         "h:0 has said nothing", "g:1 has said nothing (4 more such lines before)", "h:6 has said nothing",
     ]  # fmt: skip
+
+
+def test_lines_stay_lines_and_command_no_terminal() -> None:
+    assert printable_lines("one\x1b[2J\ntwo" + "o" * 1000) == "one\\x1b[2J\ntwo" + "o" * 1000
 
 
 def test_lines_without_a_key_are_all_written(lines: Sparingly, caplog: pytest.LogCaptureFixture) -> None:

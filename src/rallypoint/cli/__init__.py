@@ -8,9 +8,10 @@ import os
 import sys
 
 # They register their commands:
-from rallypoint.cli import by_hand, certs, doctor, kubernetes, looking, running, slurm, start, tokens  # noqa: F401
+from rallypoint.cli import by_hand, certs, doctor, kubernetes, looking, report, running, slurm, start, tokens  # noqa: F401
 from rallypoint.cli.app import PANELS, app
 from rallypoint.errors import RallypointError
+from rallypoint.observe.lines import printable_lines
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     try:
         app(prog_name="rallypoint")
     except RallypointError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(str(error))}", file=sys.stderr)  # names in it come from the network
         sys.exit(1)
 
 

@@ -22,6 +22,12 @@ _AGAIN_S = 1.0
 _MOST_WAITING = 10_000  # events that wait for a disk that hangs
 
 
+def line_of(event: msgspec.Struct, t: float) -> bytes:
+    """A message as a line of the log: the time `t` (s), its type, its fields."""
+    fields: dict[str, Any] = {"t": round(t, 4), **msgspec.to_builtins(event)}
+    return msgspec.json.encode(fields) + b"\n"
+
+
 class EventLog:
     """Appends events to `folder`/events.jsonl, each with the seconds since the log was opened.
 
@@ -50,13 +56,13 @@ class EventLog:
         """Append one message: its fields, its type, and the time `t` in seconds. Only one thread may call it."""
         if self._descriptor < 0:
             return
-        fields: dict[str, Any] = {"t": round(time.monotonic() - self._start, 4), **msgspec.to_builtins(event)}
+        line = line_of(event, time.monotonic() - self._start)
         if self._lines.qsize() >= _MOST_WAITING:
             self._drop("its disk does not answer")
             return
         if self._thread.ident is None:
             self._thread.start()
-        self._lines.put(msgspec.json.encode(fields) + b"\n")
+        self._lines.put(line)
 
     def stop(self) -> closing.Ending:
         """Let the thread write what waits, close the file and end. Return it, to be waited for."""

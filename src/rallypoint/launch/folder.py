@@ -25,6 +25,8 @@ from rallypoint.observe.lines import printable
 from rallypoint.store.snapshots import SnapshotStore
 
 CLUSTER_FILE = "cluster.json"
+CONSOLE, CONSOLE_BEFORE = "console.log", "console.log.1"  # what processes have printed: see `reporting.kept_lines`
+STACKS, REPORTS = "stacks", "reports"  # see `launch.reporting`
 LOCK = "lock"
 COORDINATOR_LOCK = "coordinator.lock"
 PREDECESSOR_S = 5.0  # so long a coordinator waits for the one before it to end
@@ -247,11 +249,11 @@ def clear(folder: Path) -> str:
         return ""
     elsewhere = _snapshots_elsewhere(folder)
     databases = [f"{name}{end}" for name in (JOURNAL, FINGERPRINTS) for end in ("", "-wal", "-shm")]
-    for name in (RUN_FILE, CLUSTER_FILE, _EVENTS, *databases):
+    for name in (RUN_FILE, CLUSTER_FILE, _EVENTS, *databases, CONSOLE, CONSOLE_BEFORE):
         (folder / name).unlink(missing_ok=True)
     for trace in folder.glob("trace-*.json"):
         trace.unlink()
-    for name in (SNAPSHOTS, CODE, TLS):
+    for name in (SNAPSHOTS, CODE, TLS, STACKS, REPORTS):
         remove(folder / name)
     if not elsewhere:
         return ""

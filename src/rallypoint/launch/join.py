@@ -22,7 +22,9 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.health import answering, health_at
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.launch.observing.metrics import of_process
+from rallypoint.launch.reporting.stacks import keep_stacks
 from rallypoint.net.transport import Transport
+from rallypoint.observe.lines import printable_lines
 from rallypoint.observe.trace import Tracer
 from rallypoint.parallel.group import RankGroup
 from rallypoint.watch.metrics.members import of_worker
@@ -53,6 +55,7 @@ def join() -> Job | RankJob:
             enter(place)  # this process becomes the supervisor of one that runs the script with an address
         return _closed_at_exit(EmbeddedJob(console=RunConsole()))
     by_hand = not hold_lifeline()
+    keep_stacks("worker")
     sys.excepthook = _one_sentence
     group = _group()
     if group is not None:
@@ -186,6 +189,6 @@ def _one_sentence(kind: type[BaseException], error: BaseException, trace: Traceb
     if isinstance(error, JobAborted | KeyboardInterrupt):
         return
     if isinstance(error, RallypointError):
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_lines(str(error))}", file=sys.stderr)
         return
     traceback.print_exception(kind, error, trace)

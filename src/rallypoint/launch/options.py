@@ -224,6 +224,10 @@ class RunOptions(CoordinatorOptions):
         metavar="FOLDER", panel=_FILES,
         help="Let Prometheus on this machine scrape every process: a file in this folder tells it where.",
     )] = None  # fmt: skip
+    report_after: Annotated[float, option(
+        min=0, metavar="S", panel=_FILES,
+        help="Leave a report in the folder after so many seconds without a step, and after a crash (0: never).",
+    )] = 30.0  # fmt: skip
     trace: Annotated[Path | None, option(
         metavar="FILE", panel=_FILES, help="Write a Chrome trace (Perfetto) of a few steps to this file.",
     )] = None  # fmt: skip
@@ -290,6 +294,7 @@ class RunOptions(CoordinatorOptions):
 _SAME = {
     "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
     "advertise", "engine", "address", "gpus", "ranks", "snapshot_steps", "snapshot_seconds", "compression",
+    "report_after",
 }  # fmt: skip
 
 

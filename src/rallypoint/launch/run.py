@@ -22,8 +22,7 @@ from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
-from rallypoint.launch.observing.page import PageProcess
-from rallypoint.launch.observing.targets import Targets
+from rallypoint.launch.observing.beside import Beside
 from rallypoint.launch.observing.traces import merge_trace
 from rallypoint.launch.output import Output
 from rallypoint.launch.plan import Launch, certificates_of, coordinator_arguments, resized, server_arguments, write_plan
@@ -65,8 +64,7 @@ class ClusterRun:
         self._token, self._address, self._tls = new_token(), "", certificates_of(plan)
         self._transport = transport_of(self._tls, "observer")
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self._output, self._targets = Output(), Targets(Path(plan.folder), plan.metrics)
-        self._page = PageProcess(plan.folder, wanted=plan.watch)
+        self._output, self._beside = Output(), Beside(plan)
         self._observer: CoordinatorLink | None = None
         self._endings: list[str] = []
         self._said_changed = list(edited)
@@ -77,8 +75,7 @@ class ClusterRun:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end()
-        self._targets.close()
-        self._page.close()
+        self._beside.close()
         self.console.close()
 
     # ---- queries and commands for others ----
@@ -150,7 +147,7 @@ class ClusterRun:
         _note_members(self)
         if self.console.holding:
             self.supervisor.held(self.console.heard)
-        for line in self._page.said():
+        for line in self._beside.look(self.console):
             self.console.console.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
         while not self.console.sizes.empty():
             self._resized(self.console.sizes.get())
@@ -163,7 +160,7 @@ class ClusterRun:
         ended = [(name, how) for name, handle in self.handles.items() if (how := handle.exit()) is not None]
         self._relay()
         for name, how in ended:
-            self._targets.gone(name)
+            self._beside.ended(name, how)
             worker = self.handles.pop(name).command.role == "worker"
             lines = self._output.ended(name, time.monotonic(), well=how.status == 0)
             self.console.relay_all(lines)
@@ -213,7 +210,7 @@ class ClusterRun:
             case _:
                 argv = grouped(self._worker_argv(name), self.plan.ranks)
         access = {environment.TOKEN: role_token(self._token, role), environment.TLS: self._tls}
-        env = _environment(name, self._address, self.plan.threads) | access | self._targets.environment
+        env = _environment(name, self._address, self.plan.threads) | access | self._beside.environment
         command = Command(name=name, role=role, argv=argv, env=env)
         try:
             self.handles[name] = self.cluster.start(command, lambda line: self._lines.put((name, line)))
@@ -239,7 +236,7 @@ class ClusterRun:
         if not self._address:
             self._address = address
             write_where(Path(self.plan.folder), Where(address, self._token, self._tls))
-            self._page.start()
+            self._beside.start()
         self._do(self.supervisor.listening(time.monotonic()))
 
     def _observe(self) -> None:
@@ -264,7 +261,7 @@ class ClusterRun:
             name, line = self._lines.get()
             if name == COORDINATOR and line.startswith(environment.LISTENS_AT):
                 self._listening(line.removeprefix(environment.LISTENS_AT))
-            elif name in self.handles and self._targets.takes(name, self.handles[name].command.role, line):
+            elif name in self.handles and self._beside.takes(self.handles[name].command, line):
                 continue
             else:
                 self.console.relay_all(self._output.line(name, line, time.monotonic()))
@@ -349,6 +346,8 @@ class ClusterRun:
         self.console.say(f"[bold red]failed[/bold red]: {escape(reason)}")
         if not self._is_over:
             self.console.say_how_to_go_on(self.plan, failed=True)
+        for line in self._beside.failed():
+            self.console.console.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
         return 1
 
 

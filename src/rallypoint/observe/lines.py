@@ -25,6 +25,11 @@ def printable(text: str, longest: int = LONGEST) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
+def printable_lines(text: str) -> str:
+    """The text with each of its lines `printable`, of whatever length."""
+    return "\n".join(printable(line, len(line)) for line in text.split("\n"))
+
+
 class Once:
     """Tells whether something was named before; it remembers the last `most` names. Not thread-safe."""
 

@@ -22,16 +22,26 @@ _BEGIN = re.compile(rb'\{"t":([0-9.]{1,24}),')  # what `EventLog` adds to a mess
 _messages = msgspec.json.Decoder(Message)
 
 
-def take_line(run: RunState, line: bytes) -> bool:
-    """Give one line of the log to `run`. Returns False if it is not a whole event: a torn line, or a kind that this
-    version does not know."""
+def event_of(line: bytes) -> tuple[Message, float] | None:
+    """One line of the log: the message, and the time (s). None if it is not a whole event: a torn line, or a kind that
+    this version does not know."""
     begin = _BEGIN.match(line)
     if begin is None:
+        return None
+    try:
+        return _messages.decode(b"{" + line[begin.end() :]), float(begin[1])
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
+        return None
+
+
+def take_line(run: RunState, line: bytes) -> bool:
+    """Give one line of the log to `run`. Returns False if it is not a whole event; see `event_of`."""
+    event = event_of(line)
+    if event is None:
         return False
     try:
-        message = _messages.decode(b"{" + line[begin.end() :])
-        run.take(message, float(begin[1]))
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
+        run.take(*event)
+    except ValueError:
         return False
     return True
 

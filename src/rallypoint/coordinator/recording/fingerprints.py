@@ -10,7 +10,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from rallypoint.store import closing
 
 log = logging.getLogger("rallypoint")
 
+_Row = TypeVar("_Row", bound=tuple[object, ...])
 FINGERPRINTS = "fingerprints.sqlite"
 MOST_BYTES = 256 << 20
 _MOST_WAITING = 10_000  # digests that wait for a disk that hangs
@@ -136,8 +137,8 @@ class FingerprintLog:
             self._say(f"{what}: {how}: see `rallypoint replay`")
 
     def _make_room(self, kept: sqlite3.Connection) -> None:
-        while _size(kept) > self._most:
-            _forget_the_oldest(kept)
+        while _size(kept) > self._most and _forget_the_oldest(kept):
+            pass
 
 
 def _size(kept: sqlite3.Connection) -> int:
@@ -146,14 +147,18 @@ def _size(kept: sqlite3.Connection) -> int:
     return int((pages - free) * size)
 
 
-def _forget_the_oldest(kept: sqlite3.Connection) -> None:
-    """Delete the oldest eighth of the steps that are recorded: of their number, not of their range."""
+def _forget_the_oldest(kept: sqlite3.Connection) -> bool:
+    """Delete the oldest eighth of the steps that are recorded: of their number, not of their range. False if none is.
+    """
     steps = "select step from contributions union select version from versions"
     (count,) = kept.execute(f"select count(*) from ({steps})").fetchone()
+    if not count:
+        return False
     (until,) = kept.execute(f"{steps} order by 1 limit 1 offset ?", (max(1, count // _FORGOTTEN) - 1,)).fetchone()
     with kept:
         kept.execute("delete from versions where version <= ?", (until,))
         kept.execute("delete from contributions where step <= ?", (until,))
+    return True
 
 
 _SIZES = ("page_count", "page_size", "freelist_count")
@@ -197,26 +202,30 @@ class KeptFingerprints:
 
     def contributions(self, step: int) -> dict[int, KeptContribution]:
         """By replica: what was contributed to a step."""
-        rows = self._rows("select replica, worker, loss, digests from contributions where step = ?", step)
+        query = "select replica, worker, loss, digests from contributions where step = ?"
+        rows = self._rows(query, tuple[int, str, float | None, bytes], step)
         return {row[0]: KeptContribution(row[1], float("nan") if row[2] is None else row[2], row[3]) for row in rows}
 
     def version(self, version: int) -> dict[int, bytes]:
         """By shard: the digests of its pieces at that version."""
-        return dict(self._rows("select shard, digests from versions where version = ?", version))
+        return dict(self._rows("select shard, digests from versions where version = ?", tuple[int, bytes], version))
 
     def versions(self) -> list[int]:
         """The versions of which digests are kept, in order."""
-        return [row[0] for row in self._rows("select distinct version from versions order by version")]
+        query = "select distinct version from versions order by version"
+        return [version for (version,) in self._rows(query, tuple[int])]
 
-    def _rows(self, query: str, *values: int) -> list[Any]:
+    def _rows(self, query: str, kind: type[_Row], *values: int) -> list[_Row]:
+        """The rows, of this type: SQLite keeps any value in any column, and the file may be somebody else's."""
         if self._kept is None:
             return []
         with self._reading():
-            return self._kept.execute(query, values).fetchall()
+            rows = self._kept.execute(query, values).fetchall()
+            return [msgspec.convert(row, kind) for row in rows]
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, msgspec.ValidationError) as error:
             raise DataError(f"the digests {self._path} cannot be read: {error}") from None

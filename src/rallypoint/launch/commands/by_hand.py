@@ -31,12 +31,14 @@ from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
 from rallypoint.launch.observing.metrics import of_process
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
+from rallypoint.launch.reporting.stacks import keep_stacks
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Message
 from rallypoint.net.places.whereabouts import Whereabouts
 from rallypoint.net.transport import Transport
+from rallypoint.observe.lines import printable_lines
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.watch.metrics.job import JobFigures
 from rallypoint.watch.metrics.measures import Reading
@@ -87,6 +89,7 @@ def run_coordinator(
     `_told_to_go`). UsageError if another coordinator runs in the folder.
     """
     by_hand, interrupted = not hold_lifeline(), False
+    keep_stacks("coordinator")
     # On loopback too: other users of this machine can connect. With TLS a certificate is enough
     token = access.token or ("" if access.transport.secure else new_token())
     with contextlib.ExitStack() as stack:
@@ -128,7 +131,7 @@ def run_coordinator(
         if failure is None:
             service.wait_for_scripts(linger)
     if by_hand and failure is not None:
-        print(f"failed: {failure}", flush=True)
+        print(f"failed: {printable_lines(str(failure))}", flush=True)
     if interrupted:
         return INTERRUPTED
     return 0 if failure is None else FAILED
@@ -183,6 +186,7 @@ def run_server(
     from rallypoint.optim.flat import import_for_optimizers  # torch, which a coordinator needs not
 
     by_hand, left = not hold_lifeline(), threading.Event()
+    keep_stacks(service.role)
 
     def leave(number: int, frame: object) -> None:
         left.set()
@@ -201,7 +205,8 @@ def run_server(
     finally:
         service.close()
     if by_hand:
-        print(f"{service.id}: " + ("the job is over" if failure is None else f"the job failed: {failure}"), flush=True)
+        ended = "the job is over" if failure is None else f"the job failed: {printable_lines(str(failure))}"
+        print(f"{service.id}: {ended}", flush=True)
     if failure is None and left.is_set():
         return environment.left_status()
     return 0 if failure is None else FAILED

@@ -9,6 +9,7 @@ import msgspec
 from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
 from rallypoint.core.layout import Layout
 from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards, pieces_of
+from rallypoint.errors import DataError
 
 _UNKNOWN = bytes(DIGEST_BYTES)
 
@@ -42,8 +43,8 @@ def contribution(layout: Layout, then: KeptFingerprints, now: KeptFingerprints, 
     """Compare one contribution."""
     shards, names = dense_shards(layout), pieces_of(layout)
     recorded, found = then.contributions(step).get(replica), now.contributions(step).get(replica)
-    ours = cut(found.digests) if found is not None else [_UNKNOWN] * len(shards)
-    theirs = cut(recorded.digests) if recorded is not None else [_UNKNOWN] * len(shards)
+    ours = cut(found.digests, len(shards)) if found is not None else [_UNKNOWN] * len(shards)
+    theirs = cut(recorded.digests, len(shards)) if recorded is not None else [_UNKNOWN] * len(shards)
     known = [(s, a, b) for s, a, b in zip(shards, ours, theirs, strict=True) if _UNKNOWN not in (a, b)]
     differ = {shard: tuple(piece.name for piece in names[shard]) for shard, a, b in known if a != b}
     digests = {shard: digest.hex() for shard, digest in zip(shards, ours, strict=True)}
@@ -57,7 +58,7 @@ def version(layout: Layout, then: KeptFingerprints, now: KeptFingerprints, numbe
     theirs, ours = then.version(number), now.version(number)
     for shard, pieces in enumerate(pieces_of(layout)):
         if shard in theirs and shard in ours:
-            for piece, a, b in zip(pieces, cut(ours[shard]), cut(theirs[shard]), strict=True):
+            for piece, a, b in zip(pieces, *(cut(of[shard], len(pieces)) for of in (ours, theirs)), strict=True):
                 equal += a == b
                 if a != b:
                     differ[piece.name] = None
@@ -76,8 +77,8 @@ def first_difference(layout: Layout, one: KeptFingerprints, other: KeptFingerpri
     return ""
 
 
-def cut(digests: bytes) -> list[bytes]:
-    """Return the single digests."""
+def cut(digests: bytes, count: int) -> list[bytes]:
+    """Return the single digests. Raises DataError if there are not so many."""
+    if len(digests) != count * DIGEST_BYTES:
+        raise DataError(f"{len(digests)} bytes of digests are recorded where the model has {count * DIGEST_BYTES}")
     return [digests[n : n + DIGEST_BYTES] for n in range(0, len(digests), DIGEST_BYTES)]
-
-

@@ -12,6 +12,8 @@ const seconds = (s) => s >= 3600 ? `${Math.floor(s / 3600)} h ${Math.floor(s % 3
   : s >= 60 ? `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s` : s >= 1 ? `${s.toFixed(1)} s` : `${(s * 1000).toFixed(0)} ms`;
 const bytes = (n) => n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : n >= 1e5 ? `${(n / 1e6).toFixed(1)} MB` : `${(n / 1e3).toFixed(1)} kB`;
 
+const short = (step) => step >= 1e6 ? `${step / 1e6} M` : step >= 1e4 ? `${step / 1e3} k` : step.toLocaleString("en");
+
 function element(kind, text) {
   const made = document.createElement(kind);
   if (text !== undefined) made.textContent = text;
@@ -48,18 +50,21 @@ function merge(into, news) {
   }
 }
 
-// A tick at every death, join, roll-back and skipped step
+// A tick at every death, join, roll-back and skipped step; those of joins are below, as one often follows a death
 const tickColour = { loss: "bad", join: "server", back: "bad", skip: "aggregator" };
 function ticks(plot) {
-  const { ctx, bbox } = plot;
+  const { ctx, bbox } = plot, paints = { other: colour("dim") };
+  for (const [kind, name] of Object.entries(tickColour)) paints[kind] = colour(name);
   ctx.save();
   for (const mark of run.marks) {
     const x = Math.round(plot.valToPos(mark.step, "x", true));
     if (x < bbox.left || x > bbox.left + bbox.width) continue;
-    ctx.strokeStyle = colour(tickColour[mark.kind] || "dim");
+    const top = bbox.top + (mark.kind === "join" ? 8 : 0) * devicePixelRatio;
+    ctx.strokeStyle = paints[mark.kind] || paints.other;
+    ctx.lineWidth = Math.max(1, devicePixelRatio);
     ctx.beginPath();
-    ctx.moveTo(x + .5, bbox.top);
-    ctx.lineTo(x + .5, bbox.top + 10 * devicePixelRatio);
+    ctx.moveTo(x + .5, top);
+    ctx.lineTo(x + .5, top + 8 * devicePixelRatio);
     ctx.stroke();
   }
   ctx.restore();
@@ -76,7 +81,8 @@ function chart(name, data, more) {
   return new uPlot({
     title: name, width: Math.max(200, box.clientWidth), height: 220, series,
     bands: more ? [] : [{ series: [2, 1], fill: colour("standby") + "44" }],
-    scales: { x: { time: false } }, axes: [axis, { ...axis, size: 64, values: (_, all) => all.map(number) }],
+    scales: { x: { time: false } },
+    axes: [{ ...axis, values: (_, all) => all.map(short) }, { ...axis, size: 64, values: (_, all) => all.map(number) }],
     cursor: { sync: { key: "steps" } }, legend: { live: true }, hooks: { draw: [ticks] },
   }, data, box);
 }
@@ -117,11 +123,27 @@ function drawMembers() {
     row.spans.forEach(([t, state], j) => {
       const end = j + 1 < row.spans.length ? row.spans[j + 1][0] : run.now;
       ctx.fillStyle = paints[state];
-      ctx.fillRect(place(t), i * height, Math.max(1, place(end) - place(t)), height - gap);
+      const x = j + 1 < row.spans.length ? place(t) : Math.min(place(t), width - 4); // what it is now is always seen
+      ctx.fillRect(x, i * height, Math.max(1, place(end) - x), height - gap);
     });
     if (names) { ctx.fillStyle = text; ctx.fillText(row.id, 0, i * height + 13); }
   });
+  drawLegend();
 }
+
+// How many are what now; in a large job no names fit, and the pointer asks for one.
+function drawLegend() {
+  const counts = {};
+  for (const row of run.members) counts[row.spans.at(-1)[1]] = (counts[row.spans.at(-1)[1]] || 0) + 1;
+  for (const name of document.querySelectorAll(".legend i"))
+    name.nextSibling.textContent = `${name.className}${counts[name.className] ? " " + counts[name.className].toLocaleString("en") : ""} `;
+}
+
+one("members").addEventListener("mousemove", (event) => {
+  const canvas = one("members").firstElementChild, box = canvas.getBoundingClientRect();
+  const row = run.members[Math.floor((event.clientY - box.top) / box.height * run.members.length)];
+  one("members").title = row ? `${row.id}: ${row.spans.map(([t, state]) => `${state} from ${seconds(t)}`).slice(-4).join(", ")}` : "";
+});
 
 // ---- the rest ----
 
@@ -197,8 +219,16 @@ function take(news) {
   }
 }
 
+// Marks for who measures: when the first news that is whole had come, and when a frame has shown it.
+function measured(draw, news) {
+  const first = news.read === undefined && !performance.getEntriesByName("came").length;
+  if (first) performance.mark("came");
+  draw(news);
+  if (first) requestAnimationFrame(() => setTimeout(() => performance.mark("drawn")));
+}
+
 const stream = new EventSource("news");
-stream.onmessage = (event) => take(JSON.parse(event.data));
+stream.onmessage = (event) => measured(take, JSON.parse(event.data));
 stream.onerror = () => {
   if (run.ended) { // a page that the run itself has served ends with it
     stream.close();

@@ -1,0 +1,92 @@
+"""The first sentence of a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rallypoint.launch.engines.cluster import Exit
+from rallypoint.launch.folder import REPORTS
+from rallypoint.launch.reporting.automatic import MOST, AutomaticReports
+from rallypoint.launch.reporting.kept_lines import KeptLines
+from rallypoint.launch.reporting.picture import Picture
+from rallypoint.launch.reporting.sentence import sentence_of
+from rallypoint.launch.reporting.stacks import Owner, Process
+from rallypoint.net.messages import Aborted, Finished, Snapshotted, StepDone, Waiting
+
+STOPPED = Process(Owner("worker1", "worker", 4711, "node3"), True, "stopped", "", "", "the process is stopped")
+CRASHED = Process(Owner("worker0", "worker", 12, "node3"), False, "", "Fatal Python error: Aborted", "...")
+STEP, WAITS = StepDone(4, 1.0, 8), Waiting("waiting for worker1 on node3, 7 s so far")
+
+
+@pytest.mark.parametrize(("running", "events", "processes", "sentence"), [
+    (True, [STEP], [], "The run goes on after 5 steps."),
+    (True, [STEP, WAITS], [], "After 5 steps the run is waiting for worker1 on node3, 7 s so far. The stacks say where "
+     "each process is."),
+    (True, [WAITS, STEP], [], "The run goes on after 5 steps."),
+    (True, [STEP, WAITS], [STOPPED], "After 5 steps worker1 (process 4711 on node3) is stopped; the run is "
+     "waiting for worker1 on node3, 7 s so far. `kill -CONT 4711` lets it go on, `kill -KILL 4711` lets "
+     "another take its place."),
+    (True, [STEP], [CRASHED], "worker0 on node3 crashed: Fatal Python error: Aborted. The run goes on after 5 steps: "
+     "in stacks/worker0-12.txt is what it did."),
+    (False, [STEP, Snapshotted("s", 4, 1, 1.0)], [], "The run was interrupted after 5 steps, and nobody runs it now. "
+     "`rallypoint resume run` goes on from version 4."),
+    (False, [STEP, Aborted("worker0: no memory")], [], "The run failed after 5 steps: worker0: no memory."),
+    (False, [STEP, Aborted("worker0: gone")], [CRASHED], "The run failed after 5 steps: worker0: gone. worker0 on "
+     "node3 crashed: Fatal Python error: Aborted."),
+    (False, [STEP, Finished()], [], "The run has finished after 5 steps."),
+    (False, [], [], "Nothing has happened in run: there is no log of events. Is it a run's folder?"),
+])  # fmt: skip
+def test_it_says_what_happened_to_whom_and_what_to_do(
+    running: bool, events: list, processes: list[Process], sentence: str
+) -> None:
+    picture = Picture("run", running=running, processes=processes, silent_s=0.5 if events else None)
+    for event in events:
+        picture.take(event)
+    assert sentence_of(picture) == sentence
+
+
+def test_a_stall_leaves_one_report_and_there_are_only_so_many(tmp_path: Path) -> None:
+    now = [0.0]
+    reports = AutomaticReports(tmp_path, 30.0, lambda: now[0])
+
+    def made() -> int:
+        reports.close()
+        return len(list((tmp_path / REPORTS).glob("stall-*.zip")))
+
+    for now[0], done, count in [
+        (0.0, -1, 0), (100.0, -1, 0), (101.0, 0, 0), (102.0, 1, 0), (130.0, 1, 0), (133.0, 1, 1), (500.0, 1, 1),
+        (501.0, 2, 1), (511.0, 3, 1), (561.0, 3, 1), (612.0, 3, 2), (613.0, -1, 2), (999.0, -1, 2),
+    ]:  # fmt: skip
+        reports.steps(done)
+        assert made() == count, (now[0], done)
+    for step in range(4, 30):
+        now[0] += 1000.0
+        reports.steps(step)
+        now[0] += 1000.0
+        reports.steps(step)
+        reports.close()
+    assert made() == MOST
+    assert any("no step for" in line for line in reports.said())
+
+
+def test_without_a_threshold_there_are_none_and_a_kill_is_no_crash(tmp_path: Path) -> None:
+    never, reports = AutomaticReports(tmp_path, 0.0), AutomaticReports(tmp_path, 30.0)
+    never.ended("worker0", Exit(139, "SIGSEGV"))
+    never.failed()
+    reports.ended("worker0", Exit(137, "SIGKILL"))
+    assert not (tmp_path / REPORTS).exists()
+    reports.ended("worker0", Exit(139, "SIGSEGV"))
+    reports.close()
+    assert len(list((tmp_path / REPORTS).glob("crash-*.zip"))) == 1
+
+
+def test_printed_lines_are_kept_and_bounded(tmp_path: Path) -> None:
+    lines = KeptLines(tmp_path, most=2000)
+    for number in range(200):
+        lines.add("worker0", f"line {number} \x1b[2J")
+    lines.close()
+    kept = (tmp_path / "console.log.1").read_text() + (tmp_path / "console.log").read_text()
+    assert "worker0 | line 199 \\x1b[2J\n" in kept
+    assert len(kept) < 6000

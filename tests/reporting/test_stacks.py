@@ -1,0 +1,100 @@
+"""Stacks of real processes: asked, stopped, killed, crashed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rallypoint.launch import environment
+from rallypoint.launch.folder import STACKS
+from rallypoint.launch.reporting.stacks import Owner, processes_of
+from rallypoint.testing.contracts.beside import until
+
+SCRIPT = """
+import ctypes, sys, threading
+from rallypoint.launch.reporting.stacks import keep_stacks
+keep_stacks("worker")
+def waits_in_here():
+    print("ready", flush=True)
+    sys.stdin.readline()
+waits_in_here()
+ctypes.string_at(0)
+"""
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started = list[subprocess.Popen[str]]()
+
+    def begin(name: str) -> subprocess.Popen[str]:
+        env = {**os.environ, environment.STACKS: str(tmp_path / STACKS), environment.ID: name}
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_says_where_its_threads_are_and_goes_on(start: Start, tmp_path: Path) -> None:
+    process = start("worker0")
+    for _ in range(2):
+        (said,) = processes_of(tmp_path, ask=True)
+        assert "waits_in_here" in said.stacks
+        assert said.stacks.count("waits_in_here") == 1  # the newest ones only
+        assert (said.owner.name, said.owner.pid, said.here, said.state, said.crash) == (
+            "worker0",
+            process.pid,
+            True,
+            "",
+            "",
+        )
+    assert process.poll() is None
+    (quiet,) = processes_of(tmp_path, ask=False)
+    assert "waits_in_here" in quiet.stacks
+
+
+def test_a_stopped_process_is_named_and_a_crashed_one_has_left_its_stacks(start: Start, tmp_path: Path) -> None:
+    stopped, killed, crashed = start("worker0"), start("worker1"), start("worker/../2")
+    stopped.send_signal(signal.SIGSTOP)
+    until(lambda: "T" in Path(f"/proc/{stopped.pid}/stat").read_text().rpartition(")")[2][:3])
+    killed.kill()
+    killed.wait()
+    crashed.communicate("\n")
+    said = {process.owner.name: process for process in processes_of(tmp_path, ask=True)}
+    assert (said["worker0"].state, said["worker0"].why_none) == ("stopped", "the process is stopped")
+    assert (said["worker1"].here, said["worker1"].why_none) == (False, "the process has ended")
+    assert said["worker/../2"].crash == "Fatal Python error: Segmentation fault"
+    assert "string_at" in said["worker/../2"].stacks
+    assert {path.parent for path in tmp_path.rglob("*.txt")} == {tmp_path / STACKS}
+
+
+def test_no_process_is_asked_that_has_not_the_file_open(tmp_path: Path) -> None:
+    """A folder of somebody else's names any process: the signal would end it."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as innocent:
+        (tmp_path / STACKS).mkdir()
+        for name, owner in {
+            "a": Owner("a", "worker", innocent.pid, socket.gethostname()), "b": Owner("b", "worker", 0, "x"),
+            "c": Owner("c", "worker", 1, "elsewhere"), "d": Owner("d", "worker", 1 << 40, "elsewhere"),
+        }.items():  # fmt: skip
+            (tmp_path / STACKS / f"{name}.txt").write_bytes(msgspec.json.encode(owner) + b"\nsomething")
+        (tmp_path / STACKS / "e.txt").write_bytes(b'{"name": "torn')
+        (tmp_path / STACKS / "f.txt").symlink_to("a.txt")
+        assert [said.owner.name for said in processes_of(tmp_path, ask=True)] == ["a"]
+        assert innocent.poll() is None
+        innocent.kill()
