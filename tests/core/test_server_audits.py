@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from test_core_cluster import RECORD, _begun, _Job, _of, _terms
 
 from rallypoint.core.audits.rest import AtRest
 from rallypoint.core.cluster.effects import Abort, Effect, FindSnapshot, Publish, Refuse, ServerMismatch
@@ -14,7 +15,6 @@ from rallypoint.core.cluster.events import Disproved, Found, Joined, StateChange
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Member, ViewNumber
-from test_core_cluster import RECORD, _begun, _Job, _of, _terms
 
 
 def audited(action: str = "drain", every: int = 100) -> JobRecord:

@@ -87,7 +87,7 @@ def test_two_servers_that_differ_go_back_to_the_last_snapshot(
 ) -> None:
     """Between audited versions a flip is found when the backup acknowledges other bytes: who is right is not known."""
     with two_servers(tmp_path, replication=2, snapshot_steps=2, snapshot_seconds=0.0) as cluster:
-        got, server = Faulty(cluster).run(array, primary, audit_servers=1000)
+        got, _ = Faulty(cluster).run(array, primary, audit_servers=1000)
         assert got == undisturbed
         (found,) = cluster.heard(ServerMismatch)
         assert found.shard == SHARD

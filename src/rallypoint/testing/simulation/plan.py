@@ -13,11 +13,13 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
+from rallypoint.testing.simulation.flips.job import AuditedJob, audited
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.policies import (
     CodecState,
     Deciding,
     Evaluating,
+    Flipped,
     InnerState,
     Mode,
     Played,
@@ -85,6 +87,8 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
         return _evaluating(_plan_of(seed, _SYNC))
     if isinstance(played, Deciding):
         return _deciding(_plan_of(seed, _SYNC))
+    if isinstance(played, Flipped):
+        return _flipped(_plan_of(seed, _SYNC))
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
     if isinstance(played, Poisoned):
@@ -175,6 +179,23 @@ def _deciding(plan: Plan) -> Plan:
     return replace(
         plan, terms=terms, job=job, faults=faults, workers=plan.workers + rng.randint(0, 2), aggregators=0
     )
+
+
+def _flipped(plan: Plan) -> Plan:
+    """Bits flip in servers' memory. Where each version is audited, whatever else happens; in every third plan only some
+    versions are: one bit flips there, of a shard that has a backup, and only workers die."""
+    rng = random.Random(plan.seed * 7919 + 13)
+    rare = plan.seed % 3 == 0
+    flips = tuple(
+        Fault(rng.uniform(0.5, 2.5), "flip", "server") for _ in range(1 if rare else rng.randint(1, 3))
+    )
+    job = audited(plan.job, rng.randint(2, 4) if rare else 1)
+    if not rare:
+        return replace(plan, job=job, faults=(*plan.faults, *flips))
+    kinds = ("crash", "join", "leave", "pause")
+    kept = tuple(fault for fault in plan.faults if fault.role == "worker" and fault.kind in kinds)
+    terms = msgspec.structs.replace(plan.terms, replication=2, servers=max(2, plan.servers))
+    return replace(plan, job=job, terms=terms, servers=terms.servers, faults=(*kept, *flips))
 
 
 def _scaled(plan: Plan) -> Plan:
@@ -302,6 +323,8 @@ def hesitates(seed: int) -> bool:
 def played_by(plan: Plan) -> Played:
     """What a plan was made for."""
     job = plan.job
+    if isinstance(job, AuditedJob):
+        return Flipped()
     if job.fp16 or job.every:
         return Scaled() if job.fp16 else Deciding() if job.rules.steers else Evaluating()
     if job.tables:

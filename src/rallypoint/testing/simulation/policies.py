@@ -10,7 +10,7 @@ Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
-    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided"
+    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, flipped"
 )
 
 
@@ -64,10 +64,15 @@ class Deciding:
     """A synchronous job whose evaluations decide: when it ends, with which rates, which snapshot is the best."""
 
 
-_ALONE: dict[str, type[Scaled | Evaluating | Deciding]] = {
-    "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding,
+@dataclass(frozen=True)
+class Flipped:
+    """A synchronous job whose servers audit themselves, and in whose servers' memory bits flip."""
+
+
+_ALONE: dict[str, type[Scaled | Evaluating | Deciding | Flipped]] = {
+    "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "flipped": Flipped,
 }  # fmt: skip
-Played = Scaled | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Evaluating | Deciding
+Played = Scaled | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Evaluating | Deciding | Flipped
 
 
 def parse_policy(text: str) -> Played:
@@ -123,7 +128,7 @@ def _parse_mode(text: str) -> Mode:
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
     match policy:
-        case Scaled() | Evaluating() | Deciding():
+        case Scaled() | Evaluating() | Deciding() | Flipped():
             return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
         case CodecState(sync=sync):
             of = word_for(sync)
