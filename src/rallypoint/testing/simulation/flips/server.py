@@ -1,11 +1,12 @@
 """A simulated server that audits itself as a real one does (`server/reducer/audits.py`), and whose memory is faulty.
 
-Where a real server lets its events wait until the view comes in which it is somebody new, this one lets them come to
-nothing: to all others it looks as if it hung.
+Until the view comes in which it is somebody new, frames wait, and whatever else happens has no effect: to all others it
+looks as if it hung.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -38,6 +39,7 @@ class AuditedServer(SimulatedServer):
         self.rest = AtRest(job.audits)
         self.changed: StateChanged | None = None
         self._unproven: dict[int, tuple[str, int, Content, tuple[int, ...]]] = {}  # records of a snapshot, by shard
+        self._waiting_frames: list[tuple[Wire, str, Any]] = []
         super().__init__(world, name, job, store)
 
     def flip(self, random: Random) -> str:
@@ -74,6 +76,9 @@ class AuditedServer(SimulatedServer):
                 return
             self.changed = None
         super()._viewed(view)
+        waited, self._waiting_frames = self._waiting_frames, []
+        for wire, who, message in waited:
+            self._when_known(message[1], partial(self._take, wire, who, message))
         self._unproven = {index: record for index, record in self._unproven.items() if index in self.held}
 
     def _on_message(self, message: Any) -> None:
@@ -85,6 +90,9 @@ class AuditedServer(SimulatedServer):
         super()._on_message(message)
 
     def _take(self, wire: Wire, who: str, message: Any) -> None:
+        if self.changed is not None:
+            self._waiting_frames.append((wire, who, message))
+            return
         super()._take(wire, who, message)
         match message:
             case ("state", number, shard, version, *_) if self.shell.takes_from(shard, who, number):
