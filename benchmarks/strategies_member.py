@@ -24,7 +24,8 @@ import rallypoint as rp
 from cluster import finish, join_gloo
 from rallypoint.config import JobConfig, group_of, resolve, settings_of
 from rallypoint.core.schedule import rate_at
-from rallypoint.data.loader import MapDataset, MicroBatches
+from rallypoint.data.dataset import MapDataset
+from rallypoint.data.loader import MicroBatches
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.optim.flat import build_optimizer
 from strategies_workloads import WORKLOADS, Pace, build, evaluate

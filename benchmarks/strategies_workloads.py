@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rallypoint.data.loader import MapDataset
+from rallypoint.data.dataset import MapDataset
 from rallypoint.recipes.digits import load_digits
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from rallypoint.recipes.resnet_model import ResNet, ResNetConfig

@@ -28,6 +28,7 @@ EXPORTED = [
     "Group",
     "Job",
     "JobConfig",
+    "Loader",
     "LocalSteps",
     "LossScaling",
     "Micro",

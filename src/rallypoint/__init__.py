@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
+    from rallypoint.data.spec import Loader
     from rallypoint.launch.join import join
     from rallypoint.parallel.plan import Parallel
     from rallypoint.worker.loop.micro import Micro
@@ -41,6 +42,7 @@ _HOMES = {
     "Group": "rallypoint.config.tree",
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
+    "Loader": "rallypoint.data.spec",
     "LocalSteps": "rallypoint.core.policy",
     "LossScaling": "rallypoint.core.loss_scale",
     "Micro": "rallypoint.worker.loop.micro",
@@ -78,6 +80,7 @@ __all__ = [
     "Group",
     "Job",
     "JobConfig",
+    "Loader",
     "LocalSteps",
     "LossScaling",
     "Micro",

@@ -25,9 +25,10 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.sums.digests import dense_shards, pieces_of
 from rallypoint.core.view import ViewNumber
+from rallypoint.data.loader import MicroBatches
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.plan import Launch, write_plan
-from rallypoint.launch.replaying import command, comparing, difference, inspection
+from rallypoint.launch.replaying import command, comparing, difference, inspection, samples
 from rallypoint.launch.replaying.losses import first_spike, recorded_losses
 from rallypoint.launch.replaying.task import Layer, Looked, NotFinite, Probed
 from rallypoint.launch.replaying.text import differs, lines_of
@@ -58,9 +59,12 @@ class Block(torch.nn.Module):
         return out / 0.0 if self.number == BAD and run.step == 9 else out
 model = torch.nn.Sequential(Block(0), torch.nn.BatchNorm1d(6), Block(1), Block(2), torch.nn.Linear(6, 1))
 gate = Path(__file__).parent / "gate"
+class Labelled(torch.utils.data.TensorDataset):
+    def describe(self, sample):
+        return f"label {sample[1].item():.0f}"
 with rp.join() as job:
     run = job.train(
-        model, torch.utils.data.TensorDataset(x, y), replicas=4, batch=4, steps=16, shard_bytes=128, fingerprints=2,
+        model, Labelled(x, y), replicas=4, batch=4, steps=16, shard_bytes=128, fingerprints=2,
         optimizer=rp.AdamW(lr=rp.cosine(1e-2, warmup=3)), clip=1.0,
     )
     @run.every(5)
@@ -140,6 +144,8 @@ def test_a_replay_of_a_run_that_had_kills_has_the_recorded_bytes_and_finds_a_poi
     assert len(result["probed"]["samples"]) == 2  # BatchNorm computes no sample alone
     (replica,) = result["replicas"]
     assert replica["seen"]["replica"] == result["probed"]["replica"]
+    of_sample = dict(zip(replica["seen"]["samples"], replica["seen"]["described"], strict=True))
+    assert [place for place, text in of_sample.items() if text == "label 500"] == [42]
     assert replica["compared"]["differ"] == {}
 
     script = run / "code" / "script.py"
@@ -297,9 +303,39 @@ def test_the_debugger_stops_in_the_forward_pass_once(
     assert "forward" not in vars(model)
 
 
+def test_samples_are_described_by_the_data_set_or_by_their_shapes_with_the_augmentation_of_then() -> None:
+    class Noisy(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            return index, float(torch.rand(()))
+
+    class Described(Noisy):
+        def describe(self, sample: tuple[int, float]) -> str:
+            if sample[0] % 2:
+                raise ValueError("odd")
+            return f"{sample[0]} and {sample[1]}"
+
+    config = resolve({"replicas": 2, "batch": 4, "accumulate": 2})
+    plain = Noisy()
+    batches = MicroBatches(plain, config, torch.device("cpu"))
+    then = [sample for micro in (0, 1) for sample in batches.fetched(5, 1, micro)]
+    torch.rand(7)  # the script goes on
+    assert samples.described(plain, batches, 5, 1, 2) == tuple(f"({index}, {noise})" for index, noise in then)
+    part = torch.utils.data.Subset(Described(), list(range(20)))
+    texts = samples.described(part, batches, 5, 1, 2)
+    for (index, noise), text in zip(then, texts, strict=True):
+        assert text == ("describe() failed: ValueError: odd" if index % 2 else f"{index} and {noise}")
+    assert samples.outline({"x": torch.zeros(3, 32, 32), "y": [torch.tensor(7), "a\x1b"], "z": torch.ones(2)}) == (
+        "{x: float32 [3, 32, 32] from 0 to 0, y: (int64 7, 'a\\x1b'), z: float32 [1.0, 1.0]}"
+    )
+    assert samples.outline(list(range(99))) == "(0, 1, 2, 3, 4, 5, 6, 7, and 91 more)"
+
+
 def test_a_result_in_words() -> None:
     layers = (Layer("0.weight", 2.0, -1.0, 1.0, 0), Layer("0.bias", 1.0, 0.0, 1.0, 3))
-    seen = Looked(1, (7, 9), "nan", "nan", layers, NotFinite("blocks.2", "Block", True, True))
+    seen = Looked(1, (7, 9), "nan", "nan", layers, NotFinite("blocks.2", "Block", True, True), ("seven\n",))
     compared = comparing.Compared("worker0", {0: "00", 1: "01"}, 1, 0, {1: ("0.weight",)})
     result = command.Replayed(
         4, "step-00000003-1", 1, "cpu", "nan", "", (command.Replica(seen, compared),),
@@ -313,6 +349,7 @@ def test_a_result_in_words() -> None:
         "step 4: loss nan, none is recorded; on cpu",
         "replica 1: loss nan, gradient norm nan",
         "  samples 7, 9",
+        "    7: seven\\n",
         "  first output that is not finite: blocks.2 (Block); its inputs are finite",
         "  0.weight  norm 2, from -1 to 1",
         "  0.bias    norm 1, from 0 to 1, 3 not finite",

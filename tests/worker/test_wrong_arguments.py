@@ -46,7 +46,7 @@ class Stream(torch.utils.data.IterableDataset[int]):
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (torch.utils.data.DataLoader(DATA), r"a DataLoader was given as the data set: give its data set \(loader.data"),
+        (torch.utils.data.DataLoader(DATA, batch_size=None), r"a DataLoader .* without batches, was given"),
         (Stream(), "an IterableDataset was given: .* give a map-style data set"),
         (None, "a NoneType was given as the data set: give a map-style one"),
         ({"x": [1, 2]}, "a dict was given as the data set"),

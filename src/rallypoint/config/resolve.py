@@ -121,9 +121,9 @@ _INSTEAD = {
     "lr": "give it to the optimizer, optimizer=rp.AdamW(lr=1e-3)",
     "max_grad_norm": "give clip=",
     "momentum": "give it to the optimizer, optimizer=rp.SGD(lr=0.1, momentum=0.9)",
-    "num_workers": "the next micro-batch is loaded while versions come in",
+    "num_workers": "give loader=rp.Loader(workers=4), or a DataLoader in place of the data set",
     "scheduler": "give the optimizer a schedule, optimizer=rp.AdamW(lr=rp.cosine(1e-3, warmup=100))",
-    "shuffle": "the order is always shuffled, by seed=",
+    "shuffle": "the order is shuffled, by seed=; order=\"sequential\" is the data set's own",
     "weight_decay": "give it to the optimizer, optimizer=rp.AdamW(weight_decay=0.1)",
 }
 

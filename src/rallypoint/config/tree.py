@@ -60,6 +60,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             is kept, whatever else is deleted; "" for none.
         best_is: whether the smallest or the largest value is the best.
         seed: seed of the sample order and of every replica's randomness.
+        order: "shuffled": every pass over the data set has its own order; "sequential": the data set's.
         precision: "bf16" or "fp16" computes forward passes and evaluations in `torch.autocast`; parameters stay fp32.
             "fp16" scales losses, and a step whose gradients overflow is skipped.
         loss_scale: how the loss scale of "fp16" begins and changes.
@@ -110,6 +111,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     keep_best: str = ""
     best_is: Literal["min", "max"] = "min"
     seed: int = 0
+    order: Literal["shuffled", "sequential"] = "shuffled"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScaling = LossScaling()
     hold: Literal["fp32", "bf16"] = "fp32"
@@ -286,6 +288,7 @@ class Settings(TypedDict, total=False):
     keep_best: str
     best_is: Literal["min", "max"]
     seed: int
+    order: Literal["shuffled", "sequential"]
     precision: Literal["fp32", "bf16", "fp16"]
     loss_scale: LossScaling
     hold: Literal["fp32", "bf16"]

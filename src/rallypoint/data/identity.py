@@ -11,7 +11,7 @@ import torch
 
 from rallypoint.core.job import DataIdentity
 from rallypoint.core.order import derive_seed
-from rallypoint.data.loader import MapDataset, fetch
+from rallypoint.data.dataset import MapDataset, fetch
 from rallypoint.data.randomness import seeded
 
 SAMPLED = 8  # positions, spread over the whole data set
@@ -21,7 +21,7 @@ def identity_of(dataset: MapDataset) -> DataIdentity:
     """Return a data set's length, and the digests of a few samples at fixed positions.
 
     Reads these samples twice, with all global generators seeded by position. If a sample differs between the two reads
-    (it uses a generator of its own), or has a type without a digest, all digests are left out.
+    (it uses a generator of its own), raises an error, or has a type without a digest, all digests are left out.
     """
     length = len(dataset)
     last = max(1, SAMPLED - 1)
@@ -34,7 +34,10 @@ def _digests(dataset: MapDataset, positions: list[int]) -> tuple[tuple[int, str]
     digests = []
     for position in positions:
         with seeded(derive_seed(0, "identity", position)):
-            (sample,) = fetch(dataset, [position])
+            try:
+                (sample,) = fetch(dataset, [position])
+            except Exception:
+                return None  # training reads it again, and says what is wrong with it
         digest = hashlib.blake2b(digest_size=8)
         if not _add(digest, sample):
             return None

@@ -251,8 +251,8 @@ def clear(folder: Path) -> str:
     databases = [f"{name}{end}" for name in (JOURNAL, FINGERPRINTS) for end in ("", "-wal", "-shm")]
     for name in (RUN_FILE, CLUSTER_FILE, _EVENTS, *databases, CONSOLE, CONSOLE_BEFORE):
         (folder / name).unlink(missing_ok=True)
-    for trace in folder.glob("trace-*.json"):
-        trace.unlink()
+    for file in (*folder.glob("trace-*.json"), *folder.glob("tracked-*.json")):
+        file.unlink()
     for name in (SNAPSHOTS, CODE, TLS, STACKS, REPORTS):
         remove(folder / name)
     if not elsewhere:

@@ -220,6 +220,10 @@ class RunOptions(CoordinatorOptions):
         "--watch", metavar=None, panel=_FILES,
         help="Serve the run's page while it goes on, to this machine alone; the address is printed.",
     )] = False  # fmt: skip
+    tensorboard: Annotated[Path | None, option(
+        metavar="FOLDER", panel=_FILES,
+        help="Write the run's figures for TensorBoard: into a folder of the run's name.",
+    )] = None  # fmt: skip
     metrics: Annotated[Path | None, option(
         metavar="FOLDER", panel=_FILES,
         help="Let Prometheus on this machine scrape every process: a file in this folder tells it where.",
@@ -242,7 +246,7 @@ class RunOptions(CoordinatorOptions):
         plan = both.plan(worker)
         return msgspec.structs.replace(
             plan, script=script, trace=str(self.trace or ""), trace_steps=steps, tls=self._certificates(),
-            metrics=self._targets(), watch=self._page(),
+            metrics=self._targets(), watch=self._page(), tensorboard=self._logs(),
             **self._machines(plan),
         )  # fmt: skip
 
@@ -263,6 +267,15 @@ class RunOptions(CoordinatorOptions):
 
             check_page()
         return self.watch
+
+    def _logs(self) -> str:
+        """Return TensorBoard's folder, for the plan."""
+        if self.tensorboard is None:
+            return ""
+        from rallypoint.watch.tracking.tensorboard import check_tensorboard
+
+        check_tensorboard()
+        return str(self.tensorboard.resolve())
 
     def _targets(self) -> str:
         """Return where the file with the places of metrics belongs, for the plan."""

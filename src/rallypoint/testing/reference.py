@@ -22,7 +22,8 @@ from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.shard.clip import clip_scale, total_norm
-from rallypoint.data.loader import MapDataset, MicroBatches
+from rallypoint.data.dataset import MapDataset
+from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
 from rallypoint.optim.table import arguments_of
 from rallypoint.worker.tensors import ModelTensors

@@ -19,7 +19,8 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.order import derive_seed
 from rallypoint.core.policy import LocalSteps
 from rallypoint.core.schedule import rate_at
-from rallypoint.data.loader import MapDataset, MicroBatches
+from rallypoint.data.dataset import MapDataset
+from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
 from rallypoint.testing.reference import (
     LossFunction,

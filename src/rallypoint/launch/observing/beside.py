@@ -1,4 +1,4 @@
-"""What observes a run from beside it: its page, where its metrics are, its kept lines, its reports."""
+"""What observes a run from beside it: its page, a tracker, where its metrics are, its kept lines, its reports."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from rallypoint.launch import environment
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Command, Exit
 from rallypoint.launch.folder import STACKS
+from rallypoint.launch.observing.companion import Companion
 from rallypoint.launch.observing.page import PageProcess
 from rallypoint.launch.observing.targets import Targets
 from rallypoint.launch.plan import Launch
 from rallypoint.launch.reporting.automatic import AutomaticReports
 from rallypoint.launch.reporting.kept_lines import KeptLines
 from rallypoint.launch.reporting.redaction import secrets_among, secrets_in
+
+_TRACKER_S = 20.0  # seconds in which a tracker may write what is left
 
 
 class Beside:
@@ -24,6 +27,11 @@ class Beside:
         folder = Path(plan.folder)
         self._targets = Targets(folder, plan.metrics)
         self._page = PageProcess(plan.folder, wanted=plan.watch)
+        to = ("--tensorboard", plan.tensorboard)
+        what = "TensorBoard's files cannot be written"
+        self._tracker = Companion(
+            "track", plan.folder, *to, what=what, wanted=bool(plan.tensorboard), end_s=_TRACKER_S
+        )
         self._lines = KeptLines(folder, [*secrets_among(os.environ), *secrets_in(plan.worker)])
         self._reports = AutomaticReports(folder, plan.report_after)
         here = {environment.STACKS: str(folder.resolve() / STACKS)} if plan.engine == "local" else {}
@@ -32,6 +40,7 @@ class Beside:
     def start(self) -> None:
         """The coordinator listens, and the run has a log."""
         self._page.start()
+        self._tracker.start()
 
     def takes(self, command: Command, line: str) -> bool:
         """A process has printed a line. True if nobody else needs to see it."""
@@ -49,7 +58,7 @@ class Beside:
         """Look at how the run gets on. Returns what is to be said."""
         over = console.finished or console.holding or console.failure or console.members is None
         self._reports.steps(-1 if over else console.steps_done)
-        return [*self._page.said(), *self._reports.said()]
+        return [*self._page.said(), *self._tracker.said(), *self._reports.said()]
 
     def failed(self) -> list[str]:
         """The run has failed. Returns what is to be said."""
@@ -61,5 +70,6 @@ class Beside:
         """The run is over. May be called more than once."""
         self._targets.close()
         self._page.close()
+        self._tracker.close()
         self._lines.close()
         self._reports.close()

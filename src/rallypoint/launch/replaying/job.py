@@ -13,11 +13,12 @@ from rallypoint.config import Settings
 from rallypoint.config.changes import changed_record
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.state import Resumed
-from rallypoint.data.loader import Collate, MapDataset
+from rallypoint.data.spec import Collate, Data, Loader
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.replaying.inspection import Inspection, KeptGradients
 from rallypoint.launch.replaying.probes import Probes
-from rallypoint.launch.replaying.task import Answer, Task
+from rallypoint.launch.replaying.samples import described
+from rallypoint.launch.replaying.task import Answer, Looked, Task
 from rallypoint.parallel.plan import Parallel
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.worker.evaluating.evaluations import Evaluation
@@ -33,9 +34,10 @@ class ReplayedRun(Run):
     What the run has decided from its evaluations is in the task.
     """
 
-    def begin(self, task: Task) -> None:
-        """Look at that step."""
+    def begin(self, task: Task, dataset: MapDataset) -> None:
+        """Look at that step, whose samples are of this data set."""
         parts = self._parts
+        self._dataset = dataset
         self._task, self._exact = task, KeptGradients(parts.exchange.layout, self._config.fingerprints, task.step)
         parts.exchange.replica.contributions = self._exact
         self._inspection = Inspection(parts.model, parts.exchange.layout, parts.batches, self._exact)
@@ -80,8 +82,15 @@ class ReplayedRun(Run):
     def _answer(self) -> None:
         found = None if self._probes is None else self._probes.found
         device = self._parts.tensors.device.type
-        answer = Answer(tuple(self._inspection.looked), found, device)
+        looked = tuple(self._described(one) for one in self._inspection.looked)
+        answer = Answer(looked, found, device)
         Path(self._task.answer).write_bytes(msgspec.json.encode(answer))
+
+    def _described(self, looked: Looked) -> Looked:
+        """With texts for its samples: they are read again now, when no byte depends on it any more."""
+        sizes = self._task.step, looked.replica, self._config.accumulate
+        texts = described(self._dataset, self._parts.batches, *sizes)
+        return msgspec.structs.replace(looked, described=texts)
 
 
 class ReplayJob(EmbeddedJob):
@@ -100,17 +109,17 @@ class ReplayJob(EmbeddedJob):
         )
 
     def train(
-        self, model: torch.nn.Module, dataset: MapDataset, *, collate_fn: Collate | None = None,
+        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
         parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
     ) -> Run:  # fmt: skip
         """As `Job.train`."""
         run = super().train(
-            model, dataset, collate_fn=collate_fn, own_optimizer=own_optimizer, own_schedule=own_schedule,
-            parallel=parallel, init=init, **settings,
+            model, dataset, collate_fn=collate_fn, loader=loader, own_optimizer=own_optimizer,
+            own_schedule=own_schedule, parallel=parallel, init=init, **settings,
         )  # fmt: skip
         assert isinstance(run, ReplayedRun)
-        run.begin(self._task)
+        run.begin(self._task, dataset)
         return run
 
 

@@ -59,7 +59,7 @@ class NotFinite(msgspec.Struct, frozen=True):
 class Looked(msgspec.Struct, frozen=True):
     """One replica at the step. `loss_text` is the loss, also where JSON has no number for it.
 
-    `samples` are positions in the data set, in the order of the batch.
+    `samples` are positions in the data set, in the order of the batch; `described` are texts for the first of them.
     """
 
     replica: int
@@ -68,6 +68,7 @@ class Looked(msgspec.Struct, frozen=True):
     norm_text: str
     layers: tuple[Layer, ...]
     not_finite: NotFinite | None
+    described: tuple[str, ...] = ()
 
 
 class Probed(msgspec.Struct, frozen=True):

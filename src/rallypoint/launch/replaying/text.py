@@ -18,7 +18,8 @@ def differs(result: Replayed) -> bool:
 
 
 def lines_of(result: Replayed, *, layers: bool) -> Iterator[str]:
-    """Yield the lines that say what was seen, each `printable`; with `layers` each layer's gradient too."""
+    """Yield the lines that say what was seen, each `printable`; with `layers` each sample and
+    each layer's gradient too."""
     for line in _lines(result, layers=layers):
         yield printable(line, len(line))  # a run's folder may be somebody else's
 
@@ -48,6 +49,9 @@ def _replica(replica: Replica, *, layers: bool) -> Iterator[str]:
     samples = ", ".join(map(str, seen.samples[:_SAMPLES])) + (", ..." if len(seen.samples) > _SAMPLES else "")
     yield f"replica {seen.replica}: loss {_short(seen.loss_text)}, gradient norm {_short(seen.norm_text)}"
     yield f"  samples {samples}"
+    if layers:
+        for place, text in zip(seen.samples, seen.described, strict=False):
+            yield f"    {place}: {text}"
     if (bad := seen.not_finite) is not None:
         inputs = "its inputs are finite" if bad.inputs else "so are some of its inputs"
         own = "" if bad.parameters else ", and its own parameters are not"

@@ -95,7 +95,7 @@ def picture_of(folder: Path, *, ask: bool) -> Picture:
     Nothing is written there but what they write. Files that are missing, torn or no regular files are left out, and
     named in `troubles`.
     """
-    picture = Picture(str(folder), running=_held(folder / LOCK) or _held(folder / COORDINATOR_LOCK))
+    picture = Picture(str(folder), running=is_running(folder))
     with _noting(picture):
         picture.plan = read_plan(_regular(folder, "run.json"))
     with _noting(picture):
@@ -114,6 +114,11 @@ def picture_of(folder: Path, *, ask: bool) -> Picture:
     picture.tokens += [role_token(token.strip(), role) for token in picture.tokens for role in ROLES]
     picture.processes = processes_of(folder, ask=ask)
     return picture
+
+
+def is_running(folder: Path) -> bool:
+    """True if a launcher or a coordinator on this machine runs the run in this folder."""
+    return _held(folder / LOCK) or _held(folder / COORDINATOR_LOCK)
 
 
 @contextlib.contextmanager

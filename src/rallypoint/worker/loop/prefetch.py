@@ -1,35 +1,57 @@
-"""Loads this worker's micro-batches, the next one while versions arrive."""
+"""Loads this worker's micro-batches: the next one while versions arrive, or several ahead in loader processes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rallypoint.data.loader import MicroBatches
+from rallypoint.data.places import Place
+from rallypoint.data.processes import LoaderProcesses
 from rallypoint.observe.trace import Tracer
-
-Place = tuple[int, int, int]  # step, replica, index of the micro-batch
 
 
 class Prefetch:
-    """Loads on the main thread, so a data set may use the global random generators."""
+    """What the loop asks for micro-batches. Main thread only.
 
-    def __init__(self, batches: MicroBatches, tracer: Tracer) -> None:
-        self._batches, self._tracer = batches, tracer
+    Without loader processes it loads there too, so a data set may use the global random generators. The span "load" is
+    the time for which the loop has waited for a micro-batch.
+    """
+
+    def __init__(self, batches: MicroBatches, tracer: Tracer, say: Callable[[str], None]) -> None:
+        """`say` shows a line to the user."""
+        self._batches, self._tracer, self._say = batches, tracer, say
         self._ready: tuple[Place, Any] | None = None
+        self._processes = LoaderProcesses(batches, say) if batches.loader.workers else None
+
+    def expect(self, round: int, replica: int, replicas: tuple[int, ...]) -> None:
+        """This worker computes `replica` now, and has these `replicas` (ascending) in this round."""
+        if self._processes is not None:
+            self._processes.expect(round, replica, replicas)
 
     def load(self, place: Place) -> None:
-        """Load this micro-batch now, unless it is loaded already."""
-        if self._ready is None or self._ready[0] != place:
+        """Load this micro-batch now, unless it is loaded already, or processes load it."""
+        if self._processes is None and (self._ready is None or self._ready[0] != place):
             self._ready = place, self._load(place)
 
     def take(self, place: Place) -> Any:
-        """Return this micro-batch; load it if it is not loaded yet."""
+        """Return this micro-batch; load it if it is not loaded yet. Raises DataError as `MicroBatches.load`."""
         if self._ready is not None and self._ready[0] == place:
             batch, self._ready = self._ready[1], None
             return batch
         return self._load(place)
 
+    def close(self) -> None:
+        """End the loader processes."""
+        if self._processes is not None:
+            self._processes.close()
+
     def _load(self, place: Place) -> Any:
         step, replica, index = place
         with self._tracer.span("load", step=step, replica=replica):
-            return self._batches.load(step, replica, index)
+            if self._processes is not None:
+                return self._batches.on_device(self._processes.take(place))
+            batch, skipped = self._batches.loaded(step, replica, index)
+            for sentence in skipped:
+                self._say(sentence)
+            return self._batches.on_device(batch)

@@ -50,7 +50,7 @@ class Run:
         self._guard, self._followers = ModelGuard.of(parts), parts.followers
         self._versions = Versions(parts, self._guard.cast)
         self._early = EarlyForward(parts, self._guard, self._versions)
-        self._prefetched = Prefetch(parts.batches, parts.tracer)
+        self._prefetched = Prefetch(parts.batches, parts.tracer, parts.say)
         self._evaluations = Evaluations(
             parts.model, seed=parts.config.seed, watch=lambda step: self._guard.script(step, values=True),
             ends=lambda step: step == parts.config.steps_at(parts.exchange.end.last),
@@ -268,6 +268,7 @@ class Run:
         if not self._early.start(round, replica):
             self._versions.restore_buffers()
         self._followers.compute(round, replica)
+        self._prefetched.expect(round, replica, self._exchange.view.replicas_of(self._exchange.me, round))
         done = self._ahead.resume(round, replica, generation)
         if done is None:
             self._passes.begin(replica)
@@ -383,6 +384,7 @@ class Run:
         if self._parts.streamed is not None:
             self._parts.streamed.remove()
         self._checks.off()
+        self._prefetched.close()
         self._guard.remove()
         self._versions.close()
 

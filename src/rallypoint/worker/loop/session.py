@@ -20,7 +20,8 @@ from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
-from rallypoint.data.loader import Collate, MapDataset, MicroBatches
+from rallypoint.data.loader import MicroBatches
+from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
@@ -117,13 +118,14 @@ class Job:
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
 
     def train(
-        self, model: torch.nn.Module, dataset: MapDataset, *, collate_fn: Collate | None = None,
+        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
         parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
     ) -> Run:  # fmt: skip
-        """Train `model` (in place) on `dataset` (map-style) with the settings of `JobConfig`; iterate over the result.
+        """Train `model` (in place) on `dataset` with the settings of `JobConfig`; iterate over the result.
 
-        `collate_fn` makes a batch of a list of samples, as a DataLoader's does; None: torch's ``default_collate``.
+        `dataset` is map-style, or a DataLoader: see `given` for what it decides. `collate_fn` makes a batch of a list
+        of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how samples are loaded.
 
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
         may replace `optimizer`. The job steps it after every step, then `own_schedule`.
@@ -143,18 +145,18 @@ class Job:
         if own and "optimizer" in settings:
             raise ConfigError("optimizer= and own_optimizer= are both given: the job steps only one; leave one out")
         kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
-        overrides = self._link.welcome.overrides
-        config = with_own_optimizer(resolve(settings, overrides), kinds, overrides)
+        overrides, data = self._link.welcome.overrides, given(dataset, collate_fn, loader)
+        config = with_own_optimizer(resolve({**data.settings, **settings}, overrides), kinds, overrides)
         lead = None if self._group is None else Lead(self._group, config, model, parallel, self._link.welcome.folder)
         made = prepare(model, config, init)
-        tensors = ModelTensors(model, config, made) if lead is None else lead.tensors(dataset)
+        tensors = ModelTensors(model, config, made) if lead is None else lead.tensors(data.dataset)
         batches = (
-            MicroBatches(dataset, config, tensors.device, collate_fn) if lead is None
-            else lead.batches(dataset, collate_fn)
+            MicroBatches(data.dataset, config, tensors.device, data.collate, loader=data.loader) if lead is None
+            else lead.batches(data)
         )  # fmt: skip
         optimizer = worker_optimizer(tensors, config, own, schedules)
         record = record_of(
-            config, tensors.layout, tensors.frozen_hashes(), data=identity_of(dataset), tied=tensors.tied
+            config, tensors.layout, tensors.frozen_hashes(), data=identity_of(data.dataset), tied=tensors.tied
         )
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)

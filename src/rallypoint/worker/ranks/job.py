@@ -10,7 +10,8 @@ import msgspec
 import torch
 
 from rallypoint.config import JobConfig, Settings, parse
-from rallypoint.data.loader import Collate, MapDataset, MicroBatches
+from rallypoint.data.loader import MicroBatches
+from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import UsageError, sentence_of
 from rallypoint.parallel.group import RankGroup, is_of_another_rank
 from rallypoint.parallel.plan import Parallel
@@ -46,7 +47,7 @@ class RankJob:
         return self._group.size
 
     def train(
-        self, model: torch.nn.Module, dataset: MapDataset, *, collate_fn: Collate | None = None,
+        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: object = None, own_schedule: object = None, parallel: Parallel | None = None,
         **settings: Unpack[Settings],
     ) -> RankRun:  # fmt: skip
@@ -56,10 +57,13 @@ class RankJob:
         self._group.at("in job.train, comparing the model with the other ranks'")
         config, folder = heard(self._group)
         spread = SpreadModel(self._group, model, parallel or Parallel())
-        spread.check_data(dataset)
+        data = given(dataset, collate_fn, loader)
+        spread.check_data(data.dataset)
         for tensor in spread.frozen:
             spread.collect_value(tensor, None)
-        batches = MicroBatches(dataset, config, spread.device, collate_fn, part=spread.part)
+        batches = MicroBatches(
+            data.dataset, config, spread.device, data.collate, part=spread.part, loader=data.loader
+        )
         self._run = RankRun(spread, config, batches, in_order(spread, layout_of(spread, config)), folder)
         self._group.at("in the script, before its loop")
         return self._run

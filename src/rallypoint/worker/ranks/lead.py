@@ -6,7 +6,9 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.config.checks import check_ranks
-from rallypoint.data.loader import Collate, MapDataset, MicroBatches
+from rallypoint.data.dataset import MapDataset
+from rallypoint.data.loader import MicroBatches
+from rallypoint.data.spec import Given
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.exchange.exchange import Exchange
@@ -42,9 +44,12 @@ class Lead:
         self._group.at("")
         return tensors
 
-    def batches(self, dataset: MapDataset, collate: Collate | None) -> MicroBatches:
+    def batches(self, data: Given) -> MicroBatches:
         """Return this rank's part of the micro-batches."""
-        return MicroBatches(dataset, self._config, self._spread.device, collate, part=self._spread.part)
+        spread = self._spread
+        return MicroBatches(
+            data.dataset, self._config, spread.device, data.collate, part=spread.part, loader=data.loader
+        )
 
     def source(self, tensors: LeaderTensors, exchange: Exchange) -> RankGradients:
         """Return the source of this worker's contributions."""

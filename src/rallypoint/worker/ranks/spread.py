@@ -9,8 +9,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from rallypoint.core.ranks import Held, Spread, check_shared, spread_over
+from rallypoint.data.dataset import MapDataset
 from rallypoint.data.identity import identity_of
-from rallypoint.data.loader import MapDataset
 from rallypoint.errors import DataError, ModelError
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.holdings import check_data_parallel, data_part, gradient_of, held_of, local_of, tied_names

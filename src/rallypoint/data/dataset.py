@@ -1,0 +1,43 @@
+"""Map-style data sets: what one is, and reading samples of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch.utils.data import IterableDataset
+
+from rallypoint.errors import DataError
+
+
+class MapDataset(Protocol):
+    """What ``torch.utils.data.Dataset`` calls map-style. If it has `__getitems__(indices)`, that is used instead."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def check_dataset(dataset: object) -> None:
+    """Raise DataError when this is no map-style data set, or an empty one. The message says what to give instead."""
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            "an IterableDataset was given: which samples a replica gets at a step is computed from their positions, so "
+            "give a map-style data set (__len__ and __getitem__)"
+        )
+    kind = type(dataset)
+    if isinstance(dataset, Mapping) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+        raise DataError(
+            f"a {kind.__qualname__} was given as the data set: give a map-style one, with __len__() and "
+            "__getitem__(index) for 0 to length - 1, such as a torch.utils.data.Dataset or a list of samples"
+        )
+    if len(dataset) == 0:  # type: ignore[arg-type]
+        raise DataError("the dataset is empty: there is nothing to train on")
+
+
+def fetch(dataset: MapDataset, indices: Sequence[int]) -> list[Any]:
+    """Return the samples at these positions, in this order."""
+    fetch_many = getattr(dataset, "__getitems__", None)
+    if fetch_many is not None:
+        return list(fetch_many(list(indices)))
+    return [dataset[index] for index in indices]

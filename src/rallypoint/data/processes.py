@@ -1,0 +1,260 @@
+"""Loads micro-batches ahead, in processes of torch's DataLoader: it forecasts which the worker needs next.
+
+    places_after() -> requests -> DataLoader's processes -> ready -> take()
+                                                                      | a place that was not forecast:
+                                                                      + loaded here, and a new forecast
+
+The forecast decides speed and nothing else: whatever is asked for comes, with the bytes that follow from its place.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler
+
+from rallypoint.data.child import Begin, Loaded, Requests, same
+from rallypoint.data.loader import MicroBatches
+from rallypoint.data.places import Forecast, Place, places_after, places_from
+from rallypoint.errors import DataError
+from rallypoint.observe.waits import wait_until
+
+LOST_IN_A_ROW = 3  # so often loader processes may die before one of them has loaded anything
+END_S = 10.0
+LOOK_S = 1.0  # how often the DataLoader looks for dead processes while nothing comes
+
+
+class LoaderTraceback(Exception):
+    """The traceback of an error in a loader process, as text: the cause of the error that the loop gets."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class LoaderProcesses:
+    """Loads what one worker needs next. `take` and `expect` are for the main thread; a thread of its own loads.
+
+    The DataLoader is used from that thread alone: made on the main thread, it would raise its processes' deaths there,
+    in the middle of whatever is running.
+    """
+
+    def __init__(self, batches: MicroBatches, say: Callable[[str], None]) -> None:
+        """`say` shows a line to the user."""
+        self._batches, self._say, self._spec = batches, say, batches.loader
+        self._changed = threading.Condition()
+        # Guarded by `_changed`:
+        self._places = Forecast()
+        self._requested: deque[Place] = deque()  # not taken yet, in the order of the forecast
+        self._ready: dict[Place, Loaded] = {}
+        self._replicas: tuple[int, ...] = ()
+        self._room = 2 * self._spec.workers  # how many may be ready
+        self._pids: list[int] = []
+        self._failure: DataError | None = None
+        self._waits = self._over = False  # the main thread waits; it is over
+        self._none = True  # there are no processes, or one has died
+        self._thread: threading.Thread | None = None
+
+    def expect(self, round: int, replica: int, replicas: tuple[int, ...]) -> None:
+        """This worker computes `replica` now, and has these `replicas` (ascending)."""
+        with self._changed:
+            if replicas != self._replicas:
+                self._replicas = replicas
+                self._forecast(lambda: places_from(round, replica, replicas, self._batches.config))
+
+    def take(self, place: Place) -> Any:
+        """Return this micro-batch, collated, not on the device yet.
+
+        Raises DataError for a sample that raises, and when processes die again and again.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._load, name="loader", daemon=True)
+            self._thread.start()
+        loaded = self._from_processes(place)
+        if loaded is None:
+            batch, skipped = self._batches.loaded(*place)
+        else:
+            _, batch, skipped, (error, trace) = loaded
+            if error:
+                raise DataError(f"a loader process failed at step {place[0]}, replica {place[1]}: {error}") from (
+                    LoaderTraceback(trace)
+                )
+        for sentence in skipped:
+            self._say(sentence)
+        return batch
+
+    def close(self) -> None:
+        """End the processes and the thread."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(END_S)
+
+    # ---- on the main thread ----
+
+    def _from_processes(self, place: Place) -> Loaded | None:
+        """What the processes have loaded; None if that is to be loaded here."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            if place not in self._requested:
+                following = partial(places_after, place, self._replicas, self._batches.config)
+                self._forecast(lambda: chain([place], following()) if self._none else following())
+                if not self._none:
+                    return None  # sooner than by processes that load something else now
+            else:
+                while (passed := self._requested.popleft()) != place:
+                    self._ready.pop(passed, None)
+            if place not in self._ready:
+                self._room = min(self._room + self._spec.workers, max(self._spec.ahead, self._spec.workers))
+                self._await(place)
+            if self._failure is not None:
+                raise self._failure
+            self._changed.notify_all()
+            return self._ready.pop(place, None)
+
+    def _await(self, place: Place) -> None:
+        """Wait until this micro-batch is ready, or is not to be waited for. The caller holds the lock."""
+        self._requested.appendleft(place)  # else what arrives is taken for stale
+        self._waits = True
+        self._changed.notify_all()
+        step, replica, _ = place
+        wait_until(
+            self._changed, lambda: place in self._ready or self._failure is not None or self._process_died(),
+            lambda: f"{self._spec.workers} loader processes to load step {step} of replica {replica}", self._say,
+        )  # fmt: skip
+        self._waits = False
+        self._requested.popleft()
+
+    def _process_died(self) -> bool:
+        return any(map(_is_dead, self._pids))
+
+    def _forecast(self, places: Callable[[], Iterator[Place]]) -> None:
+        """Replace the forecast; what is requested already and still needed is kept. The caller holds the lock."""
+        known = set(self._requested)
+        kept = [place for place in islice(places(), 2 * len(known)) if place in known]
+        self._requested = deque(kept)
+        self._ready = {place: loaded for place, loaded in self._ready.items() if place in kept}
+        self._places = Forecast(place for place in places() if place not in kept)
+        self._changed.notify_all()
+
+    # ---- on the loader's thread ----
+
+    def _load(self) -> None:
+        try:
+            sentence = self._load_until_over()
+        except Exception as error:
+            sentence = f"samples cannot be loaded: {type(error).__name__}: {error}"
+        if sentence:  # not as the error's cause: its traceback would keep the processes
+            with self._changed:
+                self._failure = DataError(sentence)
+                self._changed.notify_all()
+
+    def _load_until_over(self) -> str:
+        """Load until `close`. Returns why it cannot go on; "" if it is over."""
+        arriving: Iterator[Loaded] | None = None
+        loader, deaths, sentence = self._new_loader(), 0, ""
+        while not sentence and self._may_load(arriving is None):
+            try:
+                if arriving is None:
+                    arriving = self._begin(loader)
+                self._arrived(next(arriving))
+                deaths = 0
+            except StopIteration:
+                arriving = None  # all that was forecast is here
+            except (RuntimeError, OSError, EOFError) as error:  # a process has died, or what it had sent is gone
+                if not self._process_died():
+                    continue  # a timeout: it only had nothing yet
+                deaths += 1
+                arriving = None
+                sentence = self._died((str(error) or repr(error)).splitlines()[0], deaths)
+                loader = self._new_loader()
+        return sentence
+
+    def _new_loader(self) -> DataLoader[Loaded]:
+        spec = self._spec
+        start = spec.start or ("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
+        return DataLoader(
+            Requests(self._batches), batch_size=None, sampler=_Places(self._next), num_workers=spec.workers,
+            collate_fn=same,  # type: ignore[arg-type]
+            pin_memory=spec.pin_memory, worker_init_fn=Begin(spec.init), multiprocessing_context=start,
+            persistent_workers=True, timeout=LOOK_S,
+        )  # fmt: skip
+
+    def _begin(self, loader: DataLoader[Loaded]) -> Iterator[Loaded]:
+        before = {process.pid for process in multiprocessing.active_children()}
+        arriving = iter(loader)
+        pids = [p.pid for p in multiprocessing.active_children() if p.pid is not None and p.pid not in before]
+        with self._changed:
+            self._pids, self._none = pids or self._pids, False  # the second time they are the same processes
+        return arriving
+
+    def _may_load(self, begins: bool) -> bool:
+        """Wait until there is room and something to load; False when it is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._ready_to_load(begins))
+            return not self._over
+
+    def _ready_to_load(self, begins: bool) -> bool:
+        # Processes are forked while the main thread waits: it holds no lock then that they would inherit
+        if self._none and not self._waits:
+            return False
+        return len(self._ready) < self._room and not (begins and self._places.ended)
+
+    def _next(self) -> Place | None:
+        with self._changed:
+            place = None if self._over else self._places.pop()
+            if place is not None:
+                self._requested.append(place)
+            return place
+
+    def _arrived(self, loaded: Loaded) -> None:
+        with self._changed:
+            if loaded[0] in self._requested:
+                self._ready[loaded[0]] = loaded
+            self._changed.notify_all()
+
+    def _died(self, what: str, deaths: int) -> str:
+        """A process has died: what was requested of it is requested again, unless that has been tried enough."""
+        if deaths >= LOST_IN_A_ROW:
+            return (
+                f"loader processes died {deaths} times in a row before one had loaded anything: {what}. A sample that "
+                "needs too much memory, or a crash in the data set's own code, does that: loader=rp.Loader(workers=0) "
+                "shows which"
+            )
+        with self._changed:
+            self._none, self._pids = True, []
+            again = [place for place in self._requested if place not in self._ready]
+            self._requested = deque(place for place in self._requested if place in self._ready)
+            self._places.again(again)
+            self._changed.notify_all()
+        self._say(f"a loader process died, and new ones go on at its samples ({what})")
+        return ""
+
+
+class _Places(Sampler[Any]):
+    """The requests, in order, for a DataLoader without batches of its own."""
+
+    def __init__(self, following: Callable[[], Place | None]) -> None:
+        self._following = following
+
+    def __iter__(self) -> Iterator[Place]:
+        while (place := self._following()) is not None:
+            yield place
+
+
+def _is_dead(pid: int) -> bool:
+    """True if this child has ended. Does not reap it: that is for its owner."""
+    if not hasattr(os, "waitid"):
+        return False  # then the DataLoader's own look finds it, and nothing is loaded here meanwhile
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True  # reaped already

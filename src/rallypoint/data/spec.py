@@ -1,0 +1,131 @@
+"""How a worker loads its micro-batches: `Loader`, and what `job.train` takes over of a DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    default_collate,
+)
+
+from rallypoint.data.dataset import MapDataset
+from rallypoint.errors import DataError, UsageError
+
+Data = MapDataset | DataLoader[Any]
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """How this worker loads its micro-batches: ``job.train(..., loader=rp.Loader(workers=4))``.
+
+    It changes no byte of the result, unless samples are skipped: which samples a step takes, in which order and with
+    which random numbers, follows from the step and the replica.
+
+    Attributes:
+        workers: processes that load samples ahead, and collate them; 0: the training thread does, while versions come.
+        ahead: micro-batches that may wait, loaded, for the training loop. It begins with two for each process, and
+            loads further ahead each time the loop had to wait, up to this.
+        retries: how often a micro-batch of which a sample raises an error is loaded again.
+        on_error: what happens if the sample still raises it: "stop" the job, or "skip" the sample: the batch has one
+            fewer. Skipped samples are named in the run's output.
+        pin_memory: copy batches to pinned memory, for a GPU.
+        start: how processes are started: "fork", "forkserver" or "spawn", which need a data set that can be pickled;
+            "": fork where there is one.
+        init: called in each process with its number, before it loads anything.
+
+    Raises UsageError for numbers that are too small.
+    """
+
+    workers: int = 0
+    ahead: int = 64
+    retries: int = 2
+    on_error: Literal["stop", "skip"] = "stop"
+    pin_memory: bool = False
+    start: Literal["", "fork", "forkserver", "spawn"] = ""
+    init: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("workers", 0), ("ahead", 1), ("retries", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"rp.Loader({name}={getattr(self, name)}): give {least} or more")
+        if self.on_error not in ("stop", "skip"):
+            raise UsageError(f'rp.Loader(on_error={self.on_error!r}): write "stop" or "skip"')
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the script gives `job.train` as data.
+
+    Attributes:
+        dataset: the data set.
+        collate: makes a batch of a list of samples; None: torch's ``default_collate``.
+        loader: how it is loaded.
+        settings: the job's settings that follow from a DataLoader: `batch` and `order`.
+    """
+
+    dataset: Any
+    collate: Collate | None
+    loader: Loader
+    settings: dict[str, Any]
+
+
+def given(data: Any, collate: Collate | None = None, loader: Loader | None = None) -> Given:
+    """Return the data set, and with a DataLoader what else it says.
+
+    Its data set, collate_fn, batch size, order (shuffled or not), num_workers, pin_memory, worker_init_fn and
+    multiprocessing context are taken over; `collate` and `loader` come before its own. Its generator and drop_last mean
+    nothing here: the order follows from the job's seed, and epochs run into one another. Raises DataError for one whose
+    order or batches the job cannot compute.
+    """
+    if not isinstance(data, DataLoader):
+        return Given(data, collate, loader or Loader(), {})
+    if isinstance(data.dataset, IterableDataset):
+        return Given(data.dataset, collate, loader or Loader(), {})  # refused with its own sentence
+    if data.batch_size is None or type(data.batch_sampler) is not BatchSampler:
+        raise DataError(
+            "a DataLoader with a batch sampler of its own, or without batches, was given: which samples a step takes "
+            "is computed from their positions. Give DataLoader(dataset, batch_size=...), or the data set itself"
+        )
+    dataset, order = _ordered(data)
+    own = data.collate_fn if data.collate_fn is not default_collate else None
+    settings = {"batch": data.batch_size, "order": order}
+    return Given(dataset, collate or own, loader or _like(data), settings)
+
+
+def _ordered(loader: DataLoader[Any]) -> tuple[Any, str]:
+    """The data set and the order of its samples."""
+    sampler = loader.sampler
+    kind, length = type(sampler), len(loader.dataset)  # type: ignore[arg-type]
+    if kind is SequentialSampler:
+        return loader.dataset, "sequential"
+    if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == length:
+        return loader.dataset, "shuffled"
+    if isinstance(sampler, DistributedSampler):
+        return loader.dataset, "shuffled" if sampler.shuffle else "sequential"
+    if isinstance(sampler, SubsetRandomSampler):
+        return Subset(loader.dataset, [int(index) for index in sampler.indices]), "shuffled"
+    raise DataError(
+        f"a DataLoader with a {kind.__qualname__} was given: the job knows a data set's own order and a shuffled one. "
+        "Give a data set that has the samples so often and in that order (torch.utils.data.Subset(dataset, indices)), "
+        "with shuffle=False or True"
+    )
+
+
+def _like(loader: DataLoader[Any]) -> Loader:
+    context = loader.multiprocessing_context
+    start = context if isinstance(context, str) else context.get_start_method() if context is not None else ""
+    return Loader(
+        workers=loader.num_workers, pin_memory=loader.pin_memory, init=loader.worker_init_fn,
+        start=start,  # type: ignore[arg-type]
+    )  # fmt: skip

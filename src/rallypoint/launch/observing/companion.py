@@ -1,0 +1,91 @@
+"""A process that the launcher starts beside a run, and that reads the run's log: its page, a tracker."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import queue
+import subprocess
+import sys
+import threading
+
+from rallypoint.launch import environment
+from rallypoint.launch.engines.lines import Lines
+
+_END_S = 3.0  # seconds in which it may tell others how the run has ended
+_CHUNK = 64 << 10
+
+
+class Companion:
+    """``rallypoint COMMAND RUN OPTIONS`` in a process (`wanted`: False: in none). `what`: what fails without it.
+
+    It reads the run's log alone, so it cannot slow a step, and lives on when the coordinator dies. It ends with the
+    launcher, however that ends. Only one thread may call it.
+    """
+
+    def __init__(
+        self, command: str, run: str, *options: str, what: str, wanted: bool = True, end_s: float = _END_S
+    ) -> None:
+        """`end_s`: seconds in which it may end by itself, when the run is over."""
+        self._arguments, self._wanted, self._what, self._end_s = (command, run, *options), wanted, what, end_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lifeline = -1  # the end of it that breaks when this process ends
+
+    def start(self) -> None:
+        """Start it; the run's log must exist. Does nothing when it was started before: one that failed stays away.
+        """
+        if not self._wanted:
+            return
+        self._wanted = False
+        argv = [sys.executable, "-m", "rallypoint.cli", *self._arguments]
+        held, self._lifeline = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(held,),
+                env={**os.environ, environment.LIFELINE: str(held), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is for the launcher, which ends it at last
+            )  # fmt: skip
+        except OSError as error:
+            self._lines.put(f"{self._what}: {error.strerror}")
+            return
+        finally:
+            os.close(held)
+        of_it = (self._process,)
+        name = f"output of rallypoint {self._arguments[0]}"
+        self._reader = threading.Thread(target=self._read, args=of_it, name=name, daemon=True)
+        self._reader.start()
+
+    def said(self) -> list[str]:
+        """Return the lines that it has printed meanwhile: where the page is, say, or why there is none."""
+        lines = list[str]()
+        while not self._lines.empty():
+            lines.append(self._lines.get())
+        return lines
+
+    def close(self) -> None:
+        """End it, after it has done what is left to do. May be called more than once."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(self._end_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._reader is not None:
+            self._reader.join()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+        self._process, self._reader, self._lifeline = None, None, -1
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert isinstance(process.stdout, io.BufferedReader)
+        lines = Lines()
+        with process.stdout as stream, contextlib.suppress(OSError):
+            while data := stream.read1(_CHUNK):
+                for line in lines.feed(data):
+                    self._lines.put(line)
+            for line in lines.rest():
+                self._lines.put(line)

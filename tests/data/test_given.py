@@ -1,0 +1,102 @@
+"""What `job.train` takes over of a DataLoader, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import rallypoint as rp
+from rallypoint.data.spec import given
+from rallypoint.errors import DataError, UsageError
+
+DATA = TensorDataset(torch.arange(12.0))
+
+
+def collate(samples: list[Any]) -> int:
+    return len(samples)
+
+
+def begin(number: int) -> None:
+    """Does nothing."""
+
+
+def test_a_data_set_is_taken_as_it_is() -> None:
+    data = given(DATA, collate, rp.Loader(workers=3))
+    assert (data.dataset, data.collate, data.loader, data.settings) == (DATA, collate, rp.Loader(workers=3), {})
+
+
+def test_a_data_loader_says_all_that_it_can() -> None:
+    loader = DataLoader(
+        DATA, batch_size=5, shuffle=True, collate_fn=collate, num_workers=2, worker_init_fn=begin,
+        multiprocessing_context="spawn",
+    )  # fmt: skip
+    data = given(loader)
+    assert (data.dataset, data.collate) == (DATA, collate)
+    assert data.settings == {"batch": 5, "order": "shuffled"}
+    assert data.loader == rp.Loader(workers=2, init=begin, start="spawn")
+    assert given(loader, loader=rp.Loader()).loader == rp.Loader(), "what is said beside it comes first"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "order"),
+    [
+        (None, "sequential"),
+        (RandomSampler(DATA), "shuffled"),
+        (DistributedSampler(DATA, num_replicas=4, rank=1), "shuffled"),
+        (DistributedSampler(DATA, num_replicas=4, rank=1, shuffle=False), "sequential"),
+    ],
+)
+def test_the_order_is_that_of_its_sampler(sampler: Any, order: str) -> None:
+    data = given(DataLoader(DATA, batch_size=2, sampler=sampler))
+    assert data.settings["order"] == order
+    assert data.dataset is DATA, "the job itself distributes it"
+    assert data.collate is None
+
+
+def test_a_subset_stays_one() -> None:
+    data = given(DataLoader(DATA, sampler=SubsetRandomSampler([3, 7, 9])))
+    assert [data.dataset[i] for i in range(3)] == [DATA[3], DATA[7], DATA[9]]
+    assert len(data.dataset) == 3
+
+
+class Backwards(Sampler[int]):
+    def __iter__(self) -> Any:
+        return iter(range(11, -1, -1))
+
+
+class Twos(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("loader", "sentence"),
+    [
+        (DataLoader(DATA, sampler=Backwards()), "a DataLoader with a Backwards was given: .*Subset"),
+        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 12, 12)), "a WeightedRandomSampler was given"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "a RandomSampler was given"),
+        (DataLoader(DATA, batch_size=None), "or without batches, was given"),
+        (DataLoader(DATA, batch_sampler=Twos(RandomSampler(DATA), 2, False)), "with a batch sampler of its own"),
+    ],
+    ids=["own", "weighted", "replacement", "no batches", "batch sampler"],
+)
+def test_what_the_job_cannot_compute_is_refused(loader: Any, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        given(loader)
+
+
+@pytest.mark.parametrize("wrong", [{"workers": -1}, {"ahead": 0}, {"retries": -1}, {"on_error": "ignore"}])
+def test_a_loader_that_makes_no_sense_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=rf"rp\.Loader\({next(iter(wrong))}="):
+        rp.Loader(**wrong)

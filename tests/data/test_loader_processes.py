@@ -1,0 +1,187 @@
+"""Loader processes: the batches are those that the loop would load by itself, whatever dies and whatever is asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+from collections.abc import Iterable, Iterator
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rallypoint as rp
+from rallypoint.config import JobConfig
+from rallypoint.data.child import leave_connections
+from rallypoint.data.loader import MicroBatches
+from rallypoint.data.places import Place, places_from
+from rallypoint.data.processes import LoaderProcesses
+from rallypoint.data.spec import Loader
+from rallypoint.errors import DataError
+from rallypoint.launch.embedded import EmbeddedJob
+
+CPU = torch.device("cpu")
+CONFIG = JobConfig(replicas=4, batch=4, accumulate=2, steps=6)
+
+
+class Noisy:
+    """Samples with random numbers of all three global generators. Some indices do something else first."""
+
+    def __init__(self, dies: Path | None = None, raises: int = -1) -> None:
+        self.dies, self.raises = dies, raises
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.dies is not None and self.dies.exists() and multiprocessing.parent_process() is not None:
+            self.dies.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == self.raises:
+            raise ValueError("broken")
+        return {"index": index, "drawn": (random.random(), np.random.random(), torch.rand(2))}
+
+
+@pytest.fixture
+def loading() -> Iterator[Any]:
+    made: list[LoaderProcesses] = []
+    said: list[str] = []
+
+    def make(dataset: Any, **settings: Any) -> LoaderProcesses:
+        batches = MicroBatches(dataset, CONFIG, CPU, loader=Loader(**{"workers": 2, **settings}))
+        made.append(LoaderProcesses(batches, said.append))
+        made[-1].said = said  # type: ignore[attr-defined]
+        return made[-1]
+
+    yield make
+    for processes in made:
+        processes.close()
+    assert not multiprocessing.active_children()
+
+
+def alone(place: Place) -> Any:
+    return MicroBatches(Noisy(), CONFIG, CPU).loaded(*place)[0]
+
+
+def same(found: Any, place: Place) -> bool:
+    expected = alone(place)
+    drawn = zip(found["drawn"], expected["drawn"], strict=True)
+    return bool((found["index"] == expected["index"]).all()) and all(bool((a == b).all()) for a, b in drawn)
+
+
+def needed(replicas: tuple[int, ...]) -> list[Place]:
+    return list(places_from(0, replicas[0], replicas, CONFIG))
+
+
+def take(processes: LoaderProcesses, place: Place) -> Any:
+    processes.expect(place[0], place[1], (1, 3))
+    return processes.take(place)
+
+
+def test_processes_load_what_the_loop_would_load(loading: Any) -> None:
+    processes = loading(Noisy())
+    assert all(same(take(processes, place), place) for place in needed((1, 3)))
+
+
+def test_a_killed_process_costs_no_sample(loading: Any, tmp_path: Path) -> None:
+    plan = tmp_path / "die"
+    processes = loading(Noisy(dies=plan))
+    for index, place in enumerate(needed((1, 3))):
+        if index == 6:
+            plan.touch()
+        assert same(take(processes, place), place)
+    assert not plan.exists(), "the process has died"
+
+
+def run_on(processes: LoaderProcesses, places: Iterable[Place]) -> None:
+    for place in places:
+        assert same(take(processes, place), place)
+
+
+def test_processes_that_always_die_end_the_wait_with_a_sentence(loading: Any) -> None:
+    """Meanwhile the loop loads by itself."""
+    processes = loading(Noisy(), init=lambda number: os._exit(3))
+    with pytest.raises(DataError, match=r"loader processes died 3 times in a row .*rp\.Loader\(workers=0\)"):
+        run_on(processes, cycle(needed((1, 3))))
+
+
+def test_what_was_not_forecast_is_loaded_too(loading: Any) -> None:
+    """Replicas come and go, steps are computed again, the job is rolled back."""
+    processes, chance = loading(Noisy()), random.Random(5)
+    for _ in range(12):
+        replicas = tuple(sorted(chance.sample(range(4), chance.randrange(1, 4))))
+        round, replica = chance.randrange(6), chance.choice(replicas)
+        for place in islice(places_from(round, replica, replicas, CONFIG), chance.randrange(1, 9)):
+            processes.expect(place[0], place[1], replicas)
+            assert same(processes.take(place), place)
+
+
+def test_an_error_in_a_process_is_the_loops_with_its_traceback(loading: Any) -> None:
+    processes = loading(Noisy(raises=MicroBatches(Noisy(), CONFIG, CPU).indices(1, 1, 1)[0]))
+    with pytest.raises(DataError, match=r"a loader process failed at step 1, replica 1: sample .* broken") as error:
+        run_on(processes, needed((1, 3)))
+    assert "in __getitem__" in str(error.value.__cause__)
+
+
+def test_skipped_samples_are_told_once(loading: Any) -> None:
+    bad = MicroBatches(Noisy(), CONFIG, CPU).indices(1, 1, 1)[0]
+    processes = loading(Noisy(raises=bad), on_error="skip", retries=0)
+    sizes = [len(take(processes, place)["index"]) for place in needed((1, 3))]
+    assert sizes.count(1) == len(processes.said)
+    assert sizes.count(2) == len(sizes) - len(processes.said)
+    assert f"sample {bad} of the data set raised ValueError: broken" in processes.said[0]
+
+
+def test_nothing_is_started_before_the_first_micro_batch(loading: Any) -> None:
+    loading(Noisy())
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux forks by default; others do not")
+def test_a_loader_process_keeps_no_connection_of_the_worker_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+    fork = multiprocessing.get_context("fork")
+    left, end = fork.Event(), fork.Event()
+
+    def child() -> None:
+        leave_connections()
+        left.set()
+        end.wait(60)
+
+    process = fork.Process(target=child)
+    process.start()
+    try:
+        assert left.wait(60)
+        ours.close()
+        peer.settimeout(60)
+        assert peer.recv(1) == b"", "the peer sees the end at once"
+    finally:
+        end.set()
+        process.join()
+        peer.close()
+
+
+def test_a_job_ends_with_the_same_bytes_however_it_loads() -> None:
+    def train(data: Any, **settings: Any) -> bytes:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2)
+        with EmbeddedJob() as job:
+            for micro in job.train(model, data, replicas=2, steps=4, seed=3, **settings):
+                with micro:
+                    loss = model(micro.batch["drawn"][2]).sum(1) * micro.batch["index"]
+                    micro.backward(loss.square().mean() / 1000)
+        return model.weight.detach().numpy().tobytes()
+
+    expected = train(Noisy(), batch=4)
+    assert train(Noisy(), batch=4, loader=rp.Loader(workers=2)) == expected
+    assert train(torch.utils.data.DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1)) == expected  # type: ignore[arg-type]
+    assert train(torch.utils.data.DataLoader(Noisy(), batch_size=4)) != expected  # type: ignore[arg-type]
+    assert not multiprocessing.active_children()

@@ -1,0 +1,58 @@
+"""The samples of many positions at once are those that `core/order.py` computes one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rallypoint.core.order import SampleOrder
+from rallypoint.data.positions import AT_ONCE, REPLICAS, OrderAhead, samples_at
+
+PURE = settings(derandomize=True, deadline=None, max_examples=40)
+_SEEDS = st.integers(0, 2**63 - 1)
+
+
+@PURE
+@given(
+    st.one_of(st.integers(1, 300), st.integers(2**31, 2**50)), _SEEDS, st.integers(0, 2**40), st.integers(1, 400),
+    st.booleans(),
+)  # fmt: skip
+def test_positions_at_once_equal_positions_one_by_one(
+    samples: int, seed: int, start: int, count: int, shuffled: bool
+) -> None:
+    def fresh() -> SampleOrder:
+        return SampleOrder(seed=seed, samples=samples, replicas=1, batch=1, shuffled=shuffled)
+
+    one_by_one = fresh()
+    expected = [one_by_one.samples(position, 0)[0] for position in range(start, start + count)]
+    assert samples_at(fresh(), np.arange(start, start + count, dtype=np.uint64)) == expected
+
+
+@PURE
+@given(st.integers(1, 5000), st.integers(1, 9), st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 8))), _SEEDS)
+def test_a_replicas_steps_are_the_same_in_whatever_order_they_are_asked_for(
+    samples: int, batch: int, places: list[tuple[int, int]], seed: int
+) -> None:
+    order = SampleOrder(seed=seed, samples=samples, replicas=9, batch=batch)
+    ahead = OrderAhead(SampleOrder(seed=seed, samples=samples, replicas=9, batch=batch), batch)
+    for step, replica in places:
+        for near in (step, step + 1, step):
+            assert ahead.samples(near, replica) == order.samples(near, replica)
+
+
+def test_what_is_computed_ahead_is_bounded() -> None:
+    ahead = OrderAhead(SampleOrder(seed=0, samples=10**9, replicas=10**6, batch=2), 2)
+    for replica in range(3 * REPLICAS):
+        ahead.samples(7, replica)
+    windows = ahead._windows
+    assert len(windows) <= REPLICAS
+    assert all(len(samples) <= AT_ONCE for _, samples in windows.values())
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_without_shuffling_a_pass_is_the_data_sets_own_order(batch: int) -> None:
+    order = SampleOrder(seed=3, samples=7, replicas=2, batch=batch, shuffled=False)
+    stream = [sample for step in range(7) for replica in range(2) for sample in order.samples(step, replica)]
+    assert stream == [position % 7 for position in range(14 * batch)]
