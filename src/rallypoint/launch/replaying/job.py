@@ -13,7 +13,7 @@ from rallypoint.config import Settings
 from rallypoint.config.changes import changed_record
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.state import Resumed
-from rallypoint.data.spec import Collate, Data, Loader
+from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.replaying.inspection import Inspection, KeptGradients
 from rallypoint.launch.replaying.probes import Probes
@@ -34,7 +34,7 @@ class ReplayedRun(Run):
     What the run has decided from its evaluations is in the task.
     """
 
-    def begin(self, task: Task, dataset: MapDataset) -> None:
+    def begin(self, task: Task, dataset: object) -> None:
         """Look at that step, whose samples are of this data set."""
         parts = self._parts
         self._dataset = dataset
@@ -119,7 +119,7 @@ class ReplayJob(EmbeddedJob):
             own_schedule=own_schedule, parallel=parallel, init=init, **settings,
         )  # fmt: skip
         assert isinstance(run, ReplayedRun)
-        run.begin(self._task, dataset)
+        run.begin(self._task, given(dataset).dataset)
         return run
 
 
