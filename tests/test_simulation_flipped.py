@@ -6,7 +6,7 @@ import pytest
 
 from rallypoint.core.audits.rest import AtRest
 from rallypoint.core.cluster.auditing import servers
-from rallypoint.testing.simulation.flips.job import AuditedJob
+from rallypoint.testing.simulation.flips.job import FlippedJob
 from rallypoint.testing.simulation.flips.server import AuditedServer
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Flipped, parse_policy, word_for
@@ -26,7 +26,7 @@ def test_many_jobs_in_whose_servers_bits_flip(seed: int) -> None:
 
 def test_plans_audit_each_version_or_some_and_have_a_word() -> None:
     jobs = [make_plan(seed, Flipped()).job for seed in range(12)]
-    every = {job.audits for job in jobs if isinstance(job, AuditedJob)}
+    every = {job.checks for job in jobs if isinstance(job, FlippedJob)}
     assert 1 in every
     assert max(every) > 1
     assert word_for(parse_policy("flipped")) == "flipped"
@@ -47,5 +47,5 @@ def test_a_coordinator_that_believes_the_primary_is_found(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         servers, "disputed", lambda event, course, left, recover: servers.disproved(event, course, left)
     )
-    monkeypatch.setattr("rallypoint.core.cluster.machine.disputed", servers.disputed)
+    monkeypatch.setattr("rallypoint.core.cluster.auditing.verdicts.disputed", servers.disputed)
     first_failure(Flipped(), range(0, 60, 3))

@@ -18,7 +18,7 @@ from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
 from rallypoint.net.auditing.messages import ServerMismatch, StateChanged
 from rallypoint.net.evaluations.messages import Evaluated, Evaluates, NotKept
-from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
 RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, 9, {"frozen": "00ff"})
@@ -49,6 +49,7 @@ EXAMPLES: list[m.Message] = [
     Evaluates((3, 70), True, (StopWhen(metric="loss", patience=3),)),
     Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), NotKept(7, ViewNumber(2, 1)),
     Contributed(7, 1, 0.5, bytes(32), ViewNumber(2, 1)), Updated(8, 3, bytes(16), ViewNumber(2, 1)),
+    AuditFound(7, 1, 3, ("w0", "w2"), ("w1",), ViewNumber(2, 1)),
     StateChanged(3, 7, ViewNumber(2, 1)), ServerMismatch("words", 3, 7, ("s0", "s1")),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
 ]  # fmt: skip

@@ -17,13 +17,14 @@ from rallypoint.config.groups import (
     settings_of,
 )
 from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
-from rallypoint.config.tree import Group, JobConfig, Settings
+from rallypoint.config.tree import Group, JobConfig, Settings, audits_of
 
 __all__ = [
     "Group",
     "GroupSettings",
     "JobConfig",
     "Settings",
+    "audits_of",
     "cadence_of",
     "codec_of",
     "group_of",

@@ -10,6 +10,7 @@ from typing import Literal, TypedDict
 import msgspec
 
 from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, has_state
+from rallypoint.core.audits.choice import Audits
 from rallypoint.core.average import EMA, SWA
 from rallypoint.core.deciding.decisions import ReduceOnPlateau
 from rallypoint.core.layout import SHARD_BYTES, Role
@@ -93,6 +94,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         item, items_per_sample: what the progress line counts ("tokens", 128).
         fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
             run's folder, for `rallypoint replay` and `rallypoint diff`; 0: never.
+        audit: the share of steps (0 to 1) whose contributions a second worker computes too. Servers use none of those
+            before two workers agree on its bytes.
+        audit_action: what happens to a worker whose contribution two others have proved wrong: "drain" gives it up,
+            "stop" ends the job, "tell" only says so. None of them uses that contribution.
         audit_servers: every so many versions each server compares a digest of each shard's whole state with its
             backup's, and with the state right before the next update; 0: never.
     """
@@ -134,6 +139,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     item: str = "samples"
     items_per_sample: int = 1
     fingerprints: int = 0
+    audit: float = 0.0
+    audit_action: Literal["drain", "stop", "tell"] = "drain"
     audit_servers: int = 0
 
     @cached_property
@@ -311,10 +318,17 @@ class Settings(TypedDict, total=False):
     item: str
     items_per_sample: int
     fingerprints: int
+    audit: float
+    audit_action: Literal["drain", "stop", "tell"]
     audit_servers: int
 
 
 build_now(JobConfig)  # build now: every member's proposal is parsed on its connection's thread
+
+
+def audits_of(config: JobConfig) -> Audits | None:
+    """Return the audits of a job with these settings; None: there are none."""
+    return Audits(config.seed, config.audit, config.replicas) if config.audit > 0 else None
 
 
 def features_of(config: JobConfig) -> frozenset[Feature]:
@@ -342,6 +356,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.FOLD: isinstance(policy, Async) and policy.fold > 1,
         Feature.COMPENSATION: config.compensation > 0,
         Feature.FINGERPRINTS: config.fingerprints > 0,
+        Feature.AUDIT: config.audit > 0,
         Feature.AUDIT_SERVERS: config.audit_servers > 0,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)

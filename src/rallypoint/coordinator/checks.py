@@ -36,7 +36,7 @@ from rallypoint.net.messages import (
     Stop,
     Stored,
 )
-from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
 _AGE_S = 1e9  # no wait is longer
@@ -48,7 +48,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
-        *(Updated, StateChanged),
+        *(Updated, AuditFound, StateChanged),
     ),
     "aggregator": (Knows, Beat, Say),
     "observer": (SnapshotWanted, Resize, Release),

@@ -33,7 +33,7 @@ from rallypoint.net.messages import (
     Stop,
     Stored,
 )
-from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 
 
 @dataclass(slots=True)
@@ -157,6 +157,9 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.CaughtUp(sender, backups)
         case Disproved(shard=shard, version=version, paired=paired):
             return cluster_events.Disproved(sender, shard, version, paired)
+        case AuditFound():
+            named = (message.step, message.replica, message.shard)
+            return cluster_events.AuditFound(sender, *named, message.agreed, message.others, message.generation)
         case StateChanged(shard=shard, version=version, generation=generation):
             return cluster_events.StateChanged(sender, shard, version, generation)
         case Leaving():

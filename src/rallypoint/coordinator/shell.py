@@ -60,7 +60,7 @@ from rallypoint.net.messages import (
     Snapshotted,
     Stored,
 )
-from rallypoint.net.recording.messages import Fingerprint
+from rallypoint.net.recording.messages import AuditFound, Fingerprint
 from rallypoint.observe.lines import Once
 
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
@@ -242,7 +242,8 @@ class CoordinatorShell:
                 part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))
                 return [*acts, AddPart(part), *self._drive(claim_of(hello.id, part))]
             case _:
-                return [*acts, *self._drive(claim_of(hello.id, message))]
+                logged = [Log(message)] if isinstance(message, AuditFound) else []
+                return [*acts, *logged, *self._drive(claim_of(hello.id, message))]
 
     def _resized(self, size: Resize | None) -> list[Act]:
         resized = self._drive(cluster_events.Resized(size.workers)) if size is not None and size.workers > 0 else []
@@ -363,8 +364,7 @@ class CoordinatorShell:
         if self.last_word is not None:
             return [Over(failure_of(self.last_word))] if self._now >= self._end_at else []
         acts = [act for newcomer in self._newcomers.allowed(self._now) for act in self._opened(newcomer)]
-        acts += self._resized(self._sizes.due(self._now))
-        acts += self._drive(cluster_events.Tick(self._time_awake()))
+        acts += [*self._resized(self._sizes.due(self._now)), *self._drive(cluster_events.Tick(self._time_awake()))]
         return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
 
     def _time_awake(self) -> float:

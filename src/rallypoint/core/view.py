@@ -63,6 +63,18 @@ class Lease(msgspec.Struct, frozen=True):
     holder: str = ""
 
 
+class Dispute(msgspec.Struct, frozen=True):
+    """The workers `heard` have sent different bytes for an audited contribution; `third` computes it once more.
+
+    `third` is "" if there is no third worker, and servers are to take what the replica's owner has sent.
+    """
+
+    step: int
+    replica: int
+    heard: tuple[str, ...]
+    third: str = ""
+
+
 class View(msgspec.Struct, frozen=True):
     """The members, the replicas that each worker computes, and the shards that each server holds.
 
@@ -91,6 +103,7 @@ class View(msgspec.Struct, frozen=True):
         limit: where evaluations decide: no replica of this step or a later one is computed before another view; None:
             it is not known yet what the script evaluates.
         reductions: the versions from which on the learning rate is reduced once more (`ReduceOnPlateau`), ascending.
+        disputes: audited contributions on which workers do not agree (`audit=`).
     """
 
     number: ViewNumber
@@ -113,6 +126,7 @@ class View(msgspec.Struct, frozen=True):
     lease: Lease | None = None
     limit: int | None = None
     reductions: tuple[int, ...] = ()
+    disputes: tuple[Dispute, ...] = ()
 
     def last(self, rounds: int) -> int:
         """The job's last version, where it would have so many rounds."""

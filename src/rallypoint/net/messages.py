@@ -22,7 +22,7 @@ from rallypoint.net.greetings import Challenge as Challenge
 from rallypoint.net.greetings import Hello as Hello
 from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
-from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.observe.lines import printable
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
@@ -357,7 +357,8 @@ Message = (
     Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
-    Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated | OfAudits
+    Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
+    AuditFound | OfAudits
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -112,6 +112,19 @@ class StateChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditFound:
+    """A server says what an audit of (step, replica) has found, first in that shard: see `net.recording.messages`."""
+
+    server: str
+    step: int
+    replica: int
+    shard: int
+    agreed: tuple[str, ...]
+    others: tuple[str, ...]
+    generation: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     """A member was told to leave: the next view moves its replicas or shards to others."""
 
@@ -294,7 +307,7 @@ class Found:
 Event = (
     Joined | Proposed | Progress | Applied | CaughtUp | Disproved | StateChanged | Leaving | Done | Left | Unlinked
     | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
-    | Outrun | Released | Stopped | Evaluates | Evaluated | NotKept
+    | Outrun | Released | Stopped | Evaluates | Evaluated | NotKept | AuditFound
 )  # fmt: skip
 
 OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time

@@ -1,14 +1,12 @@
 """The coordinator's machine: members join, report and leave; it publishes views, takes snapshots and ends the job.
 
-Pure: events go in (`core.cluster.events`), effects come out (`core.cluster.effects`), time comes with `Tick`.
-Its parts:
+Pure: events go in (`core.cluster.events`), effects come out (`core.cluster.effects`), time comes with `Tick`. Parts:
 
     course      what the coordinator knows of the job
     membership  the workers and servers that are here
     succession  which view follows the one in force
     snapshots   when to take a snapshot
-    completion  the end of a job that goes well
-    ending      the last snapshot of a job that fails
+    completion  the end of a job that goes well; ending: the last snapshot of one that fails
     assigner    which worker computes which replicas
 
 The shell writes `state()` to the journal whenever `revision` has risen, before it runs any effect (I7).
@@ -21,7 +19,7 @@ from dataclasses import dataclass, field
 from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.auditing.probes import probed
-from rallypoint.core.cluster.auditing.servers import disputed, state_changed
+from rallypoint.core.cluster.auditing.verdicts import Auditing
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
@@ -63,6 +61,7 @@ class ClusterMachine:
     _succession: Succession = field(init=False)
     _completion: Completion = field(init=False)
     _deciding: Deciding = field(init=False)
+    _auditing: Auditing = field(init=False)
     _silence: Silence = field(init=False)
     _reach: Reach = field(init=False)
     _origin: str = ""
@@ -77,6 +76,7 @@ class ClusterMachine:
         self._succession = Succession(self.course, self._snapshots, self._assigner)
         self._completion = Completion(self.course, self._snapshots, self._succession)
         self._deciding = Deciding(self.course, self._completion)
+        self._auditing = Auditing(self.course, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
             self._origin = self.resume.snapshot
@@ -170,7 +170,8 @@ class ClusterMachine:
         """Take one event; return the effects, to be run in order."""
         known, effects = self.course.known, self._handle(event)
         same = isinstance(event, events.OFTEN) and self.course.known == known
-        return effects if same else [*effects, *self._deciding.advance(), *self._succession.lease()]
+        after = () if same else (*self._deciding.advance(), *self._succession.lease(), *self._auditing.advance())
+        return [*effects, *after]
 
     def _handle(self, event: events.Event) -> list[Effect]:
         course = self.course
@@ -196,10 +197,8 @@ class ClusterMachine:
                 return self._joined(event)
             case events.Proposed():
                 return self._proposal(event)
-            case events.Disproved():
-                return disputed(event, course, self._left, lambda why: self._succession.recover(why=why))
-            case events.StateChanged():
-                return state_changed(event, course, self._left)
+            case events.Disproved() | events.StateChanged() | events.AuditFound():
+                return self._auditing.handle(event, self._left)
             case events.CaughtUp():
                 return self._succession.caught_up(event.server, event.backups)
             case events.Leaving(member=member):
@@ -390,6 +389,5 @@ class ClusterMachine:
     def _snapshot_event(self, event: events.Event) -> list[Effect]:
         begun = self.course.begun
         effects = self._snapshots.tick() if isinstance(event, events.Tick) else self._snapshots.handle(event)
-        if self.course.begun and not begun:
-            effects += self._succession.advance()
+        effects += self._succession.advance() if self.course.begun and not begun else []
         return [*effects, *self._completion.advance()]

@@ -20,7 +20,7 @@ from rallypoint.core.cluster.view_change import (
     surviving_primaries,
 )
 from rallypoint.core.layout import Shard
-from rallypoint.core.view import Assignment, Lease, Member, Stop, View, ViewNumber
+from rallypoint.core.view import Assignment, Dispute, Lease, Member, Stop, View, ViewNumber
 
 
 @dataclass(slots=True)
@@ -38,6 +38,7 @@ class ViewSequence:
         lease: the evaluation lease that the next view of this generation has.
         limit, reductions: what is decided from evaluations: see `View`. The first view of a generation has no limit
             yet: workers wait for the next one.
+        disputes: those that the next view of this generation has.
     """
 
     epoch: int
@@ -50,6 +51,7 @@ class ViewSequence:
     lease: Lease | None = None
     limit: int | None = None
     reductions: tuple[int, ...] = ()
+    disputes: tuple[Dispute, ...] = ()
     _last: ViewNumber = field(default_factory=ViewNumber)
 
     @property
@@ -66,7 +68,7 @@ class ViewSequence:
         """Put in force what an earlier coordinator has left."""
         self.view, self.caught_up = view, set(caught_up)
         self.stop, self.lease, self.limit = (None, None, None) if view is None else (view.stop, view.lease, view.limit)
-        self.reductions = () if view is None else view.reductions
+        self.reductions, self.disputes = ((), ()) if view is None else (view.reductions, view.disputes)
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
@@ -103,7 +105,7 @@ class ViewSequence:
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
             stop=self.stop, lease=self.lease, limit=self.limit, reductions=self.reductions,
-            **self._aggregation(members, assignments),
+            disputes=self.disputes, **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, before)
 
@@ -134,7 +136,7 @@ class ViewSequence:
         goes_on = self.view is not None and self.view.generation == view.generation
         before = self.view if goes_on else None
         self.caught_up = set() if before is None else still_caught_up(view, before, self.caught_up)
-        self.view, self._last = view, view.number
+        self.view, self._last, self.disputes = view, view.number, view.disputes
 
     def backups_caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> bool:
         """Note that `server` says that the backups of these shards have caught up. Returns True if any is new.

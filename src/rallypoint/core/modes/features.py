@@ -28,6 +28,7 @@ class Feature(enum.Enum):
     HOLD = 'hold="bf16"'
     STREAMED = 'parameters="streamed"'
     FINGERPRINTS = "fingerprints="
+    AUDIT = "audit="
     AUDIT_SERVERS = "audit_servers="
     OWN_OPTIMIZER = "own_optimizer="
     # settings of rp.LocalSteps and its groups

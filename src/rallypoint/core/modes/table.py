@@ -147,6 +147,13 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             )),
         },
     ),
+    _F.AUDIT: _row(
+        No(
+            "a second worker has to compute the same contribution from the same version, and the step has to wait for "
+            "it; use sync=rp.Sync() without a quorum, or leave it out"
+        ),
+        {_M.SYNC: YES},
+    ),
     _F.AUDIT_SERVERS: _row(
         YES, {_M.ALL_REDUCE: No("servers hold no state that could change: leave it out")}
     ),
@@ -298,6 +305,18 @@ CONFLICTS = (
         _F.RANKS: "only one rank hears what is decided; use workers of one process",
         _F.AGGREGATORS: "contributions come by another way than the views that decide; leave --aggregators out",
         _F.BACKUP_TASKS: "a contribution may come from who does not wait for what is decided; leave --backup-tasks out",
+    }.items()),
+    Conflict(
+        _F.AUDIT, _F.BY_SPEED,
+        "it may leave one worker with all replicas, whom nobody could audit; replicas are assigned evenly",
+    ),
+    *(Conflict(_F.AUDIT, other, f"{why}, or leave audit out") for other, why in {
+        _F.CODEC_STATE: "what a codec remembers of a replica is on the worker that computes it, so no other sends the "
+                        "same bytes; use a codec without state (error_feedback=False)",
+        _F.STREAMED: "a worker that keeps no parameters computes each replica once; use parameters=local",
+        _F.TABLES: "audits do not compare rows of tables yet; use sparse=False",
+        _F.RANKS: "workers of several ranks do not audit each other yet; use workers of one process",
+        _F.AGGREGATORS: "an aggregator adds contributions up before servers can compare them; leave --aggregators out",
     }.items()),
     Conflict(
         _F.FOLD, _F.REPLICATION,

@@ -201,7 +201,26 @@ class Capture:
     missed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """An audited contribution is accepted: `agreed` have sent these bytes, `lost` have sent others."""
+
+    step: int
+    replica: int
+    agreed: tuple[str, ...]
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Disputed:
+    """The workers `heard` have sent different bytes for an audited contribution: it waits for another opinion."""
+
+    step: int
+    replica: int
+    heard: tuple[str, ...]
+
+
 Effect = (
     Install | Take | Merge | Discard | OnTime | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Reply | Wait
-    | Gather | Choose | Fill | Acknowledge | CaughtUp | Capture
+    | Gather | Choose | Fill | Acknowledge | CaughtUp | Capture | Accepted | Disputed
 )  # fmt: skip

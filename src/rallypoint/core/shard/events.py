@@ -25,7 +25,8 @@ class Contribute:
 
     `weight` is its weight in the mean. `finite` is False if the loss of one of its replicas was not finite, or if its
     values are not (then `whole` is False). `bad` names these replicas, where more than one contributed and they are
-    known. `base` is the version that it was computed from.
+    known. `base` is the version that it was computed from. If it is audited, `digest` is that of its payload, which
+    came from the worker `sender`.
     """
 
     step: int
@@ -37,6 +38,8 @@ class Contribute:
     whole: bool = True
     count: int = 1
     bad: tuple[int, ...] = ()
+    sender: str = ""
+    digest: bytes = b""
 
     @property
     def block(self) -> Block:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rallypoint.core.audits.choice import Audits
+from rallypoint.core.audits.shard import AuditedShard
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.policy import Policy
 from rallypoint.core.shard import effects as shard_effects
@@ -40,6 +42,7 @@ class Plan:
     buffer_policy: Policy | None = None  # None: the same as for the parameters
     compensates: bool = False
     cadence: Cadence = TOGETHER
+    audits: Audits | None = None
 
     def rounds_of(self, index: int) -> int:
         """The shard's own version at the end of the job."""
@@ -48,7 +51,8 @@ class Plan:
     def machine(self, index: int, *, primary: bool) -> ShardMachine:
         """A new machine for the shard."""
         policy = self.policy if self.buffer_policy is None or index in self.measured else self.buffer_policy
-        return ShardMachine(
+        kind = ShardMachine if self.audits is None else AuditedShard
+        return kind(
             policy, self.expected[index], index in self.decides or self.rule.examines, primary=primary,
             rounds=self.rounds_of(index), chooses=policy.chooses and index in self.decides, skips=self.rule.examines,
             compensates=self.compensates and index in self.measured,
@@ -310,6 +314,8 @@ class ServerMachine:
         if backup is not None:
             self._backups[index] = backup
         machine = self._machines[index]
+        if isinstance(machine, AuditedShard):
+            machine.opinions.view = view
         machine.pinned = -1 if view.lease is None else self.plan.cadence.updates_before(index, view.lease.version)
         done = machine.handle(shard_events.Assigned(primary, backup is not None, fresh))
         verdict = self._clip.verdict(machine.version) if self._clip is not None else None

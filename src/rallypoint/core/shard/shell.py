@@ -137,13 +137,15 @@ class ServerShell(Generic[L]):
         """
         return self.machine.is_primary(shard) and not self.fence.is_stale(number)
 
-    def may_contribute(self, worker: str, first: int, count: int) -> bool:
-        """Does a contribution of these replicas, or a codec state, count if it comes from `worker`?
+    def may_contribute(self, worker: str, first: int, count: int, step: int = -1) -> bool:
+        """Does a contribution of these replicas (to `step`), or a codec state, count if it comes from `worker`?
 
         Every honest one does. A worker that was given up meanwhile counts none of what it sent as delivered.
         """
-        view = self.machine.view
-        return view is not None and view.takes(worker, range(first, first + count))
+        view, audits, replicas = self.machine.view, self.machine.plan.audits, range(first, first + count)
+        if view is None or view.takes(worker, replicas):
+            return view is not None
+        return audits is not None and step >= 0 and audits.may_contribute(view, worker, step)
 
     def may_begin(self, worker: str) -> bool:
         """Is this the worker that uploads the first version of the generation?"""

@@ -92,6 +92,11 @@ class Presum:
         """The shard's primary may not have what it was sent."""
         self._sent.pop(shard, None)
 
+    def forget(self, replicas: Iterable[int]) -> None:
+        """These replicas' contributions, which were sent one by one, are to be sent again."""
+        for sent in self._sent.values():
+            sent.difference_update(replicas)
+
     def clear(self) -> None:
         """Another step begins, or a generation."""
         self._sent.clear()

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rallypoint.core.audits.choice import Audits
+from rallypoint.core.audits.duties import Duties
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.sums.presum import Part
 from rallypoint.core.sums.tree import leaf
@@ -61,6 +63,8 @@ class WorkerMachine(SlotMachine):
     """
 
     cadence: Cadence = TOGETHER
+    audits: Audits | None = None
+    _duties: Duties = field(init=False)
     _versions: Versions = field(init=False)
     _here: Unanimity = field(init=False)
     _wanted: frozenset[int] = frozenset()  # the shards that the replica in progress is computed for
@@ -69,7 +73,7 @@ class WorkerMachine(SlotMachine):
 
     def __post_init__(self) -> None:
         SlotMachine.__post_init__(self)
-        self._versions = Versions(self._slots, self.cadence)
+        self._versions, self._duties = Versions(self._slots, self.cadence), Duties(self.me, self.audits)
         self._here = Unanimity(self.shards)
 
     # ---- questions the shell asks ----
@@ -124,9 +128,11 @@ class WorkerMachine(SlotMachine):
 
     @property
     def assigned(self) -> Sequence[int]:
-        """The replicas to compute at the step in progress, ascending; backup tasks included."""
-        own = self.view.replicas_of(self.me, self.step) if self.view is not None else ()
-        return sorted({*own, *self._assists})
+        """The replicas to compute at the step in progress, ascending: its own and backup tasks; then those it audits.
+        """
+        assigned = self.view.replicas_of(self.me, self.step) if self.view is not None else ()
+        own = sorted({*assigned, *self._assists})
+        return [*own, *(replica for replica in self._duties.replicas if replica not in own)]
 
     def may_fill(self, shard: int) -> bool | None:
         """True if the gradient may be written into the slot now; False: wait; None: nobody needs this gradient."""
@@ -203,7 +209,8 @@ class WorkerMachine(SlotMachine):
     def _filled(self, shard: int, part: Part | None) -> list[Effect]:
         home, over = self._home(shard), self._versions.newest[shard] > self.step
         # Servers refuse what it computes if it was given up meanwhile, also when it has joined again.
-        taken = self.view is not None and self._computing is not None and self.view.takes(self.me, (self._computing,))
+        computed = self._computing
+        taken = self.view is not None and computed is not None and self._duties.takes(self.view, self.step, computed)
         use = taken and not self.rewound and not over
         part = part or Part((), leaf(self._computing or 0), keep=False)
         block = self.presum.filled(shard, part, use=use, send=home in self._links)
@@ -244,7 +251,7 @@ class WorkerMachine(SlotMachine):
         self._versions.begin_step()
         self.presum.clear()
         assert self.view is not None
-        self.presum.plan(self.view.replicas_of(self.me, self.step))
+        self._duties.plan(self.view, self.step, self.presum)
         self._assists.clear()
         return self._seek()
 
@@ -259,7 +266,7 @@ class WorkerMachine(SlotMachine):
             self._forget(self._moved(before, view, stayed))
         if self.computing and self.reads >= self.steps:
             self.rewound = True  # the job ends before that step
-        self.presum.plan(view.replicas_of(self.me, self.step))
+        self._duties.plan(view, self.step, self.presum)
         following = view.ending or view.takes_part(self.me, self.step)
         begins, ends = following and not self.following, self.following and not following
         self.following = following

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rallypoint.core.audits.choice import Audits
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.modes import Holder, ModeTraits, Pace
 from rallypoint.core.sums.presum import Presum
@@ -29,6 +30,7 @@ class WorkerPlan:
         codec_state_shards: the shards whose codec has a state for each replica.
         presum: what the worker adds up before it sends it.
         overlaps: a forward pass may begin before all of its version is here.
+        audits: the contributions that a second worker computes too; None: there are none.
     """
 
     shards: int
@@ -39,6 +41,7 @@ class WorkerPlan:
     codec_state_shards: tuple[int, ...] = ()
     presum: tuple[frozenset[int], int, int] = (frozenset(), 1, 1)  # see `core/sums/presum.py`: Presum
     overlaps: bool = False
+    audits: Audits | None = None
 
 
 def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = lambda machine: machine) -> WorkerShell:
@@ -53,6 +56,7 @@ def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = l
             aligned = kind(
                 me, plan.shards, plan.buffer_shards, plan.rounds, cadence=plan.cadence,
                 in_order=plan.mode.holder is Holder.WORKERS, presum=Presum(*plan.presum),
+                audits=plan.audits,
             )  # fmt: skip
             return WorkerShell(watch(aligned), states, _snapshots(plan, aligned))
 

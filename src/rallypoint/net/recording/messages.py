@@ -1,4 +1,4 @@
-"""Control messages that record what was computed, for replays (`fingerprints=`)."""
+"""Control messages about what was computed: digests for replays (`fingerprints=`), findings of audits (`audit=`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from rallypoint.net.greetings import AnyMessage
 
 MOST_DIGESTS = 1 << 17
 Digests = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=MOST_DIGESTS * DIGEST_BYTES)]
+
+Workers = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=16)]
 
 
 class Fingerprint(AnyMessage, frozen=True):
@@ -35,4 +37,19 @@ class Updated(Fingerprint, frozen=True):
     version: Index
     shard: Index
     digests: Digests
+    generation: ViewNumber = ViewNumber()
+
+
+class AuditFound(AnyMessage, frozen=True):
+    """From a server: what an audit of this contribution has found, first in this shard.
+
+    `agreed` have sent the same bytes and `others` something else: they have lost. Without `agreed`, all of `others`
+    have sent different bytes, and the step waits.
+    """
+
+    step: Index
+    replica: Index
+    shard: Index
+    agreed: Workers
+    others: Workers
     generation: ViewNumber = ViewNumber()

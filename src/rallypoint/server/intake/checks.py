@@ -74,6 +74,9 @@ class FrameChecks:
         if self._job.config.policy.tree:
             if header.base and not is_block(block, replicas):
                 raise ProtocolError(f"replicas {block.start} to {block.stop - 1} are no block of {replicas} replicas")
+            audits = self._job.plan.audits
+            if header.base and audits is not None and audits.audited(header.step):
+                raise ProtocolError(f"replicas {block.start} to {block.stop - 1} are added up, and the step is audited")
             bad = header.flags & (NOT_FINITE | BAD_GRADIENT)
             if header.wants >> (min(32, block.size) if bad else 0):
                 raise ProtocolError(f"a wish for {header.wants}: nobody asks in this job, and no such replicas are bad")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from rallypoint.codec.base.rows import check_gradient, decode_ids
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.core.layout import Shard
+from rallypoint.core.sums.digests import leaf_digest
 from rallypoint.errors import ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
@@ -74,7 +75,7 @@ class Intake:
             case Kind.PUSH:
                 self._tracer.on = self._traced[0] <= header.step < self._traced[1]
                 if (received := self._payload(channel, header)) is not None:
-                    self._put(inbox.Pushed(channel, worker, *received))
+                    self._put(inbox.Pushed(channel, worker, *received, self._digest(*received)))
                 else:
                     self._give_back(channel)
             case Kind.INITIAL | Kind.STATE:
@@ -108,6 +109,13 @@ class Intake:
                 self._put(inbox.Fetched(channel, worker, header.shard, header.step))
             case _:
                 raise ProtocolError(f"a {header.kind.name} frame from a worker")
+
+    def _digest(self, header: Header, buffer: Buffer) -> bytes:
+        """The digest of an audited contribution; b"" for another one."""
+        audits = self._job.plan.audits
+        if audits is None or not audits.audited(header.step):
+            return b""
+        return leaf_digest(buffer.bytes[: header.length])
 
     def _codec_state(self, channel: Channel, header: Header, worker: str) -> None:
         self._checks.codec_state(header)

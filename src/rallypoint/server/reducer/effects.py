@@ -14,6 +14,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.messages import CaughtUp, Disproved, NotStored
 from rallypoint.observe.trace import Tracer
+from rallypoint.server.audits import AuditReports
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
 from rallypoint.server.followers import Followers
@@ -41,7 +42,8 @@ class Desk:
     tickets: Tickets
     ledger: Ledger
     fingerprints: Fingerprints
-    audits: ServerAudits
+    at_rest: ServerAudits
+    audits: AuditReports
     followers: Followers
     replication: Replication
     decisions: Decisions
@@ -127,7 +129,7 @@ class Effects:
             case shard_effects.Install(ticket=ticket, version=version):
                 nbytes = self._tickets.nbytes(ticket)
                 owned.install(self._tickets.settle(ticket), version, nbytes)
-                desk.audits.loaded(index, version)
+                desk.at_rest.loaded(index, version)
             case shard_effects.Discard(at=at):
                 owned.discard(at)
             case shard_effects.Abandon():
@@ -136,11 +138,13 @@ class Effects:
             case shard_effects.Choose():
                 desk.replication.send_choice(index, effect)
             case shard_effects.Fill(version=version):
-                desk.audits.check(index)
+                desk.at_rest.check(index)
                 desk.replication.send_state(owned.state(version, self._clocks(index), wires=True))
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
                 wait = Header(Kind.WAIT, shard=index, base=clock, wants=wants(replica))
                 desk.followers.tell(follower, wait, urgent=True)
+            case shard_effects.Accepted() | shard_effects.Disputed():
+                desk.audits.found(index, effect)
             case shard_effects.CaughtUp():
                 desk.context.say(CaughtUp({index: desk.shell.machine.caught_up[index]}))
             case shard_effects.Capture(version=version, missed=missed):
@@ -150,20 +154,20 @@ class Effects:
                     desk.context.say(NotStored(desk.capture.snapshot, too_late, version))
                 else:
                     desk.capture.wanted(index, version)
-                    desk.audits.awaits_use(index, version)
+                    desk.at_rest.awaits_use(index, version)
             case _:
                 raise AssertionError(f"an effect that nobody runs: {effect}")
 
     def _apply(self, index: int, owned: HeldShard, effect: shard_effects.Apply) -> None:
         desk = self._desk
-        desk.audits.check(index)
+        desk.at_rest.check(index)
         if desk.capture is not None:
             desk.capture.before_update(index)
         desk.gathering.pop(index, None)
         with self._tracer.span("apply", shard=index, step=effect.step):
             finished = owned.apply(self._timed(index, effect))
         desk.fingerprints.applied(index, effect.version, owned)
-        desk.audits.made(index, effect.version)
+        desk.at_rest.made(index, effect.version)
         if self.in_ledger(index, effect.version - 1):
             self._enter(index, self._cadence.round_of(index, effect.version - 1))
         if finished is not None:
@@ -196,7 +200,7 @@ class Effects:
         if self._desk.capture is not None:
             self._desk.capture.disowned(index)
         self._desk.gathering.pop(index, None)
-        self._desk.audits.rest.moved(index)
+        self._desk.at_rest.rest.moved(index)
         self._owned.pop(index).release()
 
     def _clocks(self, index: int) -> tuple[int, ...]:

@@ -99,6 +99,7 @@ class Pushed:
     worker: str
     header: Header
     buffer: Buffer
+    digest: bytes = b""  # of an audited contribution
 
 
 @dataclass(frozen=True, slots=True)

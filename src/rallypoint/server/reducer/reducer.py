@@ -20,6 +20,7 @@ from rallypoint.net.messages import CaughtUp, Say
 from rallypoint.net.pool import Buffer
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
+from rallypoint.server.audits import AuditReports
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
 from rallypoint.server.followers import Followers
@@ -79,7 +80,8 @@ class Reducer:
             replication=self._replication, context=context, tracer=tracer, restores=self._restores,
             decisions=Decisions(self.shell, context, put),
             fingerprints=Fingerprints(job.record.layout, job.config.fingerprints, context.say, self.shell.fence),
-            audits=self._audits, codec_states=self._codec_states, capture=self.capture,
+            at_rest=self._audits,
+            audits=AuditReports(context.say, self.shell.fence), codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
         self._effects = Effects(self._desk)
         self._handlers = self._table()
@@ -169,6 +171,7 @@ class Reducer:
             self._context.say(CaughtUp(dict(shards)))
         if not event.new:
             self._ledger.repeat()
+            self._desk.audits.repeat()
             self._effects.run(self.machine.report_again())
 
     def _capture_wanted(self, event: inbox.CaptureWanted) -> None:
@@ -211,7 +214,7 @@ class Reducer:
         header = event.header
         tree = self.job.config.policy.tree
         base, count = (0, header.base + 1) if tree else (header.base, 1)
-        if not self.shell.may_contribute(event.worker, header.replica, count):
+        if not self.shell.may_contribute(event.worker, header.replica, count, header.step):
             self._takes(event.channel, header, event.buffer, may=False)
             self._asked_with(event)
             return
@@ -227,6 +230,7 @@ class Reducer:
             finite=not header.flags & (NOT_FINITE | BAD_GRADIENT), base=base, count=count,
             bad=bad_replicas(header) if tree else (),
             whole=header.flags & (NOT_FINITE | BAD_GRADIENT) != BAD_GRADIENT,  # a loss that is not finite says more
+            sender=event.worker, digest=event.digest,
         )  # fmt: skip
         self._effects.handle(header.shard, contribution)
         self._asked_with(event)

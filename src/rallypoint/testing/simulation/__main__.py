@@ -12,7 +12,17 @@ from typing import Annotated
 import typer
 
 from rallypoint.core.policy import AllReduce, Sync
-from rallypoint.testing.simulation.policies import WORDS, Deciding, Flipped, Played, Scaled, parse_policy, replay_line
+from rallypoint.testing.simulation.policies import (
+    WORDS,
+    Audited,
+    AuditedWrong,
+    Deciding,
+    Flipped,
+    Played,
+    Scaled,
+    parse_policy,
+    replay_line,
+)
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
 
 _CHUNK = 10
@@ -42,7 +52,7 @@ def main(
     failures = [failure for failure in _play(range(first, first + seeds), sync) if failure]
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
-    same = sync in (Sync(), AllReduce(), Scaled(), Deciding(), Flipped())
+    same = sync in (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped())
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well
     print(f"{policy}: {seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")

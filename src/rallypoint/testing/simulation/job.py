@@ -21,6 +21,7 @@ from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalStep
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.core.table import Part
 from rallypoint.testing.simulation.replicas import scale as loss_scale
+from rallypoint.testing.simulation.replicas.audited import AuditedJob
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
 from rallypoint.testing.simulation.replicas.decided import Undisturbed
 from rallypoint.testing.simulation.replicas.names import combine, tree
@@ -52,8 +53,8 @@ class SimulatedJob:
     every: int = 0  # an evaluation is due after so many steps; 0: never
     rules: Rules = field(default_factory=Rules)  # by which evaluations decide
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
-    # (shard, replica) of codec states that were between two workers when their server died, or their shard moved
-    lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)
+    lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)  # states that were under way
+    audits: AuditedJob | None = None
     fp16: bool = False  # it scales losses: the last shard of buffers has the loss scale, and `skip` is set
     buffer_shards: frozenset[int] = field(init=False)
     scale_shard: int = field(init=False)  # -1: none
@@ -75,8 +76,7 @@ class SimulatedJob:
     @cached_property
     def table_shards(self) -> frozenset[int]:
         """The parts of the table: the last shards but those of buffers."""
-        stop = self.shards - self.buffers
-        return frozenset(range(stop - self.tables, stop))
+        return frozenset(range(self.shards - self.buffers - self.tables, self.shards - self.buffers))
 
     @property
     def nothing(self) -> Content:
@@ -104,6 +104,7 @@ class SimulatedJob:
             nonfinite="skip" if self.skip else "stop", sync=self.sync, codec=self.codec,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
             plateau=self.rules.plateau, keep_best=self.rules.best.metric if self.rules.best else "",
+            audit=self.audits.share if self.audits else 0.0,
         )  # fmt: skip
         return msgspec.structs.replace(config, steps=self.steps * config.steps_per_round)
 
@@ -295,8 +296,7 @@ class SimulatedJob:
         if shard in self.buffer_shards:
             return 0.0, -1
         if self.same_bytes:
-            norm = self.norm(shard, finished)
-            poisoned = self.poison is not None and step == self.poison[0]
+            norm, poisoned = self.norm(shard, finished), self.poison is not None and step == self.poison[0]
             return norm, 3 if poisoned or not math.isfinite(norm) else -1
         bad = any(self.defect(step, replica) in ("gradient", "unseen") for step, replica in finished)
         return self.norm(shard, finished), 3 if bad else -1

@@ -13,9 +13,11 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
-from rallypoint.testing.simulation.flips.job import AuditedJob, audited
+from rallypoint.testing.simulation.flips.job import FlippedJob, with_audits
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.policies import (
+    Audited,
+    AuditedWrong,
     CodecState,
     Deciding,
     Evaluating,
@@ -28,6 +30,7 @@ from rallypoint.testing.simulation.policies import (
     Stopped,
     Tables,
 )
+from rallypoint.testing.simulation.replicas.audited import AuditedJob
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
@@ -87,6 +90,8 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
         return _evaluating(_plan_of(seed, _SYNC))
     if isinstance(played, Deciding):
         return _deciding(_plan_of(seed, _SYNC))
+    if isinstance(played, Audited | AuditedWrong):
+        return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, AuditedWrong))
     if isinstance(played, Flipped):
         return _flipped(_plan_of(seed, _SYNC))
     if isinstance(played, InnerState):
@@ -181,6 +186,21 @@ def _deciding(plan: Plan) -> Plan:
     )
 
 
+def _audited(plan: Plan, *, wrong: bool) -> Plan:
+    """No aggregators. Where a worker computes wrong, everything is audited and the job waits for three workers."""
+    rng = random.Random(plan.seed * 7919 + 13)
+    faults = tuple(fault for fault in plan.faults if fault.role != "aggregator")
+    plan = replace(plan, faults=faults, aggregators=0)
+    if not wrong:
+        return replace(plan, job=replace(plan.job, audits=AuditedJob(rng.choice([0.2, 0.7, 1.0]))))
+    workers, most = rng.randint(3, 5), rng.randint(5, 7)
+    terms = msgspec.structs.replace(plan.terms, workers_start=workers, workers_min=3, workers_max=most)
+    audits = AuditedJob(1.0, f"worker{rng.randint(1, workers)}", rng.randrange(plan.job.steps))
+    return replace(plan, workers=workers, terms=terms, job=replace(
+        plan.job, audits=audits, replicas=rng.randint(3, 6)
+    ))  # fmt: skip
+
+
 def _flipped(plan: Plan) -> Plan:
     """Bits flip in servers' memory. Where each version is audited, whatever else happens; in every third plan only some
     versions are: one bit flips there, of a shard that has a backup, and only workers die."""
@@ -189,7 +209,7 @@ def _flipped(plan: Plan) -> Plan:
     flips = tuple(
         Fault(rng.uniform(0.5, 2.5), "flip", "server") for _ in range(1 if rare else rng.randint(1, 3))
     )
-    job = audited(plan.job, rng.randint(2, 4) if rare else 1)
+    job = with_audits(plan.job, rng.randint(2, 4) if rare else 1)
     if not rare:
         return replace(plan, job=job, faults=(*plan.faults, *flips))
     kinds = ("crash", "join", "leave", "pause")
@@ -323,7 +343,9 @@ def hesitates(seed: int) -> bool:
 def played_by(plan: Plan) -> Played:
     """What a plan was made for."""
     job = plan.job
-    if isinstance(job, AuditedJob):
+    if job.audits is not None:
+        return AuditedWrong() if job.audits.wrong else Audited()
+    if isinstance(job, FlippedJob):
         return Flipped()
     if job.fp16 or job.every:
         return Scaled() if job.fp16 else Deciding() if job.rules.steers else Evaluating()

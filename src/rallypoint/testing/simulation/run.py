@@ -16,7 +16,7 @@ from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
-from rallypoint.testing.simulation.flips.job import AuditedJob
+from rallypoint.testing.simulation.flips.job import FlippedJob
 from rallypoint.testing.simulation.flips.server import AuditedServer
 from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
@@ -103,7 +103,7 @@ class Simulation:
         name = self._name("server")
         job = self.plan.job
         self.servers[name] = (
-            AuditedServer(self.world, name, job, self.store) if isinstance(job, AuditedJob)
+            AuditedServer(self.world, name, job, self.store) if isinstance(job, FlippedJob)
             else SimulatedServer(self.world, name, job, self.store)
         )  # fmt: skip
 
@@ -233,6 +233,8 @@ class Simulation:
 
     def _check(self) -> None:
         if self.plan.job.poison is not None and self._stopped_for(self.plan.job.poison):
+            return
+        if (audits := self.plan.job.audits) is not None and audits.check(self.outcome.said, self.outcome.aborted):
             return
         if self.plan.job.stop is not None and self.plan.job.stop.leaves:
             if "call run.stop() instead" in self.outcome.aborted:

@@ -16,6 +16,7 @@ from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.messages import Applied, Beat, Disproved, Finished
+from rallypoint.server.audits import AuditReports
 from rallypoint.server.plan import plan_of
 from rallypoint.server.reducer.ledger import ENTRIES
 from rallypoint.server.service import LEAVING_EVERY_S
@@ -26,6 +27,7 @@ from rallypoint.testing.simulation.link import PeerWires
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.replicas import scale as loss_scale
+from rallypoint.testing.simulation.replicas.audited import with_digest
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
 from rallypoint.testing.simulation.server_checks import Held
 from rallypoint.testing.simulation.store import SimulatedStore
@@ -59,6 +61,7 @@ class SimulatedServer:
         self._pulls, self._running = ServerPulls(job), 0
         self._codec_states = ServerCodecStates(name, job, self._tell, self._write) if job.codec_state_shards else None
         world.acceptors[name] = self
+        self._audits = AuditReports(lambda found: self.membership.send(found), self.shell.fence)
         self.membership = Membership(
             self.node, "server", self._on_message, self._on_admitted, name,
             lambda: Beat(self._peers.unreachable()),
@@ -72,6 +75,7 @@ class SimulatedServer:
         if not new:
             for entry in self._ledger:  # a restarted coordinator may not have them
                 self.membership.send(entry)
+            self._audits.repeat()
             self._run(self.machine.report_again())
 
     def leave(self) -> None:
@@ -137,7 +141,7 @@ class SimulatedServer:
         shell = self.shell
         match message:
             case ("push", number, shard, step, replica, count, content, base, wants) if shell.takes(shard, number):
-                if not shell.may_contribute(who, replica, count):
+                if not shell.may_contribute(who, replica, count, step):
                     self._run([] if wants is None else shell.want(wire, who, shard, wants))
                     return
                 if self._codec_states is not None and isinstance(content, Coded):
@@ -146,7 +150,7 @@ class SimulatedServer:
                 flags = [self.job.flags(shard, step, r) for r in range(replica, replica + count)]
                 finite, whole = all(flag[0] for flag in flags), all(flag[1] for flag in flags)
                 event = shard_events.Contribute(step, replica, float(count), ticket, finite, base, whole, count)
-                self._handle(shard, event)
+                self._handle(shard, with_digest(self.job, event, who, content))
                 if wants is not None:
                     self._run(shell.want(wire, who, shard, wants))
             case ("want", _, shard, replica):
@@ -235,6 +239,8 @@ class SimulatedServer:
                     self._decide_later(effect)
                 case machine.Report(verdict=verdict):
                     server_checks.report(self, verdict)
+                case machine.On(shard=shard, effect=shard_effects.Accepted() | shard_effects.Disputed() as found):
+                    self._audits.found(shard, found)
                 case machine.On(shard=shard, effect=on):
                     self._run_on(shard, self.held[shard], on)
         self._running -= 1

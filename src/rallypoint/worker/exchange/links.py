@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, audits_of
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.handshake import Credentials
 from rallypoint.net.transport import Transport, share_of
@@ -41,6 +41,7 @@ class Links:
         self._lock = threading.Lock()  # of what follows: the coordinator's thread and the main thread change it
         self._overdraws = False
         self._overdrawn_step = -1
+        self._audits = audits_of(config)
 
     def get(self, server: str) -> ServerLink | None:
         """Return the link to that server; None if no view here has named it."""
@@ -69,9 +70,14 @@ class Links:
             self._switch(True)
 
     def installed(self, version: int) -> None:
-        """The worker has installed `version`. Keep to the window again, unless links overdraw for that step too."""
+        """The worker has installed `version`. Keep to the window again, unless links overdraw for that step too: they
+        do if it is audited."""
         with self._lock:
-            if version > self._overdrawn_step:
+            if self._audits is not None and self._audits.audited(version):
+                # It sends lower replicas after its own: while they are missing, servers keep credit of higher ones back
+                self._overdrawn_step = max(version, self._overdrawn_step)
+                self._switch(True)
+            elif version > self._overdrawn_step:
                 self._switch(False)
 
     def _switch(self, on: bool) -> None:

@@ -6,7 +6,7 @@ It needs no torch, because the simulation uses it too.
 from __future__ import annotations
 
 from rallypoint.codec.spec import Raw
-from rallypoint.config import JobConfig, cadence_of, codec_of
+from rallypoint.config import JobConfig, audits_of, cadence_of, codec_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.worker.factory import WorkerPlan
 
@@ -24,7 +24,7 @@ def worker_plan(
         buffer_shards=frozenset(shard.index for shard in shards if config.contributors(shard.role) == 1),
         cadence=cadence_of(config, shards), codec_state_shards=codec_state_shards, presum=_presum(config, layout),
         # Rows of tables are pulled at a version that exists everywhere
-        overlaps=early and config.overlaps and not layout.tables,
+        overlaps=early and config.overlaps and not layout.tables, audits=audits_of(config),
     )  # fmt: skip
 
 

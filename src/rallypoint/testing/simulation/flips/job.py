@@ -12,18 +12,18 @@ from rallypoint.testing.simulation.job import SimulatedJob
 
 
 @dataclass(frozen=True)
-class AuditedJob(SimulatedJob):
-    """Like SimulatedJob, with ``audit_servers=audits``."""
+class FlippedJob(SimulatedJob):
+    """Like SimulatedJob, with ``audit_servers=checks``."""
 
-    audits: int = 1
+    checks: int = 1
 
     @cached_property
     def config(self) -> JobConfig:
         """The settings that a real job of this kind has."""
-        return msgspec.structs.replace(super().config, audit_servers=self.audits)
+        return msgspec.structs.replace(super().config, audit_servers=self.checks)
 
 
-def audited(job: SimulatedJob, every: int) -> AuditedJob:
+def with_audits(job: SimulatedJob, every: int) -> FlippedJob:
     """The same job, with audits of every so many versions."""
     given = {field.name: getattr(job, field.name) for field in fields(job) if field.init}
-    return AuditedJob(**given, audits=every)
+    return FlippedJob(**given, checks=every)

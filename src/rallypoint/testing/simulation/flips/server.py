@@ -16,7 +16,7 @@ from rallypoint.core.shard import server as machine
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.auditing.messages import StateChanged
-from rallypoint.testing.simulation.flips.job import AuditedJob
+from rallypoint.testing.simulation.flips.job import FlippedJob
 from rallypoint.testing.simulation.network import Wire, World
 from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.testing.simulation.replicas.names import combine
@@ -35,8 +35,8 @@ class _ChangedAtRest(Exception):
 class AuditedServer(SimulatedServer):
     """One server process in a job of audits. `changed` is what it has told of its memory; None while it is sound."""
 
-    def __init__(self, world: World, name: str, job: AuditedJob, store: SimulatedStore) -> None:
-        self.rest = AtRest(job.audits)
+    def __init__(self, world: World, name: str, job: FlippedJob, store: SimulatedStore) -> None:
+        self.rest = AtRest(job.checks)
         self.changed: StateChanged | None = None
         self._unproven: dict[int, tuple[str, int, Content, tuple[int, ...]]] = {}  # records of a snapshot, by shard
         self._waiting_frames: list[tuple[Wire, str, Any]] = []

@@ -63,7 +63,9 @@ class InnerOptimizers:
     def contribution(self, shard: int, round: int, replica: int, model: Sequence[Content]) -> Content:
         """What the replica contributes to the shard."""
         began_with = (*model, self._state.before) if self._job.same_bytes else model
-        return self._job.gradient(shard, round, replica, began_with)
+        gradient = self._job.gradient(shard, round, replica, began_with)
+        audits = self._job.audits
+        return gradient if audits is None else audits.computed(self._name, round, gradient)
 
     def made(self, round: int, replica: int, model: Sequence[Content]) -> None:
         """The last step of the round is made."""

@@ -1,0 +1,163 @@
+"""What follows from audits: who computes a disputed contribution once more, and who has lost (`audit=`).
+
+A server tells of a dispute: two workers have sent different bytes for the same contribution. The next view names a
+third worker (`View.disputes`), which computes it too. The server then tells who agreed and who has lost. The step waits
+all the while, and nothing that has lost is applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rallypoint.core.audits.choice import Audits, computing
+from rallypoint.core.cluster.auditing.servers import disputed, state_changed
+from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.effects import Abort, Effect, Refuse, Say
+from rallypoint.core.cluster.events import AuditFound, Disproved, StateChanged
+from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.succession import Succession
+from rallypoint.core.view import Dispute, View
+
+_REMEMBERED = 1024  # verdicts that are said once
+Left = Callable[[str, str], list[Effect]]
+
+
+@dataclass(slots=True)
+class Auditing:
+    """The coordinator's part of audits. `left(member, why)` is what happens when a member is gone."""
+
+    course: Course
+    succession: Succession
+    _told: dict[tuple[object, ...], None] = field(default_factory=dict)
+    _alone: str = ""  # the worker of which it was said that nobody can audit it
+
+    def handle(self, event: AuditFound | Disproved | StateChanged, left: Left) -> list[Effect]:
+        """A server has found that a member holds, or has computed, other bytes than others."""
+        if isinstance(event, Disproved):
+            return disputed(event, self.course, left, lambda why: self.succession.recover(why=why))
+        if isinstance(event, StateChanged):
+            return state_changed(event, self.course, left)
+        view, audits = self.course.view, self._audits
+        if view is None or audits is None or self.course.phase is not Phase.RUNNING:
+            return []
+        known = view.primary.get(event.shard) == event.server and self.course.is_current(event.generation)
+        if not known or event.replica >= audits.replicas or not audits.audited(event.step):
+            return []
+        return self._judged(event, view, left) if event.agreed else self._disputed(event, view)
+
+    def advance(self) -> list[Effect]:
+        """Name another third worker where the one that was named is gone; say when nobody can audit."""
+        course, audits = self.course, self._audits
+        if audits is None or course.view is None or course.phase is not Phase.RUNNING:
+            return []
+        return [*self._say_alone(course.view), *self._name_thirds(course.view, audits)]
+
+    # ---- disputes ----
+
+    def _disputed(self, event: AuditFound, view: View) -> list[Effect]:
+        if event.step < self.course.furthest:
+            return []  # it is over: somebody has computed a later step
+        name = f"step {event.step}, replica {event.replica} (shard {event.shard})"
+        if len(event.others) > 2:
+            return self.course.end(Abort(
+                f"audit: {_named(event.others, view)} have each computed something else for {name}, so nobody knows "
+                "which is right: compare these machines with `rallypoint doctor`, and replay the step"
+            ))  # fmt: skip
+        disputes = {(d.step, d.replica): d for d in self.course.views.disputes}
+        known = disputes.get((event.step, event.replica))
+        heard = tuple(sorted({*event.others, *(() if known is None else known.heard)}))
+        if known is not None and known.heard == heard:
+            return []
+        third = known.third if known is not None and known.third not in heard else ""
+        disputes[event.step, event.replica] = Dispute(event.step, event.replica, heard, third)
+        self.course.views.disputes = tuple(disputes.values())
+        said: list[Effect] = [Say(f"audit: {_named(event.others, view)} have computed different bytes for {name}")]
+        return said if self._is_new("dispute", event.step, event.replica, heard) else []
+
+    def _name_thirds(self, view: View, audits: Audits) -> list[Effect]:
+        wanted: list[Dispute] = []
+        said: list[Effect] = []
+        for dispute in self.course.views.disputes:
+            if dispute.step < self.course.furthest:
+                continue
+            third = dispute.third
+            if third in dispute.heard or third not in computing(view, dispute.step):
+                third = audits.another(view, dispute.step, dispute.replica, dispute.heard)
+                said += self._third(dispute, third, view)
+            if self.course.phase is not Phase.RUNNING:
+                return said
+            wanted.append(msgspec.structs.replace(dispute, third=third))
+        self.course.views.disputes = tuple(wanted)
+        return [*said, *(self.succession.advance() if tuple(wanted) != view.disputes else [])]
+
+    def _third(self, dispute: Dispute, third: str, view: View) -> list[Effect]:
+        name = f"step {dispute.step}, replica {dispute.replica}"
+        if third:
+            return [Say(f"audit: {_named([third], view)} computes {name} too, and decides")]
+        nobody = f"audit: nobody but {_named(dispute.heard, view)} computes, so nobody can decide {name}"
+        if self._action == "tell":
+            new = self._is_new("nobody", dispute.step, dispute.replica)
+            return [Say(f'{nobody}: its owner\'s contribution is used (audit_action="tell")')] if new else []
+        return self.course.end(Abort(
+            f"{nobody}, and audit_action={self._action!r} applies nothing that is in doubt: use three workers or more, "
+            "and compare these two with `rallypoint doctor`"
+        ))  # fmt: skip
+
+    # ---- verdicts ----
+
+    def _judged(self, event: AuditFound, view: View, left: Left) -> list[Effect]:
+        said: list[Effect] = []
+        for loser in event.others:
+            if not self._is_new("lost", event.step, event.replica, loser):
+                continue
+            why = (
+                f"audit: step {event.step}, replica {event.replica}, shard {event.shard}: {_named(event.agreed, view)} "
+                f"agree, and {_named([loser], view)} has computed something else; it was not applied"
+            )
+            if self._action == "stop":
+                return [*said, *self.course.end(Abort(f'{why} (audit_action="stop")'))]
+            said.append(Say(why))
+            if self._action == "drain" and loser in self.course.members.workers:
+                gone = "it has computed other bytes than two others: look at its machine before it takes part again"
+                self.course.members.apart.add(loser)  # it stands by, if it comes back
+                said += [Refuse(loser, f"given up: {why}"), *left(loser, gone)]
+        return said
+
+    # ---- the rest ----
+
+    def _say_alone(self, view: View) -> list[Effect]:
+        able = computing(view, self.course.furthest + 1)
+        if len(able) != 1:
+            self._alone = "" if able else self._alone
+            return []
+        if able[0] == self._alone:
+            return []
+        self._alone = able[0]
+        return [Say(f"audit: only {_named(able, view)} computes, so nobody can audit it")]
+
+    @property
+    def _audits(self) -> Audits | None:
+        if self.course.record is None or not (share := self.course.record.config.get("audit", 0.0)):
+            return None
+        return Audits(self.course.record.config.get("seed", 0), share, self.course.replicas)
+
+    @property
+    def _action(self) -> str:
+        return "" if self.course.record is None else str(self.course.record.config.get("audit_action", "drain"))
+
+    def _is_new(self, *name: object) -> bool:
+        if self.course.view is None or (name := (self.course.view.generation, *name)) in self._told:
+            return False
+        self._told[name] = None
+        if len(self._told) > _REMEMBERED:
+            del self._told[next(iter(self._told))]
+        return True
+
+
+def _named(workers: Collection[str], view: View) -> str:
+    """``worker1 on hosta and worker2 on hostb``."""
+    hosts = {member.id: member.host for member in view.workers}
+    return " and ".join(f"{worker} on {hosts[worker]}" if worker in hosts else worker for worker in workers)

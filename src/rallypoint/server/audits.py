@@ -1,0 +1,55 @@
+"""Tells the coordinator what audits of workers have found, and counts them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from rallypoint.core.shard.effects import Accepted, Disputed
+from rallypoint.core.shard.links import Fence
+from rallypoint.net.messages import Message
+from rallypoint.net.recording.messages import AuditFound
+
+_KEPT = 64  # the last findings, to tell them to a restarted coordinator
+
+
+class AuditReports:
+    """What audits on this server have found. `fence` gives the current generation. Owner thread only.
+
+    Of one contribution and the same workers only the first shard is told: a worker that computes something else mostly
+    does so in all of them.
+
+    Attributes:
+        done: contributions to a shard that two workers agreed on.
+        mismatches: those for which a third worker had to be asked.
+    """
+
+    def __init__(self, say: Callable[[Message], None], fence: Fence) -> None:
+        self._say, self._fence = say, fence
+        self._told: deque[AuditFound] = deque(maxlen=_KEPT)
+        self.done = self.mismatches = 0
+
+    def found(self, shard: int, effect: Accepted | Disputed) -> None:
+        """An audit of this shard was decided, or has to be."""
+        if isinstance(effect, Accepted):
+            self.done += len(effect.agreed) > 1
+            self.mismatches += bool(effect.lost)
+            if not effect.lost:
+                return
+            agreed, others = effect.agreed, effect.lost
+        else:
+            agreed, others = (), effect.heard
+        found = AuditFound(effect.step, effect.replica, shard, agreed, others, self._fence.generation)
+        if all(_named(found) != _named(before) for before in self._told):
+            self._told.append(found)
+            self._say(found)
+
+    def repeat(self) -> None:
+        """Tell the last findings again: a restarted coordinator may not have them."""
+        for found in self._told:
+            if found.generation == self._fence.generation:
+                self._say(found)
+
+
+def _named(found: AuditFound) -> tuple[object, ...]:
+    return found.generation, found.step, found.replica, found.agreed, found.others

@@ -1,0 +1,56 @@
+"""Audits under kills: the same bytes as the same job without audits, undisturbed. (A killed worker is in the walk of
+FEATURE x MODE.)"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rallypoint.core.modes import Feature, ModeName
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "modes"))
+
+from cell_jobs import CellJob
+from test_walk import (
+    Walk,
+    a_server_with_a_backup_is_killed,
+    a_straggler_is_helped_and_killed,
+    a_worker_is_killed,
+    everybody_with_the_state_is_killed,
+    undisturbed,
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[list[Walk]]:
+    walks: list[Walk] = []
+    yield walks
+    for walk in walks:
+        walk.close()
+
+
+@pytest.mark.slow
+def test_the_bytes_are_those_without_audits() -> None:
+    assert undisturbed(ModeName.SYNC, (Feature.AUDIT,)) == undisturbed(ModeName.SYNC, ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("happens", "feature"),
+    [
+        (a_worker_is_killed, Feature.BUFFERS),
+        (a_server_with_a_backup_is_killed, Feature.REPLICATION),
+        (everybody_with_the_state_is_killed, Feature.SNAPSHOTS),
+        (a_straggler_is_helped_and_killed, Feature.BACKUP_TASKS),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_whatever_is_killed_the_bytes_are_the_same(
+    happens: object, feature: Feature, home: list[Walk], tmp_path: Path
+) -> None:
+    home.append(Walk(tmp_path, CellJob(ModeName.SYNC, (Feature.AUDIT, feature))))
+    assert callable(happens)
+    happens(home[-1])

@@ -1,0 +1,69 @@
+"""Audits on a simulated cluster, whatever happens: the same bytes, nobody blamed who is right, who is wrong found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rallypoint.core.audits.duties import Duties
+from rallypoint.core.audits.opinions import Opinions
+from rallypoint.core.cluster.view_sequence import ViewSequence
+from rallypoint.core.shard.events import Contribute
+from rallypoint.testing.simulation.policies import Audited, AuditedWrong, parse_policy, word_for
+from rallypoint.testing.simulation.run import first_failure, simulate
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_killed_the_bytes_are_the_same_and_nobody_is_blamed(seed: int) -> None:
+    simulate(seed, Audited())
+
+
+@pytest.mark.parametrize("seed", [*range(5), 1108, 1134, 2099])
+def test_a_worker_that_computes_wrong_changes_no_byte(seed: int) -> None:
+    simulate(seed, AuditedWrong())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("played", [Audited(), AuditedWrong()])
+def test_many_jobs_with_audits(played: Audited | AuditedWrong) -> None:
+    for seed in range(3000, 3010):
+        simulate(seed, played)
+
+
+def test_they_have_words() -> None:
+    assert word_for(parse_policy("audited")) == "audited"
+    assert word_for(parse_policy("audited:wrong")) == "audited:wrong"
+
+
+def test_a_server_that_waits_for_no_second_opinion_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def believes(self: Opinions, event: Contribute) -> tuple[bool, list[Any]]:
+        return True, []
+
+    monkeypatch.setattr(Opinions, "hear", believes)
+    assert "other bytes" in first_failure(AuditedWrong(), range(10))
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_left_alone_and_sends_nothing_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Duties.plan
+
+    def forgets_nothing(self: Duties, view: Any, step: int, presum: Any) -> None:
+        self._planned = (-1, False, frozenset())
+        plan(self, view, step, presum)
+
+    monkeypatch.setattr(Duties, "plan", forgets_nothing)
+    first_failure(Audited(), range(60))
+
+
+def test_a_coordinator_whose_view_names_no_third_worker_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    following = ViewSequence.following
+
+    def names_nobody(self: ViewSequence, *args: Any, **named: Any) -> Any:
+        disputes, self.disputes = self.disputes, ()
+        view = following(self, *args, **named)
+        self.disputes = disputes
+        return view
+
+    monkeypatch.setattr(ViewSequence, "following", names_nobody)
+    first_failure(AuditedWrong(), range(10))
