@@ -8,6 +8,7 @@ import msgspec
 
 from rallypoint.config import JobConfig, parse, record_of
 from rallypoint.errors import ConfigError, ProtocolError
+from rallypoint.net.auditing.messages import StateChanged
 from rallypoint.net.messages import (
     Accounted,
     Applied,
@@ -47,7 +48,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
-        *(Updated, AuditFound),
+        *(Updated, AuditFound, StateChanged),
     ),
     "aggregator": (Knows, Beat, Say),
     "observer": (SnapshotWanted, Resize, Release),

@@ -20,6 +20,7 @@ from rich.text import Text
 from rallypoint.core.shard.clip import phrase
 from rallypoint.launch.output import Line
 from rallypoint.launch.plan import Launch
+from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
@@ -147,7 +148,7 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case Say(text=text) | Waiting(text=text):
+            case Say(text=text) | Waiting(text=text) | ServerMismatch(text=text):
                 self.say(escape(text))
             case Held(text=text):
                 self.holding = True
