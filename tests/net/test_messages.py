@@ -16,6 +16,7 @@ from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
 from rallypoint.core.view import Assignment, Member, Stop, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
+from rallypoint.net.auditing.messages import ServerMismatch, StateChanged
 from rallypoint.net.evaluations.messages import Evaluated, Evaluates, NotKept
 from rallypoint.net.ordering.messages import Drain, Ordered, Pause, StopWanted
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
@@ -51,6 +52,7 @@ EXAMPLES: list[m.Message] = [
     Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), NotKept(7, ViewNumber(2, 1)),
     Contributed(7, 1, 0.5, bytes(32), ViewNumber(2, 1)), Updated(8, 3, bytes(16), ViewNumber(2, 1)),
     AuditFound(7, 1, 3, ("w0", "w2"), ("w1",), ViewNumber(2, 1)),
+    StateChanged(3, 7, ViewNumber(2, 1)), ServerMismatch("words", 3, 7, ("s0", "s1")),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
     Pause(False), StopWanted("enough"), Drain("w0"), Ordered("Pause", "paused", refused=True),
     Sampled(5.0, 0.5, 6, 8, gpus=(GpuSample(0.5, 1, 2),), links={"h:1": LinkSample(0.1, 1.0, 2.0)}),

@@ -21,6 +21,7 @@ from rallypoint.coordinator.acts import (
     Send,
     failure_of,
     last_message,
+    sentence_of,
 )
 from rallypoint.coordinator.agreement import Agreement
 from rallypoint.coordinator.announcer import Announcer, Told
@@ -46,7 +47,6 @@ from rallypoint.net.messages import (
     Beat,
     Capture,
     Finished,
-    Held,
     Hello,
     Knows,
     Message,
@@ -310,12 +310,10 @@ class CoordinatorShell:
                 return self._publish(view, members)
             case cluster_effects.Assist(worker=worker, step=step, replica=replica):
                 return self._send(Assist(step, replica), worker)
-            case cluster_effects.Say(text=text):
-                return self._announce(Say(text))
+            case cluster_effects.Say() | cluster_effects.ServerMismatch() | cluster_effects.Hold():
+                return self._announce(sentence_of(effect))
             case cluster_effects.Note(text=text):
                 return [Log(Say(text))]
-            case cluster_effects.Hold(text=text):
-                return self._announce(Held(text))
             case cluster_effects.Finish() | cluster_effects.Abort():
                 return self._end(last_message(effect))
             case cluster_effects.Capture(snapshot=snapshot, version=version, writers=writers):

@@ -20,6 +20,7 @@ from rich.text import Text
 from rallypoint.core.shard.clip import phrase
 from rallypoint.launch.output import Line
 from rallypoint.launch.plan import Launch
+from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
@@ -148,7 +149,7 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case Say(text=text) | Waiting(text=text) | Ordered(text=text, refused=False):
+            case Say(text=text) | Waiting(text=text) | ServerMismatch(text=text) | Ordered(text=text, refused=False):
                 self.say(escape(text))
             case Held(text=text):
                 self.holding = True
@@ -179,8 +180,6 @@ class RunConsole:
                 self._stopped = (stopped_at, why)
                 self._over_at = self._over_at or time.monotonic()
                 self.finished = True
-            case _:
-                pass
 
     def warn_of_silence(self, after: float) -> None:
         """Warn when the coordinator has sent nothing for `after` seconds: it cannot report that itself (I8)."""

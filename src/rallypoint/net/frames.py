@@ -1,32 +1,33 @@
 """Frames: a fixed 48-byte header, then `length` bytes of payload. Typed, length-limited, never unpickled (I9).
 
-0  magic      4 bytes "RLPT"
-4  protocol   u8
-5  kind       u8
-6  flags      u8    bit 0, NOT_FINITE: the loss was not finite
-                    bit 1, SKIP: the step changes nothing (Replicate; Version of a mean), or the version is no
-                    longer kept (Rows, Words)
-                    bit 2, NEWEST: if the version is not kept, send the newest one instead (PullRows; step LATEST
-                    always asks for the newest)
-                    bit 3, BAD_GRADIENT: the values of the contribution are not finite
-7  codec      u8    the codec of the payload (codec/); 0: raw fp32
-8  epoch      u32   the view's number: coordinator epoch ...
-12 count      u32   ... and count (I10)
-16 shard      u32
-20 replica    u32   (Credit: how many; PullWords: the first word, within the shard)
-24 step       u32   (Initial, Version, State, Ack, Replicate, PullRows, Rows, PullWords, Words: the version;
-                     CodecState, Taken: the codec state's step; Choice: the step)
-28 base       u32   Push: where a shard's sum is a tree, how many more replicas than `replica`, the first, are in
-                    the block; under a streaming policy, the version it was computed from
-                    Version, Wait under a streaming policy: the clock
-                    (PullRows, Rows, PullWords, Words: the pull's number; CodecState: 1 for a copy for a snapshot;
-                    Replicate: the number of contributions in the update; Ack: 1 if the choice of contributions is
-                    here too)
-32 weight     f64   (Replicate: the factor on the learning rate)
-40 length     u32   in bytes
-44 wants      u32   which parameters are asked for, or sent: 0 none, 1 the job's last version, r + 2 replica r's
-                    (Push of a block: a bit for each of its first 32 replicas that is not finite;
-                    PullWords: how many words)
+    0  magic      4 bytes "RLPT"
+    4  protocol   u8
+    5  kind       u8
+    6  flags      u8    bit 0, NOT_FINITE: the loss was not finite
+                        bit 1, SKIP: the step changes nothing (Replicate; Version of a mean), or the version is no
+                        longer kept (Rows, Words)
+                        bit 2, NEWEST: if the version is not kept, send the newest one instead (PullRows; step LATEST
+                        always asks for the newest)
+                        bit 3, BAD_GRADIENT: the values of the contribution are not finite
+                        bit 4, AUDITED: the acknowledgement has the digest of the whole state (Replicate)
+    7  codec      u8    the codec of the payload (codec/); 0: raw fp32
+    8  epoch      u32   the view's number: coordinator epoch ...
+    12 count      u32   ... and count (I10)
+    16 shard      u32
+    20 replica    u32   (Credit: how many; PullWords: the first word, within the shard)
+    24 step       u32   (Initial, Version, State, Ack, Replicate, PullRows, Rows, PullWords, Words: the version;
+                         CodecState, Taken: the codec state's step; Choice: the step)
+    28 base       u32   Push: where a shard's sum is a tree, how many more replicas than `replica`, the first, are in
+                        the block; under a streaming policy, the version it was computed from
+                        Version, Wait under a streaming policy: the clock
+                        (PullRows, Rows, PullWords, Words: the pull's number; CodecState: 1 for a copy for a snapshot;
+                        Replicate: the number of contributions in the update; Ack: 1 if the choice of contributions is
+                        here too)
+    32 weight     f64   (Replicate: the factor on the learning rate)
+    40 length     u32   in bytes
+    44 wants      u32   which parameters are asked for, or sent: 0 none, 1 the job's last version, r + 2 replica r's
+                        (Push of a block: a bit for each of its first 32 replicas that is not finite;
+                        PullWords: how many words)
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ NOT_FINITE = 1
 SKIP = 2
 NEWEST = 4
 BAD_GRADIENT = 8
+AUDITED = 16
 LATEST = (1 << 32) - 1
 COPY = 1
-_FLAGS = NOT_FINITE | SKIP | NEWEST | BAD_GRADIENT
+_FLAGS = NOT_FINITE | SKIP | NEWEST | BAD_GRADIENT | AUDITED
 
 
 class Kind(enum.IntEnum):

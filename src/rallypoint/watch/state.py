@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Applied,
@@ -90,7 +91,7 @@ class RunState:
             case Skipped():
                 self.skipped["contributions" if message.alone else "steps"] += 1
                 self._mark("skip", f"step {message.step} skipped: not finite")
-            case Say(text=text) | Waiting(text=text) | Held(text=text) | Ordered(text=text, refused=False):
+            case Say(text=text) | Waiting(text=text) | Held(text=text) | ServerMismatch(text=text) | Ordered(text=text):
                 self.sentences.append({"t": self.now, "text": text})
                 self._cause = self._cause or "waiting" * isinstance(message, Waiting)
             case Finished(stopped_at=at, why=why):

@@ -198,7 +198,7 @@ class ClusterMachine:
                 return self._joined(event)
             case events.Proposed():
                 return self._proposal(event)
-            case events.Disproved() | events.AuditFound():
+            case events.Disproved() | events.StateChanged() | events.AuditFound():
                 return self._auditing.handle(event, self._left)
             case events.CaughtUp():
                 return self._succession.caught_up(event.server, event.backups)
