@@ -21,14 +21,17 @@ _NICE = 10  # so much behind the run's own processes, where processors are short
 @app.command(rich_help_panel=RUNNING)
 def track(
     run: RunFolder,
-    tensorboard: Annotated[str, typer.Option(
+    tensorboard: Annotated[str | None, typer.Option(
         "--tensorboard", metavar="FOLDER", help="Where TensorBoard looks: tensorboard --logdir FOLDER.",
-    )],
+    )] = None,
+    track: Annotated[str | None, typer.Option(
+        "--track", metavar="KIND:FOLDER", help="The tracker: tensorboard, wandb (offline) or mlflow, and its folder.",
+    )] = None,
 ) -> None:  # fmt: skip
-    """Write a run's figures and events for TensorBoard, while the run goes on or afterwards.
+    """Write a run's figures and events for a tracker, while the run goes on or afterwards.
 
-    It ends when the run does. Called again it goes on where it ended: no step is written twice. `rallypoint run
-    --tensorboard FOLDER` does it by itself.
+    It ends when the run does. Called again it goes on where it ended: no step is written twice. `rallypoint run` does
+    it by itself, with the same options.
 
     Example: [bold]rallypoint track runs/20260131-235959 --tensorboard logs[/bold]
     """
@@ -36,10 +39,14 @@ def track(
     from rallypoint.launch.reporting.redaction import Redaction
     from rallypoint.watch.tracking.follow import place_of
     from rallypoint.watch.tracking.follow import track as follow
-    from rallypoint.watch.tracking.tensorboard import TensorBoard
+    from rallypoint.watch.tracking.kinds import open_tracker, targets_of
     from rallypoint.watch.tracking.tracker import RunFacts
 
-    closing, beside = threading.Event(), hold_lifeline()
+    targets = targets_of([track] if track else None, tensorboard)
+    if len(targets) != 1:
+        raise UsageError("name one tracker: --tensorboard FOLDER or --track KIND:FOLDER")
+    (target,), closing, beside = targets, threading.Event(), hold_lifeline()
+    kind, _, to = target.partition(":")
     if beside:
         os.nice(_NICE)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -47,9 +54,9 @@ def track(
     known = facts_of(run)
     redact = Redaction()
     settings = {name: redact(value) for name, value in known["settings"].items() if name != "command"}
-    tracker, target = TensorBoard(tensorboard), os.path.abspath(tensorboard)
-    place = place_of(run, "tensorboard", target)
+    place = place_of(run, kind, to)
     try:
+        tracker = open_tracker(target)
         steps = follow(
             run, RunFacts(known["name"], settings), tracker, place, closing, lambda: beside or is_running(run)
         )
@@ -58,8 +65,8 @@ def track(
         raise
     except Exception as error:
         raise UsageError(
-            f"TensorBoard's files in {tensorboard} cannot be written ({type(error).__name__}: {error}); the run is not "
-            f"touched: `rallypoint track {run} --tensorboard {tensorboard}` writes what is missing"
+            f"the files of {kind} in {to} cannot be written ({type(error).__name__}: {error}); the run is not "
+            f"touched: `rallypoint track {run} --track {target}` writes what is missing"
         ) from None
     if not beside:
-        print(f"{steps} steps are in {tensorboard}")
+        print(f"{steps} steps are in {to}")

@@ -224,6 +224,10 @@ class RunOptions(CoordinatorOptions):
         metavar="FOLDER", panel=_FILES,
         help="Write the run's figures for TensorBoard: into a folder of the run's name.",
     )] = None  # fmt: skip
+    track: Annotated[list[str] | None, option(
+        metavar="KIND:FOLDER", panel=_FILES,
+        help="Write the run's figures for a tracker: tensorboard, wandb (offline) or mlflow. Can be repeated.",
+    )] = None  # fmt: skip
     metrics: Annotated[Path | None, option(
         metavar="FOLDER", panel=_FILES,
         help="Let Prometheus on this machine scrape every process: a file in this folder tells it where.",
@@ -246,7 +250,7 @@ class RunOptions(CoordinatorOptions):
         plan = both.plan(worker)
         return msgspec.structs.replace(
             plan, script=script, trace=str(self.trace or ""), trace_steps=steps, tls=self._certificates(),
-            metrics=self._targets(), watch=self._page(), tensorboard=self._logs(),
+            metrics=self._targets(), watch=self._page(), track=self._tracked(),
             **self._machines(plan),
         )  # fmt: skip
 
@@ -268,14 +272,11 @@ class RunOptions(CoordinatorOptions):
             check_page()
         return self.watch
 
-    def _logs(self) -> str:
-        """Return TensorBoard's folder, for the plan."""
-        if self.tensorboard is None:
-            return ""
-        from rallypoint.watch.tracking.tensorboard import check_tensorboard
+    def _tracked(self) -> tuple[str, ...]:
+        """Return where the run's figures go, for the plan."""
+        from rallypoint.watch.tracking.kinds import targets_of
 
-        check_tensorboard()
-        return str(self.tensorboard.resolve())
+        return targets_of(self.track, self.tensorboard)
 
     def _targets(self) -> str:
         """Return where the file with the places of metrics belongs, for the plan."""

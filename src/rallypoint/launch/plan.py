@@ -41,7 +41,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         ranks: the processes of each worker; with more than one it is a group: see `launch.engines.ranks`.
         metrics: the folder for the file that says where each process tells its metrics; "": none does.
         watch: the run's page is served while it goes on: see `launch.observing.page`.
-        tensorboard: the folder of TensorBoard's logs, into which the run's figures go; "": nowhere.
+        track: where the run's figures go, each ``KIND:FOLDER``: see `watch.tracking.kinds`.
         report_after: seconds without a step until the run leaves a report; 0: it leaves none.
         changes: sentences that say which settings were changed when the run went on, and from which step.
     """
@@ -82,7 +82,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     metrics: str = ""
     watch: bool = False
     report_after: float = 30.0
-    tensorboard: str = ""
+    track: tuple[str, ...] = ()
 
 
 def parse_workers(text: str) -> tuple[tuple[int, int], int]:

@@ -27,11 +27,10 @@ class Beside:
         folder = Path(plan.folder)
         self._targets = Targets(folder, plan.metrics)
         self._page = PageProcess(plan.folder, wanted=plan.watch)
-        to = ("--tensorboard", plan.tensorboard)
-        what = "TensorBoard's files cannot be written"
-        self._tracker = Companion(
-            "track", plan.folder, *to, what=what, wanted=bool(plan.tensorboard), end_s=_TRACKER_S
-        )
+        self._trackers = [
+            Companion("track", plan.folder, "--track", to, what=f"nothing goes to {to}", end_s=_TRACKER_S)
+            for to in plan.track
+        ]
         self._lines = KeptLines(folder, [*secrets_among(os.environ), *secrets_in(plan.worker)])
         self._reports = AutomaticReports(folder, plan.report_after)
         here = {environment.STACKS: str(folder.resolve() / STACKS)} if plan.engine == "local" else {}
@@ -40,7 +39,8 @@ class Beside:
     def start(self) -> None:
         """The coordinator listens, and the run has a log."""
         self._page.start()
-        self._tracker.start()
+        for tracker in self._trackers:
+            tracker.start()
 
     def takes(self, command: Command, line: str) -> bool:
         """A process has printed a line. True if nobody else needs to see it."""
@@ -58,7 +58,8 @@ class Beside:
         """Look at how the run gets on. Returns what is to be said."""
         over = console.finished or console.holding or console.failure or console.members is None
         self._reports.steps(-1 if over else console.steps_done)
-        return [*self._page.said(), *self._tracker.said(), *self._reports.said()]
+        tracked = [line for tracker in self._trackers for line in tracker.said()]
+        return [*self._page.said(), *tracked, *self._reports.said()]
 
     def failed(self) -> list[str]:
         """The run has failed. Returns what is to be said."""
@@ -70,6 +71,9 @@ class Beside:
         """The run is over. May be called more than once."""
         self._targets.close()
         self._page.close()
-        self._tracker.close()
+        for tracker in self._trackers:
+            tracker.end()  # they finish at the same time
+        for tracker in self._trackers:
+            tracker.close()
         self._lines.close()
         self._reports.close()

@@ -65,6 +65,11 @@ class Companion:
             lines.append(self._lines.get())
         return lines
 
+    def end(self) -> None:
+        """Tell it to end, and do not wait: `close` does."""
+        if self._process is not None:
+            self._process.terminate()
+
     def close(self) -> None:
         """End it, after it has done what is left to do. May be called more than once."""
         if self._process is not None:
