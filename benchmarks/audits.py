@@ -2,9 +2,9 @@
 
     python benchmarks/audits.py --json benchmarks/audits.json
 
-Planted: `faults` errors of each of four kinds (`rallypoint.testing.wrong`), each in a job of its own with three workers,
-on a random one of them, from a random step on. Found is an error whose worker, and no other, has lost. Late is how many
-steps after it began that was; the mean should be near 1/`share` (its limit is the job's end).
+Planted: `faults` errors of each of four kinds (`rallypoint.testing.wrong`), each in a job of its own with three
+workers, on a random one of them, from a random step on. Found is an error whose worker, and no other, has lost. The
+steps that this took should be near 1/`share` in the mean; the job ends after 10/`share`.
 
 Honest: a job with ``audit=1`` long enough for `honest` contributions (of a replica to a shard), each sent by two
 workers and compared. A false alarm is any mismatch.
@@ -61,12 +61,12 @@ def planted(kind: str, seed: int, share: float) -> dict[str, Any]:
     settings = settings_of(first + round(10 / share), share, seed, audit_action="stop")
     with tempfile.TemporaryDirectory() as folder:
         _, failed = run(3, folder, {worker: kind}, first, 16, settings)
-    found = _LOST.search(failed)
+    lost = _LOST.search(failed)
     audits = Audits(seed, share, 8)
     due = next((step for step in range(first, first + round(10 / share)) if audits.audited(step)), None)
     return {
-        "kind": kind, "worker": worker, "first": first, "due": due, "blamed": found and found[2],
-        "late": int(found[1]) - first + 1 if found else None, "found": bool(found) and found[2] == worker,
+        "kind": kind, "worker": worker, "first": first, "due": due, "blamed": lost[2] if lost else None,
+        "late": int(lost[1]) - first + 1 if lost else None, "found": lost is not None and lost[2] == worker,
     }  # fmt: skip
 
 

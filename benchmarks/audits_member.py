@@ -17,13 +17,14 @@ def train(job: rp.Job, wrong: dict[str, str], first: int, hidden: int, settings:
     seconds of a step, without the first ten."""
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    model = torch.nn.Sequential(torch.nn.Linear(32, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 8))
+    last = torch.nn.Linear(hidden, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(32, hidden), torch.nn.Tanh(), last)
     generator = torch.Generator().manual_seed(9)
     data = torch.utils.data.TensorDataset(
         torch.randn(512, 32, generator=generator), torch.randn(512, 8, generator=generator)
     )
     run = job.train(model, data, **settings)
-    error = WrongComputation(wrong[job.id], model[2].weight) if job.id in wrong else None
+    error = WrongComputation(wrong[job.id], last.weight) if job.id in wrong else None
     began, steps = 0.0, 0
     for micro in run:
         if micro.step == 10 and not began:

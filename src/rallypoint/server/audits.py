@@ -10,7 +10,7 @@ from rallypoint.core.shard.links import Fence
 from rallypoint.net.messages import Message
 from rallypoint.net.recording.messages import AuditFound
 
-_KEPT = 64  # the last findings, to tell them to a restarted coordinator
+_KEPT = 1024  # the last findings, to tell them to a restarted coordinator
 
 
 class AuditReports:

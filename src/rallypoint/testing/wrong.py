@@ -21,12 +21,12 @@ class WrongComputation:
     Use it around each micro-batch: ``with wrong.computing(step >= 8): ... wrong.batch(x) ...``.
     """
 
-    def __init__(self, kind: str, weight: torch.nn.Parameter) -> None:
+    def __init__(self, kind: str, weight: torch.Tensor) -> None:
         if kind not in KINDS:
             raise ValueError(f"no error {kind!r}: use one of {', '.join(KINDS)}")
         self.kind, self.active = kind, False
         if kind in ("bit", "scale"):
-            weight.register_hook(self._changed)
+            weight.register_hook(self._changed)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def computing(self, active: bool) -> Iterator[None]:
