@@ -59,6 +59,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.STREAMED: {"parameters": "streamed", "prefetch_bytes": 200},
     Feature.FINGERPRINTS: {"fingerprints": 2},
     Feature.AUDIT: {"audit": 0.6},
+    Feature.AUDIT_SERVERS: {"audit_servers": 2},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},

@@ -86,7 +86,7 @@ def test_a_wish_and_the_word_that_it_has_to_wait_say_which_replica_and_which_clo
         ({"kind": Kind.INITIAL, "codec": 1}, "a INITIAL frame .*codec 1.* impossible"),
         ({"kind": Kind.REPLICATE, "codec": 1}, "a REPLICATE frame .*codec 1.* impossible"),
         ({"kind": Kind.STATE, "codec": 255}, "a STATE frame .*codec 255.* impossible"),
-        ({"flags": 16}, "flags 16.* impossible"),
+        ({"flags": 32}, "flags 32.* impossible"),
         ({"flags": 255}, "impossible"),
         ({"weight": math.nan}, "weight nan.* impossible"),
         ({"weight": math.inf}, "weight inf.* impossible"),

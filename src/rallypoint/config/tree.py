@@ -98,6 +98,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             before two workers agree on its bytes.
         audit_action: what happens to a worker whose contribution two others have proved wrong: "drain" gives it up,
             "stop" ends the job, "tell" only says so. None of them uses that contribution.
+        audit_servers: every so many versions each server compares a digest of each shard's whole state with its
+            backup's, and with the state right before the next update; 0: never.
     """
 
     replicas: int = 1
@@ -139,6 +141,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fingerprints: int = 0
     audit: float = 0.0
     audit_action: Literal["drain", "stop", "tell"] = "drain"
+    audit_servers: int = 0
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -317,6 +320,7 @@ class Settings(TypedDict, total=False):
     fingerprints: int
     audit: float
     audit_action: Literal["drain", "stop", "tell"]
+    audit_servers: int
 
 
 build_now(JobConfig)  # build now: every member's proposal is parsed on its connection's thread
@@ -353,6 +357,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.COMPENSATION: config.compensation > 0,
         Feature.FINGERPRINTS: config.fingerprints > 0,
         Feature.AUDIT: config.audit > 0,
+        Feature.AUDIT_SERVERS: config.audit_servers > 0,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 

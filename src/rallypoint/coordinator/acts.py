@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.coordinator.inbox import Connection
+from rallypoint.core.cluster import effects
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Stop
-from rallypoint.net.messages import Aborted, Finished, Message, Stored
+from rallypoint.net.auditing.messages import ServerMismatch
+from rallypoint.net.messages import Aborted, Finished, Held, Message, Say, Stored
 from rallypoint.net.recording.messages import Fingerprint
 
 
@@ -129,6 +131,15 @@ Act = (
     Save | Send | Refuse | Close | Log | Record | BeginSnapshot | AddPart | CommitSnapshot | Judge | FindSnapshot |
     Over
 )  # fmt: skip
+
+
+def sentence_of(effect: effects.Say | effects.ServerMismatch | effects.Hold) -> Say | ServerMismatch | Held:
+    """The message that tells observers a sentence."""
+    if isinstance(effect, effects.Say):
+        return Say(effect.text)
+    if isinstance(effect, effects.Hold):
+        return Held(effect.text)
+    return ServerMismatch(effect.text, effect.shard, effect.version, effect.servers)
 
 
 def last_message(word: Finish | Abort) -> Finished | Aborted:

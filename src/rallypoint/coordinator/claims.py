@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.view import View, ViewNumber
+from rallypoint.net.auditing.messages import StateChanged
 from rallypoint.net.messages import (
     Capture,
     CaughtUp,
@@ -159,6 +160,8 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
         case AuditFound():
             named = (message.step, message.replica, message.shard)
             return cluster_events.AuditFound(sender, *named, message.agreed, message.others, message.generation)
+        case StateChanged(shard=shard, version=version, generation=generation):
+            return cluster_events.StateChanged(sender, shard, version, generation)
         case Leaving():
             return cluster_events.Leaving(sender)
         case Stored(snapshot=snapshot, shards=shards):

@@ -86,6 +86,16 @@ class JobRecord(msgspec.Struct, frozen=True):
         """True if some contributions are computed by two workers: each tells what its kernels give for a probe."""
         return bool(self.config.get("audit"))
 
+    @property
+    def audits_servers(self) -> bool:
+        """True if servers compare digests of their shards."""
+        return bool(self.config.get("audit_servers"))
+
+    @property
+    def audit_action(self) -> str:
+        """What an audit's finding leads to: "drain", "stop" or "tell"."""
+        return str(self.config.get("audit_action", "drain"))
+
     def refusal_of(self, terms: Set[Feature]) -> str:
         """The sentence why this job cannot run on a cluster whose terms ask for these features; "" if it can."""
         return refusal(self.mode.name, {*self.features, *terms})

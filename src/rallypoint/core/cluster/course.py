@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rallypoint.core.audits.suspects import Suspects
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
 from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
 from rallypoint.core.cluster.membership import Membership
@@ -40,6 +41,7 @@ class Course:
         members: the workers and servers that are here.
         evaluating: the workers that evaluate now, after their beats.
         evaluations: the script's evaluations, and their results.
+        suspects: the servers that audits have found something about.
         record: the job's record; None before a worker has proposed one.
         strategies: what depends on the record: see `strategies_for`.
     """
@@ -59,6 +61,7 @@ class Course:
     members: Membership = field(default_factory=Membership)
     evaluating: set[str] = field(default_factory=set)
     evaluations: EvaluationLedger = field(default_factory=EvaluationLedger)
+    suspects: Suspects = field(default_factory=Suspects)
     record: JobRecord | None = None
     strategies: Strategies = field(default_factory=Strategies)
 

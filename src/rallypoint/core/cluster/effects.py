@@ -89,6 +89,16 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerMismatch:
+    """Tell the observers what an audit of servers has found: see `net.auditing.messages.ServerMismatch`."""
+
+    text: str
+    shard: int
+    version: int
+    servers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """Write a sentence into the event log only."""
 
@@ -120,6 +130,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 Effect = (
-    Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | Note | Hold
-    | Finish | Abort
+    Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | ServerMismatch
+    | Note | Hold | Finish | Abort
 )  # fmt: skip

@@ -101,6 +101,17 @@ class Disproved:
 
 
 @dataclass(frozen=True, slots=True)
+class StateChanged:
+    """The server says that its shard has changed in its memory since the update that made `version`, in `generation`.
+    """
+
+    server: str
+    shard: int
+    version: int
+    generation: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
 class AuditFound:
     """A server says what an audit of (step, replica) has found, first in that shard: see `net.recording.messages`."""
 
@@ -246,6 +257,13 @@ class Resized:
 
 
 @dataclass(frozen=True, slots=True)
+class Paused:
+    """The operator pauses the job (`on`), or lets it go on."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotWanted:
     """A user asks for a snapshot."""
 
@@ -294,9 +312,9 @@ class Found:
 
 
 Event = (
-    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked | Failed
-    | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver | Outrun
-    | Released | Stopped | Evaluates | Evaluated | NotKept | AuditFound
+    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | StateChanged | Leaving | Done | Left | Unlinked
+    | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
+    | Outrun | Released | Paused | Stopped | Evaluates | Evaluated | NotKept | AuditFound
 )  # fmt: skip
 
 OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time

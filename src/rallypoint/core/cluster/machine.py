@@ -29,6 +29,7 @@ from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.health.waiting import waiting_for
 from rallypoint.core.cluster.invariants import check_course
+from rallypoint.core.cluster.ordering.pause import pause
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
@@ -197,7 +198,7 @@ class ClusterMachine:
                 return self._joined(event)
             case events.Proposed():
                 return self._proposal(event)
-            case events.Disproved() | events.AuditFound():
+            case events.Disproved() | events.StateChanged() | events.AuditFound():
                 return self._auditing.handle(event, self._left)
             case events.CaughtUp():
                 return self._succession.caught_up(event.server, event.backups)
@@ -212,6 +213,8 @@ class ClusterMachine:
                 course.workers_max = max(1, workers)
                 course.changed()
                 return self._succession.advance()
+            case events.Paused(on=on):
+                return self._succession.advance() if pause(course, on=on) else []
             case events.Failed():
                 return self._failed(event)
             case events.Left(member=member, reason=reason):

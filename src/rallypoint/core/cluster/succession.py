@@ -126,8 +126,11 @@ class Succession:
 
     # ---- new generations ----
 
-    def recover(self, *, ending: bool = False) -> list[Effect]:
-        """Begin a new generation from what is left: the state is lost, or a worker without it is to take part."""
+    def recover(self, *, ending: bool = False, why: str = "") -> list[Effect]:
+        """Begin a new generation from what is left: the state is lost, or a worker without it is to take part.
+
+        `why` is said in place of the loss.
+        """
         course = self.course
         before, computing = course.phase, course.computing()
         course.members.done.clear()
@@ -139,7 +142,7 @@ class Succession:
             case Wait():
                 return []
             case FromSnapshot(lost=lost):
-                return [*([Say(lost)] if before is Phase.RUNNING else []), FindSnapshot()]
+                return [*([Say(why or lost)] if before is Phase.RUNNING else []), FindSnapshot()]
             case FromWorker(uploader=uploader, version=version):
                 course.phase, course.furthest = Phase.RUNNING, version - 1
                 return self.new_generation("", uploader=uploader, ending=ending)

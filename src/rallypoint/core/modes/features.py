@@ -29,6 +29,7 @@ class Feature(enum.Enum):
     STREAMED = 'parameters="streamed"'
     FINGERPRINTS = "fingerprints="
     AUDIT = "audit="
+    AUDIT_SERVERS = "audit_servers="
     OWN_OPTIMIZER = "own_optimizer="
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"

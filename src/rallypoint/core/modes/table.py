@@ -154,6 +154,9 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         ),
         {_M.SYNC: YES},
     ),
+    _F.AUDIT_SERVERS: _row(
+        YES, {_M.ALL_REDUCE: No("servers hold no state that could change: leave it out")}
+    ),
     _F.OWN_OPTIMIZER: _row(
         No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),
         {_M.ALL_REDUCE: YES},

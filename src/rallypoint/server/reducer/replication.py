@@ -11,8 +11,9 @@ from rallypoint.core.shard.effects import Apply, Choose
 from rallypoint.core.shard.server import Effect
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import SKIP, Header, Kind
+from rallypoint.net.frames import AUDITED, SKIP, Header, Kind
 from rallypoint.net.pool import Buffer
+from rallypoint.server.reducer.audits import ServerAudits
 from rallypoint.server.reducer.inbox import Chosen, Filled, Replicated
 from rallypoint.server.reducer.ledger import Ledger
 from rallypoint.server.reducer.tickets import Tickets
@@ -24,9 +25,11 @@ class Replication:
     """Not thread-safe: only the owner thread calls it."""
 
     def __init__(
-        self, shell: ServerShell[Channel], tickets: Tickets, ledger: Ledger, owned: Mapping[int, HeldShard]
-    ) -> None:
+        self, shell: ServerShell[Channel], tickets: Tickets, ledger: Ledger, owned: Mapping[int, HeldShard],
+        audits: ServerAudits,
+    ) -> None:  # fmt: skip
         self._shell, self._tickets, self._ledger, self._owned = shell, tickets, ledger, owned
+        self._audits = audits
         self._choices = msgspec.msgpack.Encoder()
         self._digests: dict[int, tuple[int, bytes]] = {}  # shard -> version, and the digest of what is held at it
 
@@ -44,9 +47,10 @@ class Replication:
     def send_update(self, shard: int, update: Apply, gradient: tuple[Buffer, int]) -> None:
         """Send the backup the finished gradient of an update that was just applied here, or that it changed nothing."""
         buffer, nbytes = gradient
-        skip = update.scale is None
+        skip, audited = update.scale is None, self._audits.rest.audited(shard, update.version)
         header = Header(
-            Kind.REPLICATE, self._shell.fence.number, shard=shard, step=update.version - 1, flags=SKIP if skip else 0,
+            Kind.REPLICATE, self._shell.fence.number, shard=shard, step=update.version - 1,
+            flags=SKIP * skip | AUDITED * audited,
             length=0 if skip else nbytes, replica=update.replica, weight=update.rate, base=self._ledger.added(shard),
         )  # fmt: skip
         payload = None if skip else buffer.bytes[:nbytes]
@@ -70,6 +74,8 @@ class Replication:
         ticket = self._tickets.issue(event.channel, header, event.buffer, credited=True)
         self._ledger.told(header.shard, header.base)
         skip = bool(header.flags & SKIP)
+        if header.flags & AUDITED:
+            self._audits.rest.also(header.shard, header.step + 1)
         update = events.Replicated(header.step, skip, ticket, header.replica, header.weight)
         return self._shell.replicated(event.channel, header.shard, update)
 
@@ -104,7 +110,8 @@ class Replication:
     def _digest_of_state(self, shard: int, version: int) -> bytes:
         digest = self._owned[shard].digest(b"")
         self._digests[shard] = (version, digest)
-        return digest
+        self._audits.loaded(shard, version)
+        return self._audits.proof(shard, version, digest)
 
     def _digest_of_update(self, shard: int, version: int) -> bytes:
         """The digest after the update that made `version`, computed once."""
@@ -112,4 +119,4 @@ class Replication:
         if known != version:
             digest = self._owned[shard].digest(digest)
             self._digests[shard] = (version, digest)
-        return digest
+        return self._audits.proof(shard, version, digest)

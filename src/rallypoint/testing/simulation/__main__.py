@@ -17,6 +17,7 @@ from rallypoint.testing.simulation.policies import (
     Audited,
     AuditedWrong,
     Deciding,
+    Flipped,
     Played,
     Scaled,
     parse_policy,
@@ -51,7 +52,7 @@ def main(
     failures = [failure for failure in _play(range(first, first + seeds), sync) if failure]
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
-    same = sync in (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong())
+    same = sync in (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped())
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well
     print(f"{policy}: {seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")

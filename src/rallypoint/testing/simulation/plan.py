@@ -13,6 +13,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
+from rallypoint.testing.simulation.flips.job import FlippedJob, with_audits
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.policies import (
     Audited,
@@ -20,6 +21,7 @@ from rallypoint.testing.simulation.policies import (
     CodecState,
     Deciding,
     Evaluating,
+    Flipped,
     InnerState,
     Mode,
     Played,
@@ -90,6 +92,8 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
         return _deciding(_plan_of(seed, _SYNC))
     if isinstance(played, Audited | AuditedWrong):
         return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, AuditedWrong))
+    if isinstance(played, Flipped):
+        return _flipped(_plan_of(seed, _SYNC))
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
     if isinstance(played, Poisoned):
@@ -195,6 +199,23 @@ def _audited(plan: Plan, *, wrong: bool) -> Plan:
     return replace(plan, workers=workers, terms=terms, job=replace(
         plan.job, audits=audits, replicas=rng.randint(3, 6)
     ))  # fmt: skip
+
+
+def _flipped(plan: Plan) -> Plan:
+    """Bits flip in servers' memory. Where each version is audited, whatever else happens; in every third plan only some
+    versions are: one bit flips there, of a shard that has a backup, and only workers die."""
+    rng = random.Random(plan.seed * 7919 + 13)
+    rare = plan.seed % 3 == 0
+    flips = tuple(
+        Fault(rng.uniform(0.5, 2.5), "flip", "server") for _ in range(1 if rare else rng.randint(1, 3))
+    )
+    job = with_audits(plan.job, rng.randint(2, 4) if rare else 1)
+    if not rare:
+        return replace(plan, job=job, faults=(*plan.faults, *flips))
+    kinds = ("crash", "join", "leave", "pause")
+    kept = tuple(fault for fault in plan.faults if fault.role == "worker" and fault.kind in kinds)
+    terms = msgspec.structs.replace(plan.terms, replication=2, servers=max(2, plan.servers))
+    return replace(plan, job=job, terms=terms, servers=terms.servers, faults=(*kept, *flips))
 
 
 def _scaled(plan: Plan) -> Plan:
@@ -324,6 +345,8 @@ def played_by(plan: Plan) -> Played:
     job = plan.job
     if job.audits is not None:
         return AuditedWrong() if job.audits.wrong else Audited()
+    if isinstance(job, FlippedJob):
+        return Flipped()
     if job.fp16 or job.every:
         return Scaled() if job.fp16 else Deciding() if job.rules.steers else Evaluating()
     if job.tables:

@@ -10,7 +10,7 @@ Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
-    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong"
+    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped"
 )
 
 
@@ -74,9 +74,15 @@ class AuditedWrong:
     """The same; one worker computes something else from some step on."""
 
 
-_Alone = Scaled | Evaluating | Deciding | Audited | AuditedWrong
+@dataclass(frozen=True)
+class Flipped:
+    """A synchronous job whose servers audit themselves, and in whose servers' memory bits flip."""
+
+
+_Alone = Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped
 _ALONE: dict[str, type[_Alone]] = {
     "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "audited": Audited, "audited:wrong": AuditedWrong,
+    "flipped": Flipped,
 }  # fmt: skip
 Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped
 
@@ -134,7 +140,7 @@ def _parse_mode(text: str) -> Mode:
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
     match policy:
-        case Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong():
+        case Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong() | Flipped():
             return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
         case CodecState(sync=sync):
             of = word_for(sync)

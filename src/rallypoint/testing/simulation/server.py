@@ -41,6 +41,7 @@ class SimulatedServer:
     """One server process. `decision_s`: a verdict waits in its inbox for up to so long."""
 
     decision_s = 0.004
+    changed: Any = None  # what it has told of its own memory, where servers audit themselves
 
     def __init__(self, world: World, name: str, job: SimulatedJob, store: SimulatedStore) -> None:
         self.node, self.job, self.store = Node(world, name), job, store

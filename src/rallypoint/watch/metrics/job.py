@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Applied,
@@ -22,6 +23,8 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
+from rallypoint.net.sampling.messages import Sampled
+from rallypoint.watch.machines import Machines
 from rallypoint.watch.metrics.measures import Histogram, Reading
 from rallypoint.watch.steps import Pace, StepTimes
 
@@ -52,10 +55,10 @@ class JobFigures:
         self._evaluations: dict[str, float] = {}
         self._seconds, self._times = Histogram(STEP_BOUNDS), StepTimes()
         self._moved = began  # when the last step was done, or the job began
-        self._pace = Pace()
+        self._pace, self._machines = Pace(), Machines()
         self._cause = ""
         self._skipped, self._late = Counter[str](), dict[str, float]()
-        self._snapshots, self._stored = 0, began
+        self._snapshots, self._stored, self._mismatches = 0, began, 0
 
     def now(self, message: msgspec.Struct) -> None:
         """Take one announcement, now."""
@@ -67,6 +70,8 @@ class JobFigures:
             match message:
                 case StepDone():
                     self._done(message, now, unix)
+                case Sampled():
+                    self._machines.take(message, now)
                 case Applied(late=late):
                     self._lateness(late)
                 case Planned():
@@ -88,6 +93,8 @@ class JobFigures:
                     self._last["rallypoint_snapshot_step"] = self._steps_in(message.version)
                     self._last["rallypoint_snapshot_bytes"] = message.nbytes
                     self._last["rallypoint_snapshot_duration_seconds"] = message.seconds
+                case ServerMismatch():
+                    self._mismatches += 1
                 case Finished() | Aborted():
                     self._running = False
                 case _:
@@ -125,6 +132,7 @@ class JobFigures:
             self._gone[was[member]] += 1
             self._late.pop(member, None)
             self._cause = "loss"
+        self._machines.forget(was.keys() - here.keys())
 
     def _lateness(self, late: Mapping[str, float]) -> None:
         for worker, seconds in late.items():
@@ -160,7 +168,14 @@ class JobFigures:
         yield from (Reading("rallypoint_skipped", self._skipped[what], {"what": what})
                     for what in ("steps", "contributions"))  # fmt: skip
         yield Reading("rallypoint_repeated_reports", self._again)
+        yield Reading("rallypoint_server_mismatches", self._mismatches)
         yield from self._read_members()
+        for name, host in self._machines.hosts.items():
+            yield Reading("rallypoint_host_cpu_ratio", host.sample.cpu, {"host": name})
+            yield Reading("rallypoint_host_memory_bytes", host.sample.memory, {"host": name})
+        for member, sample in self._machines.members.items():
+            if member in self._members.get("worker", ()):
+                yield Reading("rallypoint_waited_for_data_ratio", sample.waited_for_data, {"member": member})
         if terms.snapshots:
             yield Reading("rallypoint_snapshots", self._snapshots)
             yield Reading("rallypoint_snapshot_timestamp_seconds", self._stored)

@@ -43,6 +43,8 @@ MEASURES: dict[str, Measure] = {
     "rallypoint_lost_seconds": Measure("counter", "Seconds lost to stalls, by what happened meanwhile.", ("cause",)),
     "rallypoint_skipped": Measure("counter", "What was skipped because it was not finite.", ("what",)),
     "rallypoint_repeated_reports": Measure("counter", "Steps of replicas that were computed twice, and reported."),
+    "rallypoint_server_mismatches": Measure(
+        "counter", "Shards that audits found with other bytes than they should have (audit_servers=)."),
     "rallypoint_members": Measure("gauge", "Members of the newest view.", ("role",)),
     "rallypoint_members_joined": Measure("counter", "Members that have joined.", ("role",)),
     "rallypoint_members_gone": Measure("counter", "Members that have died or left.", ("role",)),
@@ -52,6 +54,10 @@ MEASURES: dict[str, Measure] = {
     "rallypoint_exposed_shards": Measure("gauge", "Shards without a backup that has all that was published."),
     "rallypoint_lateness_seconds": Measure(
         "gauge", "How far behind the first worker's a worker's contribution comes, of late.", ("worker",)),
+    "rallypoint_host_cpu_ratio": Measure("gauge", "The share of a machine's processors that is in use.", ("host",)),
+    "rallypoint_host_memory_bytes": Measure("gauge", "Memory of a machine that is in use.", ("host",)),
+    "rallypoint_waited_for_data_ratio": Measure(
+        "gauge", "The share of its time in which a member's script waited for data.", ("member",)),
     "rallypoint_snapshots": Measure("counter", "Snapshots that are complete."),
     "rallypoint_snapshot_timestamp_seconds": Measure(
         "gauge", "Unix time of the newest complete snapshot; before the first, when this coordinator began."),

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.core.audits.choice import Audits, computing
+from rallypoint.core.cluster.auditing.servers import disputed, state_changed
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Effect, Refuse, Say
-from rallypoint.core.cluster.events import AuditFound, Disproved
-from rallypoint.core.cluster.health.apart import disproved
+from rallypoint.core.cluster.events import AuditFound, Disproved, StateChanged
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.view import Dispute, View
@@ -34,10 +34,12 @@ class Auditing:
     _told: dict[tuple[object, ...], None] = field(default_factory=dict)
     _alone: str = ""  # the worker of which it was said that nobody can audit it
 
-    def handle(self, event: AuditFound | Disproved, left: Left) -> list[Effect]:
+    def handle(self, event: AuditFound | Disproved | StateChanged, left: Left) -> list[Effect]:
         """A server has found that a member holds, or has computed, other bytes than others."""
         if isinstance(event, Disproved):
-            return disproved(event, self.course, left)
+            return disputed(event, self.course, left, lambda why: self.succession.recover(why=why))
+        if isinstance(event, StateChanged):
+            return state_changed(event, self.course, left)
         view, audits = self.course.view, self._audits
         if view is None or audits is None or self.course.phase is not Phase.RUNNING:
             return []

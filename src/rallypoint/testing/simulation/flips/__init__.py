@@ -1,0 +1,1 @@
+"""Servers that audit themselves on a simulated cluster, and bits that flip in their memory."""
