@@ -37,6 +37,7 @@ from rallypoint.net.messages import (
     Snapshotted,
     StepDone,
 )
+from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled
 from rallypoint.testing.browser import Tab, browser
 
 LOOKS = {"light": (1280, False), "dark": (1280, True), "phone": (390, False)}  # width (CSS pixels), dark?
@@ -75,10 +76,23 @@ def story(steps: int, workers: int) -> Iterable[tuple[float, Message]]:
         if step % 100 == 0:
             late = {worker: chance.expovariate(100) for worker in here}
             yield t, Applied(step, _REPLICAS, 1.8e9 + t, late)
+            yield from ((t, sample(chance, int(one[6:]), servers)) for one in here[step // 100 % 5 :: 5])
         if step % (steps // 50 + 1) == 0:
             yield t, Metrics(step, {"val_loss": loss + 0.1})
             yield t, Snapshotted(f"step-{step}", step, 1_490_000_000, 3.2)
     yield t, Finished()
+
+
+def sample(chance: random.Random, number: int, servers: tuple[str, ...]) -> Sampled:
+    """What a worker tells of its machine, on which eight of them are, and of its links."""
+    links = {
+        one: LinkSample(chance.expovariate(2000), chance.uniform(0, 9e6), chance.uniform(0, 9e6)) for one in servers
+    }
+    return Sampled(
+        5.0, chance.uniform(0.5, 1), int(3e11), int(5e11), 1e6, 5e7, 1e9, 1e9, 3.0, int(9e9), chance.uniform(0, 0.1),
+        tuple(GpuSample(chance.uniform(0.8, 1), int(7e10), int(8e10)) for _ in range(8)), links,
+        member=f"worker{number}", host=f"node{number // 8:03}",
+    )  # fmt: skip
 
 
 def measure(tab: Tab, address: str, width: int, dark: bool) -> tuple[float, float, int]:

@@ -30,6 +30,8 @@ STEP, WAITS = StepDone(4, 1.0, 8), Waiting("waiting for worker1 on node3, 7 s so
      "another take its place."),
     (True, [STEP], [CRASHED], "worker0 on node3 crashed: Fatal Python error: Aborted. The run goes on after 5 steps: "
      "in stacks/worker0-12.txt is what it did."),
+    (True, [STEP, WAITS], [CRASHED], "After 5 steps the run is waiting for worker1 on node3, 7 s so far. worker0 on "
+     "node3 crashed: Fatal Python error: Aborted. The stacks say where each process is."),
     (False, [STEP, Snapshotted("s", 4, 1, 1.0)], [], "The run was interrupted after 5 steps, and nobody runs it now. "
      "`rallypoint resume run` goes on from version 4."),
     (False, [STEP, Aborted("worker0: no memory")], [], "The run failed after 5 steps: worker0: no memory."),

@@ -19,6 +19,7 @@ from rallypoint.launch.observing.facts import facts_of
 from rallypoint.watch.app import Page
 from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.locked import COOKIE
+from rallypoint.watch.operating import Operator, Wish
 from rallypoint.watch.serve import served
 
 FILES = ["", "page.js", "page.css", "uplot.js", "uplot.css", "run", "news"]
@@ -68,6 +69,59 @@ def test_a_page_of_another_name_gets_no_answer(client: TestClient, host: str) ->
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 def test_the_page_can_only_be_read(client: TestClient, method: str) -> None:
     assert client.request(method, "/run").status_code == 405
+
+
+ORIGIN, TOKEN = {"Origin": "http://127.0.0.1:1234"}, {"Authorization": "Bearer operator's"}
+
+
+@pytest.fixture
+def operated(folder: Path) -> Iterator[tuple[TestClient, list[Wish]]]:
+    """A page with buttons, opened by who may read it, and the orders that were carried out."""
+    followed: list[Wish] = []
+
+    def follow(wish: Wish) -> str:
+        if wish.member == "nobody":
+            raise UsageError("there is nobody")
+        followed.append(wish)
+        return "done"
+
+    page = Page(Follower(folder), {}, "secret", Operator("operator's", follow))
+    with TestClient(page.app, base_url="http://127.0.0.1:1234", follow_redirects=False) as client:
+        client.get("/?token=secret")
+        yield client, followed
+
+
+def test_an_order_of_the_operator_is_carried_out_and_answered(operated: tuple[TestClient, list[Wish]]) -> None:
+    client, followed = operated
+    answer = client.post("/order", content=b'{"order":"drain","member":"worker1"}', headers=ORIGIN | TOKEN)
+    assert (answer.status_code, answer.json()) == (200, {"said": "done"})
+    assert followed == [Wish("drain", "worker1")]
+    refused = client.post("/order", content=b'{"order":"drain","member":"nobody"}', headers=ORIGIN | TOKEN)
+    assert (refused.status_code, refused.json()) == (409, {"said": "there is nobody"})
+
+
+@pytest.mark.parametrize(("headers", "body", "status"), [
+    (ORIGIN, b'{"order":"pause"}', 403), (TOKEN, b'{"order":"pause"}', 403),
+    (ORIGIN | {"Authorization": "Bearer secret"}, b'{"order":"pause"}', 403),
+    ({"Origin": "http://evil.example"} | TOKEN, b'{"order":"pause"}', 403), ({"Origin": "null"} | TOKEN, b"{}", 403),
+    (ORIGIN | TOKEN, b'{"order":"format"}', 400), (ORIGIN | TOKEN, b"\xff", 400), (ORIGIN | TOKEN, b"", 400),
+    (ORIGIN | TOKEN, b'{"order":"drain","member":"\\u001b[2J"}', 400),
+    (ORIGIN | TOKEN, b'{"order":"resize","workers":99999999}', 400), (ORIGIN | TOKEN, b"[" * 100_000, 400),
+])  # fmt: skip
+def test_nobody_else_orders_anything(
+    operated: tuple[TestClient, list[Wish]], headers: dict[str, str], body: bytes, status: int
+) -> None:
+    client, followed = operated
+    assert client.post("/order", content=body, headers=headers).status_code == status
+    client.cookies.clear()
+    assert client.post("/order", content=b'{"order":"pause"}', headers=ORIGIN | TOKEN).status_code == 403
+    assert followed == []
+
+
+def test_without_an_operator_there_are_no_orders(client: TestClient) -> None:
+    client.get("/?token=secret")
+    assert client.post("/order", content=b'{"order":"pause"}', headers=ORIGIN | TOKEN).status_code == 404
+    assert client.get("/run").json()["facts"]["buttons"] is False
 
 
 def test_the_page_asks_nothing_of_the_internet(client: TestClient) -> None:

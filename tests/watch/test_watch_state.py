@@ -23,6 +23,7 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
+from rallypoint.net.sampling.messages import LinkSample, Sampled
 from rallypoint.watch.answer import Reader
 from rallypoint.watch.follow import EVENTS, Follower, take_line
 from rallypoint.watch.members import Timelines
@@ -242,3 +243,34 @@ def test_a_job_whose_steps_are_always_that_fast_is_measured_after_some() -> None
     measured = [pace.step(number * 1e-4) for number in range(2000)]
     assert measured[:1001] == [None] * 1001
     assert None not in measured[1001:]
+
+
+# ---- machines and links ----
+
+
+def sampled(member: str, cpu: float = 0.5, host: str = "here", **links: LinkSample) -> Sampled:
+    return Sampled(5.0, cpu, 6, 8, own_cpu=1.0, own_memory=5, links=links, member=member, host=host)
+
+
+def test_machines_have_the_figures_of_all_their_members_and_go_with_the_last() -> None:
+    run = run_of(PLAN, members(), sampled("worker0"), sampled("worker1"), sampled("server0", 1.0, "there"), every=2.0)
+    told = run.machines.told()
+    here, there = told["hosts"]
+    assert (here["name"], here["members"], here["own_cpu"], here["own_memory"]) == ("here", 2, 2.0, 10)
+    assert (there["cpu"], here["memory"]) == ([100], [75])
+    run.take(members(workers="worker0", servers=""), 20.0)
+    assert [host["name"] for host in run.machines.told()["hosts"]] == ["here"]
+    run.take(sampled("worker1"), 21.0)  # its word came after it was gone
+    assert list(run.machines.members) == ["worker0"]
+
+
+def test_links_are_a_matrix_of_who_dials_whom_and_of_many_those_that_talk_most() -> None:
+    link = LinkSample(0.001, 100.0, 50.0)
+    run = run_of(PLAN, members(), sampled("worker0", server0=link), sampled("worker1"))
+    assert run.machines.told()["links"] == {
+        "rows": ["worker0"], "columns": ["server0"], "cells": [[[0.001, 100.0, 50.0]]], "members": [1, 1],
+    }  # fmt: skip
+    many = members(" ".join(f"worker{i}" for i in range(1000)))
+    large = run_of(PLAN, many, *(sampled(f"worker{i}", server0=LinkSample(0, i, 0)) for i in range(1000)))
+    shown = large.machines.told()["links"]
+    assert (len(shown["rows"]), shown["rows"][-1], shown["members"]) == (24, "worker999", [1000, 1])

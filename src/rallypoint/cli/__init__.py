@@ -8,7 +8,20 @@ import os
 import sys
 
 # They register their commands:
-from rallypoint.cli import by_hand, certs, doctor, kubernetes, looking, report, running, slurm, start, tokens, track  # noqa: F401
+from rallypoint.cli import (  # noqa: F401
+    by_hand,
+    certs,
+    doctor,
+    kubernetes,
+    looking,
+    ordering,
+    report,
+    running,
+    slurm,
+    start,
+    tokens,
+    track,
+)
 from rallypoint.cli.app import PANELS, app
 from rallypoint.errors import RallypointError
 from rallypoint.observe.lines import printable_lines

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import secrets
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +16,7 @@ from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import UsageError
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.launch.observing.facts import facts_of
+from rallypoint.launch.observing.operating import follow
 from rallypoint.launch.options import RunFolder
 
 _NICE = 10  # so much behind the run's own processes, where processors are short
@@ -55,6 +58,9 @@ def watch(
         "--port", min=0, max=65535, help="Its port on this machine; by default any free one.", show_default=False,
     )] = 0,
     browser: Annotated[bool, typer.Option("--browser", help="Open the page in the browser.")] = False,
+    buttons: Annotated[bool, typer.Option(
+        "--buttons", help="With buttons (pause, stop, resize, ...) for who has the token that is printed then.",
+    )] = False,
 ) -> None:  # fmt: skip
     """Show a run, while it goes on or afterwards, as a page in the browser; Ctrl-C ends the page, not the run.
 
@@ -63,6 +69,7 @@ def watch(
     Example: [bold]rallypoint watch runs/20260131-235959 --browser[/bold]
     """
     try:
+        from rallypoint.watch.operating import Operator
         from rallypoint.watch.serve import watch as serve
     except ModuleNotFoundError as error:
         raise UsageError(f"the page needs {error.name}: pip install 'rallypoint[watch]'") from None
@@ -75,7 +82,10 @@ def watch(
         if browser:
             webbrowser.open(address)
 
-    serve(run, facts_of(run), port, opened)
+    operator = Operator(secrets.token_urlsafe(16), functools.partial(follow, run)) if buttons else None
+    if operator is not None:
+        print(f"the operator's token, for its buttons: {operator.token}", flush=True)
+    serve(run, facts_of(run), port, opened, operator)
 
 
 @app.command(rich_help_panel=RUNNING)

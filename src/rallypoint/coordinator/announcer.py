@@ -11,6 +11,7 @@ from rallypoint.coordinator.acts import Act, Log, Record, Send
 from rallypoint.coordinator.claims import Early
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, tally_for
+from rallypoint.coordinator.recording.samples import Samples
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.deciding.decisions import reductions_at
 from rallypoint.core.job import JobRecord
@@ -19,11 +20,13 @@ from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards, pieces_of
 from rallypoint.core.view import View
 from rallypoint.net.messages import Accounted, Applied, Members, Message, Planned, Report, Say, Skipped, Waiting
 from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
+from rallypoint.net.sampling.messages import Sampled
 from rallypoint.observe.lines import Allowance, Once
 
 _EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the others
 _EARLY_DIGESTS = 4  # steps: only synchronous jobs record digests
 _BURST, _SENTENCE_S = 100, 1.0  # sentences that a member may say at once; then one in so many seconds
+Told = Say | Skipped | Accounted | Fingerprint | Sampled  # what members say for observers and the log
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
 
 
@@ -46,7 +49,7 @@ class Announcer:
         self.config = JobConfig()
         self._late, self._early = Lateness(), Early[Report](_EARLY)
         self._early_digests = Early[tuple[str, Fingerprint]](_EARLY_DIGESTS)
-        self._skipped = Once()
+        self._skipped, self._samples = Once(), Samples()
         self._allowances: dict[str, Allowance] = {}  # by member with a part in the job; "": all others
         self._announced: Members | None = None
         self._said_idle = False
@@ -66,12 +69,15 @@ class Announcer:
             self.last_news = now
         return self._tell(message)
 
-    def told_by(self, member: str, message: Say | Skipped | Accounted | Fingerprint, now: float) -> list[Act]:
+    def told_by(self, member: str, message: Told, now: float) -> list[Act]:
         """Announce what a member says, unless it says too much. Members without a part in the job share one allowance:
         whoever knows the token can be many of them. Of steps that are skipped, a member with a part may tell each.
         """
         if isinstance(message, Fingerprint):
             return self._recorded(member, message)
+        if isinstance(message, Sampled):
+            kept = self._samples.take(member, message, self._machine.view, now)
+            return [] if kept is None else [Log(kept)]
         has_a_part = self._machine.course.has_a_part(member)
         if has_a_part and isinstance(message, Skipped):
             return self.announce(message, now)

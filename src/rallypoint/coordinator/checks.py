@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import msgspec
 
@@ -36,7 +37,9 @@ from rallypoint.net.messages import (
     Stop,
     Stored,
 )
+from rallypoint.net.ordering.messages import AnyOrder
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
+from rallypoint.net.sampling.messages import Sampled
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
 _AGE_S = 1e9  # no wait is longer
@@ -44,14 +47,14 @@ _AGE_S = 1e9  # no wait is longer
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (
         *(Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Say, Stop, Done, GiveUp),
-        *(Metrics, Evaluates, Evaluated, NotKept, Contributed),
+        *(Metrics, Evaluates, Evaluated, NotKept, Contributed, Sampled),
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
-        *(Updated, AuditFound, StateChanged),
+        *(Updated, AuditFound, StateChanged, Sampled),
     ),
-    "aggregator": (Knows, Beat, Say),
-    "observer": (SnapshotWanted, Resize, Release),
+    "aggregator": (Knows, Beat, Say, Sampled),
+    "observer": (SnapshotWanted, Resize, Release, *get_args(AnyOrder)),
 }
 
 

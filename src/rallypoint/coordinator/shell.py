@@ -24,15 +24,16 @@ from rallypoint.coordinator.acts import (
     sentence_of,
 )
 from rallypoint.coordinator.agreement import Agreement
-from rallypoint.coordinator.announcer import Announcer
+from rallypoint.coordinator.announcer import Announcer, Told
 from rallypoint.coordinator.claims import Claims, Early, claim_of, own_part
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.joining.newcomers import Newcomers, taken
 from rallypoint.coordinator.joining.take_over import TakeOver, late_view, needed
 from rallypoint.coordinator.joining.tickets import Tickets
+from rallypoint.coordinator.ordering.orders import Orders
+from rallypoint.coordinator.ordering.sizes import Sizes
 from rallypoint.coordinator.owner import TICKS
 from rallypoint.coordinator.progress import EVALUATED, Evaluations
-from rallypoint.coordinator.sizes import Sizes
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -41,7 +42,6 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.view import Member, View
 from rallypoint.net.messages import (
     Aborted,
-    Accounted,
     Applied,
     Assist,
     Beat,
@@ -56,11 +56,11 @@ from rallypoint.net.messages import (
     Report,
     Resize,
     Say,
-    Skipped,
     Snapshotted,
     Stored,
 )
-from rallypoint.net.recording.messages import AuditFound, Fingerprint
+from rallypoint.net.ordering.messages import AnyOrder
+from rallypoint.net.recording.messages import AuditFound
 from rallypoint.observe.lines import Once
 
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
@@ -97,13 +97,11 @@ class CoordinatorShell:
         for version, figures in self.machine.course.evaluations.results.items():  # shown by an earlier coordinator
             self.evaluations.add(self.announcer.config.steps_at(version), figures)
         self._agreement, self._claims, self._newcomers = Agreement(), Claims(), Newcomers.of(terms, now)
-        self._sizes = Sizes(now)
-        self._terms, self._now = terms, now
-        self._ticked = self._awake = now
-        self._written = 0
+        self._sizes, self._orders = Sizes(now), Orders(now)
+        self._terms, self._now, self._ticked, self._awake = terms, now, now, now
+        self._written, self._end_at = 0, 0.0
         self._said = Once()
         self._capture: Capture | None = None  # the last snapshot that was asked for
-        self._end_at = 0.0
         self._take_over: TakeOver | None = None
         self._kept = recovered is not None and recovered.begun  # the journal has the record, and that the job has begun
         if recovered is not None and resume is None and needed(recovered):
@@ -209,6 +207,11 @@ class CoordinatorShell:
         if hello.role == "observer":
             if isinstance(message, Resize):
                 return self._resized(self._sizes.take(message, self._now))
+            if isinstance(message, AnyOrder):
+                answer = self._orders.answer(message, self.machine.course, self._now)
+                acts = [act for event in answer.events for act in self._drive(event)]
+                acts += self._send(message, *answer.workers)
+                return acts + [act for one in answer.news for act in self._announce(one)]
             released = isinstance(message, Release)
             return self._drive(cluster_events.Released() if released else cluster_events.SnapshotWanted())
         if self.members.get(hello.id) != connection:
@@ -236,7 +239,7 @@ class CoordinatorShell:
             case Applied():
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]
-            case Say() | Skipped() | Accounted() | Fingerprint():
+            case _ if isinstance(message, Told):
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():
                 part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))
@@ -251,13 +254,10 @@ class CoordinatorShell:
 
     def _knows(self, hello: Hello, view: View | None) -> list[Act]:
         """A member has come back, too late for the take-over."""
-        match late_view(hello, view, self.machine.course):
-            case cluster_events.Outrun() as outrun:
-                return self._drive(outrun)
-            case Say() as say if self._said.is_new("another coordinator"):
-                return self._announce(say)
-            case _:
-                return []
+        late = late_view(hello, view, self.machine.course)
+        if isinstance(late, cluster_events.Outrun):
+            return self._drive(late)
+        return [] if late is None or not self._said.is_new("another coordinator") else self._announce(late)
 
     def _count_early(self) -> list[Act]:
         """Count the reports and the metrics of versions that are known to be reached by now."""
@@ -368,8 +368,7 @@ class CoordinatorShell:
         return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
 
     def _time_awake(self) -> float:
-        """The time without pauses of this process (stopped, or a slow disk): members do not count as silent in those.
-        """
+        """The time without pauses of this process (stopped, or a slow disk): nobody is silent in those."""
         self._awake += min(self._now - self._ticked, _LATE_TICK * self._terms.heartbeat / TICKS)
         self._ticked = self._now
         return self._awake

@@ -102,6 +102,7 @@ class View(msgspec.Struct, frozen=True):
         lease: who evaluates which version in place of the lead; None: the lead evaluates each that is due.
         limit: where evaluations decide: no replica of this step or a later one is computed before another view; None:
             it is not known yet what the script evaluates.
+        paused: the operator has paused the job: no replica of this step or a later one is computed; None: it is not.
         reductions: the versions from which on the learning rate is reduced once more (`ReduceOnPlateau`), ascending.
         disputes: audited contributions on which workers do not agree (`audit=`).
     """
@@ -126,6 +127,7 @@ class View(msgspec.Struct, frozen=True):
     lease: Lease | None = None
     limit: int | None = None
     reductions: tuple[int, ...] = ()
+    paused: int | None = None
     disputes: tuple[Dispute, ...] = ()
 
     def last(self, rounds: int) -> int:

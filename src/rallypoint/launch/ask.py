@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointError
+from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointError, UsageError
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.folder import read_where
 from rallypoint.launch.plan import read_plan
@@ -16,8 +16,9 @@ from rallypoint.net.handshake import Identity
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Members, Message, Resize, Snapshotted, SnapshotWanted
+from rallypoint.net.ordering.messages import AnyOrder, Ordered
 
-_PATIENCE_S = 600.0
+_PATIENCE_S, _ORDER_S = 600.0, 30.0
 
 Answers = queue.SimpleQueue[Message | RallypointError]
 
@@ -67,6 +68,21 @@ def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) ->
                 said = missing
 
 
+def order(run: Path, wanted: AnyOrder) -> str:
+    """Give the run in this folder an order. Returns what has come of it, as a sentence.
+
+    Raises DataError when nothing runs there, UsageError when the coordinator refuses.
+    """
+    with _asking(run, "order") as (link, answers):
+        link.send(wanted)
+        while True:
+            answer = _next(answers, "no answer", _ORDER_S)
+            if isinstance(answer, Ordered) and answer.kind == type(wanted).__name__:
+                if answer.refused:
+                    raise UsageError(answer.text)
+                return answer.text
+
+
 def _missing(now: Members, workers: int, servers: int) -> str:
     """Return what does not match the request yet, as a phrase; "" when everything does."""
     able, computing, here = len(now.workers) + len(now.standby), len(now.workers), len(now.servers)
@@ -106,12 +122,12 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
         link.close()
 
 
-def _next(answers: Answers, otherwise: str) -> Message:
+def _next(answers: Answers, otherwise: str, patience: float = _PATIENCE_S) -> Message:
     """Return the coordinator's next message. Raises JobAborted when the job is over, LinkError when nothing comes."""
     try:
-        answer = answers.get(timeout=_PATIENCE_S)
+        answer = answers.get(timeout=patience)
     except queue.Empty:
-        raise LinkError(f"{otherwise} within {_PATIENCE_S:.0f} s; the run's own console says why") from None
+        raise LinkError(f"{otherwise} within {patience:.0f} s; the run's own console says why") from None
     if isinstance(answer, RallypointError):
         raise answer
     if isinstance(answer, Finished | Aborted):

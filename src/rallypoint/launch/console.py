@@ -37,6 +37,7 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
+from rallypoint.net.ordering.messages import Drain, Ordered
 from rallypoint.observe.lines import Once
 from rallypoint.observe.unhurried import Unhurried
 from rallypoint.store.manifest import age
@@ -110,7 +111,7 @@ class RunConsole:
         self.steps_done = 0
         self.again = 0
         self.members: Members | None = None
-        self.sizes: queue.SimpleQueue[Resize] = queue.SimpleQueue()  # requests to change the cluster's size
+        self.sizes: queue.SimpleQueue[Resize | Drain] = queue.SimpleQueue()  # requests to change the cluster's size
         self._said: set[str] = set()
         self._evaluated = Once()
         self.snapshots = 0
@@ -148,7 +149,7 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case Say(text=text) | Waiting(text=text) | ServerMismatch(text=text):
+            case Say(text=text) | Waiting(text=text) | ServerMismatch(text=text) | Ordered(text=text, refused=False):
                 self.say(escape(text))
             case Held(text=text):
                 self.holding = True
@@ -160,6 +161,8 @@ class RunConsole:
             case Resize(workers=workers, servers=servers):
                 to = [f"workers {workers}"] * (workers > 0) + [f"servers {servers}"] * (servers > 0)
                 self.console.print(f"changing the number of processes: {', '.join(to)}")
+                self.sizes.put(message)
+            case Drain():
                 self.sizes.put(message)
             case Snapshotted():
                 self.snapshots += 1
@@ -177,8 +180,6 @@ class RunConsole:
                 self._stopped = (stopped_at, why)
                 self._over_at = self._over_at or time.monotonic()
                 self.finished = True
-            case _:
-                pass
 
     def warn_of_silence(self, after: float) -> None:
         """Warn when the coordinator has sent nothing for `after` seconds: it cannot report that itself (I8)."""

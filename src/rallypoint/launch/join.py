@@ -25,14 +25,14 @@ from rallypoint.launch.observing.metrics import of_process
 from rallypoint.launch.reporting.stacks import keep_stacks
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lines import printable_lines
-from rallypoint.observe.trace import Tracer
+from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel.group import RankGroup
 from rallypoint.watch.metrics.members import of_worker
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.ranks.job import RankJob
 from rallypoint.worker.ranks.watch import OTHER_RANK_S
 
-_PHASES = ("wait", "load", "backward", "install", "evaluate")  # of a worker, for its metrics
+_PHASES = ("wait", LOAD, "backward", "install", "evaluate")  # of a worker, for its metrics
 
 
 def join() -> Job | RankJob:

@@ -31,14 +31,14 @@ from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Finished, Release, Resize, SnapshotWanted
+from rallypoint.net.ordering.messages import Drain as SendAway
 
 LIMITS = Limits()
 _GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by itself
 _CLOSE_S = 15.0  # seconds in which servers and the coordinator may close their files; longer than a store is waited for
 _ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
 _POLL_S = 0.02
-_LAST_SNAPSHOT_S = 3.0  # after Ctrl-C a last snapshot may take so many seconds
-_NOTICE_S = 60.0  # and so many after an engine's notice, which comes well before the end
+_LAST_SNAPSHOT_S, _NOTICE_S = 3.0, 60.0  # for a last snapshot: after Ctrl-C, after an engine's notice (it comes early)
 _LOST_S = LIVING_S + 10.0  # a worker that was given up before the end: it finds no coordinator, and ends by then
 _SILENCE_S = 5.0  # seconds after which a wait reports what it waits for
 
@@ -186,10 +186,11 @@ class ClusterRun:
                     self._over = True
                     self.console.show(Finished())  # the link may have been down when the coordinator sent this
 
-    def _resized(self, size: Resize) -> None:
-        wanted = {"worker": size.workers + self.plan.standby} if size.workers else {}
-        wanted |= {"server": size.servers} if size.servers else {}
-        self._do(self.supervisor.resized(wanted, time.monotonic()))
+    def _resized(self, size: Resize | SendAway) -> None:
+        if isinstance(size, SendAway):
+            return self._do([Drain(size.member)] if size.member in self.handles else [])
+        wanted = (("worker", size.workers and size.workers + self.plan.standby), ("server", size.servers))
+        self._do(self.supervisor.resized({role: number for role, number in wanted if number}, time.monotonic()))
         self.plan = resized(self.plan, size.workers, size.servers)
         try:
             write_plan(self.plan)  # a later `rallypoint resume` starts with this size

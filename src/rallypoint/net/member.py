@@ -20,6 +20,7 @@ from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introdu
 from rallypoint.net.messages import Admitted, Beat, GiveUp, Hello, Knows, Message, NewView, Refused
 from rallypoint.net.outbox import Backlog
 from rallypoint.net.places.whereabouts import Whereabouts
+from rallypoint.net.sampling.sampler import sampler_for
 from rallypoint.net.transport import Transport
 
 log = logging.getLogger("rallypoint")
@@ -46,12 +47,14 @@ class Handlers:
         on_admitted: called after each joining. True: this process is new to the coordinator (the first time, or
             after the coordinator had given it up).
         beat: returns the next heartbeat; called from a thread of its own.
+        waited: returns the seconds that the script has waited for data until now; called from that thread too.
     """
 
     on_message: Callable[[Message], None]
     on_lost: Callable[[RallypointError], None]
     on_admitted: Callable[[bool], None] | None = None
     beat: Callable[[], Beat] = Beat
+    waited: Callable[[], float] = lambda: 0.0
 
 
 class CoordinatorLink:
@@ -84,6 +87,7 @@ class CoordinatorLink:
         self._unsent: deque[Message] = deque()
         self._corrupt: Channel | None = None
         self._said_that_it_waits = False
+        self._sampler = sampler_for(transport, handlers.waited)
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._channel = self._join_patiently(JOIN_TIMEOUT_S if patience is None else patience)
@@ -243,6 +247,8 @@ class CoordinatorLink:
         while not self._closed.wait(self.welcome.heartbeat / _BEATS):
             if self._admitted:
                 self._channel.send_message(self._handlers.beat())
+                if (sample := self._sampler.sample(time.monotonic())) is not None:
+                    self._channel.send_message(sample)
 
     def _receive_all(self) -> None:
         while True:
@@ -301,7 +307,6 @@ class CoordinatorLink:
         except Exception as error:
             log.error("a %s message could not be acted on", type(message).__name__, exc_info=error)
             raise ProtocolError(f"its {type(message).__name__} message could not be acted on: {error!r}") from error
-
 
 
 def _in_one(failed: list[LinkError]) -> LinkError:

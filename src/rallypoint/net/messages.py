@@ -22,7 +22,9 @@ from rallypoint.net.greetings import Challenge as Challenge
 from rallypoint.net.greetings import Hello as Hello
 from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
+from rallypoint.net.ordering.messages import Drain, Ordered, Pause, StopWanted
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
+from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.observe.lines import printable
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
@@ -72,9 +74,7 @@ class Applied(AnyMessage, frozen=True):
     step: Index
     replicas: Index
     at: Seconds
-    late: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=MOST_MEMBERS)] = msgspec.field(
-        default_factory=dict
-    )
+    late: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=MOST_MEMBERS)] = msgspec.field(default_factory=dict)
     generation: ViewNumber = ViewNumber()
     norm: Norm | None = None
 
@@ -90,9 +90,7 @@ class Accounted(AnyMessage, frozen=True):
     folded: Count
     dropped: Count
     repeats: Count
-    staleness: Annotated[dict[Count, Count], msgspec.Meta(max_length=1 << 16)] = msgspec.field(
-        default_factory=dict
-    )
+    staleness: Annotated[dict[Count, Count], msgspec.Meta(max_length=1 << 16)] = msgspec.field(default_factory=dict)
     generation: ViewNumber = ViewNumber()
 
 
@@ -358,7 +356,7 @@ Message = (
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
     Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
-    AuditFound | OfAudits
+    AuditFound | OfAudits | Sampled | Pause | StopWanted | Drain | Ordered
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -33,6 +33,7 @@ _TCP_CLOSE = 7  # the state of a connection that has ended by an error (include/
 # process. One whose TCP had given the connection up has not answered for `DEAD_AFTER_S`.
 _ANSWERED_S = 2.0
 _TCP_INFO = struct.Struct("=B51xII")  # linux/tcp.h: the state, and tcpi_last_data_recv and tcpi_last_ack_recv in ms
+_ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt, smoothed, in microseconds
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -62,7 +63,7 @@ class TcpConnection:
 
     secured: Secured = PLAIN
 
-    def __init__(self, sock: socket.socket, peer: str, traffic: Traffic | None = None) -> None:
+    def __init__(self, sock: socket.socket, peer: str, traffic: Traffic | None = None, *, dialed: bool = False) -> None:
         self._socket = sock
         self._peer = peer
         self._deadline: float | None = None
@@ -70,7 +71,7 @@ class TcpConnection:
         self._users, self._closed = 0, False  # threads inside `send` and `recv_into`
         _tune(sock)
         self._traffic = traffic or Traffic()
-        self._flow = self._traffic.opened()
+        self._flow = self._traffic.opened(peer if dialed else "", lambda: _round_trip_of(sock))
 
     @property
     def peer(self) -> str:
@@ -311,7 +312,7 @@ class TcpTransport:
             raise LinkError(f"nobody answers at {address}: {error}") from None
         try:
             sock.settimeout(None)
-            return TcpConnection(sock, address, self.traffic)
+            return TcpConnection(sock, address, self.traffic, dialed=True)
         except OSError as error:
             sock.close()
             raise LinkError(f"{address} was gone as soon as it had answered: {error}") from None
@@ -347,6 +348,14 @@ def _state_of(sock: socket.socket) -> tuple[int, float]:
         state, *milliseconds = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
         return state, min(milliseconds) / 1000
     return 0, math.inf
+
+
+def _round_trip_of(sock: socket.socket) -> float:
+    """Seconds; 0 where the system does not tell, or the socket is closed."""
+    with contextlib.suppress(OSError, struct.error, AttributeError):
+        found = _ROUND_TRIP.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size))
+        return float(found[0]) / 1e6
+    return 0.0
 
 
 def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:

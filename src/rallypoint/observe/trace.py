@@ -35,6 +35,9 @@ class _Span:
 _NOTHING = nullcontext()
 
 
+LOAD = "load"  # the span in which a script waits for data
+
+
 class Tracer:
     """Collects the spans of one process while `on` is True. While it is False, a span costs two look-ups.
 
@@ -52,10 +55,19 @@ class Tracer:
         """From now on, count the spans of these names, and their seconds: see `phases`."""
         self._counted = dict.fromkeys(names, (0, 0))
 
+    def counting(self, name: str) -> Tracer:
+        """Count the spans of this name too; returns itself."""
+        self._counted.setdefault(name, (0, 0))
+        return self
+
     @property
     def phases(self) -> dict[str, tuple[int, float]]:
         """For each name that is counted: how many of its spans have ended, and their seconds."""
         return {name: (count, nanoseconds / 1e9) for name, (count, nanoseconds) in self._counted.items()}
+
+    def seconds(self, name: str) -> float:
+        """The seconds of a name that is counted."""
+        return self._counted[name][1] / 1e9
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Record the time inside ``with``. The viewer shows `args` with the span. Any thread may call it."""

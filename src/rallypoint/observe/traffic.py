@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Link(NamedTuple):
+    """The connections to one address: bytes until now, and the round trip (s; 0: unknown)."""
+
+    sent: int = 0
+    received: int = 0
+    round_trip: float = 0.0
 
 
 class Flow:
-    """The bytes of one connection. One thread adds to `sent`, another to `received`; any may read."""
+    """The bytes of one connection. One thread adds to `sent`, another to `received`; any may read.
 
-    __slots__ = ("received", "sent")
+    `address`: where it was dialed; "" if it was accepted. `round_trip` returns seconds.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("address", "received", "round_trip", "sent")
+
+    def __init__(self, address: str = "", round_trip: Callable[[], float] = lambda: 0.0) -> None:
         self.sent = self.received = 0
+        self.address, self.round_trip = address, round_trip
 
 
 class Traffic:
@@ -25,9 +39,9 @@ class Traffic:
         self._open: dict[Flow, None] = {}
         self._ended = Flow()
 
-    def opened(self) -> Flow:
-        """A connection begins. Returns what it counts in."""
-        flow = Flow()
+    def opened(self, address: str = "", round_trip: Callable[[], float] = lambda: 0.0) -> Flow:
+        """A connection begins. Returns what it counts in. For the arguments see `Flow`."""
+        flow = Flow(address, round_trip)
         with self._lock:
             self._open[flow] = None
         return flow
@@ -39,6 +53,17 @@ class Traffic:
                 del self._open[flow]
                 self._ended.sent += flow.sent
                 self._ended.received += flow.received
+
+    def links(self) -> dict[str, Link]:
+        """The links that are open and were dialed, by address."""
+        with self._lock:
+            flows = [flow for flow in self._open if flow.address]
+        found: dict[str, Link] = {}
+        for flow in flows:
+            also = found.get(flow.address, Link())
+            round_trip = max(also.round_trip, flow.round_trip())
+            found[flow.address] = Link(also.sent + flow.sent, also.received + flow.received, round_trip)
+        return found
 
     def totals(self) -> tuple[int, int]:
         """The bytes sent and received until now, by all connections together."""

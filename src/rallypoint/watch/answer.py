@@ -30,8 +30,16 @@ class Reader:
         if run.revision == self._revision:
             return None
         self._revision = run.revision
-        said: dict[str, Any] = {"now": round(run.now, 2), "step": run.step, "again": run.again, "ended": run.ended,
-                                "why": run.why, "late": _late(run), "times": _times(run), "skipped": run.skipped}
+        said: dict[str, Any] = {
+            "now": round(run.now, 2),
+            "step": run.step,
+            "again": run.again,
+            "ended": run.ended,
+            "why": run.why,
+            "late": _late(run),
+            "times": _times(run),
+            "skipped": run.skipped,
+        }
         for part, curves in (("curves", run.curves), ("evaluations", run.evaluations)):
             said[part] = self._curves(part, curves)
         plan = None if run.plan is None else msgspec.to_builtins(run.plan)
@@ -40,6 +48,7 @@ class Reader:
         stored = len(run.snapshots), run.snapshots[-1] if run.snapshots else None
         self._part(said, "plan", plan, lambda: plan)
         self._part(said, "members", run.members.revision, run.members.rows)
+        self._part(said, "machines", run.machines.revision, run.machines.told)
         self._part(said, "marks", marked, lambda: list(run.marks))
         self._part(said, "sentences", told, lambda: list(run.sentences))
         self._part(said, "snapshots", stored, lambda: list(run.snapshots))

@@ -1,4 +1,4 @@
-"""The page's web application: a few files, and a stream of what changes. It can only be read."""
+"""The page's web application: a few files, and a stream of what changes. Without an operator it can only be read."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.routing import Route
 from rallypoint.watch.answer import Reader
 from rallypoint.watch.follow import Follower
 from rallypoint.watch.locked import Lock, file, healthy, middleware
+from rallypoint.watch.operating import Operator
 
 _FILES = {"": "index.html", **{name: name for name in ("page.js", "page.css", "uplot.js", "uplot.css")}}
 _EVERY_S, _STILL_S = 0.5, 15.0  # between two looks; between two signs of life
@@ -26,14 +27,16 @@ class Page:
     """The application for one run: ``Page(follower, facts, token).app``.
 
     `facts` do not change: the run's name, its settings. Whoever opens ``/?token=TOKEN`` gets a cookie; without one
-    nothing is answered but ``/healthz``.
+    nothing is answered but ``/healthz``. With an `operator` it takes orders from who has that one's token too.
     """
 
-    def __init__(self, follower: Follower, facts: dict[str, Any], token: str) -> None:
-        self._follower, self._facts = follower, facts
+    def __init__(self, follower: Follower, facts: dict[str, Any], token: str, operator: Operator | None = None) -> None:
+        self._follower, self._facts = follower, {**facts, "buttons": operator is not None}
         self._streams, self.closing = 0, False
         lock = Lock(token)
         routes = [Route("/healthz", healthy), Route("/run", lock(self._whole)), Route("/news", lock(self._stream))]
+        if operator is not None:
+            routes.append(Route("/order", lock(operator.answer), methods=["POST"]))
         routes += [Route(f"/{path}", lock(file(name))) for path, name in _FILES.items()]
         self.app = Starlette(routes=routes, middleware=middleware())
 

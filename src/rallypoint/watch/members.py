@@ -30,7 +30,7 @@ class Timelines:
         for member in [*now, *(before - now.keys())]:
             self._change(member, t, now.get(member, _GONE))
         self._forget()
-        return sorted(now.keys() - before, key=_by_number), sorted(before - now.keys(), key=_by_number)
+        return sorted(now.keys() - before, key=by_number), sorted(before - now.keys(), key=by_number)
 
     @property
     def here(self) -> set[str]:
@@ -44,7 +44,7 @@ class Timelines:
 
     def rows(self) -> list[dict[str, object]]:
         """The members in the order of their names: servers, aggregators, workers."""
-        names = sorted(self.spans, key=_by_number)
+        names = sorted(self.spans, key=by_number)
         return [{"id": name, "spans": [[round(t, 2), state] for t, state in self.spans[name]]} for name in names]
 
     def _states(self, members: Members) -> Iterable[tuple[str, str]]:
@@ -69,6 +69,7 @@ class Timelines:
             del self.spans[min(gone, key=lambda member: self.spans[member][-1][0])]
 
 
-def _by_number(name: str) -> tuple[str, int, str]:
+def by_number(name: str) -> tuple[str, int, str]:
+    """A key that sorts worker2 before worker10."""
     stem = name.rstrip("0123456789")
     return stem, int(name[len(stem) :] or 0), name

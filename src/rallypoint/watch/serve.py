@@ -16,6 +16,7 @@ from rallypoint.errors import UsageError
 from rallypoint.watch.app import Page
 from rallypoint.watch.compare import Comparison
 from rallypoint.watch.follow import EVENTS, Follower
+from rallypoint.watch.operating import Operator
 
 _HOST = "127.0.0.1"
 
@@ -38,11 +39,13 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def served(folder: Path, facts: dict[str, Any], port: int = 0) -> Iterator[tuple[str, Bound]]:
+def served(
+    folder: Path, facts: dict[str, Any], port: int = 0, operator: Operator | None = None
+) -> Iterator[tuple[str, Bound]]:
     """In the body the page of the run in `folder` can be opened: yields its address with its token, and the server to
     run. Raises UsageError if there is no log, or the port is taken."""
     follower, token = _follower(folder), secrets.token_urlsafe(16)
-    with _serving(Page(follower, facts, token), [follower], token, port) as bound:
+    with _serving(Page(follower, facts, token, operator), [follower], token, port) as bound:
         yield bound
 
 
@@ -111,9 +114,11 @@ def _listening(port: int) -> Iterator[socket.socket]:
         yield listening
 
 
-def watch(folder: Path, facts: dict[str, Any], port: int, opened: Callable[[str], None]) -> None:
+def watch(
+    folder: Path, facts: dict[str, Any], port: int, opened: Callable[[str], None], operator: Operator | None = None
+) -> None:
     """Serve the page until Ctrl-C; `opened` is called with its address once it can be opened."""
-    with served(folder, facts, port) as (address, server):
+    with served(folder, facts, port, operator) as (address, server):
         opened(address)
         server.run()
 

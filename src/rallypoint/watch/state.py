@@ -23,6 +23,9 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
+from rallypoint.net.ordering.messages import Ordered
+from rallypoint.net.sampling.messages import Sampled
+from rallypoint.watch.machines import Machines
 from rallypoint.watch.members import Timelines
 from rallypoint.watch.series import Series
 from rallypoint.watch.steps import Pace, StepTimes
@@ -49,6 +52,7 @@ class RunState:
     curves: dict[str, Series] = field(default_factory=dict)  # by step: loss, lr, seconds, what `micro.log` said
     evaluations: dict[str, Series] = field(default_factory=dict)
     members: Timelines = field(default_factory=Timelines)
+    machines: Machines = field(default_factory=Machines)
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
     sentences: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_SENTENCES))
     snapshots: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_SNAPSHOTS))
@@ -79,12 +83,15 @@ class RunState:
                 self._members(message)
             case Applied(late=late):
                 self._late(late)
+            case Sampled(member=member):
+                if member in self.members.here:
+                    self.machines.take(message, self.now)
             case Snapshotted(version=version, nbytes=nbytes, seconds=seconds):
                 self.snapshots.append({"t": self.now, "version": version, "nbytes": nbytes, "seconds": seconds})
             case Skipped():
                 self.skipped["contributions" if message.alone else "steps"] += 1
                 self._mark("skip", f"step {message.step} skipped: not finite")
-            case Say(text=text) | Waiting(text=text) | Held(text=text) | ServerMismatch(text=text):
+            case Say(text=text) | Waiting(text=text) | Held(text=text) | ServerMismatch(text=text) | Ordered(text=text):
                 self.sentences.append({"t": self.now, "text": text})
                 self._cause = self._cause or "waiting" * isinstance(message, Waiting)
             case Finished(stopped_at=at, why=why):
@@ -120,6 +127,7 @@ class RunState:
             self._mark("loss", f"without {', '.join(went)}")
         for member in went:
             self.late.pop(member, None)
+        self.machines.forget(went)
 
     def _late(self, late: Mapping[str, float]) -> None:
         for worker, seconds in late.items():

@@ -26,7 +26,7 @@ from rallypoint.watch.state import RunState
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _EVERY_S = 0.5
-_SENTENCES, _LATE = 6, 5
+_SENTENCES, _LATE, _HOSTS = 6, 5, 8
 _COLOURS = {
     "computing": "cyan", "standby": "yellow", "server": "green", "aggregator": "magenta", "gone": "bright_black",
 }  # fmt: skip
@@ -57,7 +57,8 @@ def shown(run: RunState, name: str, width: int) -> RenderableType:
     curves = [_curve(name, curve, half) for name, curve in {**run.curves, **run.evaluations}.items()]
     return Group(
         _head(run, name), Columns([curve for curve in curves if curve is not None], equal=True, width=half),
-        Columns([_times(run, half), _members(run, half)], equal=True, width=half), _happened(run),
+        Columns([_times(run, half), _members(run, half)], equal=True, width=half),
+        *([_machines(run)] if run.machines.hosts else []), _happened(run),
     )  # fmt: skip
 
 
@@ -127,6 +128,17 @@ def _members(run: RunState, width: int) -> RenderableType:
         more = f", and {count - 8} more" if count > 8 else ""
         table.add_row(Text(state, _COLOURS.get(state, "")), str(count), _text(", ".join(map(str, names[:8])) + more))
     return Panel(table, title="members", title_align="left", width=width)
+
+
+def _machines(run: RunState) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    told = run.machines.told()
+    for host in told["hosts"][:_HOSTS]:
+        shares = f"{spark(host['cpu'], 20)} {host['cpu'][-1]} %", f"memory {host['memory'][-1]} %"
+        table.add_row(_text(host["name"]), *shares, f"waited for data {host['waited']:.0%}")
+    if (more := told["more"] + len(told["hosts"]) - _HOSTS) > 0:
+        table.add_row(f"and {more} more")
+    return Panel(table, title="machines", title_align="left")
 
 
 def _happened(run: RunState) -> RenderableType:

@@ -257,6 +257,13 @@ class Resized:
 
 
 @dataclass(frozen=True, slots=True)
+class Paused:
+    """The operator pauses the job (`on`), or lets it go on."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotWanted:
     """A user asks for a snapshot."""
 
@@ -307,7 +314,7 @@ class Found:
 Event = (
     Joined | Proposed | Progress | Applied | CaughtUp | Disproved | StateChanged | Leaving | Done | Left | Unlinked
     | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
-    | Outrun | Released | Stopped | Evaluates | Evaluated | NotKept | AuditFound
+    | Outrun | Released | Paused | Stopped | Evaluates | Evaluated | NotKept | AuditFound
 )  # fmt: skip
 
 OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time

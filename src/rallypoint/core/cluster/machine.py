@@ -29,6 +29,7 @@ from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.health.waiting import waiting_for
 from rallypoint.core.cluster.invariants import check_course
+from rallypoint.core.cluster.ordering.pause import pause
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
@@ -212,6 +213,8 @@ class ClusterMachine:
                 course.workers_max = max(1, workers)
                 course.changed()
                 return self._succession.advance()
+            case events.Paused(on=on):
+                return self._succession.advance() if pause(course, on=on) else []
             case events.Failed():
                 return self._failed(event)
             case events.Left(member=member, reason=reason):

@@ -38,6 +38,7 @@ class ViewSequence:
         lease: the evaluation lease that the next view of this generation has.
         limit, reductions: what is decided from evaluations: see `View`. The first view of a generation has no limit
             yet: workers wait for the next one.
+        paused: see `View`.
         disputes: those that the next view of this generation has.
     """
 
@@ -51,6 +52,7 @@ class ViewSequence:
     lease: Lease | None = None
     limit: int | None = None
     reductions: tuple[int, ...] = ()
+    paused: int | None = None
     disputes: tuple[Dispute, ...] = ()
     _last: ViewNumber = field(default_factory=ViewNumber)
 
@@ -69,6 +71,7 @@ class ViewSequence:
         self.view, self.caught_up = view, set(caught_up)
         self.stop, self.lease, self.limit = (None, None, None) if view is None else (view.stop, view.lease, view.limit)
         self.reductions, self.disputes = ((), ()) if view is None else (view.reductions, view.disputes)
+        self.paused = None if view is None else view.paused
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
@@ -84,7 +87,7 @@ class ViewSequence:
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader, stop=self.stop,
-            reductions=self.reductions, **self._aggregation(members, assignments),
+            reductions=self.reductions, paused=self.paused, **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, None)
 
@@ -105,7 +108,7 @@ class ViewSequence:
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
             stop=self.stop, lease=self.lease, limit=self.limit, reductions=self.reductions,
-            disputes=self.disputes, **self._aggregation(members, assignments),
+            disputes=self.disputes, paused=self.paused, **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, before)
 

@@ -30,13 +30,17 @@ class LeasedVersion:
         return None if waits else Evaluate(lease.version)
 
     def holds_back(self, view: View | None, action: Action | Store | Ended | None) -> bool:
-        """True if this replica may not be computed yet: see `View.limit`."""
+        """True if this replica may not be computed yet: see `View.limit` and `View.paused`."""
         if not isinstance(action, Compute) or view is None:
             return False
+        if view.paused is not None and action.step >= view.paused:
+            return True
         return self.decides if view.limit is None else action.step >= view.limit
 
     def awaited(self, view: View) -> str:
         """A phrase for what a worker waits for which is held back."""
+        if view.paused is not None:
+            return f"the operator, who has paused the job before step {view.paused}"
         if view.limit is None:
             return "the coordinator to say which evaluations the job decides from"
         if view.lease is None or view.limit <= view.lease.version:  # what is decided counts from a later one on

@@ -23,11 +23,12 @@ def sentence_of(picture: Picture) -> str:
         return f"The run was interrupted {_at(picture)}, and nobody runs it now.{_crashes(crashed)}{_going_on(picture)}"
     if stopped := [process for process in picture.processes if process.state]:
         return f"{_at(picture).capitalize()} {_who(stopped)}{_waits(picture)} {_wake(stopped)}"
+    if picture.waits:
+        cause = f"{_at(picture).capitalize()} the run is {_stop(picture.waits)}{_crashes(crashed)}"
+        return f"{cause} The stacks say where each process is."
     if crashed:
         where = f"in {_file(crashed[-1])}"
         return f"{_crashes(crashed).strip()} The run goes on {_at(picture)}: {where} is what it did."
-    if picture.waits:
-        return f"{_at(picture).capitalize()} the run is {_stop(picture.waits)} The stacks say where each process is."
     if picture.silent_s is not None and picture.silent_s > LONG_S:
         return (
             f"{_at(picture).capitalize()} nothing has happened for {picture.silent_s:.0f} s, and the coordinator says "

@@ -23,6 +23,8 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
+from rallypoint.net.sampling.messages import Sampled
+from rallypoint.watch.machines import Machines
 from rallypoint.watch.metrics.measures import Histogram, Reading
 from rallypoint.watch.steps import Pace, StepTimes
 
@@ -53,7 +55,7 @@ class JobFigures:
         self._evaluations: dict[str, float] = {}
         self._seconds, self._times = Histogram(STEP_BOUNDS), StepTimes()
         self._moved = began  # when the last step was done, or the job began
-        self._pace = Pace()
+        self._pace, self._machines = Pace(), Machines()
         self._cause = ""
         self._skipped, self._late = Counter[str](), dict[str, float]()
         self._snapshots, self._stored, self._mismatches = 0, began, 0
@@ -68,6 +70,8 @@ class JobFigures:
             match message:
                 case StepDone():
                     self._done(message, now, unix)
+                case Sampled():
+                    self._machines.take(message, now)
                 case Applied(late=late):
                     self._lateness(late)
                 case Planned():
@@ -128,6 +132,7 @@ class JobFigures:
             self._gone[was[member]] += 1
             self._late.pop(member, None)
             self._cause = "loss"
+        self._machines.forget(was.keys() - here.keys())
 
     def _lateness(self, late: Mapping[str, float]) -> None:
         for worker, seconds in late.items():
@@ -165,6 +170,12 @@ class JobFigures:
         yield Reading("rallypoint_repeated_reports", self._again)
         yield Reading("rallypoint_server_mismatches", self._mismatches)
         yield from self._read_members()
+        for name, host in self._machines.hosts.items():
+            yield Reading("rallypoint_host_cpu_ratio", host.sample.cpu, {"host": name})
+            yield Reading("rallypoint_host_memory_bytes", host.sample.memory, {"host": name})
+        for member, sample in self._machines.members.items():
+            if member in self._members.get("worker", ()):
+                yield Reading("rallypoint_waited_for_data_ratio", sample.waited_for_data, {"member": member})
         if terms.snapshots:
             yield Reading("rallypoint_snapshots", self._snapshots)
             yield Reading("rallypoint_snapshot_timestamp_seconds", self._stored)

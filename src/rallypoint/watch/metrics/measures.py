@@ -54,6 +54,10 @@ MEASURES: dict[str, Measure] = {
     "rallypoint_exposed_shards": Measure("gauge", "Shards without a backup that has all that was published."),
     "rallypoint_lateness_seconds": Measure(
         "gauge", "How far behind the first worker's a worker's contribution comes, of late.", ("worker",)),
+    "rallypoint_host_cpu_ratio": Measure("gauge", "The share of a machine's processors that is in use.", ("host",)),
+    "rallypoint_host_memory_bytes": Measure("gauge", "Memory of a machine that is in use.", ("host",)),
+    "rallypoint_waited_for_data_ratio": Measure(
+        "gauge", "The share of its time in which a member's script waited for data.", ("member",)),
     "rallypoint_snapshots": Measure("counter", "Snapshots that are complete."),
     "rallypoint_snapshot_timestamp_seconds": Measure(
         "gauge", "Unix time of the newest complete snapshot; before the first, when this coordinator began."),

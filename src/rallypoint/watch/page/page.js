@@ -145,6 +145,70 @@ one("members").addEventListener("mousemove", (event) => {
   one("members").title = row ? `${row.id}: ${row.spans.map(([t, state]) => `${state} from ${seconds(t)}`).slice(-4).join(", ")}` : "";
 });
 
+// ---- machines and links ----
+
+const percent = (share) => `${Math.round(100 * share)} %`;
+const mega = (rate) => rate >= 5e6 ? `${(rate / 1e6).toFixed(0)}` : `${(rate / 1e6).toFixed(1)}`;
+
+// Shares in percent over time, as a line.
+function spark(values) {
+  const canvas = element("canvas"), ctx = canvas.getContext("2d"), wide = 80, high = 16, scale = devicePixelRatio;
+  canvas.width = wide * scale; canvas.height = high * scale;
+  canvas.className = "spark";
+  ctx.scale(scale, scale);
+  ctx.strokeStyle = colour("computing");
+  ctx.beginPath();
+  values.forEach((value, i) => ctx.lineTo(wide - (values.length - i) * 2, high - 1 - (high - 2) * value / 100));
+  ctx.stroke();
+  const cell = element("td");
+  cell.append(canvas, element("span", ` ${values.at(-1)} %`));
+  return cell;
+}
+
+function gpusOf(gpus) {
+  const sum = (i) => gpus.reduce((all, gpu) => all + gpu[i], 0);
+  return gpus.length ? `${gpus.length} × ${percent(sum(0) / gpus.length)}, ${bytes(sum(1))} of ${bytes(sum(2))}` : "";
+}
+
+function drawHosts({ hosts, more }) {
+  const gpus = hosts.some((host) => host.gpus.length);
+  const heads = ["machine", "members", "processor", "memory", "theirs", "disk MB/s", "network MB/s", "waited for data", ...(gpus ? ["GPUs"] : [])];
+  const rows = hosts.map((host) => {
+    const line = element("tr");
+    line.append(element("td", host.name), element("td", String(host.members)), spark(host.cpu), spark(host.memory),
+      element("td", `${host.own_cpu.toFixed(1)} cores, ${bytes(host.own_memory)}`),
+      element("td", host.disk.map(mega).join(" in, ") + " out"), element("td", host.network.map(mega).join(" out, ") + " in"),
+      element("td", percent(host.waited)));
+    if (gpus) line.append(element("td", gpusOf(host.gpus)));
+    return line;
+  });
+  if (more) { const line = element("tr"); line.append(element("td", `and ${more} more`)); rows.push(line); }
+  const head = element("tr");
+  head.append(...heads.map((name) => element("th", name)));
+  one("hosts").replaceChildren(head, ...rows);
+  one("hosts-part").hidden = !hosts.length;
+}
+
+function drawLinks({ rows, columns, cells, members }) {
+  const most = Math.max(1, ...cells.flat().filter(Boolean).map((cell) => cell[1] + cell[2])), bits = (rate) => number(rate * 8e-6);
+  const head = element("tr");
+  const left = [members[0] - rows.length, members[1] - columns.length];
+  head.append(element("th", left[0] || left[1] ? `${left[0] + left[1]} with less are not shown` : ""), ...columns.map((name) => element("th", name)));
+  one("links").replaceChildren(head, ...rows.map((name, i) => {
+    const line = element("tr");
+    line.append(element("th", name), ...cells[i].map((cell) => {
+      const made = element("td", cell ? `${bits(cell[1])} / ${bits(cell[2])}` : "");
+      if (cell) {
+        made.style.background = `color-mix(in srgb, var(--computing) ${Math.round(45 * (cell[1] + cell[2]) / most)}%, transparent)`;
+        made.title = cell[0] ? `round trip ${(1000 * cell[0]).toFixed(2)} ms` : "";
+      }
+      return made;
+    }));
+    return line;
+  }));
+  one("links-part").hidden = !rows.length;
+}
+
 // ---- the rest ----
 
 function drawHead() {
@@ -187,6 +251,31 @@ function drawFacts() {
   pairs("facts", shown);
 }
 
+// ---- buttons: only where the page was served with them, and for who has the operator's token ----
+
+function drawOperator() {
+  one("operator").hidden = !(run.facts || {}).buttons || Boolean(run.ended);
+  const here = run.members.filter((row) => row.spans.at(-1)[1] !== "gone").map((row) => row.id), list = one("drained");
+  if ([...list.options].map((option) => option.value).join() !== here.join()) list.replaceChildren(...here.map((name) => new Option(name)));
+}
+
+one("orders").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const order = event.submitter ? event.submitter.dataset.order : "", wish = { order };
+  if (!order) return;
+  if (order === "drain") wish.member = one("drained").value;
+  if (order === "resize") for (const what of ["workers", "servers"]) wish[what] = Number(one(what).value) || 0;
+  if ((order === "stop" || order === "drain") && !confirm(order === "stop" ? "End the job?" : `Send ${wish.member} away?`)) return;
+  one("said").textContent = `${order} ...`;
+  try {
+    const answer = await fetch("order", { method: "POST", body: JSON.stringify(wish),
+      headers: { "Authorization": `Bearer ${one("operator-token").value}`, "Content-Type": "application/json" } });
+    one("said").textContent = (await answer.json()).said;
+  } catch {
+    one("said").textContent = `${order}: no answer`;
+  }
+});
+
 function take(news) {
   if (news.facts) { // the first of a stream: this page, or the server, has begun anew
     run.curves = {}; run.evaluations = {}; run.marks = []; run.members = [];
@@ -206,6 +295,8 @@ function take(news) {
   drawHead();
   drawTimes();
   drawMembers();
+  drawOperator();
+  if (news.machines) { drawHosts(news.machines); drawLinks(news.machines.links); }
   if (news.facts || news.plan) drawFacts();
   if (news.snapshots) table("snapshots", ["version", "size", "took"],
     news.snapshots.slice(-8).reverse().map((s) => [String(s.version), bytes(s.nbytes), seconds(s.seconds)]));

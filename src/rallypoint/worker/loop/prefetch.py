@@ -8,7 +8,7 @@ from typing import Any
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.places import Place
 from rallypoint.data.processes import LoaderProcesses
-from rallypoint.observe.trace import Tracer
+from rallypoint.observe.trace import LOAD, Tracer
 
 
 class Prefetch:
@@ -48,7 +48,7 @@ class Prefetch:
 
     def _load(self, place: Place) -> Any:
         step, replica, index = place
-        with self._tracer.span("load", step=step, replica=replica):
+        with self._tracer.span(LOAD, step=step, replica=replica):
             if self._processes is not None:
                 return self._batches.on_device(self._processes.take(place))
             batch, skipped = self._batches.loaded(step, replica, index)

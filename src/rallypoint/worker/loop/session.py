@@ -40,9 +40,10 @@ from rallypoint.net.messages import (
     Refused,
     Say,
 )
+from rallypoint.net.ordering.messages import StopWanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
-from rallypoint.observe.trace import Tracer
+from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
@@ -70,7 +71,6 @@ from rallypoint.worker.tensors import ModelTensors
 LEAVE_WITHIN_S = 10.0
 _TOO_LATE = "the job was over before this worker took part in it"
 
-
 OwnOptimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 OwnSchedule = torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_scheduler.LRScheduler]
 
@@ -97,7 +97,7 @@ class Job:
         self.ranks = 1 if group is None else group.size
         self._token = token
         self._transport: Transport = transport or TcpTransport()
-        self._tracer = tracer or Tracer(id)
+        self._tracer = (tracer or Tracer(id)).counting(LOAD)
         self._changed = threading.Condition()
         self._view: View | None = None
         self._record: JobRecord | None = None
@@ -111,7 +111,7 @@ class Job:
         self._run: Run | None = None
         self._link = CoordinatorLink(
             transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
-            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat),
+            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat, self._waited_for_data),
         )  # fmt: skip
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
@@ -322,6 +322,9 @@ class Job:
     def _report_wait(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
 
+    def _waited_for_data(self) -> float:
+        return self._tracer.seconds(LOAD)
+
     def _beat(self) -> Beat:
         return Beat() if self._exchange is None else self._exchange.beat()
 
@@ -359,6 +362,8 @@ class Job:
                     self._changed.notify_all()
                 if self._exchange is not None:
                     self._exchange.finish()
+            case StopWanted(reason=reason):
+                self._stopping.wish(reason or "the operator")
             case Aborted(reason=reason) | Refused(reason=reason):
                 self._fail(JobAborted(reason))
             case _:

@@ -130,6 +130,8 @@ def rolled_back(course: Course) -> None:
         ledger.lost.add(lease.version)
     course.views.lease = course.views.limit = None
     course.views.reductions = ledger.decided.reductions
+    if course.views.paused is not None:
+        course.views.paused = version  # it stays where it is
 
 
 def lease_noted(course: Course, before: View) -> list[Effect]:

@@ -130,6 +130,8 @@ class Snapshots:
         rule = course.strategies.snapshot_version
         version = self.duty.next_version(course.record, course.furthest, rule, ending=course.view.ending)
         version, evaluated = min(version, course.last), version_to_capture(course)
+        if course.views.paused is not None:
+            version = min(version, max(course.views.paused, course.known))  # no later one is made for now
         if evaluated is not None and (version > evaluated or self._evaluated_soon(course.strategies.snapshot_lead)):
             version = evaluated  # nobody is past it: see `View.limit`
         return self.capture(version, writers)

@@ -1,0 +1,1 @@
+"""What the coordinator does about an operator's orders."""

@@ -1,0 +1,1 @@
+"""What an operator may order, as the coordinator's machine does it."""

@@ -1,0 +1,106 @@
+"""What this machine and this process have used until now: processor, memory, disks, network, GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+MOST_GPUS = 16
+_LOOPBACK = "lo"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU: the share of the time in which it was busy, of late; bytes of its memory."""
+
+    busy: float
+    used: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counters that only rise, and sizes as they are. Times in seconds, sizes in bytes.
+
+    Attributes:
+        busy, capacity: processor time that was used, and that there was, on all cores together.
+        used, total: memory.
+        read, written: of all disks.
+        sent, received: over all network interfaces but loopback.
+        own_busy, own_memory: this process's processor time and resident memory.
+        gpus: those that this process may see; none where nothing reads them (``nvidia-ml-py`` does).
+    """
+
+    busy: float
+    capacity: float
+    used: int
+    total: int
+    read: int
+    written: int
+    sent: int
+    received: int
+    own_busy: float
+    own_memory: int
+    gpus: tuple[Gpu, ...] = ()
+
+
+def can_read() -> bool:
+    """True if psutil is installed (the extra `watch`)."""
+    return importlib.util.find_spec("psutil") is not None
+
+
+def usage(nvidia: Any = None) -> Usage:
+    """Return the usage as it is now. It takes about a millisecond. `nvidia`: what `nvidia_library` has returned.
+
+    What the system does not tell is 0. Call it only if `can_read()`.
+    """
+    import psutil
+
+    times, memory, own = psutil.cpu_times(), psutil.virtual_memory(), psutil.Process()
+    capacity = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # user has those already
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    disks, wires = None, {}
+    with contextlib.suppress(OSError, RuntimeError, psutil.Error):  # a container may hide them
+        disks = psutil.disk_io_counters()
+    with contextlib.suppress(OSError, RuntimeError, psutil.Error):
+        wires = psutil.net_io_counters(pernic=True)
+    outside = [wire for name, wire in wires.items() if name != _LOOPBACK]
+    own_times = own.cpu_times()
+    return Usage(
+        busy=capacity - idle, capacity=capacity, used=memory.total - memory.available, total=memory.total,
+        read=disks.read_bytes if disks else 0, written=disks.write_bytes if disks else 0,
+        sent=sum(wire.bytes_sent for wire in outside), received=sum(wire.bytes_recv for wire in outside),
+        own_busy=own_times.user + own_times.system, own_memory=own.memory_info().rss,
+        gpus=() if nvidia is None else _gpus(nvidia),
+    )  # fmt: skip
+
+
+def nvidia_library() -> Any:
+    """Return the module that reads NVIDIA's GPUs (``pynvml``, of the package nvidia-ml-py), ready for use.
+
+    None if it is not installed, or there is no such GPU.
+    """
+    try:
+        pynvml = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _gpus(nvidia: Any) -> tuple[Gpu, ...]:
+    try:
+        handles = [nvidia.nvmlDeviceGetHandleByIndex(i) for i in range(min(MOST_GPUS, nvidia.nvmlDeviceGetCount()))]
+        return tuple(_gpu(nvidia, handle) for handle in handles)
+    except nvidia.NVMLError:
+        return ()  # a driver that fails: the next look may find it again
+
+
+def _gpu(nvidia: Any, handle: Any) -> Gpu:
+    memory = nvidia.nvmlDeviceGetMemoryInfo(handle)
+    return Gpu(nvidia.nvmlDeviceGetUtilizationRates(handle).gpu / 100, memory.used, memory.total)
