@@ -2,11 +2,11 @@
 
     python benchmarks/audits_servers.py [--flips 25] [--json FILE]
 
-For each N it plays so many short jobs in this process: one worker, two servers that hold each shard, snapshots. In each,
-one bit flips at a seeded place (shard, version, array, word, bit, primary or backup) while the shard is at rest. The
-table says how many were found, how many versions later (0: before the next update), how many made the job go back to a
-snapshot, and how many runs ended with the bytes of an undisturbed one. Then it measures the cost of audit_servers=100:
-two digests of a shard's state every 100 versions, against the shard's update itself.
+For each N it plays so many short jobs in this process: one worker, two servers that hold each shard, snapshots. In
+each, one bit flips at a seeded place (shard, version, array, word, bit, primary or backup) while the shard is at rest.
+The table says how many were found, how many versions later (0: before the next update), how many made the job go back
+to a snapshot, and how many runs ended with the bytes of an undisturbed one. Then it measures what audit_servers=100
+costs: two digests of a shard's state every 100 versions, against the shard's update itself.
 """
 
 from __future__ import annotations
@@ -99,8 +99,10 @@ def play(every: int, flip: Flip | None, folder: str) -> dict[str, Any]:
     worker = threading.Thread(target=train, daemon=True)
     worker.start()
     worker.join(60.0)
-    for service in (*servers, eyes, coordinator):
-        service.close()
+    for server in servers:
+        server.close()
+    coordinator.close()
+    eyes.close()
     said = [heard.get() for _ in range(heard.qsize())]
     found = [message for message in said if isinstance(message, ServerMismatch)]
     return {
