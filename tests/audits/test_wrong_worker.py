@@ -12,10 +12,11 @@ import pytest
 
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.testing.processes import ClusterFailed, ProcessCluster
+from rallypoint.testing.wrong import KINDS
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import wrong_workers.py by name
 
-from wrong_workers import KINDS, train
+from wrong_workers import train
 
 
 def run(folder: Path, wrong: dict[str, str], settings: dict[str, Any], *, workers: int = 3) -> list[str]:

@@ -154,6 +154,7 @@ def test_a_contribution_is_added_when_another_worker_has_sent_the_same_bytes() -
     assert effects[0] == Accepted(0, 0, ("a", "b"))
     assert [effect.ticket for effect in effects if isinstance(effect, Take)] == [3]
     assert machine.handle(sent("c", 4)) == [Drop(4)], "a repeat (I2)"
+    assert (machine.opinions.accepted, machine.opinions.lost) == (1, 0)
     machine.validate()
 
 

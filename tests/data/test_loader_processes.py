@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import multiprocessing.popen_fork
 import os
 import random
 import signal
 import socket
 from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from rallypoint.config import JobConfig
 from rallypoint.data.child import leave_connections
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.places import Place, places_from
-from rallypoint.data.processes import LoaderProcesses
+from rallypoint.data.processes import LoaderProcesses, _is_dead
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError
 from rallypoint.launch.embedded import EmbeddedJob
@@ -54,7 +57,8 @@ def loading() -> Iterator[Any]:
     said: list[str] = []
 
     def make(dataset: Any, **settings: Any) -> LoaderProcesses:
-        batches = MicroBatches(dataset, CONFIG, CPU, loader=Loader(**{"workers": 2, **settings}))
+        collate = settings.pop("collate", None)
+        batches = MicroBatches(dataset, CONFIG, CPU, collate, loader=Loader(**{"workers": 2, **settings}))
         made.append(LoaderProcesses(batches, said.append))
         made[-1].said = said  # type: ignore[attr-defined]
         return made[-1]
@@ -109,6 +113,65 @@ def test_processes_that_always_die_end_the_wait_with_a_sentence(loading: Any) ->
     processes = loading(Noisy(), init=lambda number: os._exit(3))
     with pytest.raises(DataError, match=r"loader processes died 3 times in a row .*rp\.Loader\(workers=0\)"):
         run_on(processes, cycle(needed((1, 3))))
+
+
+def no_memory(*given: Any) -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_processes_that_cannot_be_started_end_the_wait_with_a_sentence(
+    loading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = loading(Noisy())
+    monkeypatch.setattr(multiprocessing.popen_fork.Popen, "_launch", no_memory)
+    with pytest.raises(DataError, match=r"loader processes failed 3 times in a row .*Cannot allocate memory"):
+        run_on(processes, needed((1, 3)))
+
+
+class Arrives:
+    """Cannot be received once, as with too many open files."""
+
+    def __init__(self, once: Path, index: int) -> None:
+        self.once, self.index = once, index
+
+    def __reduce__(self) -> Any:
+        return received, (self.once, self.index)
+
+
+def received(once: Path, index: int) -> int:
+    if once.exists():
+        once.unlink()
+        raise RuntimeError("received 0 items of ancdata")
+    return index
+
+
+def test_a_batch_that_cannot_be_received_is_loaded_again(loading: Any, tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    processes = loading([Arrives(once, index) for index in range(50)], collate=list, workers=1)
+    indices = MicroBatches(Noisy(), CONFIG, CPU).indices
+    for number, place in enumerate(needed((1, 3))):
+        if number == 1:
+            once.touch()
+        got = [getattr(sample, "index", sample) for sample in take(processes, place)]  # read here, or received
+        assert got == list(indices(*place))
+    assert len(processes.said) == (not once.exists())
+
+
+def test_children_of_the_fork_server_are_not_taken_for_dead(loading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not this process's children: it cannot wait for them."""
+    monkeypatch.setattr(os, "waitid", no_child, raising=False)
+    processes = loading(Noisy())
+    run_on(processes, needed((1, 3))[:2])
+    begun = multiprocessing.active_children()
+    assert len(begun) == 2
+    assert not any(map(_is_dead, begun))
+    begun[0].kill()
+    assert wait([begun[0].sentinel], timeout=60)
+    assert _is_dead(begun[0])
+
+
+def no_child(*given: Any) -> None:
+    raise ChildProcessError
 
 
 def test_what_was_not_forecast_is_loaded_too(loading: Any) -> None:

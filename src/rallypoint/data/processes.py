@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, islice
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
@@ -26,9 +28,10 @@ from rallypoint.data.places import Forecast, Place, places_after, places_from
 from rallypoint.errors import DataError
 from rallypoint.observe.waits import wait_until
 
-LOST_IN_A_ROW = 3  # so often loader processes may die before one of them has loaded anything
+LOST_IN_A_ROW = 3  # so often loader processes may die, or fail to start, before one of them has loaded anything
 END_S = 10.0
 LOOK_S = 1.0  # how often the DataLoader looks for dead processes while nothing comes
+_TIMED_OUT = "DataLoader timed out"  # torch's word for that
 
 
 class LoaderTraceback(Exception):
@@ -54,8 +57,9 @@ class LoaderProcesses:
         self._requested: deque[Place] = deque()  # not taken yet, in the order of the forecast
         self._ready: dict[Place, Loaded] = {}
         self._replicas: tuple[int, ...] = ()
-        self._room = 2 * self._spec.workers  # how many may be ready
-        self._pids: list[int] = []
+        self._most = max(self._spec.ahead, self._spec.workers)
+        self._room = min(2 * self._spec.workers, self._most)  # how many may be ready
+        self._processes: list[BaseProcess] = []
         self._failure: DataError | None = None
         self._waits = self._over = False  # the main thread waits; it is over
         self._none = True  # there are no processes, or one has died
@@ -113,7 +117,7 @@ class LoaderProcesses:
                 while (passed := self._requested.popleft()) != place:
                     self._ready.pop(passed, None)
             if place not in self._ready:
-                self._room = min(self._room + self._spec.workers, max(self._spec.ahead, self._spec.workers))
+                self._room = min(self._room + self._spec.workers, self._most)
                 self._await(place)
             if self._failure is not None:
                 raise self._failure
@@ -131,10 +135,11 @@ class LoaderProcesses:
             lambda: f"{self._spec.workers} loader processes to load step {step} of replica {replica}", self._say,
         )  # fmt: skip
         self._waits = False
-        self._requested.popleft()
+        if place in self._requested:  # else processes have died for the last time, and nothing is requested any more
+            self._requested.remove(place)
 
     def _process_died(self) -> bool:
-        return any(map(_is_dead, self._pids))
+        return any(map(_is_dead, self._processes))
 
     def _forecast(self, places: Callable[[], Iterator[Place]]) -> None:
         """Replace the forecast; what is requested already and still needed is kept. The caller holds the lock."""
@@ -170,12 +175,12 @@ class LoaderProcesses:
             except StopIteration:
                 arriving = None  # all that was forecast is here
             except (RuntimeError, OSError, EOFError) as error:  # a process has died, or what it had sent is gone
-                if not self._process_died():
-                    continue  # a timeout: it only had nothing yet
+                died = self._process_died()
+                if not died and _TIMED_OUT in str(error):
+                    continue  # it only had nothing yet
                 deaths += 1
-                arriving = None
-                sentence = self._died((str(error) or repr(error)).splitlines()[0], deaths)
-                loader = self._new_loader()
+                sentence = self._lost((str(error) or repr(error)).splitlines()[0], deaths, died=died)
+                arriving, loader = None, self._new_loader()
         return sentence
 
     def _new_loader(self) -> DataLoader[Loaded]:
@@ -189,11 +194,11 @@ class LoaderProcesses:
         )  # fmt: skip
 
     def _begin(self, loader: DataLoader[Loaded]) -> Iterator[Loaded]:
-        before = {process.pid for process in multiprocessing.active_children()}
+        before = multiprocessing.active_children()
         arriving = iter(loader)
-        pids = [p.pid for p in multiprocessing.active_children() if p.pid is not None and p.pid not in before]
+        begun = [process for process in multiprocessing.active_children() if process not in before]
         with self._changed:
-            self._pids, self._none = pids or self._pids, False  # the second time they are the same processes
+            self._processes, self._none = begun or self._processes, False  # the second time they are the same
         return arriving
 
     def _may_load(self, begins: bool) -> bool:
@@ -221,21 +226,25 @@ class LoaderProcesses:
                 self._ready[loaded[0]] = loaded
             self._changed.notify_all()
 
-    def _died(self, what: str, deaths: int) -> str:
-        """A process has died: what was requested of it is requested again, unless that has been tried enough."""
-        if deaths >= LOST_IN_A_ROW:
+    def _lost(self, what: str, times: int, *, died: bool) -> str:
+        """A process has died, or what was sent cannot be received (too many open files), or none can be started: what
+        was requested is requested again, unless that has been tried enough."""
+        if times >= LOST_IN_A_ROW:
             return (
-                f"loader processes died {deaths} times in a row before one had loaded anything: {what}. A sample that "
-                "needs too much memory, or a crash in the data set's own code, does that: loader=rp.Loader(workers=0) "
-                "shows which"
+                f"loader processes {'died' if died else 'failed'} {times} times in a row before one had loaded "
+                f"anything: {what}. A sample that needs too much memory, or a crash in the data set's own code, does "
+                "that: loader=rp.Loader(workers=0) shows which"
             )
         with self._changed:
-            self._none, self._pids = True, []
+            self._none, self._processes = True, []
+            self._room = max(self._spec.workers, self._room // 2)  # memory, or open files, may have been short
+            if not died:
+                self._most = self._room
             again = [place for place in self._requested if place not in self._ready]
             self._requested = deque(place for place in self._requested if place in self._ready)
             self._places.again(again)
             self._changed.notify_all()
-        self._say(f"a loader process died, and new ones go on at its samples ({what})")
+        self._say(f"a loader process {'died' if died else 'failed'}, and new ones go on at its samples ({what})")
         return ""
 
 
@@ -250,11 +259,9 @@ class _Places(Sampler[Any]):
             yield place
 
 
-def _is_dead(pid: int) -> bool:
-    """True if this child has ended. Does not reap it: that is for its owner."""
-    if not hasattr(os, "waitid"):
-        return False  # then the DataLoader's own look finds it, and nothing is loaded here meanwhile
+def _is_dead(process: BaseProcess) -> bool:
+    """True if it has ended. Does not reap it: that is for its owner."""
     try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return True  # reaped already
+        return os.waitid(os.P_PID, process.pid or 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except (AttributeError, ChildProcessError):  # macOS; reaped already, or a child of the fork server
+        return bool(wait([process.sentinel], timeout=0))

@@ -1,4 +1,4 @@
-"""Tells the coordinator what audits of workers have found, and counts them."""
+"""Tells the coordinator what audits of workers have found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rallypoint.core.shard.links import Fence
 from rallypoint.net.messages import Message
 from rallypoint.net.recording.messages import AuditFound
 
-_KEPT = 64  # the last findings, to tell them to a restarted coordinator
+_KEPT = 1024  # the last findings, to tell them to a restarted coordinator
 
 
 class AuditReports:
@@ -18,22 +18,15 @@ class AuditReports:
 
     Of one contribution and the same workers only the first shard is told: a worker that computes something else mostly
     does so in all of them.
-
-    Attributes:
-        done: contributions to a shard that two workers agreed on.
-        mismatches: those for which a third worker had to be asked.
     """
 
     def __init__(self, say: Callable[[Message], None], fence: Fence) -> None:
         self._say, self._fence = say, fence
         self._told: deque[AuditFound] = deque(maxlen=_KEPT)
-        self.done = self.mismatches = 0
 
     def found(self, shard: int, effect: Accepted | Disputed) -> None:
         """An audit of this shard was decided, or has to be."""
         if isinstance(effect, Accepted):
-            self.done += len(effect.agreed) > 1
-            self.mismatches += bool(effect.lost)
             if not effect.lost:
                 return
             agreed, others = effect.agreed, effect.lost

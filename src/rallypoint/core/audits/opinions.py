@@ -37,9 +37,15 @@ class Opinion(NamedTuple):
 
 @dataclass(slots=True)
 class Opinions:
-    """The opinions on contributions to one shard's step in progress that are not accepted yet."""
+    """The opinions on contributions to one shard's step in progress that are not accepted yet.
+
+    `accepted` counts the contributions that two workers have agreed on; `lost` those of them that others had computed
+    otherwise.
+    """
 
     view: View | None = None
+    accepted: int = 0
+    lost: int = 0
     _of: dict[int, dict[str, Opinion]] = field(default_factory=dict)  # by replica and worker
 
     @property
@@ -64,6 +70,8 @@ class Opinions:
         ))  # fmt: skip
         if len(agreed) > 1 or (not others and self._is_alone(event)):
             del self._of[event.replica]
+            self.accepted += len(agreed) > 1
+            self.lost += bool(others)
             return True, [Accepted(event.step, event.replica, agreed, others)]
         if others and self._is_enough(event):
             del self._of[event.replica]

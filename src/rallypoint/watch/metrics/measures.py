@@ -74,6 +74,9 @@ MEASURES: dict[str, Measure] = {
     "rallypoint_server_waiting_events": Measure("gauge", "Frames and messages that wait for the owner of the shards."),
     "rallypoint_contributions": Measure(
         "counter", "Contributions to the shards whose primary is here, by what became of them.", ("fate",)),
+    "rallypoint_audits": Measure(
+        "counter", "Audited contributions to the shards whose primary is here: agreed, or only a third decided.",
+        ("result",)),
     "rallypoint_staleness_updates": Measure(
         "histogram", "Updates between a contribution's own and the version that it was computed from (streaming)."),
     # ---- an aggregator ----

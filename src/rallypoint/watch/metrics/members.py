@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+from rallypoint.core.audits.shard import AuditedShard
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.view import View
 from rallypoint.watch.metrics.measures import Histogram, Reading, Several
@@ -49,6 +50,10 @@ def of_server(machine: ServerMachine | None, waiting: int) -> Iterator[Reading]:
         fates.update(applied=tally.applied, folded=tally.folded, dropped=tally.dropped, repeated=tally.repeats)
         staleness.update(dict(tally.staleness))
     yield from (Reading("rallypoint_contributions", count, {"fate": fate}) for fate, count in fates.items())
+    if audited := [shard.opinions for shard in primaries if isinstance(shard, AuditedShard)]:
+        lost = sum(opinions.lost for opinions in audited)
+        yield Reading("rallypoint_audits", sum(opinions.accepted for opinions in audited) - lost, {"result": "agreed"})
+        yield Reading("rallypoint_audits", lost, {"result": "lost"})
     if staleness:
         histogram = Histogram(STALENESS_BOUNDS)
         for updates, times in staleness.items():
