@@ -38,9 +38,9 @@ class WandbStore:
     def hide(self, name: str, step: int) -> None:
         """See `Store`."""
         for run in self._folder.glob(f"wandb/offline-run-*-{_mark(name)}*"):
-            void = self._folder / "void"
-            void.mkdir(exist_ok=True)
-            run.rename(void / f"{run.name}-from-step-{step}")
+            place = self._folder / "void"
+            place.mkdir(exist_ok=True)
+            run.rename(place / f"{run.name}-from-step-{step}")
 
     def begin(self, run: RunFacts) -> None:
         """See `Store`."""
