@@ -42,7 +42,7 @@ _COST_SHARE = 0.01
 def run(workers: int, folder: str, *task: Any) -> tuple[list[float], str]:
     """Train with so many workers and two servers; return what they measured, and the sentence of a job that failed."""
     terms = Terms(workers_start=workers, workers_max=workers, servers=2, heartbeat=60.0)
-    with ProcessCluster(workers, 2, terms=terms, folder=folder) as cluster:
+    with ProcessCluster(workers, 2, terms=terms, folder=folder, timeout=3600.0) as cluster:
         try:
             return cluster.run(train, *task), ""
         except ClusterFailed as failed:
