@@ -13,6 +13,7 @@ from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
 from rallypoint.core.view import View
 from rallypoint.net.messages import Resize
+from rallypoint.net.ordering.messages import Ordered
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
@@ -20,7 +21,8 @@ from rallypoint.testing.simulation.flips.job import FlippedJob
 from rallypoint.testing.simulation.flips.server import AuditedServer
 from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
-from rallypoint.testing.simulation.plan import Fault, Plan, make_plan, played_by
+from rallypoint.testing.simulation.operating.pauses import Operators
+from rallypoint.testing.simulation.plan import PAUSE, Fault, Plan, make_plan, played_by
 from rallypoint.testing.simulation.policies import Played, replay_line
 from rallypoint.testing.simulation.replicas.evaluated import check_evaluations
 from rallypoint.testing.simulation.replicas.script import ScriptStops
@@ -63,6 +65,7 @@ class Simulation:
         self._named = Counter[str]()
         self._told_to_leave: set[str] = set()
         self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
+        self._operators = Operators(lambda: Node(self.world, self._name("operator")), self._ordered)
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
@@ -143,6 +146,8 @@ class Simulation:
                 self._watch_coordinator()
             case "resize":
                 self._resize()
+            case kind if kind == PAUSE:
+                self._operators.pause(fault.seconds)
             case "join":
                 self._again("worker" if fault.role == "coordinator" else fault.role)
             case "everything":
@@ -206,6 +211,9 @@ class Simulation:
         order = Resize(choose(least, least + 3), choose(1, 4))
         self.events.append(f"{self.world.now:.3f} {order}")
         self._orders.give(order)
+
+    def _ordered(self, answer: Ordered) -> None:
+        self.events.append(f"{self.world.now:.3f} {answer.text}")
 
     def _resized(self, order: Resize) -> None:
         """So many are to be here: start some, or tell the newest to go."""
