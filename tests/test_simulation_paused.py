@@ -1,4 +1,4 @@
-"""An operator pauses the job and lets it go on, on a simulated cluster, whatever happens: the same bytes, and it ends."""
+"""An operator pauses a simulated job and lets it go on, whatever happens: the same bytes, and it ends."""
 
 from __future__ import annotations
 

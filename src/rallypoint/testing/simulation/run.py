@@ -13,7 +13,6 @@ from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
 from rallypoint.core.view import View
 from rallypoint.net.messages import Resize
-from rallypoint.net.ordering.messages import Ordered
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
@@ -65,7 +64,10 @@ class Simulation:
         self._named = Counter[str]()
         self._told_to_leave: set[str] = set()
         self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
-        self._operators = Operators(lambda: Node(self.world, self._name("operator")), self._ordered)
+        self._operators = Operators(
+            lambda: Node(self.world, self._name("operator")), self.events,
+            forgets=any(fault.kind == "journal full" for fault in plan.faults),
+        )  # fmt: skip
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
@@ -211,9 +213,6 @@ class Simulation:
         order = Resize(choose(least, least + 3), choose(1, 4))
         self.events.append(f"{self.world.now:.3f} {order}")
         self._orders.give(order)
-
-    def _ordered(self, answer: Ordered) -> None:
-        self.events.append(f"{self.world.now:.3f} {answer.text}")
 
     def _resized(self, order: Resize) -> None:
         """So many are to be here: start some, or tell the newest to go."""

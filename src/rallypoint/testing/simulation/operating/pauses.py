@@ -13,13 +13,15 @@ from rallypoint.testing.simulation.network import Node, Wire
 
 
 class Operators:
-    """Pause the job and let it go on, one after the other. They say each answer to `heard`.
+    """Pause the job and let it go on, one after the other. They add each answer to `told`.
 
     AssertionError if the coordinator has forgotten a pause. (Not where an order's answer was lost: it is given again.)
+    `forgets`: it may, because its journal's disk is full for a time.
     """
 
-    def __init__(self, new_node: Callable[[], Node], heard: Callable[[Ordered], None]) -> None:
-        self._new_node, self._heard = new_node, heard
+    def __init__(self, new_node: Callable[[], Node], told: list[str], *, forgets: bool) -> None:
+        self._forgets = forgets
+        self._new_node, self._told = new_node, told
         self._waiting: deque[float] = deque()  # the first has begun
 
     def pause(self, seconds: float) -> None:
@@ -32,18 +34,25 @@ class Operators:
         node = self._new_node()
 
         def paused(answer: Ordered, _: bool) -> None:
-            self._heard(answer)
-            node.later(self._waiting[0], lambda: _Order(node, Pause(on=False), lambda *said: goes_on(answer, *said)))
+            self._tell(node, answer)
+            node.later(self._waiting[0], lambda: order(Pause(on=False), lambda *said: goes_on(answer, *said)))
 
         def goes_on(before: Ordered, answer: Ordered, again: bool) -> None:
-            self._heard(answer)
-            assert before.refused or again or not answer.refused, "a coordinator has forgotten that the job is paused"
+            self._tell(node, answer)
+            kept = before.refused or again or not answer.refused
+            assert kept or self._forgets, "a coordinator has forgotten that the job is paused"
             node.kill()
             self._waiting.popleft()
             if self._waiting:
                 self._begin()
 
-        _Order(node, Pause(), paused)
+        def order(order: Pause, heard: Callable[[Ordered, bool], None]) -> None:
+            _Order(node, order, heard)
+
+        order(Pause(), paused)
+
+    def _tell(self, node: Node, answer: Ordered) -> None:
+        self._told.append(f"{node.world.now:.3f} {answer.text}")
 
 
 class _Order:
@@ -72,7 +81,7 @@ class _Order:
     def _receive(self, wire: Wire, message: Any) -> None:
         if not isinstance(message, Ordered):
             return
-        wire.on_message[0] = wire.on_close[0] = lambda *_: None
+        wire.on_message[0], wire.on_close[0] = lambda _: None, lambda: None
         wire.close(0)
         if "too many orders" in message.text:
             self._retry()
