@@ -33,7 +33,7 @@ def track(
     Example: [bold]rallypoint track runs/20260131-235959 --tensorboard logs[/bold]
     """
     from rallypoint.launch.reporting.picture import is_running
-    from rallypoint.launch.reporting.redaction import Redaction
+    from rallypoint.launch.reporting.redaction import Redaction, secrets_among
     from rallypoint.watch.tracking.follow import place_of
     from rallypoint.watch.tracking.follow import track as follow
     from rallypoint.watch.tracking.tensorboard import TensorBoard
@@ -45,9 +45,9 @@ def track(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: closing.set())
     known = facts_of(run)
-    redact = Redaction()
+    redact = Redaction(secrets_among(os.environ))
     settings = {name: redact(value) for name, value in known["settings"].items() if name != "command"}
-    tracker, target = TensorBoard(tensorboard), os.path.abspath(tensorboard)
+    tracker, target = TensorBoard(tensorboard, redact), os.path.abspath(tensorboard)
     place = place_of(run, "tensorboard", target)
     try:
         steps = follow(
