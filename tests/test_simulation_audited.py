@@ -49,7 +49,7 @@ def test_a_worker_that_is_left_alone_and_sends_nothing_again_is_found(monkeypatc
     plan = Duties.plan
 
     def forgets_nothing(self: Duties, view: Any, step: int, presum: Any) -> None:
-        self._planned = (-1, False, frozenset())
+        self._planned = Duties("")._planned  # of no step
         plan(self, view, step, presum)
 
     monkeypatch.setattr(Duties, "plan", forgets_nothing)

@@ -125,6 +125,22 @@ def test_a_worker_sends_again_when_its_own_opinion_is_to_be_enough() -> None:
         assert [replica for replica in (0, 1) if not machine.presum.has(0, replica)] == list(again)
 
 
+def test_a_worker_that_has_missed_a_view_sends_again_what_may_not_have_been_enough_in_it() -> None:
+    alone = {"a": (0, 1, 2, 3, 4, 5), "b": (), "c": ()}
+    nobody = Dispute(7, 1, ("a", "b"))
+    for before, after, again in (
+        (view_of(alone), view_of(alone, count=2), ()),
+        (view_of(alone), view_of(alone, count=3), (0, 1)),
+        (view_of(FOUR, nobody), view_of(FOUR, nobody, count=2), ()),
+        (view_of(FOUR, nobody), view_of(FOUR, nobody, count=3), (1,)),
+    ):
+        machine = worker_at(7, before, Audits(1, 1.0, 6))
+        for replica in (0, 1):
+            machine.presum.filled(0, Part((), leaf(replica), keep=False), use=True, send=True)
+        machine._duties.plan(after, 7, machine.presum)
+        assert [replica for replica in (0, 1) if not machine.presum.has(0, replica)] == list(again)
+
+
 # ---- the shard ----
 
 

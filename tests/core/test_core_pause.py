@@ -8,7 +8,7 @@ from test_core_stop import _begun, _reported
 
 from rallypoint.coordinator.ordering.orders import Orders
 from rallypoint.core.cluster.effects import Capture, Publish
-from rallypoint.core.cluster.events import Left, Paused, SnapshotWanted, Stopped
+from rallypoint.core.cluster.events import Found, Left, Paused, SnapshotWanted, Stopped
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.leased import LeasedVersion
@@ -44,9 +44,15 @@ def test_a_pause_outlives_the_coordinator_a_worker_and_a_roll_back() -> None:
     assert job.view.paused == 5
     again = ClusterMachine(job.machine.terms, job.machine.state())
     assert again.course.views.paused == 5
+    generation = job.view.generation
     job.play(Left("s0", "killed"), Left("s1", "killed"))
-    effects = job.come("s2", "s3")
-    assert not _of(Publish, effects) or job.view.paused is not None
+    job.come("s2", "s3")
+    (publish,) = _of(Publish, job.play(Found("step-00000003-1", 3)))
+    assert publish.view.generation > generation
+    assert publish.view.paused == 3
+    assert "operator, who has paused the job before step 3" in str(job.machine.waiting_for())
+    (publish,) = _of(Publish, job.play(Paused(False)))
+    assert publish.view.paused is None
 
 
 def test_a_snapshot_that_is_wanted_in_a_pause_is_of_the_version_that_there_is() -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -86,10 +87,11 @@ class Twos(BatchSampler):
         (DataLoader(DATA, sampler=Backwards()), "a DataLoader with a Backwards was given: .*Subset"),
         (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 12, 12)), "a WeightedRandomSampler was given"),
         (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "a RandomSampler was given"),
+        (DataLoader(DATA, sampler=SequentialSampler(range(5))), "a SequentialSampler was given"),
         (DataLoader(DATA, batch_size=None), "or without batches, was given"),
         (DataLoader(DATA, batch_sampler=Twos(RandomSampler(DATA), 2, False)), "with a batch sampler of its own"),
     ],
-    ids=["own", "weighted", "replacement", "no batches", "batch sampler"],
+    ids=["own", "weighted", "replacement", "a part", "no batches", "batch sampler"],
 )
 def test_what_the_job_cannot_compute_is_refused(loader: Any, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):

@@ -192,6 +192,31 @@ def test_an_error_in_a_process_is_the_loops_with_its_traceback(loading: Any) -> 
     assert "in __getitem__" in str(error.value.__cause__)
 
 
+class Threads:
+    """Samples that say with how many threads torch computes."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> int:
+        return torch.get_num_threads()
+
+
+def test_samples_are_computed_with_as_many_threads_whoever_loads_them(loading: Any) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        places = needed((1, 3))[:2]
+        processes, inline = loading(Threads()), MicroBatches(Threads(), CONFIG, CPU)
+        batches = [take(processes, places[0]), inline.load(*places[0]), inline.load(*places[1])]
+        counts = [batch.unique().tolist() for batch in batches]
+        assert counts == [[1]] * 3
+        assert inline.fetched(*places[0]) == [1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_skipped_samples_are_told_once(loading: Any) -> None:
     bad = MicroBatches(Noisy(), CONFIG, CPU).indices(1, 1, 1)[0]
     processes = loading(Noisy(raises=bad), on_error="skip", retries=0)

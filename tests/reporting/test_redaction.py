@@ -14,6 +14,8 @@ PLANTED = "Pl4ntedS3cretV4lue"
     f"s3://{PLANTED}:x@bucket/run", f"https://host/path?X-Amz-Signature={PLANTED}&b=2", f"hf_{PLANTED}",
     f"my_secret_thing = '{PLANTED}'", f"-----BEGIN PRIVATE KEY-----\n{PLANTED}\nand more",
     f"{{\\\"password\\\": \\\"{PLANTED}\\\"}}", f"db_password={PLANTED}", f"bearer {PLANTED}",
+    f"password='two words {PLANTED}'", f'{{\\"token\\": \\"a,b {PLANTED}\\"}}', f"s3://key:a/{PLANTED}@bucket/run",
+    f"started as train.py --db-password {PLANTED} --steps 5",
 ])  # fmt: skip
 def test_what_looks_like_a_secret_goes(text: str) -> None:
     shown = Redaction()(text)
@@ -27,11 +29,15 @@ def test_a_known_secret_goes_wherever_it_stands() -> None:
         *secrets_in(["--token", "open-sesame"]),
     ]
     assert Redaction(known)("xhunter-twoy and open-sesame in /home/me") == f"x{HIDDEN}y and {HIDDEN} in /home/me"
+    assert Redaction(['six"\\words'])(r'{"text":"in six\"\\words"}') == f'{{"text":"in {HIDDEN}"}}', "as the log has it"
     assert secrets_in(["t.py", "--api-key=abcdefgh", "--steps", "5"]) == ["abcdefgh"]
 
 
 def test_the_words_of_a_run_stay() -> None:
-    text = "worker12 on node-3: replica 5, tokens: 4096, layers.11.attention.query_key_value.weight at step 1234567"
+    text = (
+        "worker12 on node-3: replica 5, tokens: 4096, layers.11.attention.query_key_value.weight at step 1234567; "
+        "--tokens 4096 https://host:80/path by me@host"
+    )
     assert Redaction()(text) == text
     assert Redaction()("0123456789abcdef" * 2) == HIDDEN
 

@@ -92,3 +92,11 @@ def test_printed_lines_are_kept_and_bounded(tmp_path: Path) -> None:
     kept = (tmp_path / "console.log.1").read_text() + (tmp_path / "console.log").read_text()
     assert "worker0 | line 199 \\x1b[2J\n" in kept
     assert len(kept) < 6000
+
+
+def test_no_half_of_a_secret_stands_at_the_end_of_a_long_line(tmp_path: Path) -> None:
+    lines = KeptLines(tmp_path, ["open sesame"])
+    for spaces in range(1950, 2000):
+        lines.add("worker0", f"{'.' * spaces}open sesame")
+    lines.close()
+    assert "open" not in (tmp_path / "console.log").read_text()

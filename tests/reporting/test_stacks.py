@@ -15,6 +15,8 @@ import pytest
 
 from rallypoint.launch import environment
 from rallypoint.launch.folder import STACKS
+from rallypoint.launch.reporting.bundle import write_report
+from rallypoint.launch.reporting.picture import Picture
 from rallypoint.launch.reporting.stacks import Owner, processes_of
 from rallypoint.testing.contracts.beside import until
 
@@ -67,6 +69,25 @@ def test_a_process_says_where_its_threads_are_and_goes_on(start: Start, tmp_path
     assert process.poll() is None
     (quiet,) = processes_of(tmp_path, ask=False)
     assert "waits_in_here" in quiet.stacks
+
+
+SAME_NUMBER = """
+import os, pathlib, sys
+from rallypoint.launch.reporting.stacks import keep_stacks
+first = pathlib.Path(sys.argv[1]) / f"worker0-{os.getpid()}.txt"
+first.write_text('{"name":"worker0","role":"worker","pid":%d,"host":"here"}\\n' % os.getpid())
+keep_stacks("worker")
+"""
+
+
+def test_a_restarted_container_whose_process_has_the_same_number_leaves_stacks_too(tmp_path: Path) -> None:
+    (tmp_path / STACKS).mkdir()
+    env = {**os.environ, environment.STACKS: str(tmp_path / STACKS), environment.ID: "worker0"}
+    subprocess.run([sys.executable, "-c", SAME_NUMBER, str(tmp_path / STACKS)], env=env, check=True)
+    picture = Picture(str(tmp_path), processes=processes_of(tmp_path, ask=False))
+    assert len(picture.processes) == 2
+    write_report(picture, tmp_path / "out")
+    assert len(list((tmp_path / "out" / "stacks").iterdir())) == 2
 
 
 def test_a_stopped_process_is_named_and_a_crashed_one_has_left_its_stacks(start: Start, tmp_path: Path) -> None:

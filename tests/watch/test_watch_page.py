@@ -7,7 +7,9 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,33 @@ def test_nobody_else_orders_anything(
     client.cookies.clear()
     assert client.post("/order", content=b'{"order":"pause"}', headers=ORIGIN | TOKEN).status_code == 403
     assert followed == []
+
+
+def test_a_job_can_be_stopped_while_a_resize_waits_for_machines(folder: Path) -> None:
+    begun, come = threading.Event(), threading.Event()
+
+    def follow(wish: Wish) -> str:
+        if wish.order == "resize":
+            begun.set()
+            assert come.wait(60)
+        return "done"
+
+    page = Page(Follower(folder), {}, "secret", Operator("operator's", follow))
+    with TestClient(page.app, base_url="http://127.0.0.1:1234", follow_redirects=False) as client:
+        client.get("/?token=secret")
+
+        def order(name: str) -> int:
+            return client.post("/order", content=f'{{"order":"{name}"}}', headers=ORIGIN | TOKEN).status_code
+
+        with ThreadPoolExecutor(1) as pool:
+            resize = pool.submit(order, "resize")
+            try:
+                assert begun.wait(60)
+                assert [order(name) for name in ("resize", "snapshot", "pause", "stop")] == [503, 503, 200, 200]
+            finally:
+                come.set()
+            assert resize.result(60) == 200
+        assert order("snapshot") == 200
 
 
 def test_without_an_operator_there_are_no_orders(client: TestClient) -> None:

@@ -13,12 +13,13 @@ import pytest
 from test_watch_state import PLAN, line, members, steps
 
 from rallypoint.errors import UsageError
+from rallypoint.launch.reporting.redaction import Redaction
 from rallypoint.net.messages import Aborted, Finished, Metrics, Skipped, StepDone
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.trackers import TRACKER_CONTRACT, Make, Read, Shown
 from rallypoint.testing.programs import Program, run_program
 from rallypoint.watch.follow import EVENTS
-from rallypoint.watch.tracking import tensorboard
+from rallypoint.watch.tracking import follow, tensorboard
 from rallypoint.watch.tracking.follow import place_of, track
 from rallypoint.watch.tracking.tensorboard import TensorBoard
 from rallypoint.watch.tracking.tracker import RunFacts
@@ -122,6 +123,33 @@ def test_a_log_is_followed_from_where_it_was_left(tmp_path: Path) -> None:
     assert tracker.logged["loss"] == {0: 9.0}
     with pytest.raises(UsageError, match="name the folder of a run"):
         track(tmp_path / "none", RunFacts("run"), tracker, place, threading.Event(), lambda: False)
+
+
+def test_two_processes_never_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rallypoint track` beside a run that tracks itself: one waits for the other to end, and then there is no more."""
+    monkeypatch.setattr(follow, "PREDECESSOR_S", 0.0)
+    (tmp_path / EVENTS).write_bytes(b"".join(line(n, message) for n, message in enumerate([PLAN, *steps(0, 4)])))
+    tracker, place, over = Remembering(), place_of(tmp_path, "kind", "target"), threading.Event()
+    first = threading.Thread(target=track, args=(tmp_path, RunFacts("run"), tracker, place, over, lambda: True))
+    first.start()
+    try:
+        until(lambda: len(tracker.logged.get("loss", {})) == 4, "four steps")
+        with pytest.raises(UsageError, match="another process writes"):
+            track(tmp_path, RunFacts("run"), tracker, place, threading.Event(), lambda: False)
+    finally:
+        over.set()
+        first.join()
+    assert track(tmp_path, RunFacts("run"), tracker, place, threading.Event(), lambda: False) == 4
+    assert tracker.twice == 0
+
+
+def test_tensorboard_shows_no_secret_of_an_event(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    tracker = TensorBoard(str(tmp_path), Redaction(["hunter-two"]))
+    tracker.start(RunFacts("run"))
+    tracker.event(0, "failed: hunter-two")
+    tracker.close()
+    assert shown_by_tensorboard(tmp_path / "run")[1] == [(0, "failed: ***")]
 
 
 SCRIPT = """

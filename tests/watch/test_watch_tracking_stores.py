@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rallypoint.errors import UsageError
+from rallypoint.launch.reporting.redaction import Redaction
 from rallypoint.testing.contracts.trackers import TRACKER_CONTRACT, Make, Read, Shown
 from rallypoint.watch.tracking import kinds
 from rallypoint.watch.tracking.copying import Copying
@@ -83,6 +84,16 @@ def test_a_torn_row_is_left_out_and_other_runs_are_left_alone(tmp_path: Path) ->
     assert store.hidden == [1]
     assert dict(runs)["run"] == [(0, {"loss": math.inf}), (0, "said")]
     assert len(dict(runs)["other"]) == 3
+
+
+def test_no_secret_of_an_event_reaches_a_store_or_its_rows(tmp_path: Path) -> None:
+    runs = list[tuple[str, list[Any]]]()
+    tracker = Copying(tmp_path, Listing(runs), Redaction(["hunter-two"]))
+    tracker.start(RunFacts("run"))
+    tracker.event(0, "failed: hunter-two")
+    tracker.close()
+    assert runs[-1][1] == [(0, "failed: ***")]
+    assert "hunter-two" not in (tmp_path / "run.rows.jsonl").read_text()
 
 
 @pytest.fixture

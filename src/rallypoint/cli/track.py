@@ -36,7 +36,7 @@ def track(
     Example: [bold]rallypoint track runs/20260131-235959 --tensorboard logs[/bold]
     """
     from rallypoint.launch.reporting.picture import is_running
-    from rallypoint.launch.reporting.redaction import Redaction
+    from rallypoint.launch.reporting.redaction import Redaction, secrets_among
     from rallypoint.watch.tracking.follow import place_of
     from rallypoint.watch.tracking.follow import track as follow
     from rallypoint.watch.tracking.kinds import open_tracker, targets_of
@@ -52,11 +52,11 @@ def track(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: closing.set())
     known = facts_of(run)
-    redact = Redaction()
+    redact = Redaction(secrets_among(os.environ))
     settings = {name: redact(value) for name, value in known["settings"].items() if name != "command"}
     place = place_of(run, kind, to)
     try:
-        tracker = open_tracker(target)
+        tracker = open_tracker(target, redact)
         steps = follow(
             run, RunFacts(known["name"], settings), tracker, place, closing, lambda: beside or is_running(run)
         )

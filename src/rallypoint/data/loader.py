@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,8 +68,9 @@ class MicroBatches:
 
     def loaded(self, step: int, replica: int, micro: int) -> tuple[Any, list[str]]:
         """Return the collated samples, not yet on the device, and what to tell of skipped ones. Raises as `load`."""
-        samples, skipped = self._reading.read(self.indices(step, replica, micro), self._seed(step, replica, micro))
-        return self._collated(samples), skipped
+        with one_thread():
+            samples, skipped = self._reading.read(self.indices(step, replica, micro), self._seed(step, replica, micro))
+            return self._collated(samples), skipped
 
     def on_device(self, batch: Any) -> Any:
         """Return what `loaded` returns, on the device."""
@@ -82,11 +84,14 @@ class MicroBatches:
 
     def fetched(self, step: int, replica: int, micro: int) -> list[Any]:
         """Return a micro-batch's samples, not collated."""
-        return self._reading.read(self.indices(step, replica, micro), self._seed(step, replica, micro))[0]
+        with one_thread():
+            return self._reading.read(self.indices(step, replica, micro), self._seed(step, replica, micro))[0]
 
     def batch_of(self, samples: list[Any]) -> Any:
         """Return these samples, collated, on the device. Raises DataError as `load`."""
-        return self.on_device(self._collated(samples))
+        with one_thread():
+            batch = self._collated(samples)
+        return self.on_device(batch)
 
     def _seed(self, step: int, replica: int, micro: int) -> int:
         return derive_seed(self.config.seed, "data", step, replica, micro, *self._parted)
@@ -106,6 +111,19 @@ class MicroBatches:
                 "numbers, or lists, tuples and dicts of them; or give job.train(..., collate_fn=...), as for a "
                 "DataLoader"
             ) from None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """In the body torch computes with one thread, as it does in loader processes: their number may change sums."""
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

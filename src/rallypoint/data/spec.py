@@ -107,7 +107,7 @@ def _ordered(loader: DataLoader[Any]) -> tuple[Any, str]:
     """The data set and the order of its samples."""
     sampler = loader.sampler
     kind, length = type(sampler), len(loader.dataset)  # type: ignore[arg-type]
-    if kind is SequentialSampler:
+    if kind is SequentialSampler and len(loader.sampler) == length:  # type: ignore[arg-type]
         return loader.dataset, "sequential"
     if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == length:
         return loader.dataset, "shuffled"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -17,6 +18,7 @@ from rallypoint.core.typed import Name
 from rallypoint.errors import RallypointError
 
 _MOST_BYTES, _MOST_AT_ONCE = 4096, 4
+_WAITING = ("snapshot", "resize")  # orders that may take as long as a machine takes to come
 _Number = Annotated[int, msgspec.Meta(ge=0, le=10_000)]
 
 
@@ -40,12 +42,14 @@ class Operator:
     `follow` may block, is called on threads of its own, and returns a sentence; RallypointError is a refusal.
 
     The token comes in a header, never in an address, and a page elsewhere cannot set that header; it could not send a
-    right ``Origin`` either. At most four orders are carried out at a time.
+    right ``Origin`` either. At most four orders are carried out at a time; and of those that wait for the cluster
+    (snapshot, resize) one, beside them, so that a job can always be stopped.
     """
 
     token: str
     follow: Callable[[Wish], str]
-    _busy: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_AT_ONCE))
+    _quick: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_AT_ONCE))
+    _waiting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     async def answer(self, request: Request) -> Response:
         """The answer to ``POST /order``: ``{"said": SENTENCE}``."""
@@ -54,17 +58,41 @@ class Operator:
             return _said("orders come from this page only", 403)
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             return _said("that is not the operator's token, which `rallypoint watch --buttons` has printed", 403)
-        if self._busy.locked():
-            return _said(f"{_MOST_AT_ONCE} orders are being carried out: wait for one of them", 503)
         try:
             wish = _wishes.decode(await _body(request))
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             return _said(f"that is no order: {error}", 400)
-        async with self._busy:
+        room = self._waiting if wish.order in _WAITING else self._quick
+        if room.locked():
+            busy = "a snapshot or resize is" if room is self._waiting else f"{_MOST_AT_ONCE} orders are"
+            return _said(f"{busy} being carried out: wait for that", 503)
+        async with room:
             try:
-                return _said(await run_in_threadpool(self.follow, wish))
+                return _said(await _on_thread(lambda: self.follow(wish)))
             except RallypointError as error:
                 return _said(str(error), 409)
+
+
+async def _on_thread(call: Callable[[], str]) -> str:
+    """Call it on a thread that nobody waits for at the end: an order may take minutes."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[str] = loop.create_future()
+
+    def settle(said: str, error: BaseException | None) -> None:
+        if not answer.done():
+            answer.set_result(said) if error is None else answer.set_exception(error)
+
+    def run() -> None:
+        said, failed = "", None
+        try:
+            said = call()
+        except BaseException as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the page has ended meanwhile
+            loop.call_soon_threadsafe(settle, said, failed)
+
+    threading.Thread(target=run, name="order", daemon=True).start()
+    return await answer
 
 
 async def _body(request: Request) -> bytes:

@@ -19,6 +19,7 @@ from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.operating import Operator
 
 _HOST = "127.0.0.1"
+GRACE_S = 2  # for what is being answered at the end: an order may take minutes
 
 
 class _Server(uvicorn.Server):
@@ -70,7 +71,10 @@ def _serving(
     page: Page | Comparison, followers: Sequence[Follower], token: str, port: int
 ) -> Iterator[tuple[str, Bound]]:
     with _listening(port) as listening, ExitStack() as following:
-        config = uvicorn.Config(page.app, log_level="warning", access_log=False, lifespan="off", server_header=False)
+        config = uvicorn.Config(
+            page.app, log_level="warning", access_log=False, lifespan="off", server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+        )  # fmt: skip
         server = _Server(config, page)
         for follower in followers:
             follower.start()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rallypoint.core.audits.choice import Audits, peers
 from rallypoint.core.sums.presum import Presum
-from rallypoint.core.view import View
+from rallypoint.core.view import View, ViewNumber
 
 
 @dataclass(slots=True)
@@ -16,14 +16,16 @@ class Duties:
     me: str
     audits: Audits | None = None
     replicas: tuple[int, ...] = ()
-    _planned: tuple[int, bool, frozenset[int]] = (-1, False, frozenset())  # step, is it alone, replicas to send anyway
+    # The step, the view's number, is it alone, replicas to send anyway
+    _planned: tuple[int, ViewNumber, bool, frozenset[int]] = (-1, ViewNumber(), False, frozenset())
 
     def plan(self, view: View, step: int, presum: Presum) -> None:
         """A step begins, or a view is in force: plan these replicas, and what is added up, which is nothing in a step
         that is audited.
 
         Servers keep digests of what waits for another opinion. So where the opinion that they have is to be enough now
-        (this worker is left alone, or nobody can decide a dispute) this worker sends again.
+        (this worker is left alone, or nobody can decide a dispute) this worker sends again. So it does if it has missed
+        views: in one of them it may not have been enough.
         """
         own = view.replicas_of(self.me, step)
         if self.audits is None:
@@ -34,9 +36,11 @@ class Duties:
         presum.plan(() if audited else own)
         alone = audited and peers(view, step, self.me) == [self.me]
         open = frozenset(d.replica for d in view.disputes if d.step == step and not d.third and d.replica in own)
-        before, self._planned = self._planned, (step, alone, open)
-        if before[0] == step:
-            presum.forget(own if alone and not before[1] else open - before[2])
+        before, number, was_alone, were_open = self._planned
+        self._planned = (step, view.number, alone, open)
+        missed = view.number not in (number, ViewNumber(number.epoch, number.count + 1))
+        if before == step:
+            presum.forget(own if alone and (missed or not was_alone) else open - (frozenset() if missed else were_open))
 
     def takes(self, view: View, step: int, replica: int) -> bool:
         """True if servers take this replica's contribution from this worker."""

@@ -105,12 +105,17 @@ def _parts(picture: Picture, sentence: str, doctor: str) -> Iterator[tuple[str, 
     yield "views.json", _json({"newest": view_of(picture.state), "members": members})
     yield "settings.json", _json({"plan": _plan(picture.plan), "settings": config_of(picture.state)})
     yield "versions.json", _json(_versions())
+    places = set[str]()
     for process in picture.processes[-_MOST_PROCESSES:]:
         owner = process.owner
         head = f"{owner.name} ({owner.role}), process {owner.pid} on {owner.host}"
         state = process.state or ("lives" if process.here else "is not here any more")
         name = re.sub(r"[^\w.-]", "_", owner.name)[:100]
-        yield f"stacks/{name}-{owner.pid}.txt", f"{head}: {state}\n{process.stacks or process.why_none}\n"
+        place = f"stacks/{name}-{owner.pid}"
+        while place in places:  # of a container that was restarted
+            place += "-again"
+        places.add(place)
+        yield f"{place}.txt", f"{head}: {state}\n{process.stacks or process.why_none}\n"
     if picture.log:
         yield "console.log", picture.log
     if doctor:

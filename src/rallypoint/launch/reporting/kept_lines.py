@@ -37,7 +37,7 @@ class KeptLines:
         if self._thread.ident is None:
             self._thread.start()
         with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(f"{time.strftime('%H:%M:%S')} {process[:100]} | {line[:_LONGEST]}")
+            self._lines.put_nowait(f"{time.strftime('%H:%M:%S')} {process[:100]} | {line[: 2 * _LONGEST]}")
 
     def close(self) -> None:
         """Write what waits. May be called more than once."""
@@ -52,7 +52,8 @@ class KeptLines:
             try:
                 if file is None:
                     file = _opened(self._folder / CONSOLE)
-                file.write(f"{self._redact(line)}\n".encode(errors="replace"))
+                shown = self._redact(line)[:_LONGEST]  # cut before, a secret's first half would stand at the end
+                file.write(f"{shown}\n".encode(errors="replace"))
                 if self._lines.empty():
                     file.flush()
                 if file.tell() > self._most:

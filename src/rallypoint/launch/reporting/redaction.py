@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,13 +12,19 @@ _LEAST = 6  # a shorter value is in too many words that are no secret
 _SECRET_NAME = re.compile(
     r"token(?!s)|secret|passw|passphrase|api_?key|access_?key|private_?key|_key$|credential|auth", re.I
 )
+_NAME = (
+    r"(?:token(?!s)|secret|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key|credentials?|authorization)"
+    r"[\w-]{0,40}"
+)
+_ANY_NAME = re.compile(_NAME, re.I)
+_QUOTED = re.compile(rf"({_NAME}\\?[\"']?\s{{0,4}}[=:]\s{{0,4}}\\?([\"']))(?:(?!\\?\2).)+", re.I)
 _NAMED = re.compile(
-    r"((?:token(?!s)|secret|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key|credentials?|authorization)"
-    r"[\w-]{0,40}\\?[\"']?\s{0,4}[=:]\s{0,4}\\?[\"']?(?:(?:bearer|basic)\s{1,4})?)([^\s\"',;&(){}\[\]\\]+)",
+    rf"({_NAME}\\?[\"']?\s{{0,4}}[=:]\s{{0,4}}\\?[\"']?(?:(?:bearer|basic)\s{{1,4}})?)([^\s\"',;&(){{}}\[\]\\]+)",
     re.I,
 )
+_OPTION = re.compile(rf"((?<!\S)--?[\w-]{{0,40}}{_NAME}\s{{1,4}})([^\s\"'-][^\s\"',;]*)", re.I)
 _BEARER = re.compile(r"\b(bearer\s{1,4})([\w.~+/=-]{8,})", re.I)
-_LOGIN = re.compile(r"([a-z][a-z0-9+.-]{0,20}://)[^/\s@\"']{1,300}@", re.I)
+_LOGIN = re.compile(r"([a-z][a-z0-9+.-]{0,20}://)(?:[^/\s@\"']{1,300}|[^/\s@:\"']{1,300}:[^\s@\"']{1,300})@", re.I)
 _QUERY = re.compile(r"([a-z][a-z0-9+.-]{0,20}://[^\s\"'?]{1,1000}\?)[^\s\"']+", re.I)
 _KNOWN_FORMS = re.compile(
     r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|xox[abpr]-|sk-|rk_live_|sk_live_|AKIA|ASIA|AIza|eyJ)[\w.-]{8,}"
@@ -56,9 +63,8 @@ class Redaction:
     """
 
     def __init__(self, known: Iterable[str] = ()) -> None:
-        values = {
-            part for value in known for part in (value, value.strip(), *value.splitlines()) if len(part) >= _LEAST
-        }
+        parts = {part for value in known for part in (value, value.strip(), *value.splitlines()) if len(part) >= _LEAST}
+        values = parts | {json.dumps(part, ensure_ascii=False)[1:-1] for part in parts}  # as it stands in the log
         longest_first = sorted(values, key=len, reverse=True)  # one may be a part of another
         self._known = re.compile("|".join(map(re.escape, longest_first))) if values else None
 
@@ -74,7 +80,9 @@ class Redaction:
         if len(line) > LONGEST_LINE:
             line = f"{line[:LONGEST_LINE]}... ({len(line)} characters)"
         line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-        line = _NAMED.sub(rf"\1{HIDDEN}", line)
+        if _ANY_NAME.search(line) is not None:
+            for named in (_QUOTED, _NAMED, _OPTION):
+                line = named.sub(rf"\1{HIDDEN}", line)
         line = _BEARER.sub(rf"\1{HIDDEN}", line)
         line = _QUERY.sub(rf"\1{HIDDEN}", _LOGIN.sub(rf"\1{HIDDEN}@", line))
         line = _HEX.sub(HIDDEN, _KNOWN_FORMS.sub(HIDDEN, line))

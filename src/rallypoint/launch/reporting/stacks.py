@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import os
 import re
+import secrets
 import signal
 import socket
 import stat
@@ -87,6 +88,8 @@ def keep_stacks(role: str) -> None:
     try:
         _make_room(Path(folder))
         path = Path(folder) / f"{plain}-{owner.pid}.txt"
+        if os.path.lexists(path):  # a container's processes have the same numbers each time
+            path = path.with_name(f"{plain}-{owner.pid}-{secrets.token_hex(4)}.txt")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
         file.write(msgspec.json.encode(owner) + b"\n")

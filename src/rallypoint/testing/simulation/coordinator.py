@@ -13,6 +13,7 @@ from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Aborted, Finished, Hello, Message, Metrics, Report, Say
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
@@ -32,7 +33,7 @@ class Disk:
 
 @dataclass
 class Outcome:
-    """How the job ended."""
+    """How the job ended. `paused`: before which step, in which generation."""
 
     finished: bool = False
     aborted: str = ""
@@ -40,6 +41,7 @@ class Outcome:
     computed: list[tuple[str, int, int]] = field(default_factory=list)
     evaluated: list[tuple[int, float]] = field(default_factory=list)
     leased: set[int] = field(default_factory=set)
+    paused: set[tuple[ViewNumber, int]] = field(default_factory=set)
 
 
 class SimulatedCoordinator:
@@ -96,6 +98,8 @@ class SimulatedCoordinator:
         todo = self.shell.handle(event, self._time)
         if (view := self.machine.view) is not None and view.lease is not None:
             self.outcome.leased.add(view.lease.version)
+        if view is not None and view.paused is not None:
+            self.outcome.paused.add((view.generation, view.paused))
         saved = any(isinstance(act, acts.Save) for act in todo)
         if saved and self.shell.last_word is None and self.node.world.spring("half said"):
             first = next(i for i, act in enumerate(todo) if isinstance(act, acts.Save))

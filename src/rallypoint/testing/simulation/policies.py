@@ -10,7 +10,8 @@ Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
-    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped"
+    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped, "
+    "paused or paused:WORD"
 )
 
 
@@ -84,7 +85,17 @@ _ALONE: dict[str, type[_Alone]] = {
     "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "audited": Audited, "audited:wrong": AuditedWrong,
     "flipped": Flipped,
 }  # fmt: skip
-Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped
+_Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped
+
+
+@dataclass(frozen=True)
+class Paused:
+    """What `of` plays, and an operator pauses the job and lets it go on, amid more faults."""
+
+    of: _Played = field(default_factory=Sync)
+
+
+Played = _Played | Paused
 
 
 def parse_policy(text: str) -> Played:
@@ -92,6 +103,10 @@ def parse_policy(text: str) -> Played:
     name, colon, number = text.partition(":")
     if text in _ALONE:
         return _ALONE[text]()
+    if name == "paused":
+        of = parse_policy(number) if colon else Sync()
+        if not isinstance(of, Paused):
+            return Paused(of)
     if name == "codec-state":
         sync = parse_policy(number) if colon else Sync()
         if isinstance(sync, Sync | BoundedStaleness | Async | LocalSteps):
@@ -142,6 +157,9 @@ def word_for(policy: Played) -> str | None:
     match policy:
         case Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong() | Flipped():
             return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
+        case Paused(of=played):
+            of = word_for(played)
+            return None if of is None else "paused" if played == Sync() else f"paused:{of}"
         case CodecState(sync=sync):
             of = word_for(sync)
             return None if of is None else "codec-state" if sync == Sync() else f"codec-state:{of}"

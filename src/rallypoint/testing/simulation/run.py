@@ -20,7 +20,8 @@ from rallypoint.testing.simulation.flips.job import FlippedJob
 from rallypoint.testing.simulation.flips.server import AuditedServer
 from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
-from rallypoint.testing.simulation.plan import Fault, Plan, make_plan, played_by
+from rallypoint.testing.simulation.operating.pauses import Operators
+from rallypoint.testing.simulation.plan import PAUSE, Fault, Plan, make_plan, played_by
 from rallypoint.testing.simulation.policies import Played, replay_line
 from rallypoint.testing.simulation.replicas.evaluated import check_evaluations
 from rallypoint.testing.simulation.replicas.script import ScriptStops
@@ -63,6 +64,10 @@ class Simulation:
         self._named = Counter[str]()
         self._told_to_leave: set[str] = set()
         self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
+        self._operators = Operators(
+            lambda: Node(self.world, self._name("operator")), self.events,
+            forgets=any(fault.kind == "journal full" for fault in plan.faults),
+        )  # fmt: skip
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
@@ -143,6 +148,8 @@ class Simulation:
                 self._watch_coordinator()
             case "resize":
                 self._resize()
+            case kind if kind == PAUSE:
+                self._operators.pause(fault.seconds)
             case "join":
                 self._again("worker" if fault.role == "coordinator" else fault.role)
             case "everything":

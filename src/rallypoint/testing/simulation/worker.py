@@ -293,6 +293,8 @@ class SimulatedWorker:
         self._replica, self._began, self._generation = replica, self.node.world.now, self.shell.view.generation
         self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
         self._step = step = self.machine.reads
+        paused = self.shell.view.paused
+        assert paused is None or self.machine.step < paused, f"it begins step {self.machine.step} of a paused job"
         if looked_up := self.job.looked_up(step, replica):
             self._exchange.rows.begin(replica, looked_up)
         self._forward.begin(self.model)

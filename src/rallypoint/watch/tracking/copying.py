@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -44,8 +44,9 @@ class Copying:
     is void: what a killed process had given to the library may not have arrived.
     """
 
-    def __init__(self, folder: Path, store: Store) -> None:
-        self._folder, self._store = folder, store
+    def __init__(self, folder: Path, store: Store, clean: Callable[[str], str] = str) -> None:
+        """`clean` takes out of the texts of events what others must not see."""
+        self._folder, self._store, self._clean = folder, store, clean
         self._rows: io.TextIOWrapper | None = None
 
     def start(self, run: RunFacts) -> None:
@@ -72,7 +73,7 @@ class Copying:
 
     def event(self, step: int, text: str) -> None:
         """See `Tracker`."""
-        self._add(step, text)
+        self._add(step, self._clean(text))
 
     def flush(self) -> None:
         """See `Tracker`."""

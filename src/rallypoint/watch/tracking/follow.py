@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from rallypoint.watch.tracking.tracking import Position, Tracking
 _PIECE_BYTES = 1 << 20
 _LINE_BYTES = 16 << 20
 _LOOK_S, _FLUSH_S = 0.25, 2.0
+PREDECESSOR_S = 5.0  # so long another process that follows the same log, for the same target, may take to end
 
 
 def place_of(folder: Path, kind: str, target: str) -> Path:
@@ -33,14 +36,14 @@ def track(
     """Give the run's events to the tracker while the run `goes_on` and `closing` is not set; then what is left.
 
     It goes on where an earlier call has ended, by the position in the file `place`. Returns the next step. Raises
-    UsageError if there is no log, and what the tracker raises.
+    UsageError if there is no log, or another process does the same now, and what the tracker raises.
     """
     path = folder / EVENTS
     try:
         file = path.open("rb")
     except OSError:
         raise UsageError(f"{folder} has no {EVENTS}: name the folder of a run, as runs/20260131-235959") from None
-    with file:
+    with file, _alone(place):
         about = os.fstat(file.fileno())
         at = _position(place)
         if at.file != about.st_ino or at.offset > about.st_size:
@@ -98,6 +101,31 @@ class _Given:
         known = self.tracking
         self.at = Position(self.at.file, self._offset, known.step, known.evaluated, known.values)
         _write(self.place, msgspec.json.encode(self.at))
+
+
+@contextlib.contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """In the body no other process writes the same: each step would be there twice. UsageError if one does not end."""
+    lock = os.open(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + PREDECESSOR_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UsageError(
+                        f"another process writes {place.parent} for the same tracker already, as `rallypoint run "
+                        "--tensorboard` and `--track` do: there is nothing left to do"
+                    ) from None
+                time.sleep(_LOOK_S)
+                continue
+            except OSError:  # a file system without locks
+                pass
+            break
+        yield
+    finally:
+        os.close(lock)
 
 
 def _position(place: Path) -> Position:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rallypoint.errors import UsageError
@@ -35,17 +35,20 @@ def targets_of(named: Iterable[str] | None, tensorboard: str | Path | None) -> t
     return tuple(dict.fromkeys(parse_target(text) for text in (*(named or ()), *more)))
 
 
-def open_tracker(target: str) -> Tracker:
-    """Return the tracker that writes to a target of `parse_target`."""
+def open_tracker(target: str, clean: Callable[[str], str] = str) -> Tracker:
+    """Return the tracker that writes to a target of `parse_target`.
+
+    `clean` takes out of the texts of events what others must not see.
+    """
     kind, _, folder = target.partition(":")
     if kind == "wandb":
         from rallypoint.watch.tracking.wandb import wandb_tracker
 
-        return wandb_tracker(folder)
+        return wandb_tracker(folder, clean)
     if kind == "mlflow":
         from rallypoint.watch.tracking.mlflow import mlflow_tracker
 
-        return mlflow_tracker(folder)
+        return mlflow_tracker(folder, clean)
     from rallypoint.watch.tracking.tensorboard import TensorBoard
 
-    return TensorBoard(folder)
+    return TensorBoard(folder, clean)

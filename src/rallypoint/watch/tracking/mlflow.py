@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ _BATCH = 900  # figures in one transaction; MLflow takes 1000
 _SETTING_CHARACTERS, _SETTINGS = 500, 100
 
 
-def mlflow_tracker(folder: str) -> Copying:
+def mlflow_tracker(folder: str, clean: Callable[[str], str] = str) -> Copying:
     """A `Tracker` that writes to ``folder/mlflow.db`` and ``folder/artifacts``: ``mlflow ui`` shows both."""
-    return Copying(Path(folder), MLflowStore(Path(folder)))
+    return Copying(Path(folder), MLflowStore(Path(folder)), clean)
 
 
 class MLflowStore:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import importlib.util
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ class TensorBoard:
     step twice. Written at once, by no thread: what `flush` returns from is in the file.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, clean: Callable[[str], str] = str) -> None:
+        """`clean` takes out of the texts of events what others must not see."""
         check_tensorboard()
         from tensorboardX import event_file_writer, summary
         from tensorboardX.proto import event_pb2, summary_pb2
@@ -35,7 +36,7 @@ class TensorBoard:
         self._text: Any = summary.text
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
-        self._folder = Path(folder)
+        self._folder, self._clean = Path(folder), clean
         self._file: Any = None
 
     def start(self, run: RunFacts) -> None:
@@ -60,7 +61,7 @@ class TensorBoard:
 
     def event(self, step: int, text: str) -> None:
         """See `Tracker`."""
-        self._write(step, self._text("events", _plain(text)))
+        self._write(step, self._text("events", _plain(self._clean(text))))
 
     def flush(self) -> None:
         """See `Tracker`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ PROJECT = "rallypoint"
 STEP = "rallypoint/step"  # W&B's own step can only rise: events and evaluations are of earlier steps
 
 
-def wandb_tracker(folder: str) -> Copying:
+def wandb_tracker(folder: str, clean: Callable[[str], str] = str) -> Copying:
     """A `Tracker` that writes ``folder/wandb/offline-run-*``: ``wandb sync`` sends that, when its user wants it."""
-    return Copying(Path(folder), WandbStore(Path(folder)))
+    return Copying(Path(folder), WandbStore(Path(folder)), clean)
 
 
 class WandbStore:

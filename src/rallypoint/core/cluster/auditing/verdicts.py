@@ -7,12 +7,13 @@ all the while, and nothing that has lost is applied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from rallypoint.core.audits.choice import Audits, computing
+from rallypoint.core.audits.opinions import MOST
 from rallypoint.core.cluster.auditing.servers import disputed, state_changed
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Effect, Refuse, Say
@@ -22,6 +23,7 @@ from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.view import Dispute, View
 
 _REMEMBERED = 1024  # verdicts that are said once
+_STEPS = 4  # of which there are disputes at a time: only one, if no server lies
 Left = Callable[[str, str], list[Effect]]
 
 
@@ -43,9 +45,12 @@ class Auditing:
         view, audits = self.course.view, self._audits
         if view is None or audits is None or self.course.phase is not Phase.RUNNING:
             return []
-        known = view.primary.get(event.shard) == event.server and self.course.is_current(event.generation)
+        # It tells only the first shard of several, and that one may have moved since: believe whoever has any shards.
+        known = event.server in view.primary.values() and self.course.is_current(event.generation)
         if not known or event.replica >= audits.replicas or not audits.audited(event.step):
             return []
+        if event.agreed and (len({*event.agreed}) < 2 or not {*event.agreed}.isdisjoint(event.others)):
+            return []  # no honest server says so
         return self._judged(event, view, left) if event.agreed else self._disputed(event, view)
 
     def advance(self) -> list[Effect]:
@@ -58,8 +63,8 @@ class Auditing:
     # ---- disputes ----
 
     def _disputed(self, event: AuditFound, view: View) -> list[Effect]:
-        if event.step < self.course.furthest:
-            return []  # it is over: somebody has computed a later step
+        if not self.course.furthest <= event.step < self.course.last:
+            return []  # it is over: somebody has computed a later step. Or the job has no such step
         name = f"step {event.step}, replica {event.replica} (shard {event.shard})"
         if len(event.others) > 2:
             return self.course.end(Abort(
@@ -69,13 +74,14 @@ class Auditing:
         disputes = {(d.step, d.replica): d for d in self.course.views.disputes}
         known = disputes.get((event.step, event.replica))
         heard = tuple(sorted({*event.others, *(() if known is None else known.heard)}))
-        if known is not None and known.heard == heard:
+        if (known is not None and known.heard == heard) or len(heard) > MOST:
             return []
         third = known.third if known is not None and known.third not in heard else ""
         disputes[event.step, event.replica] = Dispute(event.step, event.replica, heard, third)
-        self.course.views.disputes = tuple(disputes.values())
+        self.course.views.disputes = _earliest(disputes.values())
         said: list[Effect] = [Say(f"audit: {_named(event.others, view)} have computed different bytes for {name}")]
-        return said if self._is_new("dispute", event.step, event.replica, heard) else []
+        said = said if self._is_new("dispute", event.step, event.replica, heard) else []
+        return [*said, *self.advance()]  # now: a view without a third worker would say that nobody can decide
 
     def _name_thirds(self, view: View, audits: Audits) -> list[Effect]:
         wanted: list[Dispute] = []
@@ -155,6 +161,13 @@ class Auditing:
         if len(self._told) > _REMEMBERED:
             del self._told[next(iter(self._told))]
         return True
+
+
+def _earliest(disputes: Iterable[Dispute]) -> tuple[Dispute, ...]:
+    """The disputes of the first few steps. Workers send nothing to a step before the one before it is decided."""
+    disputes = tuple(disputes)
+    steps = sorted({dispute.step for dispute in disputes})[:_STEPS]
+    return tuple(dispute for dispute in disputes if dispute.step in steps)
 
 
 def _named(workers: Collection[str], view: View) -> str:

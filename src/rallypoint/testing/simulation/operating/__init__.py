@@ -1,0 +1,1 @@
+"""Who gives orders to a simulated job."""
