@@ -10,14 +10,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 from test_watch_state import PLAN, line, members, steps
 
+from rallypoint.config import JobConfig, record_of
+from rallypoint.coordinator.journal import Journal
+from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import UsageError
-from rallypoint.launch.observing.facts import facts_of
+from rallypoint.launch.observing.facts import facts_of, resolved_of
 from rallypoint.watch.app import Page
 from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.locked import COOKIE
@@ -51,6 +56,20 @@ def test_without_the_token_nothing_is_told(client: TestClient, path: str, cookie
     assert answer.status_code == 403
     assert "rallypoint watch" in answer.text
     assert client.get(f"/{path}?token=wrong").status_code == 403
+
+
+def test_all_settings_are_those_that_the_members_have_agreed_on(folder: Path) -> None:
+    with TestClient(
+        Page(Follower(folder), {}, "secret", resolved=lambda: resolved_of(folder)).app, base_url="http://127.0.0.1:1234"
+    ) as client:
+        assert client.get("/settings").status_code == 403
+        client.get("/?token=secret")
+        assert client.get("/settings").json() == {}, "no journal yet"
+        record = record_of(JobConfig(replicas=3, clip=0.5), build_layout([TensorSpec("w", (32, 1), "float32", 0)], 64))
+        with closing(Journal(str(folder))) as journal:
+            journal.save(ClusterState(record, None, (), 0, 1, False, -1, 2))
+        settings = client.get("/settings").json()
+    assert (settings["replicas"], settings["clip"], settings["optimizer.type"]) == ("3", "0.5", "adamw")
 
 
 def test_the_token_becomes_a_cookie_and_leaves_the_address(client: TestClient) -> None:

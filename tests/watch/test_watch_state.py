@@ -11,6 +11,7 @@ import pytest
 
 from rallypoint.net.messages import (
     Aborted,
+    Accounted,
     Applied,
     Finished,
     Members,
@@ -55,6 +56,32 @@ def test_curves_hold_what_was_logged_at_each_step() -> None:
     assert run.curves["seconds a step"].columns()["step"] == [1, 2, 3]
     assert run.evaluations["val_loss"].columns() == {"step": [4], "mean": [1.5], "low": [1.5], "high": [1.5]}
     assert (run.step, run.ended) == (4, "")
+
+
+def test_the_last_stall_has_the_sentence_that_was_said_meanwhile() -> None:
+    run = run_of(PLAN, members(), *steps(0, 20))
+    assert run.stalled is None
+    sentence = "waiting for worker1 on node7 to send shard 3, 5 s so far"
+    run.take(Waiting(sentence), 30.0)
+    run.take(StepDone(20, 1.0, 8), 40.0)
+    assert run.stalled == {"step": 20, "seconds": 19.0, "text": sentence}
+    run.take(StepDone(21, 1.0, 8), 41.0)
+    assert run.stalled["step"] == 20
+    told = Reader().news(run)
+    assert told is not None
+    assert told["stalled"]["text"] == sentence
+
+
+def test_the_ledger_says_what_was_used_and_counted() -> None:
+    run = run_of(PLAN, members(), *steps(0, 4))
+    told = Reader().news(run)
+    assert told is not None
+    assert told["ledger"] == {"updates": 4, "used": 32}
+    run.take(Accounted(applied=6, folded=0, dropped=1, repeats=2, staleness={0: 3, 2: 3}), 9.0)
+    told = Reader().news(run)
+    assert told is not None
+    counted = {"applied": 6, "folded": 0, "dropped": 1, "repeats": 2, "staleness": [1.0, 2]}
+    assert told["ledger"] == {"updates": 4, "used": 32, **counted}
 
 
 def test_a_death_and_a_join_are_marked_where_they_happened() -> None:

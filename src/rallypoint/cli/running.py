@@ -15,7 +15,7 @@ import typer
 from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import UsageError
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.facts import facts_of
+from rallypoint.launch.observing.facts import facts_of, resolved_of
 from rallypoint.launch.observing.operating import follow
 from rallypoint.launch.options import RunFolder
 
@@ -85,7 +85,7 @@ def watch(
     operator = Operator(secrets.token_urlsafe(16), functools.partial(follow, run)) if buttons else None
     if operator is not None:
         print(f"the operator's token, for its buttons: {operator.token}", flush=True)
-    serve(run, facts_of(run), port, opened, operator)
+    serve(run, facts_of(run), port, opened, operator, functools.partial(resolved_of, run))
 
 
 @app.command(rich_help_panel=RUNNING)

@@ -39,6 +39,8 @@ class Reader:
             "late": _late(run),
             "times": _times(run),
             "skipped": run.skipped,
+            "stalled": run.stalled,
+            "ledger": _ledger(run),
         }
         for part, curves in (("curves", run.curves), ("evaluations", run.evaluations)):
             said[part] = self._curves(part, curves)
@@ -74,6 +76,17 @@ class Reader:
 
 def _late(run: RunState) -> dict[str, float]:
     return {worker: round(seconds, 4) for worker, seconds in run.late.items()}
+
+
+def _ledger(run: RunState) -> dict[str, Any]:
+    """What was used and counted so far. `staleness`: [mean, most] updates, in streaming modes."""
+    said: dict[str, Any] = {"updates": run.step, "used": run.step * (0 if run.plan is None else run.plan.items)}
+    if (counted := run.accounted) is not None:
+        said |= {name: getattr(counted, name) for name in ("applied", "folded", "dropped", "repeats")}
+        if number := sum(counted.staleness.values()):
+            mean = sum(updates * count for updates, count in counted.staleness.items()) / number
+            said["staleness"] = [round(mean, 2), max(counted.staleness)]
+    return said
 
 
 def _times(run: RunState) -> dict[str, Any]:

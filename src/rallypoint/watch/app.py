@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -26,15 +27,21 @@ _MOST_STREAMS = 64
 class Page:
     """The application for one run: ``Page(follower, facts, token).app``.
 
-    `facts` do not change: the run's name, its settings. Whoever opens ``/?token=TOKEN`` gets a cookie; without one
+    `facts` do not change: the run's name, its settings. `resolved` returns all settings of the job, as far as they are
+    known by then; it may block. Whoever opens ``/?token=TOKEN`` gets a cookie; without one
     nothing is answered but ``/healthz``. With an `operator` it takes orders from who has that one's token too.
     """
 
-    def __init__(self, follower: Follower, facts: dict[str, Any], token: str, operator: Operator | None = None) -> None:
+    def __init__(
+        self, follower: Follower, facts: dict[str, Any], token: str, operator: Operator | None = None,
+        resolved: Callable[[], dict[str, str]] = dict,
+    ) -> None:  # fmt: skip
+        self._resolved = resolved
         self._follower, self._facts = follower, {**facts, "buttons": operator is not None}
         self._streams, self.closing = 0, False
         lock = Lock(token)
         routes = [Route("/healthz", healthy), Route("/run", lock(self._whole)), Route("/news", lock(self._stream))]
+        routes.append(Route("/settings", lock(self._settings)))
         if operator is not None:
             routes.append(Route("/order", lock(operator.answer), methods=["POST"]))
         routes += [Route(f"/{path}", lock(file(name))) for path, name in _FILES.items()]
@@ -43,6 +50,10 @@ class Page:
     async def _whole(self, request: Request) -> Response:
         """Everything, once: for scripts."""
         return JSONResponse(self._news(Reader()))
+
+    async def _settings(self, request: Request) -> Response:
+        """The job's resolved settings."""
+        return JSONResponse(await run_in_threadpool(self._resolved))
 
     async def _stream(self, request: Request) -> Response:
         if self._streams >= _MOST_STREAMS:

@@ -41,12 +41,13 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def served(
-    folder: Path, facts: dict[str, Any], port: int = 0, operator: Operator | None = None
+    folder: Path, facts: dict[str, Any], port: int = 0, operator: Operator | None = None,
+    resolved: Callable[[], dict[str, str]] = dict,
 ) -> Iterator[tuple[str, Bound]]:
     """In the body the page of the run in `folder` can be opened: yields its address with its token, and the server to
     run. Raises UsageError if there is no log, or the port is taken."""
     follower, token = _follower(folder), secrets.token_urlsafe(16)
-    with _serving(Page(follower, facts, token, operator), [follower], token, port) as bound:
+    with _serving(Page(follower, facts, token, operator, resolved), [follower], token, port) as bound:
         yield bound
 
 
@@ -119,10 +120,11 @@ def _listening(port: int) -> Iterator[socket.socket]:
 
 
 def watch(
-    folder: Path, facts: dict[str, Any], port: int, opened: Callable[[str], None], operator: Operator | None = None
-) -> None:
-    """Serve the page until Ctrl-C; `opened` is called with its address once it can be opened."""
-    with served(folder, facts, port, operator) as (address, server):
+    folder: Path, facts: dict[str, Any], port: int, opened: Callable[[str], None], operator: Operator | None = None,
+    resolved: Callable[[], dict[str, str]] = dict,
+) -> None:  # fmt: skip
+    """Serve the page (see `Page`) until Ctrl-C; `opened` is called with its address once it can be opened."""
+    with served(folder, facts, port, operator, resolved) as (address, server):
         opened(address)
         server.run()
 

@@ -10,6 +10,7 @@ from typing import Any
 from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
+    Accounted,
     Applied,
     Finished,
     Held,
@@ -57,12 +58,15 @@ class RunState:
     sentences: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_SENTENCES))
     snapshots: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_SNAPSHOTS))
     times: StepTimes = field(default_factory=StepTimes)
+    stalled: dict[str, Any] | None = None  # the last stall, with what was said or has happened meanwhile
+    accounted: Accounted | None = None  # what the first shard's primary has counted
     late: dict[str, float] = field(default_factory=dict)  # worker -> mean seconds behind the first, of late
     skipped: Counter[str] = field(default_factory=Counter)
     revision: int = 0
     _clock: float = 0.0  # the last time that the coordinator said
     _pace: Pace = field(default_factory=Pace)
     _cause: str = ""  # what has happened since
+    _said: str = ""  # the same as a sentence
 
     def take(self, message: Message, t: float) -> None:
         """Take one announcement of the coordinator."""
@@ -88,12 +92,15 @@ class RunState:
                     self.machines.take(message, self.now)
             case Snapshotted(version=version, nbytes=nbytes, seconds=seconds):
                 self.snapshots.append({"t": self.now, "version": version, "nbytes": nbytes, "seconds": seconds})
+            case Accounted():
+                self.accounted = message
             case Skipped():
                 self.skipped["contributions" if message.alone else "steps"] += 1
                 self._mark("skip", f"step {message.step} skipped: not finite")
             case Say(text=text) | Waiting(text=text) | Held(text=text) | ServerMismatch(text=text) | Ordered(text=text):
                 self.sentences.append({"t": self.now, "text": text})
-                self._cause = self._cause or "waiting" * isinstance(message, Waiting)
+                if isinstance(message, Waiting):
+                    self._cause, self._said = self._cause or "waiting", text
             case Finished(stopped_at=at, why=why):
                 self._end("finished", f"stopped at step {at}: {why}" if at >= 0 else "")
             case Aborted(reason=reason):
@@ -111,8 +118,9 @@ class RunState:
             self._mark("back", f"back to step {done.step}")
         if (seconds := self._pace.step(self.now)) is not None:
             self._curve(self.curves, "seconds a step", done.step, seconds)
-            self.times.add(done.step, seconds, self._cause or "unknown")
-        self._cause = ""
+            if self.times.add(done.step, seconds, self._cause or "unknown"):
+                self.stalled = {"step": done.step, "seconds": seconds, "text": self._said or self._cause}
+        self._cause = self._said = ""
 
     def _curve(self, curves: dict[str, Series], name: str, step: int, value: float) -> None:
         if name in curves or len(curves) < _MOST_CURVES:
@@ -136,7 +144,7 @@ class RunState:
             self.late[worker] = _LATE_OVER * self.late.get(worker, seconds) + (1 - _LATE_OVER) * seconds
 
     def _mark(self, kind: str, text: str) -> None:
-        self._cause = kind
+        self._cause, self._said = kind, self._said or text
         self.marks.append({"t": self.now, "step": self.step, "kind": kind, "text": text})
 
     def _end(self, how: str, why: str) -> None:

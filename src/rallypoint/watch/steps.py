@@ -67,18 +67,20 @@ class StepTimes:
     _count: int = 0
     _median: float = 0.0
 
-    def add(self, step: int, seconds: float, cause: str) -> None:
-        """A step has taken so long. `cause`: what happened meanwhile; it counts if this is a stall."""
+    def add(self, step: int, seconds: float, cause: str) -> bool:
+        """A step has taken so long; return whether that is a stall. `cause`: what happened meanwhile."""
         if self._count <= _OFTEN or self._count % _OFTEN == 0:
             self._median = self.quantile(0.5)
         median = self._median
-        if self._count >= _ENOUGH and seconds > _STALL * median:
+        stall = self._count >= _ENOUGH and seconds > _STALL * median
+        if stall:
             self.stalls += 1
             self.lost[cause] += seconds - median  # type: ignore[assignment]
             self.longest = max(self.longest, (seconds, step, cause))
         self.total += seconds
         self._count += 1
         self._classes[math.ceil(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S, _RATIO))] += 1
+        return stall
 
     def quantile(self, share: float) -> float:
         """The seconds that this share of the steps took at most, to 2 %; 0 without steps."""

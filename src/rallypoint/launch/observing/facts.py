@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rallypoint.coordinator.journal import kept_state
 from rallypoint.errors import RallypointError
 from rallypoint.launch.plan import Launch, read_plan
 
@@ -19,6 +20,16 @@ def facts_of(folder: Path) -> dict[str, Any]:
     except (RallypointError, OSError):
         return {"name": folder.resolve().name, "settings": {}}
     return {"name": folder.resolve().name, "settings": _settings(plan)}
+
+
+def resolved_of(folder: Path) -> dict[str, str]:
+    """All settings of the job in `folder`, by dotted name, as its members have agreed on them; none before that, and
+    of a journal that cannot be read."""
+    try:
+        state = kept_state(folder)
+    except RallypointError:
+        return {}
+    return {} if state is None or state.record is None else dict(_flat(state.record.config))
 
 
 def _settings(plan: Launch) -> dict[str, str]:

@@ -234,8 +234,15 @@ function drawTimes() {
   const t = run.times, shown = { "half of the steps take at most": seconds(t.p50), "99 %": seconds(t.p99),
     goodput: `${(100 * t.goodput).toFixed(1)} %`, stalls: String(t.stalls) };
   if (t.stalls) shown["longest stall"] = `${seconds(t.longest.seconds)} at step ${t.longest.step}: ${t.longest.cause}`;
+  if (run.stalled) shown["last stall"] = `${seconds(run.stalled.seconds)} at step ${run.stalled.step}: ${run.stalled.text || "nobody said why"}`;
   for (const [cause, lost] of Object.entries(t.lost)) shown[`lost to ${cause}`] = seconds(lost);
-  shown["work done twice"] = `${run.again.toLocaleString("en")} contributions`;
+  const ledger = run.ledger, whole = (n) => n.toLocaleString("en");
+  shown["updates made"] = whole(ledger.updates);
+  if (ledger.used) shown[`${(run.plan || {}).item || "samples"} used`] = whole(ledger.used);
+  shown["work done twice"] = `${whole(run.again)} contributions`;
+  if (ledger.applied !== undefined) shown["contributions (of the first shard)"] = `${whole(ledger.applied)} applied`
+    + ["folded", "dropped", "repeats"].filter((what) => ledger[what]).map((what) => `, ${whole(ledger[what])} ${what}`).join("");
+  if (ledger.staleness && ledger.staleness[1]) shown.staleness = `${number(ledger.staleness[0])} updates in the mean, at most ${ledger.staleness[1]}`;
   for (const [what, count] of Object.entries(run.skipped)) shown[`${what} skipped`] = String(count);
   pairs("times", shown);
   const slow = Object.entries(run.late).sort((a, b) => b[1] - a[1]).slice(0, 10);
@@ -250,6 +257,12 @@ function drawFacts() {
   if (plan.shards) shown.shards = String(plan.shards);
   pairs("facts", shown);
 }
+
+one("resolved-part").addEventListener("toggle", async () => {
+  if (!one("resolved-part").open) return;
+  const settings = await (await fetch("settings")).json().catch(() => ({}));
+  pairs("resolved", Object.keys(settings).length ? settings : { "not known yet": "the members have not agreed on them" });
+});
 
 // ---- buttons: only where the page was served with them, and for who has the operator's token ----
 
@@ -298,8 +311,9 @@ function take(news) {
   drawOperator();
   if (news.machines) { drawHosts(news.machines); drawLinks(news.machines.links); }
   if (news.facts || news.plan) drawFacts();
-  if (news.snapshots) table("snapshots", ["version", "size", "took"],
-    news.snapshots.slice(-8).reverse().map((s) => [String(s.version), bytes(s.nbytes), seconds(s.seconds)]));
+  if (news.snapshots) run.stored = news.snapshots;
+  if (run.stored) table("snapshots", ["version", "size", "took", "age"],
+    run.stored.slice(-8).reverse().map((s) => [String(s.version), bytes(s.nbytes), seconds(s.seconds), seconds(run.now - s.t)]));
   if (news.sentences || news.marks) {
     const said = [...(run.sentences || []), ...run.marks].sort((a, b) => b.t - a.t).slice(0, 300);
     one("sentences").replaceChildren(...said.map((what) => {
