@@ -81,6 +81,11 @@ class Twos(BatchSampler):
     pass
 
 
+class Halved(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch[0] / 2 for batch in super().__iter__())
+
+
 @pytest.mark.parametrize(
     ("loader", "sentence"),
     [
@@ -90,8 +95,9 @@ class Twos(BatchSampler):
         (DataLoader(DATA, sampler=SequentialSampler(range(5))), "a SequentialSampler was given"),
         (DataLoader(DATA, batch_size=None), "or without batches, was given"),
         (DataLoader(DATA, batch_sampler=Twos(RandomSampler(DATA), 2, False)), "with a batch sampler of its own"),
+        (Halved(DATA), "a Halved was given, a DataLoader that does something of its own with its batches"),
     ],
-    ids=["own", "weighted", "replacement", "a part", "no batches", "batch sampler"],
+    ids=["own", "weighted", "replacement", "a part", "no batches", "batch sampler", "own batches"],
 )
 def test_what_the_job_cannot_compute_is_refused(loader: Any, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):

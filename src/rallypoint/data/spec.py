@@ -92,10 +92,15 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
         return Given(data, collate, loader or Loader(), {})
     if isinstance(data.dataset, IterableDataset):
         return Given(data.dataset, collate, loader or Loader(), {})  # refused with its own sentence
-    if data.batch_size is None or type(data.batch_sampler) is not BatchSampler:
+    if data.batch_size is None or not (type(data.batch_sampler) is BatchSampler or _torchdatas(data.batch_sampler)):
         raise DataError(
             "a DataLoader with a batch sampler of its own, or without batches, was given: which samples a step takes "
             "is computed from their positions. Give DataLoader(dataset, batch_size=...), or the data set itself"
+        )
+    if type(data).__iter__ is not DataLoader.__iter__ and not _torchdatas(data):
+        raise DataError(
+            f"a {type(data).__qualname__} was given, a DataLoader that does something of its own with its batches, "
+            "which the job would not do: give a plain DataLoader, and do it in collate_fn= or in the loop"
         )
     dataset, order = _ordered(data)
     own = data.collate_fn if data.collate_fn is not default_collate else None
@@ -103,13 +108,19 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
     return Given(dataset, collate or own, loader or _like(data), settings)
 
 
+def _torchdatas(thing: Any) -> bool:
+    """True for torchdata's own: a StatefulDataLoader is a DataLoader with a state, which a job does not need."""
+    return type(thing).__module__.startswith("torchdata.")
+
+
 def _ordered(loader: DataLoader[Any]) -> tuple[Any, str]:
     """The data set and the order of its samples."""
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
     kind, length = type(sampler), len(loader.dataset)  # type: ignore[arg-type]
-    if kind is SequentialSampler and len(loader.sampler) == length:  # type: ignore[arg-type]
+    if kind is SequentialSampler and len(sampler) == length:
         return loader.dataset, "sequential"
-    if isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == length:
+    random = isinstance(sampler, RandomSampler) or (_torchdatas(sampler) and kind.__name__ == RandomSampler.__name__)
+    if random and not sampler.replacement and sampler.num_samples == length:
         return loader.dataset, "shuffled"
     if isinstance(sampler, DistributedSampler):
         return loader.dataset, "shuffled" if sampler.shuffle else "sequential"
