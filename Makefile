@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
-# Tests run in JOBS processes: one more than there are cores, because many tests wait for others; and one more than that
+# Tests run in JOBS processes: one more than there are cores, because many tests wait for others; and two more than that
 # for all tests, of which the long ones wait the most.
 
 PYTHON ?= python3
@@ -33,7 +33,7 @@ train: setup ## Train a small GPT on real text through 2 workers and 2 servers; 
 test: setup ## Run the tests, in a few minutes; ARGS="-k name" for some of them, JOBS=1 for one after another
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: JOBS = $(shell $(PYTHON) -c 'import os; print(min(8, 2 + (os.cpu_count() or 1)))')
+test-all: JOBS = $(shell $(PYTHON) -c 'import os; print(min(8, 3 + (os.cpu_count() or 1)))')
 test-all: setup ## Run all tests, with the long plays and every variant, as CI does
 	$(PYTEST) $(ARGS)
 
