@@ -70,7 +70,7 @@ def _play_seeds(seeds: Sequence[int], policy: Played) -> None:
 
 
 def _fresh(share: int = 1) -> range:
-    count = int(os.environ.get("RALLYPOINT_SIMULATION_SEEDS", "200")) // share
+    count = int(os.environ.get("RALLYPOINT_SIMULATION_SEEDS", "100")) // share
     first = int(time.time()) % 1_000_000 * 1000
     return range(first, first + count)
 
