@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from rallypoint.config import JobConfig, record_of
-from rallypoint.core.audits.alike import may_audit, unlike
+from rallypoint.core.audits.alike import unlike
+from rallypoint.core.audits.choice import alike
 from rallypoint.core.cluster.effects import Publish, Say
 from rallypoint.core.cluster.events import Joined, Proposed
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -24,12 +25,9 @@ def worker(id: str, kernels: bytes) -> Member:
 def test_workers_audit_each_other_if_their_probes_gave_the_same_bytes() -> None:
     workers = (worker("w0", ONE), worker("w1", ONE), worker("w2", OTHER), worker("w3", b""), worker("w4", b""))
     view = View(NUMBER, NUMBER, workers, (), (), {})
-    assert may_audit(view, "w0", "w1")
-    assert may_audit(view, "w1", "w0")
-    assert not may_audit(view, "w0", "w0"), "nobody audits itself"
-    assert not may_audit(view, "w0", "w2")
-    assert not may_audit(view, "w3", "w4"), "without a probe nothing is known"
-    assert not may_audit(view, "w0", "not here")
+    assert alike(view, "w0") == alike(view, "w1") == {"w0", "w1"}
+    assert alike(view, "w2") == {"w2"}
+    assert alike(view, "w3") == {"w3", "w4"}, "where nobody has a probe, all count as alike"
 
 
 def test_the_first_worker_of_a_kind_is_named_and_no_other() -> None:
@@ -58,6 +56,6 @@ def test_the_coordinator_puts_probes_into_the_view_and_says_who_is_unlike() -> N
     assert [text for text in said if "other bytes" in text] == [text for text in said if text.startswith("w1 on here")]
     assert len([text for text in said if "other bytes" in text]) == 1
     view = next(effect.view for effect in effects if isinstance(effect, Publish))
-    assert may_audit(view, "w1", "w2")
-    assert not may_audit(view, "w0", "w1")
+    assert alike(view, "w1") == {"w1", "w2"}
+    assert alike(view, "w0") == {"w0"}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(view), type=View) == view

@@ -1,23 +1,15 @@
-"""Which workers can audit each other: those whose machines give the same bytes for the same computation.
+"""What is said of a worker whose machine gives other bytes than the others' for the same computation.
 
 Each worker of a job with audits computes a small probe (`worker/auditing/kernels.py`) and proposes its digest with the
-job's record. The coordinator puts it into the worker's `Member`, so every member sees it in the view.
+job's record. The coordinator puts it into the worker's `Member`, so every member sees it in the view, and
+`choice.alike` says by it who can audit whom.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rallypoint.core.view import Member, View
-
-
-def may_audit(view: View, a: str, b: str) -> bool:
-    """May the workers `a` and `b` of this view audit each other?
-
-    True if they are two, and their probes gave the same bytes. A worker without a probe audits nobody.
-    """
-    kernels = {worker.id: worker.kernels for worker in view.workers}
-    return a != b and kernels.get(a, b"") != b"" and kernels.get(a) == kernels.get(b)
+from rallypoint.core.view import Member
 
 
 def unlike(newcomer: Member, others: Iterable[Member]) -> str:
