@@ -9,13 +9,16 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -183,6 +186,45 @@ def test_what_was_not_forecast_is_loaded_too(loading: Any) -> None:
         for place in islice(places_from(round, replica, replicas, CONFIG), chance.randrange(1, 9)):
             processes.expect(place[0], place[1], replicas)
             assert same(processes.take(place), place)
+
+
+def test_what_is_needed_first_comes_though_as_much_is_ready_as_may_be(loading: Any) -> None:
+    """Processes have died, so less may be ready than before, and then a replica came that is computed first."""
+    processes = loading(Noisy(), ahead=8)
+    processes._room = 8  # as after waits
+    run_on(processes, needed((1, 3))[:2])
+    until(lambda: len(processes._ready) == 8)
+    for process in multiprocessing.active_children():
+        process.kill()
+    run_on(processes, needed((1, 3))[2:3])
+    until(lambda: "a loader process died" in "".join(processes.said))
+    processes.expect(0, 2, (1, 2, 3))
+    assert all(same(processes.take(place), place) for place in [(0, 2, 0), (0, 2, 1), (0, 3, 1)])
+
+
+@pytest.mark.slow
+def test_processes_that_are_slow_to_begin_again_are_replaced(loading: Any) -> None:
+    """The job is rolled back after all that was forecast has come."""
+    processes = loading(Noisy())
+    run_on(processes, needed((1, 3)))
+    begun = [psutil.Process(child.pid) for child in multiprocessing.active_children()]
+    for process in begun:
+        process.suspend()
+    places = needed((2,))
+    processes.expect(0, 2, (2,))
+    with ThreadPoolExecutor(1) as other:
+        batches = other.submit(lambda: [processes.take(place) for place in places])
+        until(lambda: bool(processes.said))
+        for process in begun:
+            process.resume()
+        assert all(map(same, batches.result(60), places))
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_an_error_in_a_process_is_the_loops_with_its_traceback(loading: Any) -> None:

@@ -176,8 +176,8 @@ class LoaderProcesses:
                 arriving = None  # all that was forecast is here
             except (RuntimeError, OSError, EOFError) as error:  # a process has died, or what it had sent is gone
                 died = self._process_died()
-                if not died and _TIMED_OUT in str(error):
-                    continue  # it only had nothing yet
+                if not died and arriving is not None and _TIMED_OUT in str(error):
+                    continue  # it only had nothing yet. Told to begin again, a process would answer twice
                 deaths += 1
                 sentence = self._lost((str(error) or repr(error)).splitlines()[0], deaths, died=died)
                 arriving, loader = None, self._new_loader()
@@ -211,7 +211,8 @@ class LoaderProcesses:
         # Processes are forked while the main thread waits: it holds no lock then that they would inherit
         if self._none and not self._waits:
             return False
-        return len(self._ready) < self._room and not (begins and self._places.ended)
+        # What the main thread waits for may come after more that is ready than there is room for now
+        return (self._waits or len(self._ready) < self._room) and not (begins and self._places.ended)
 
     def _next(self) -> Place | None:
         with self._changed:
