@@ -105,6 +105,7 @@ def events(tmp_path: Path) -> list[dict[str, object]]:
 # ---- before anything is started --------------------------------------------------------------------------------
 
 
+@pytest.mark.some("export *", "run --bind 203*", "run --config*", "run .-", "train bert-", "worker-")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -147,6 +148,7 @@ def test_a_port_in_use_is_one_sentence(run: Callable[..., Outcome]) -> None:
     assert outcome.tracebacks == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_one_sentence(tmp_path: Path) -> None:
     coordinator = CoordinatorService(terms=Terms(), token="the right token of this job")
     coordinator.start()
@@ -303,6 +305,7 @@ def test_a_nan_stops_the_job_and_names_the_replica_and_the_step(run: Callable[..
     assert outcome.tracebacks == 0
 
 
+@pytest.mark.some("buffers-2")
 @pytest.mark.parametrize(("how", "step"), [("nan", 2), ("bug", 1), ("buffers", 2)])
 def test_a_run_that_fails_stores_its_newest_version_and_goes_on_from_it_with_other_settings(
     run: Callable[..., Outcome], tmp_path: Path, how: str, step: int

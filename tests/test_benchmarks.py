@@ -82,6 +82,7 @@ finish(Done())
 """
 
 
+@pytest.mark.slow
 def test_a_member_of_a_gloo_group_does_not_abort_at_its_end(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(FOLDER), "RALLYPOINT_BENCHMARK_RESULT": str(tmp_path / "result.json")}
     done = subprocess.run([sys.executable, "-c", LATE], env=env, capture_output=True, text=True, timeout=110)

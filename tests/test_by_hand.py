@@ -55,6 +55,7 @@ def members(tmp_path: Path) -> Iterator[Members]:
         yield made
 
 
+@pytest.mark.slow
 def test_the_documented_commands_make_a_cluster_that_says_how_it_gets_on(members: Members) -> None:
     token, coordinator, *others = documented()
     assert token[0] == "token"
@@ -179,6 +180,7 @@ def test_ctrl_c_at_a_coordinator_that_was_started_by_hand_ends_the_job_for_all(m
     assert "failed: the coordinator was interrupted" in members.said("coordinator")
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_coordinator_with_a_folder_alone_and_another_goes_on_with_its_job(members: Members) -> None:
     start = ["coordinator", "--folder", str(members.folder / "run")]
     members.start("coordinator", *start)

@@ -79,9 +79,9 @@ def left_by(name: str, watched: dict[str, str]) -> set[str]:
     return {thread for thread in names if thread != "lifeline" and not thread.startswith("link to ")}
 
 
+@pytest.mark.some("free-0")
 @pytest.mark.parametrize("status", [0, 3])
 @pytest.mark.parametrize("how", ["held", "free"])
-@pytest.mark.some("held-3", "free-0")
 def test_a_role_ends_with_its_status_also_when_a_thread_that_it_has_given_up_is_inside_of_torch(
     tmp_path: Path, status: int, how: str
 ) -> None:
@@ -89,8 +89,8 @@ def test_a_role_ends_with_its_status_also_when_a_thread_that_it_has_given_up_is_
     assert (done.returncode, done.stdout) == (status, "the last line\n"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [2, 1], ids=["to its end", "and broken off"])
-@pytest.mark.some("and broken off")
 def test_a_job_joined_without_with_leaves_no_thread_at_the_script_s_end(
     tmp_path: Path, watched: dict[str, str], last: int
 ) -> None:

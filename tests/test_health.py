@@ -287,6 +287,7 @@ def test_each_role_is_ready_when_it_has_joined_and_leaves_with_the_status_it_was
     assert members.started["w0"].poll() is members.started["s0"].poll() is None
 
 
+@pytest.mark.slow
 @pytest.mark.programs
 def test_a_coordinator_that_lingers_waits_for_scripts_and_sigterm_does_not_end_one_that_saves(members: Members) -> None:
     at = members.coordinator("--workers", "1", "--servers", "1", "--linger", "100")

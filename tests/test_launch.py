@@ -95,8 +95,8 @@ def listening_ports(processes: list[psutil.Process]) -> set[int]:
     return {c.laddr.port for p in processes for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.some("9")  # test_ctrl_c_is_one_sentence has 2
 def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, number: int) -> None:
     with running(tmp_path, LONG_RUN) as (launcher, children):
         ports = listening_ports(children)
@@ -110,6 +110,7 @@ def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, numbe
         assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 def test_workers_that_die_again_and_again_end_the_job_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_script_of_ones_own_trains_on_a_cluster_and_alone(tmp_path: Path) -> N
     assert "done: 200 steps" in said
 
 
+@pytest.mark.slow
 def test_the_trace_of_a_step_shows_pushes_that_leave_during_backward(tmp_path: Path) -> None:
     script, trace = tmp_path / "script.py", tmp_path / "trace.json"
     script.write_text(WIDE_RUN)
@@ -369,6 +371,7 @@ def test_a_replacement_runs_the_code_that_the_run_began_with(tmp_path: Path, und
     assert played.said.count("edited since the run began: script.py; worker1 runs the code that the run began") == 1
 
 
+@pytest.mark.slow
 def test_a_job_is_resized_while_it_runs_and_ends_with_the_same_bytes(tmp_path: Path, undisturbed: str) -> None:
     gate = tmp_path / "gate"
     gate.write_text("4")
@@ -514,6 +517,7 @@ def test_a_resumed_run_says_what_has_changed_and_runs_it_or_what_it_began_with(t
     assert "ValueError: edited" in played.said
 
 
+@pytest.mark.slow
 def test_a_traceback_is_printed_once_and_the_others_are_named(tmp_path: Path) -> None:
     played = Played(tmp_path, SHORT_RUN.replace("micro.backward", "boom"), workers=2)
     assert played.run() == 1
@@ -523,6 +527,7 @@ def test_a_traceback_is_printed_once_and_the_others_are_named(tmp_path: Path) ->
     assert "KeyboardInterrupt" not in played.said
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_before_it_joins_ends_the_run_with_one_traceback(tmp_path: Path) -> None:
     played = Played(tmp_path, "import nowhere_to_be_found\n", workers=3, servers=2)
     assert played.run() == 1
@@ -685,6 +690,7 @@ def test_a_worker_that_was_given_up_and_finds_no_coordinator_any_more_does_not_f
     assert warned == (status == 0)
 
 
+@pytest.mark.slow
 def test_the_last_snapshot_is_taken_when_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
     played, screen = Played(tmp_path, LONG_RUN), Screen(file=io.StringIO())
     console = RunConsole(screen)
@@ -851,6 +857,7 @@ with rp.join() as job:
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_stands_by_fails_alone(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FAILING_STANDBY)

@@ -146,6 +146,7 @@ def test_what_decides_touches_no_mechanism(module: str) -> None:
     assert not roots & NOT_IN_CORE, f"{module} is to be pure, but imports {', '.join(sorted(roots & NOT_IN_CORE))}"
 
 
+@pytest.mark.some("rallypoint.recipes")
 @pytest.mark.parametrize("module", ["rallypoint.cli", "rallypoint.coordinator.service", "rallypoint.recipes"])
 def test_what_must_start_in_no_time_imports_no_torch(module: str) -> None:
     program = f"import sys, {module}; print(*sorted({{'torch', 'numpy'}} & sys.modules.keys()))"

@@ -79,6 +79,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 def test_what_a_worker_started_before_it_joined_does_not_outlive_a_launcher_that_was_killed() -> None:
     """A script that still loads its data holds no lifeline, and no child of a script does."""
     argv = [sys.executable, "-u", "-c", WITHOUT_A_LIFELINE]

@@ -98,6 +98,7 @@ def test_a_link_carries_its_rate_both_ways() -> None:
             assert 0.80 <= _mbit(sender, receiver, 20 * MEGABYTE) / 200 <= 1.02
 
 
+@pytest.mark.slow
 def test_the_hosts_of_a_rack_share_its_uplink_and_not_each_other_s_links() -> None:
     with Netlab(hosts=3, rate_mbit=200.0, racks=(2,), uplink_mbit=50.0) as lab:
         one, two, outside = lab.hosts
@@ -106,6 +107,7 @@ def test_the_hosts_of_a_rack_share_its_uplink_and_not_each_other_s_links() -> No
             assert 0.80 <= _mbit(sender, receiver, 5 * MEGABYTE) / 50 <= 1.02
 
 
+@pytest.mark.slow
 def test_set_rate_changes_both_directions_of_one_host_and_none_lifts_them() -> None:
     with Netlab(hosts=3) as lab:
         slow, one, two = lab.hosts

@@ -255,6 +255,7 @@ class TestResNet:
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn brings the digits")
 class TestDigits:
+    @pytest.mark.slow
     def test_have_the_promised_shape_and_range(self) -> None:
         train, validation = load_digits()
         x, y = train[0]

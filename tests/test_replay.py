@@ -30,6 +30,7 @@ def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
 
 
+@pytest.mark.some("quorum:2")
 @pytest.mark.parametrize("policy", POLICIES, ids=word_for)
 def test_every_machine_of_a_simulated_run_replays_to_the_same_effects(
     policy: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -44,6 +45,7 @@ def test_every_machine_of_a_simulated_run_replays_to_the_same_effects(
         machine.check()
 
 
+@pytest.mark.slow
 def test_the_command_replays_in_another_process_and_tells_a_shard_s_story(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,24 +81,24 @@ def test_whatever_fails_the_run_ends_with_the_bytes_of_an_undisturbed_one(seeds:
     _play_seeds(seeds, Sync())
 
 
+@pytest.mark.some("fixed-fragments:3")
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
 @pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(OTHERS))], ids=["fixed", "fresh"])
-@pytest.mark.some("fixed*")
 def test_whatever_fails_every_contribution_counts_once_nobody_is_stuck_and_the_bound_is_kept(
     seeds: range, policy: Played
 ) -> None:
     _play_seeds(seeds, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Sync(), *OTHERS], ids=word_for)
-@pytest.mark.some("sync")
 def test_what_a_worker_hears_that_it_is_to_do_may_be_out_of_date_when_it_begins(policy: Played) -> None:
     _play_seeds(HESITANT, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(OTHERS))], ids=["fixed", "fresh"])
 @pytest.mark.parametrize("periods", [((1, 0), (2, 1)), ((2, 0), (2, 1), (6, 4))], ids=str)
-@pytest.mark.some("*6, 4*-fixed")
 def test_layers_at_their_own_frequency_count_every_contribution_once_whatever_fails(
     periods: tuple[tuple[int, int], ...], seeds: range
 ) -> None:
@@ -110,6 +110,7 @@ def test_layers_at_their_own_frequency_count_every_contribution_once_whatever_fa
         play(replace(plan, job=job))
 
 
+@pytest.mark.some("all-reduce", "fragments:2", "ssp:1")
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
 def test_a_seed_replays_exactly_under_every_policy(policy: Played) -> None:
     first, again = simulate(17, policy), simulate(17, policy)
@@ -158,6 +159,7 @@ def test_the_fixed_seeds_play_every_kind_of_fault() -> None:
 JOURNAL_BEHIND = [seed for seed in range(1000, 1200) if fills_the_journal(seed)]
 
 
+@pytest.mark.slow
 def test_a_coordinator_whose_journal_is_behind_goes_on_from_what_its_members_know() -> None:
     _play_seeds(JOURNAL_BEHIND[::3], Sync())
 
@@ -248,6 +250,7 @@ def _one_replica_too_many(replicas: int, *args: Any) -> dict[str, tuple[int, ...
     return assign_replicas(replicas + 1, *args)
 
 
+@pytest.mark.some("Forest-covers-*", "Presum-lost-*", "rallypoint.core.cluster.view_change-*")
 @pytest.mark.parametrize(("owner", "name", "bug"), [
     (Forest, "covers", _a_repeat_is_added),
     (Forest, "merge", _merged_as_they_come),
@@ -334,6 +337,7 @@ def _counted_twice(self: ShardMachine, *, skipped: bool) -> float:
 _SSP, _ASYNC = BoundedStaleness(1), Async()
 
 
+@pytest.mark.some("policy0-*", "policy2-*", "policy5-*")
 @pytest.mark.parametrize(("policy", "owner", "name", "bug", "sentence"), [
     (_SSP, BoundedStaleness, "serve", _a_bound_that_is_none, "runs ahead of"),
     (_SSP, BoundedStaleness, "serve", _a_bound_on_what_is_not_published, "runs ahead of"),
@@ -347,7 +351,6 @@ _SSP, _ASYNC = BoundedStaleness(1), Async()
     (_ASYNC, ShardMachine, "_count", _counted_twice, "Tally"),
     (Sync(quorum=2), ShardMachine, "_count", _counted_twice, "Tally"),
 ])  # fmt: skip
-@pytest.mark.some("policy[0-5]*", "policy7*", "policy8*")
 def test_a_bug_in_streaming_planted_on_purpose_is_found(
     monkeypatch: pytest.MonkeyPatch, policy: Played, owner: Any, name: str, bug: Any, sentence: str
 ) -> None:
@@ -384,9 +387,9 @@ def test_a_stale_verdict_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 POISONED = (Sync(), BoundedStaleness(1), Async(), Async(fold=3), Sync(quorum=2), AllReduce(), TURNS[0])
 
 
+@pytest.mark.some("fixed-sync")
 @pytest.mark.parametrize("sync", POISONED, ids=word_for)
 @pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(POISONED))], ids=["fixed", "fresh"])
-@pytest.mark.some("fixed-sync", "fixed-async", "fixed-all-reduce")
 def test_a_gradient_that_is_not_finite_ends_the_job_with_a_sentence_and_is_never_published(
     seeds: range, sync: Any
 ) -> None:
@@ -425,6 +428,7 @@ def _one_server_heard_of_the_norm(seed: int, at: float) -> Simulation:
     return simulation
 
 
+@pytest.mark.slow
 def test_servers_that_decide_a_step_differently_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a word to its backup a primary tells the norm of the contributions that came first."""
     moments = [(seed, 0.6 + 0.1 * at) for seed in range(2) for at in range(6)]
@@ -506,6 +510,7 @@ def _computed(result: Result) -> list[tuple[int, int]]:
 _DECISIONS = [SimulatedJob(clip=None), SimulatedJob(clip=0.7), SimulatedJob(clip=0.7, skip=True)]
 
 
+@pytest.mark.some("1-1-clip")
 @pytest.mark.parametrize("job", _DECISIONS, ids=["plain", "clip", "skip"])
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 3), (4, 2)])
 def test_when_nothing_fails_every_replica_of_every_step_is_computed_once(
@@ -537,6 +542,7 @@ def test_more_workers_than_replicas_take_over_from_those_that_die() -> None:
     assert any(len({worker for worker, _, _ in result.outcome.computed}) > 2 for result in results)
 
 
+@pytest.mark.slow
 def test_a_replica_computed_by_two_workers_counts_once() -> None:
     job = SimulatedJob(replicas=4, steps=8)
     pauses = tuple(Fault(1.0 + at, "pause", "worker", 1.5) for at in range(6))
@@ -544,6 +550,7 @@ def test_a_replica_computed_by_two_workers_counts_once() -> None:
     assert sum(result.recomputed for result in results) > 0  # else this has proven nothing
 
 
+@pytest.mark.some("skip")
 @pytest.mark.parametrize(("job", "ahead"), [
     (SimulatedJob(shards=5, buffers=2, replicas=2, clip=0.7, compute_s=0.005), True),
     # None can run ahead of a decision.
@@ -571,6 +578,7 @@ def test_replicas_that_move_for_the_speeds_sake_and_back_again_are_counted_once(
     assert any(verdicts)
 
 
+@pytest.mark.slow
 def test_losing_one_server_at_a_time_rolls_nothing_back() -> None:
     job = SimulatedJob(shards=8, replicas=3, steps=14)
     crashes = tuple(Fault(2.0 * at, "crash", "server", 0.5) for at in range(1, 5))
@@ -578,6 +586,7 @@ def test_losing_one_server_at_a_time_rolls_nothing_back() -> None:
         assert not any("going back" in said for said in result.outcome.said)
 
 
+@pytest.mark.slow
 def test_the_coordinator_may_die_as_often_as_it_likes() -> None:
     job = SimulatedJob(replicas=3, steps=14)
     crashes = tuple(Fault(0.4 * at, "crash", "coordinator", 1.0) for at in range(1, 12))
@@ -585,6 +594,7 @@ def test_the_coordinator_may_die_as_often_as_it_likes() -> None:
         assert result.recomputed == 0  # it is not on the path of a step (I7)
 
 
+@pytest.mark.slow
 def test_everything_may_die_at_once_and_again() -> None:
     job = SimulatedJob(replicas=3, steps=8)
     ends = tuple(Fault(2.0 * at, "everything", "worker", 2.0) for at in range(1, 4))
@@ -595,6 +605,7 @@ def test_everything_may_die_at_once_and_again() -> None:
 # ---- defects that were found and must not come back ----
 
 
+@pytest.mark.slow
 def test_first_weights_survive_a_broken_link() -> None:
     _play_all(_plan(seed, SimulatedJob(), 2, 2, Fault(0.0, "drop first", "worker")) for seed in range(8))
 
@@ -610,6 +621,7 @@ def test_versions_that_come_while_one_is_copied_into_the_model_do_not_spoil_it(m
 # ---- a claim holds for the generation in which it became true ----
 
 
+@pytest.mark.slow
 def test_a_stale_claim_of_being_done_planted_on_purpose_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is lost while the worker evaluates the last version."""
     monkeypatch.setattr(SimulatedWorker, "evaluate_s", 3.0)

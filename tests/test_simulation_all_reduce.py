@@ -33,6 +33,7 @@ def _the_state_is_of_another_version(self: SimulatedWorker) -> None:
 _initialise = SimulatedWorker._initialise
 
 
+@pytest.mark.some("StateHolders-needs_new_generation-_whoever_comes_may_go_on")
 @pytest.mark.parametrize(("owner", "name", "bug"), [
     (StateHolders, "needs_new_generation", _whoever_comes_may_go_on),
     (SimulatedWorker, "_initialise", _the_state_is_of_another_version),
@@ -44,6 +45,7 @@ def test_a_bug_planted_on_purpose_is_found(
     first_failure(AllReduce(), ENOUGH)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_still_being_copied_when_all_begin_again_is_whole_all_the_same(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,12 +82,14 @@ def test_when_nothing_fails_every_replica_of_every_step_is_computed_once() -> No
             assert not any("going back" in sentence for sentence in said)
 
 
+@pytest.mark.slow
 def test_losing_servers_rolls_nothing_back_as_long_as_a_worker_lives() -> None:
     crashes = tuple(Fault(0.7 * at, "crash", "server", 0.5) for at in range(1, 8))
     for result in _play_all(_plan(seed, JOB, 3, 2, *crashes, replication=1, snapshots=False) for seed in range(8)):
         assert not any("going back" in said for said in result.outcome.said)
 
 
+@pytest.mark.slow
 def test_losing_one_worker_at_a_time_rolls_nothing_back() -> None:
     crashes = tuple(Fault(1.5 * at, "crash", "worker", 0.3) for at in range(1, 5))
     for result in _play_all(_plan(seed, JOB, 3, 2, *crashes, snapshots=False) for seed in range(8)):

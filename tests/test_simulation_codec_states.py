@@ -24,6 +24,7 @@ ENOUGH = range(150)  # seeds within which a planted bug has to be found
 OTHERS = tuple(CodecState(mode) for mode in (Sync(quorum=2), BoundedStaleness(1), Async(), LocalSteps(2, fragments=2)))
 
 
+@pytest.mark.slow
 def test_codec_states_follow_replicas_and_are_restored_so_that_the_bytes_are_those_of_an_undisturbed_job() -> None:
     """Two of three plans promise the bytes: workers leave as told and join, or servers die and the job rolls back."""
     assert {make_plan(seed, CodecState()).job.loses_states for seed in FIXED} == {True, False}
@@ -31,6 +32,7 @@ def test_codec_states_follow_replicas_and_are_restored_so_that_the_bytes_are_tho
         simulate(seed, CodecState())
 
 
+@pytest.mark.some("codec-state:quorum:2")
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
 def test_where_codec_states_are_lost_none_is_used_twice_and_none_is_stale(policy: CodecState) -> None:
     for seed in FIXED[:6]:
@@ -53,6 +55,7 @@ def test_a_worker_that_was_given_up_uses_no_codec_state_that_lacks_what_others_h
     simulate(334281942, CodecState())
 
 
+@pytest.mark.some("0.1-2")
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("after", [0.1, 0.3])
 def test_a_codec_state_between_two_workers_is_lost_with_its_server_and_no_other_is(seed: int, after: float) -> None:
@@ -64,6 +67,7 @@ def test_a_codec_state_between_two_workers_is_lost_with_its_server_and_no_other_
     assert job.lost
 
 
+@pytest.mark.slow
 def test_hardly_any_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
     """One does: a server crashes, the other restores all shards, and a third joins before their states are asked for.
 

@@ -17,6 +17,7 @@ from rallypoint.testing.simulation.policies import Deciding, parse_policy, word_
 from rallypoint.testing.simulation.run import first_failure, simulate
 
 
+@pytest.mark.some("0", "11", "3", "6", "9")
 @pytest.mark.parametrize("seed", [*range(12), 165])
 def test_whatever_is_killed_the_same_is_decided(seed: int) -> None:
     simulate(seed, Deciding())
@@ -47,6 +48,7 @@ def test_a_server_that_does_not_hear_of_a_reduction_is_found(monkeypatch: pytest
     assert "other bytes" in first_failure(Deciding(), range(10))
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_forgets_at_a_roll_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgets(self: ledger.EvaluationLedger, decided: Any) -> None:
         self.decided = ledger.Decided(version=decided.version)

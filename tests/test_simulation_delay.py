@@ -28,6 +28,7 @@ WHOLE = InnerState(LocalSteps(3, delay=2))
 FRAGMENTS = InnerState(LocalSteps(6, fragments=2, delay=2))
 
 
+@pytest.mark.some("delay:2")
 @pytest.mark.parametrize("policy", [WHOLE, FRAGMENTS], ids=word_for)
 def test_a_delay_gives_the_same_bytes_while_no_worker_dies_and_nothing_rolls_back(policy: InnerState) -> None:
     """One of three plans promises them: links break, members are slow. In the others the job ends, and a round that is
@@ -62,6 +63,7 @@ def test_a_replica_that_goes_ahead_leaves_the_states_of_those_that_are_a_round_b
     assert states.begin(1, 1, ViewNumber(1, 1)) is behind
 
 
+@pytest.mark.slow
 def test_what_is_played_has_replicas_that_go_ahead_and_compute_the_round_before_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

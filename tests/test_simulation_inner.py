@@ -22,6 +22,7 @@ KEPT, FRAGMENTS = InnerState(LocalSteps(3)), InnerState(LocalSteps(3, fragments=
 FRESH = InnerState(LocalSteps(2, keep_inner=False))
 
 
+@pytest.mark.slow
 def test_when_every_round_begins_with_a_new_optimizer_the_bytes_are_the_same_whatever_fails() -> None:
     assert not any(make_plan(seed, FRESH).job.loses_states for seed in FIXED)
     assert any(make_plan(seed, FRESH).faults for seed in FIXED)
@@ -29,6 +30,7 @@ def test_when_every_round_begins_with_a_new_optimizer_the_bytes_are_the_same_wha
         simulate(seed, FRESH)
 
 
+@pytest.mark.some("inner-fragments:3")
 @pytest.mark.parametrize("policy", [KEPT, FRAGMENTS], ids=word_for)
 def test_kept_states_give_the_same_bytes_when_nothing_fails_and_else_the_job_ends(policy: InnerState) -> None:
     """Each state begins one round, of the generation that it was made in."""
@@ -65,6 +67,7 @@ def _begun_again_from_zero(self: InnerStates[Inner], round: int, replica: int, g
     return _begin(self, round, replica, generation)
 
 
+@pytest.mark.some("again from zero")
 @pytest.mark.parametrize(("policy", "bug", "sentence"), [
     (KEPT, _stale_states_go_on, "is begun with the inner state of|is begun once more after"),
     (KEPT, _begun_again_from_zero, "is begun with two inner states"),

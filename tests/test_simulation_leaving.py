@@ -27,6 +27,7 @@ ENOUGH = [seed for seed in range(300) if resizes(seed)]  # within which a plante
 POLICIES = (Sync(), Sync(quorum=2), BoundedStaleness(1), LocalSteps(2, fragments=2), AllReduce())
 
 
+@pytest.mark.some("quorum:2")
 @pytest.mark.parametrize("policy", POLICIES, ids=word_for)
 def test_servers_that_are_told_to_go_hand_their_shards_over_and_end(policy: Mode) -> None:
     """Two of three go, also where no shard has a backup."""
@@ -41,8 +42,8 @@ def test_servers_that_are_told_to_go_hand_their_shards_over_and_end(policy: Mode
         assert not any("going back" in said for said in result.outcome.said), f"seed {seed}: {result.outcome.said}"
 
 
+@pytest.mark.some("ssp:1")
 @pytest.mark.parametrize("policy", POLICIES, ids=word_for)
-@pytest.mark.some("sync", "ssp*")
 def test_workers_and_servers_come_and_go_by_order_whatever_fails(policy: Mode) -> None:
     sizes = {line.split(" ", 1)[1] for seed in RESIZED for line in simulate(seed, policy).events if "Resize(" in line}
     assert len(sizes) > 5
@@ -101,6 +102,7 @@ def _with_an_order() -> list[Plan]:
     return [Plan(seed, job, terms, 4, 2, faults) for seed in range(6)]
 
 
+@pytest.mark.slow
 def test_an_order_that_dies_with_the_coordinator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that started the earlier coordinators knows the order; the journal is for any other."""
     monkeypatch.setattr(run, "SimulatedCoordinator", _started_by_hand)
@@ -110,6 +112,7 @@ def test_an_order_that_dies_with_the_coordinator_is_found(monkeypatch: pytest.Mo
         _play_all(_with_an_order())
 
 
+@pytest.mark.slow
 def test_a_launcher_that_forgets_its_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     _play_all(_with_an_order())
     monkeypatch.setattr(run, "SimulatedCoordinator", _started_with_the_first_size)

@@ -12,6 +12,7 @@ from rallypoint.testing.simulation.server import SimulatedServer
 SEEDS = [seed for seed in range(300) if make_plan(seed).terms.replication == 2 and make_plan(seed).servers > 2][:12]
 
 
+@pytest.mark.slow
 def test_a_server_that_holds_nothing_of_what_it_acknowledges_never_becomes_primary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

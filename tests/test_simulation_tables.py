@@ -21,6 +21,7 @@ ENOUGH = range(100)  # seeds within which a planted bug has to be found
 OTHERS = (Tables(Sync(quorum=2)), Tables(BoundedStaleness(1)), Tables(Async()))
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_the_step_in_progress_so_that_the_bytes_are_the_same_whatever_fails() -> None:
     assert any(make_plan(seed, Tables()).faults for seed in FIXED)
     for seed in FIXED:

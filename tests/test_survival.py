@@ -226,6 +226,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.some("worker1")
 @pytest.mark.parametrize("victim", ["worker0", "worker1"])
 def test_a_worker_killed_mid_step_changes_no_byte(cluster: Cluster, undisturbed: Cluster, victim: str) -> None:
     cluster.run("--workers", "2", "--servers", "2")
@@ -238,6 +239,7 @@ def test_a_worker_killed_mid_step_changes_no_byte(cluster: Cluster, undisturbed:
     assert cluster.hash == undisturbed.hash
 
 
+@pytest.mark.some("server0")
 @pytest.mark.parametrize("victim", ["server0", "server1"])
 def test_a_server_killed_mid_step_changes_no_byte_and_nothing_is_rolled_back(
     cluster: Cluster, undisturbed: Cluster, victim: str
@@ -254,6 +256,7 @@ def test_a_server_killed_mid_step_changes_no_byte_and_nothing_is_rolled_back(
     assert cluster.hash == undisturbed.hash
 
 
+@pytest.mark.slow
 def test_a_server_that_alone_held_its_shards_costs_steps_but_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_caught_up(AT)
@@ -281,6 +284,7 @@ def test_the_coordinator_killed_mid_step_changes_no_byte(cluster: Cluster, undis
     assert len(started) == 1, "something else was started again"
 
 
+@pytest.mark.slow
 def test_all_workers_killed_at_once_change_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "1")
     cluster.until_caught_up(AT)
@@ -293,6 +297,7 @@ def test_all_workers_killed_at_once_change_no_byte(cluster: Cluster, undisturbed
     assert cluster.hash == undisturbed.hash
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_go_hands_its_work_over(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_caught_up(AT)
@@ -308,6 +313,7 @@ def test_a_worker_that_is_told_to_go_hands_its_work_over(cluster: Cluster, undis
     assert cluster.hash == undisturbed.hash
 
 
+@pytest.mark.slow
 def test_a_job_grows_from_its_least_to_its_most_workers(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "1:2", "--servers", "1", "--standby", "1")
     cluster.until_caught_up(AT)

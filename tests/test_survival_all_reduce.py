@@ -92,6 +92,7 @@ def _until_stored(cluster: Cluster) -> None:
     pytest.fail(f"no snapshot was taken:\n{cluster.output}")
 
 
+@pytest.mark.some("worker1")
 @pytest.mark.parametrize("victim", ["worker0", "worker1"])
 def test_a_worker_killed_mid_step_is_replaced_by_one_that_gets_the_state_from_the_other(
     cluster: Cluster, under_sync: Cluster, victim: str
@@ -104,6 +105,7 @@ def test_a_worker_killed_mid_step_is_replaced_by_one_that_gets_the_state_from_th
     assert "going back" not in cluster.output
 
 
+@pytest.mark.slow
 def test_a_server_killed_mid_step_loses_nothing_because_it_had_nothing(cluster: Cluster, under_sync: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2", *ALL_REDUCE)
     cluster.until_caught_up(AT)
@@ -121,6 +123,7 @@ def test_the_coordinator_killed_mid_step_changes_no_byte(cluster: Cluster, under
     _ends_like(cluster, under_sync)
 
 
+@pytest.mark.slow
 def test_when_all_workers_are_killed_the_last_snapshot_has_the_state(cluster: Cluster, under_sync: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "1", "--snapshot-steps", "3", *ALL_REDUCE)
     _until_stored(cluster)
@@ -148,6 +151,7 @@ def test_a_worker_that_is_told_to_go_hands_the_state_to_the_one_that_stands_by(
     assert "going back" not in cluster.output
 
 
+@pytest.mark.slow
 def test_a_job_grows_and_a_standby_worker_takes_over(cluster: Cluster, under_sync: Cluster) -> None:
     cluster.run("--workers", "1:2", "--servers", "1", "--standby", "1", *ALL_REDUCE)
     cluster.until_caught_up(AT)
@@ -174,6 +178,7 @@ def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluste
     _ends_like(cluster, under_sync)
 
 
+@pytest.mark.slow
 def test_what_is_exported_is_what_is_exported_under_sync(cluster: Cluster, under_sync: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2", *ALL_REDUCE)
     _ends_like(cluster, under_sync)
@@ -192,6 +197,7 @@ def test_what_is_exported_is_what_is_exported_under_sync(cluster: Cluster, under
     assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
 
 
+@pytest.mark.some("('server0',)")
 @pytest.mark.parametrize("victims", [("worker0",), ("server0",), ("worker0", "worker1")], ids=str)
 def test_what_own_optimizers_keep_survives_with_buffers_schedules_and_skipped_steps(
     cluster: Cluster, undisturbed_own: Cluster, victims: tuple[str, ...]
@@ -207,6 +213,7 @@ def test_what_own_optimizers_keep_survives_with_buffers_schedules_and_skipped_st
     assert cluster.events("Skipped")
 
 
+@pytest.mark.slow
 def test_a_worker_that_joins_is_set_like_the_others_in_its_own_optimizer(
     cluster: Cluster, undisturbed_own: Cluster
 ) -> None:

@@ -99,8 +99,8 @@ Make = Callable[[str], CodecStateCluster]
 Hashes = Callable[[str], str]
 
 
+@pytest.mark.some("powersgd")
 @every_codec
-@pytest.mark.some("topk", "powersgd")
 def test_a_worker_that_is_told_to_go_leaves_its_codec_states_behind(
     cluster_of: Make, undisturbed: Hashes, codec: str
 ) -> None:
@@ -119,8 +119,8 @@ def test_a_worker_that_is_told_to_go_leaves_its_codec_states_behind(
     assert cluster.hash == undisturbed(codec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [("bounded-staleness", "--set", "sync.staleness=2"), ("async",)])
-@pytest.mark.some("policy0")
 def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(
     cluster_of: Make, policy: tuple[str, ...]
 ) -> None:
@@ -137,6 +137,7 @@ def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(
     assert (account["applied"] + account["folded"], account["dropped"]) == (3 * STEPS, 0)
 
 
+@pytest.mark.some("dgc")
 @every_codec
 def test_replicas_that_move_between_living_workers_take_their_codec_states_along(
     cluster_of: Make, undisturbed: Hashes, codec: str
@@ -153,8 +154,8 @@ def test_replicas_that_move_between_living_workers_take_their_codec_states_along
     assert cluster.hash == undisturbed(codec)
 
 
+@pytest.mark.some("int8")
 @every_codec
-@pytest.mark.some("dgc", "int8")
 def test_a_snapshot_has_the_codec_states_and_a_resumed_run_ends_with_the_same_bytes(
     cluster_of: Make, undisturbed: Hashes, codec: str
 ) -> None:
@@ -172,8 +173,8 @@ def test_a_snapshot_has_the_codec_states_and_a_resumed_run_ends_with_the_same_by
     assert cluster.hash == undisturbed(codec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["topk", "dgc"])
-@pytest.mark.some("topk")
 def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undisturbed: Hashes, codec: str) -> None:
     cluster = cluster_of(codec)
     cluster.run("--workers", "2", "--servers", "2")
@@ -187,6 +188,7 @@ def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undi
     assert cluster.hash == undisturbed(codec)
 
 
+@pytest.mark.some("dgc")
 @every_codec
 def test_the_codec_states_of_a_killed_worker_are_lost_and_the_job_ends_without_them(
     cluster_of: Make, codec: str

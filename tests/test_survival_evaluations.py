@@ -78,6 +78,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Evaluating
         yield cluster
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_go_in_the_middle_of_an_evaluation_ends_it_first(
     cluster: EvaluatingCluster, undisturbed: EvaluatingCluster
 ) -> None:

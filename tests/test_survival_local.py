@@ -47,6 +47,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClust
         yield cluster
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_the_middle_of_a_round_changes_no_byte(
     cluster: LocalCluster, undisturbed: LocalCluster
 ) -> None:

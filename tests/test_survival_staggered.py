@@ -54,6 +54,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StaggeredC
         yield cluster
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_the_middle_of_a_round_costs_no_round_and_no_contribution(cluster: StaggeredCluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_in_round()
@@ -65,6 +66,7 @@ def test_a_worker_killed_in_the_middle_of_a_round_costs_no_round_and_no_contribu
     cluster.check_rounds()
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_of_a_round_changes_no_byte(
     cluster: StaggeredCluster, undisturbed: StaggeredCluster
 ) -> None:

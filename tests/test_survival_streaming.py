@@ -76,6 +76,7 @@ def under_sync(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield cluster.hash
 
 
+@pytest.mark.some("async")
 @both
 def test_a_worker_killed_mid_run_costs_no_contribution_and_none_is_applied_twice(
     cluster: CountingCluster, under_sync: str, policy: str
@@ -92,6 +93,7 @@ def test_a_worker_killed_mid_run_costs_no_contribution_and_none_is_applied_twice
     assert (account["applied"] + account["folded"], account["dropped"]) == (4 * STEPS, 0)
 
 
+@pytest.mark.some("async")
 @both
 def test_a_server_killed_mid_run_costs_no_contribution_and_nothing_is_rolled_back(
     cluster: CountingCluster, under_sync: str, policy: str
@@ -108,6 +110,7 @@ def test_a_server_killed_mid_run_costs_no_contribution_and_nothing_is_rolled_bac
     assert cluster.hashes == {under_sync}
 
 
+@pytest.mark.slow
 def test_a_server_that_alone_held_its_shards_costs_steps_but_no_contribution(
     cluster: CountingCluster, under_sync: str
 ) -> None:

@@ -86,6 +86,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TableClust
         yield cluster
 
 
+@pytest.mark.some("AFTER")
 @pytest.mark.parametrize("cluster", ["BEFORE", "AFTER"], indirect=True)
 def test_a_worker_killed_mid_step_changes_no_row(cluster: TableCluster, undisturbed: TableCluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
@@ -95,6 +96,7 @@ def test_a_worker_killed_mid_step_changes_no_row(cluster: TableCluster, undistur
     assert "worker1 was killed (SIGKILL): starting another" in cluster.output
 
 
+@pytest.mark.some("AFTER-server1")
 @pytest.mark.parametrize("victim", ["server0", "server1"])
 @pytest.mark.parametrize("cluster", ["BEFORE", "AFTER"], indirect=True)
 def test_a_server_killed_mid_step_changes_no_row_and_nothing_is_rolled_back(
@@ -109,6 +111,7 @@ def test_a_server_killed_mid_step_changes_no_row_and_nothing_is_rolled_back(
     assert "snapshot" not in cluster.output.partition("was killed")[2].partition("step 24/24")[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_alone_held_its_rows_costs_steps_but_no_byte(
     cluster: TableCluster, undisturbed: TableCluster
 ) -> None:
@@ -119,6 +122,7 @@ def test_a_server_that_alone_held_its_rows_costs_steps_but_no_byte(
     cluster.ended_as(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_snapshot_goes_on_with_another_number_of_servers(cluster: TableCluster, undisturbed: TableCluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_caught_up(AT)
@@ -141,6 +145,7 @@ def test_a_snapshot_goes_on_with_another_number_of_servers(cluster: TableCluster
     assert f": snapshot {taken['snapshot']}" in cluster.output
 
 
+@pytest.mark.some("rp.BoundedStaleness(2)-worker1")
 @pytest.mark.parametrize("victim", ["worker1", "server0"])
 @pytest.mark.parametrize("sync", ["rp.BoundedStaleness(2)", "rp.Async()"])
 def test_in_the_streaming_modes_a_kill_loses_no_contribution(cluster: TableCluster, sync: str, victim: str) -> None:

@@ -430,6 +430,7 @@ def test_a_last_word_that_died_with_its_coordinator_is_said_by_the_next(
     second.wait()  # after a heartbeat: whoever has not come by then does not come any more
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_ends_the_job_before_it_has_taken_over_tells_who_has_come_back(
     house: House, tmp_path: Path
 ) -> None:
@@ -513,6 +514,7 @@ def test_a_log_whose_disk_gets_room_again_goes_on_and_counts_what_it_missed(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_journal_that_cannot_be_written_ends_a_job_that_has_not_begun(house: House, tmp_path: Path) -> None:
     """Nothing is lost yet, and the next coordinator would not know that there is a job."""
     coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
@@ -535,6 +537,7 @@ def test_a_journal_that_cannot_be_written_ends_a_job_that_has_not_begun(house: H
     assert view.number <= before.number
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_in_mid_run_is_told_once_and_written_again_when_there_is_room(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

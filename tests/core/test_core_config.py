@@ -77,6 +77,7 @@ _CONFIGS = st.builds(
 )
 
 
+@pytest.mark.slow
 @PURE
 @given(_CONFIGS)
 def test_a_configuration_survives_the_job_record(config: JobConfig) -> None:
@@ -395,6 +396,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.slow
 def test_the_first_proposals_may_be_parsed_by_many_threads_at_once() -> None:
     """msgspec crashes the process when two threads use a type for the first time (once in each child)."""
     tried = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, check=False)

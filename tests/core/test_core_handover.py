@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -357,18 +358,21 @@ def played(seed: int, *faults: str) -> Play:
     return play
 
 
+@pytest.mark.slow
 @GO_ON
 @given(st.integers(0))
 def test_whoever_comes_and_goes_each_contribution_is_made_from_all_before_it(seed: int) -> None:
     assert not played(seed, "join", "leave", "rest", "rest").killed
 
 
+@pytest.mark.slow
 @GO_ON
 @given(st.integers(0))
 def test_links_that_break_lose_no_codec_state(seed: int) -> None:
     assert not played(seed, "join", "leave", "rest", "rest", "break").killed
 
 
+@pytest.mark.slow
 @GO_ON
 @given(st.integers(0))
 def test_with_its_owner_killed_a_replica_begins_from_nothing_and_nobody_waits_for_ever(seed: int) -> None:

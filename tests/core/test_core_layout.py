@@ -83,6 +83,7 @@ def test_shards_are_numbered_in_memory_order_and_never_larger_than_asked(
     assert layout.parameter_bytes == 4 * trained
 
 
+@pytest.mark.slow
 @PURE
 @given(_models(), _CUTS, st.data())
 def test_shards_touching_names_exactly_the_shards_that_share_a_word(

@@ -756,6 +756,7 @@ def test_whatever_comes_no_slot_has_two_uses_and_nothing_is_wanted_of_a_server_t
         assert all(bench.slot(shard) is Slot.FILLING for shard in filling)
 
 
+@pytest.mark.slow
 @PURE
 @given(st.data())
 def test_whatever_was_lost_everything_gets_to_a_job_that_answers(data: st.DataObject) -> None:

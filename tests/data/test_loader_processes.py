@@ -111,6 +111,7 @@ def run_on(processes: LoaderProcesses, places: Iterable[Place]) -> None:
         assert same(take(processes, place), place)
 
 
+@pytest.mark.slow
 def test_processes_that_always_die_end_the_wait_with_a_sentence(loading: Any) -> None:
     """Meanwhile the loop loads by itself."""
     processes = loading(Noisy(), init=lambda number: os._exit(3))
@@ -177,6 +178,7 @@ def no_child(*given: Any) -> None:
     raise ChildProcessError
 
 
+@pytest.mark.slow
 def test_what_was_not_forecast_is_loaded_too(loading: Any) -> None:
     """Replicas come and go, steps are computed again, the job is rolled back."""
     processes, chance = loading(Noisy()), random.Random(5)

@@ -30,6 +30,7 @@ def test_positions_at_once_equal_positions_one_by_one(
     assert samples_at(fresh(), np.arange(start, start + count, dtype=np.uint64)) == expected
 
 
+@pytest.mark.slow
 @PURE
 @given(st.integers(1, 5000), st.integers(1, 9), st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 8))), _SEEDS)
 def test_a_replicas_steps_are_the_same_in_whatever_order_they_are_asked_for(

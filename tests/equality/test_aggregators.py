@@ -34,6 +34,7 @@ def train_through(
     return results, sum(taken for taken, _ in counts), sum(sent for _, sent in counts)
 
 
+@pytest.mark.some("weighted-3-1-1")
 @pytest.mark.parametrize(
     ("case", "workers", "servers", "aggregators"),
     [
@@ -54,6 +55,7 @@ def test_any_number_of_aggregators_gives_the_bytes_of_plain_pytorch(
     assert sent < taken or workers == 1 or aggregators > 1, "nothing was added up"
 
 
+@pytest.mark.some("fragments")
 @pytest.mark.parametrize("case", ["fresh", "fragments", pytest.param("delay", marks=pytest.mark.slow)])
 def test_local_steps_through_an_aggregator_change_no_byte(case: str) -> None:
     hashes, taken, sent = train_through(train_locally_on_worker, (case,), workers=2, servers=2, aggregators=1)
@@ -69,8 +71,8 @@ def test_all_reduce_through_an_aggregator_changes_no_byte() -> None:
     assert 0 < sent < taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [{"type": "bf16"}, {"type": "int8", "error_feedback": False}])
-@pytest.mark.some("codec1")
 def test_encoded_contributions_and_versions_give_the_same_bytes_as_without_an_aggregator(codec: dict[str, Any]) -> None:
     settings = {
         "replicas": 4, "batch": 4, "steps": 12, "seed": 5, "shard_bytes": 4 << 10, "codec": codec,

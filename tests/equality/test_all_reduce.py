@@ -21,6 +21,7 @@ from jobs import ALL_REDUCE_CASES, all_reduce_reference_hash, reference_hash, tr
 _reference_hash = cache(all_reduce_reference_hash)
 
 
+@pytest.mark.some("gpt-4-3")
 @on_clusters({"gpt": [(1, 1), (4, 3)], "resnet": [(2, 1), (4, 3)]}, workers=[1, 2, 4], servers=[1, 3])
 def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_pytorch(
     case: str, workers: int, servers: int
@@ -29,18 +30,20 @@ def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_pytorch(
         assert cluster.run(train_stepping_on_worker, case) == [_reference_hash(case)] * workers
 
 
+@pytest.mark.some("resnet accumulated and clipped")
 @pytest.mark.parametrize("case", [name for name in ALL_REDUCE_CASES if name not in ("gpt", "resnet")])
-@pytest.mark.some("gpt weighted and accumulated", "resnet*", "own muon", "*fused*", "*skip*")
 def test_every_feature_gives_the_bytes_of_plain_pytorch(case: str) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:
         assert cluster.run(train_stepping_on_worker, case) == [_reference_hash(case)] * 2
 
 
+@pytest.mark.some("resnet")
 @pytest.mark.parametrize("case", ["gpt", "resnet"])
 def test_that_is_what_sync_comes_to(case: str) -> None:
     assert _reference_hash(case) == reference_hash(case)
 
 
+@pytest.mark.some("down")
 @pytest.mark.parametrize("codecs", [{"down": Int8()}, {"codec": Int8(), "down": Bf16()}], ids=["down", "both ways"])
 def test_codecs_give_the_same_bytes_for_any_number_of_workers(codecs: dict[str, Any]) -> None:
     settings = {"sync": rp.AllReduce(), "steps": 12, **codecs}
@@ -51,6 +54,7 @@ def test_codecs_give_the_same_bytes_for_any_number_of_workers(codecs: dict[str, 
     assert len(hashes) == 1
 
 
+@pytest.mark.slow
 def test_workers_beyond_the_replicas_are_given_the_state_at_the_end() -> None:
     with ProcessCluster(workers=5, servers=1) as cluster:
         assert cluster.run(train_stepping_on_worker, "weighted") == [_reference_hash("weighted")] * 5

@@ -19,6 +19,7 @@ _reference_hash = cache(local_reference_hash)
 ON_ANY_NUMBER = ("fresh", "kept", "fragments", "periods", "delay")
 
 
+@pytest.mark.some("kept-2-2")
 @on_clusters({case: [(1, 1), (2, 2)] for case in ON_ANY_NUMBER}, workers=[1, 2], servers=[1, 2])
 def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_diloco(
     case: str, workers: int, servers: int
@@ -27,6 +28,7 @@ def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_diloco(
         assert cluster.run(train_locally_on_worker, case) == [_reference_hash(case)] * workers
 
 
+@pytest.mark.some("periods, fragments, buffers")
 @pytest.mark.parametrize("case", [name for name in LOCAL_CASES if name not in ON_ANY_NUMBER])
 def test_every_feature_gives_the_bytes_of_plain_diloco(case: str) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:

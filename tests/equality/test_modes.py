@@ -38,12 +38,14 @@ def _under_sync() -> tuple[str, tuple[str, float, float]]:
     return counted, evaluated
 
 
+@pytest.mark.slow
 def test_a_bound_of_no_step_gives_the_bytes_of_sync() -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:
         outcomes = cluster.run(train_evaluated, {"sync": rp.BoundedStaleness(0)})
     assert outcomes == [_under_sync()[1]] * 2
 
 
+@pytest.mark.some("Async(scale_by_staleness=False, delay_compensation=0.0, fold=2)-1")
 @pytest.mark.parametrize(("sync", "replication"), [
     (rp.BoundedStaleness(1), 1),
     (rp.BoundedStaleness(3), 2),
@@ -63,6 +65,7 @@ def test_every_contribution_is_applied_once_and_all_workers_end_with_the_same_we
     assert sum(account["staleness"].values()) == COUNTED_STEPS * COUNTED_REPLICAS
 
 
+@pytest.mark.some("Async(scale_by_staleness=False, delay_compensation=0.0, fold=1)")
 @pytest.mark.parametrize("sync", [rp.BoundedStaleness(2), rp.Async()], ids=str)
 def test_what_is_applied_on_arrival_learns_nearly_as_well(sync: Any) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:

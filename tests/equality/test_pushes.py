@@ -29,6 +29,7 @@ def _reference(settings: dict[str, object]) -> str:
     return weights_hash(model)
 
 
+@pytest.mark.some("two-runs-of-four-are-two-blocks")
 @pytest.mark.parametrize(
     ("replicas", "workers", "more", "vectors"),
     [
@@ -39,7 +40,6 @@ def _reference(settings: dict[str, object]) -> str:
         pytest.param(5, 2, {"clip": 0.5}, 3, id="five-replicas-are-0-2-and-2-3-and-3-5"),
     ],
 )
-@pytest.mark.some("*runs*")
 def test_so_many_vectors_are_pushed_in_a_step_and_the_bytes_are_those_of_the_reference(
     replicas: int, workers: int, more: dict[str, object], vectors: int
 ) -> None:

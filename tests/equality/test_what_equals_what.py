@@ -75,6 +75,7 @@ def test_losses_divided_by_one_or_two_replicas_give_the_same_bytes(replicas: int
     assert same_bytes(reference(config(replicas)), own_script(config(replicas)))
 
 
+@pytest.mark.some("4")
 @pytest.mark.parametrize("replicas", [3, 4, 5, 6, 8])
 def test_losses_of_more_replicas_are_added_one_after_the_other_there_and_pairwise_here(replicas: int) -> None:
     assert not same_bytes(reference(config(replicas)), own_script(config(replicas)))

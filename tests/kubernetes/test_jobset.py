@@ -135,6 +135,7 @@ def test_every_pod_is_probed_and_may_do_little(manifests: list[Manifest]) -> Non
         assert spec["terminationGracePeriodSeconds"] >= 15
 
 
+@pytest.mark.some("url")
 def test_each_role_gets_its_own_token_and_none_stands_in_the_manifest(manifests: list[Manifest]) -> None:
     for job in the("JobSet", manifests)["spec"]["replicatedJobs"]:
         (volume,) = [volume for volume in pod_of(job)["spec"]["volumes"] if volume["name"] == "token"]

@@ -45,6 +45,7 @@ def as_trainer_makes_it(manifests: list[Manifest]) -> tuple[str, Manifest]:
     return job["metadata"]["name"], jobset
 
 
+@pytest.mark.some("url")
 def test_trainer_knows_all_that_they_say(manifests: list[Manifest]) -> None:
     runtime, job = the("ClusterTrainingRuntime", manifests), the("TrainJob", manifests)
     for model, manifest in ((TrainerV1alpha1ClusterTrainingRuntime, runtime), (TrainerV1alpha1TrainJob, job)):

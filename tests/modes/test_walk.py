@@ -221,6 +221,7 @@ def the_aggregator_is_killed_mid_step(walk: Walk) -> None:
     walk.ends(stage, "worker0")
 
 
+@pytest.mark.slow
 def test_an_aggregator_that_hangs_is_left_long_before_it_is_given_up(tmp_path: Path) -> None:
     """With a heartbeat of 60 s, workers notice by themselves that it is silent."""
     walk = Walk(tmp_path, job_of(Feature.AGGREGATORS, ModeName.SYNC))
@@ -259,6 +260,7 @@ PLAYS: dict[Feature, Callable[[Walk], None]] = {
 }
 
 
+@pytest.mark.some("clip-ssp")
 @pytest.mark.parametrize(("feature", "mode"), SUPPORTED)
 def test_a_supported_feature_survives_a_kill(feature: Feature, mode: ModeName, tmp_path: Path) -> None:
     walk = Walk(tmp_path, job_of(feature, mode))

@@ -83,6 +83,7 @@ def test_a_payload_of_another_length_is_refused(job: Job, group: int, change: in
     assert job.runs()
 
 
+@pytest.mark.some("-1--1", "-1-3", "0-2", "2-0", "3--1", "3-3")
 @pytest.mark.parametrize("group", [FACTORS, INTEGERS, SPARSE, BUFFERS])
 @pytest.mark.parametrize("other", [FACTORS, INTEGERS, SPARSE, BUFFERS])
 def test_another_groups_codec_is_refused(job: Job, group: int, other: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from fuzz_jobs import POLICIES, running
 
 
+@pytest.mark.some("sync")
 @pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.same])
 def test_a_job_has_the_same_bytes_whatever_other_threads_draw(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's generator is the process's, and `job.train` of the other worker seeds it: to look at its data set."""

@@ -46,8 +46,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "GREETING_TIMEOUT_S", 2.0)
 
 
+@pytest.mark.some("local")
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.some("sync", "async", "all-reduce", "local")
 def test_strangers_and_servers_that_lie_change_nothing(policy: str, campaign_of: Callable[[str], Campaign]) -> None:
     """Nobody fails or hangs, and a job whose bytes do not depend on timing ends with the undisturbed ones."""
     campaign = campaign_of(policy)
@@ -69,6 +69,7 @@ def test_strangers_at_an_aggregator_change_nothing(tls: bool, tmp_path: Path) ->
     assert all(campaign.thrown[which] >= FRAMES for which in AT_AN_AGGREGATOR)
 
 
+@pytest.mark.some("int8")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_decoders_decode_or_refuse(policy: str, campaign_of: Callable[[str], Campaign]) -> None:
     decoders = Decoders(campaign_of(policy), SEED)
@@ -83,6 +84,7 @@ def _possessed() -> list[object]:
     return [pytest.param(*case, marks=() if case[1] in IN_CI.get(case[0], ()) else pytest.mark.slow) for case in cases]
 
 
+@pytest.mark.some("ssp-server after, its servers")
 @pytest.mark.parametrize(("policy", "which"), _possessed())
 def test_members_that_send_mutated_frames_too(
     policy: str, which: str, campaign_of: Callable[[str], Campaign]

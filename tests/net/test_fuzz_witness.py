@@ -68,6 +68,7 @@ def test_members_of_the_job_that_came_back_are_counted_and_strangers_are_not() -
     assert witness.differs_from(saw()).endswith("; 3 views, 1 members came back as new ones")
 
 
+@pytest.mark.slow
 def test_a_job_that_begins_with_other_weights_is_a_fault_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     campaign = Campaign("int8", seed=1)
     campaign.record()

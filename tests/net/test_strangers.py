@@ -530,6 +530,7 @@ def test_a_wish_for_an_impossible_number_of_processes_reaches_nobody(job: Job, w
     assert job.runs()
 
 
+@pytest.mark.some("1-server-worker0", "2-server-worker0", "3-server-worker0", "777-server-worker0")
 @pytest.mark.parametrize(("role", "id"), [("worker", "server0"), ("server", "worker0"), ("worker", "worker0")])
 @pytest.mark.parametrize("incarnation", [1, 2, 3, 777])
 def test_a_guessed_incarnation_does_not_take_a_members_place(job: Job, role: str, id: str, incarnation: int) -> None:

@@ -62,6 +62,7 @@ def test_a_state_goes_on_to_whoever_follows_byte_for_byte_as_the_version_it_is_o
     assert bytes(worker.receive_bytes(header)) == data
 
 
+@pytest.mark.some("dtype", "noise", "version")
 @pytest.mark.parametrize(("data", "sentence"), [
     (lambda shard: b"RPS1" + bytes(90), "a shard's state that cannot be read"),
     (lambda shard: state(shard + 1), "under the name of"),

@@ -66,6 +66,7 @@ def _plain(spec: Optimizer, start: torch.Tensor) -> tuple[torch.nn.Parameter, to
     return parameter, optimizer
 
 
+@pytest.mark.some("AdamW*", "Adagrad(lr=Cosine*", "RAdam*", "SGD(lr=0.1, momentum*")
 @pytest.mark.parametrize("spec", OPTIMIZERS, ids=repr)
 @given(st.integers(1, 400), st.sets(st.integers(1, 399), max_size=5), st.integers(0, STEPS - 1))
 @PURE

@@ -67,6 +67,7 @@ class Faulty:
         return worker.result(), flipped[0]
 
 
+@pytest.mark.some("exp_avg_sq-True")
 @pytest.mark.parametrize("primary", [True, False])
 @pytest.mark.parametrize("array", range(3), ids=NAMES)
 def test_a_server_finds_a_flip_in_its_own_memory_and_is_given_up(undisturbed: str, array: int, primary: bool) -> None:
@@ -80,6 +81,7 @@ def test_a_server_finds_a_flip_in_its_own_memory_and_is_given_up(undisturbed: st
         assert not [said for said in cluster.sentences() if "going back" in said or "goes back" in said]
 
 
+@pytest.mark.some("False-master")
 @pytest.mark.parametrize("array", [0, 2], ids=[NAMES[0], NAMES[2]])
 @pytest.mark.parametrize("primary", [True, False])
 def test_two_servers_that_differ_go_back_to_the_last_snapshot(

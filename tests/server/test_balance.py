@@ -39,6 +39,7 @@ class Credits:
         monkeypatch.setattr(Intake, "_give_back", lambda intake, channel: (count(channel), give_back(intake, channel)))
 
 
+@pytest.mark.some("2")
 @pytest.mark.parametrize("replication", [1, 2])
 def test_buffers_and_credits_balance_after_a_run_with_kills(
     replication: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -32,6 +32,7 @@ def test_a_worker_may_send_on_while_its_contributions_wait_for_the_one_that_was_
     assert machine.awaiting, "the sum is finished"
 
 
+@pytest.mark.some("0")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_server_lost_in_the_middle_of_a_quorum_s_step_costs_no_roll_back_and_leaves_one_model(
     victim: int, caplog: pytest.LogCaptureFixture

@@ -20,6 +20,7 @@ def _credits_are_kept_back(cluster: Gathering) -> bool:
     return any(early.owed is not None for early in list(reducer._tickets._early.values()))
 
 
+@pytest.mark.some("1073741824-4")
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("presum_bytes", [0, 1 << 30])
 def test_a_worker_whose_credits_are_kept_back_takes_over_what_was_to_free_them(window: int, presum_bytes: int) -> None:

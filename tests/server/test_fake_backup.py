@@ -7,6 +7,7 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
 import torch
 
 import rallypoint as rp
@@ -41,6 +42,7 @@ def fake_server_main(pipe: Connection, token: str, id: str, address: str) -> Non
     server_main(pipe, token, id, address)
 
 
+@pytest.mark.slow
 def test_a_backup_that_acknowledges_what_it_does_not_hold_is_given_up_and_changes_no_byte(tmp_path: Path) -> None:
     plain, attacked = tmp_path / "plain", tmp_path / "attacked"
     for folder in (plain, attacked):

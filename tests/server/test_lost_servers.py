@@ -37,6 +37,7 @@ def undisturbed() -> str:
     return reference_hash()
 
 
+@pytest.mark.some("2")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_undisturbed_it_is_the_loop_in_plain_pytorch(undisturbed: str, workers: int) -> None:
     with gathering(2, replication=2, workers_start=workers, workers_max=workers) as cluster:
@@ -45,6 +46,7 @@ def test_undisturbed_it_is_the_loop_in_plain_pytorch(undisturbed: str, workers: 
         assert [worker.result() for worker in cluster.workers] == [undisturbed] * workers
 
 
+@pytest.mark.some("0")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_server_lost_in_the_middle_of_a_step_changes_no_byte_and_rolls_nothing_back(
     undisturbed: str, victim: int
@@ -65,6 +67,7 @@ def safely_lose(cluster: Gathering, victim: int) -> None:
     cluster.servers[victim].close()
 
 
+@pytest.mark.slow
 def test_a_server_that_joins_is_given_shards_and_outlives_the_one_it_took_them_from(undisturbed: str) -> None:
     with gathering(2, replication=2) as cluster:
 
@@ -86,6 +89,7 @@ def view(cluster: Gathering) -> Any:
     return cluster.coordinator._shell.machine.view
 
 
+@pytest.mark.some("a shard file")
 @pytest.mark.parametrize("damage", ["a shard file", "the manifest"])
 def test_when_the_newest_snapshot_is_damaged_the_one_before_it_gives_the_same_bytes(
     undisturbed: str, tmp_path: Path, damage: str
@@ -155,6 +159,7 @@ def committed(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: age(path.name) or (-1, -1))
 
 
+@pytest.mark.some("bf16 both ways")
 @pytest.mark.parametrize(
     "settings",
     [{"codec": Int8(block=32)}, {"codec": Bf16(), "down": Bf16()}, {"codec": TopK(ratio=0.25, sampled=False)}],
@@ -171,6 +176,7 @@ def test_compressed_contributions_give_the_same_bytes_with_two_workers(settings:
     assert hashes[0] != reference_hash()
 
 
+@pytest.mark.slow
 def test_a_roll_back_forgets_what_a_codec_remembers_of_the_void_past(tmp_path: Path) -> None:
     """Back to the beginning: error feedback begins anew too, or the second life would end with other bytes."""
     settings: dict[str, Any] = {"codec": TopK(ratio=0.25, sampled=False)}
@@ -253,6 +259,7 @@ def test_a_server_that_cannot_apply_an_update_ends_the_job_with_a_sentence(monke
         until(lambda: bool(cluster.heard(Aborted)))
 
 
+@pytest.mark.slow
 def test_servers_end_with_their_job_and_say_why(undisturbed: str) -> None:
     with gathering(0) as cluster:
         named = [
@@ -329,6 +336,7 @@ def test_the_first_weights_come_once_more_as_they_were_before_any_forward_pass(u
         assert len(cluster.servers) == 2
 
 
+@pytest.mark.slow
 def test_the_first_weights_come_once_more_although_a_round_of_local_steps_has_moved_them() -> None:
     settings = {"sync": LocalSteps(steps=4, outer=SGD(lr=0.7, momentum=0.9)), "clip": None}
     hashes = []
@@ -339,6 +347,7 @@ def test_the_first_weights_come_once_more_although_a_round_of_local_steps_has_mo
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.some("{'keep_inner': False}")
 @pytest.mark.parametrize("mode", [{}, {"keep_inner": False}, {"fragments": 2}], ids=str)
 def test_the_first_weights_come_once_more_after_all_of_a_round_s_replicas_are_computed(mode: dict[str, Any]) -> None:
     """The model then holds the last replica's own parameters. The server is lost before it has the round's sum."""
@@ -361,6 +370,7 @@ def idles(worker: Worker) -> bool:
     return worker.job._exchange.beat().waited > 0
 
 
+@pytest.mark.some("first of step 1")
 @pytest.mark.parametrize(
     ("settings", "forward"),
     [

@@ -195,6 +195,7 @@ def test_a_codec_state_that_is_recalled_meanwhile_is_answered_from_the_snapshot(
     assert (answer.replica, answer.step, answer.length) == (1, 2, 5)
 
 
+@pytest.mark.slow
 def test_a_server_lost_while_restores_wait_costs_another_roll_back_and_no_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def forged(data: dict[str, Any]) -> bytes:
     return checksum_of(body).encode() + b"\n" + body
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)), st.floats(0, 1e12))
 @PURE
 def test_a_manifest_comes_back_exactly(metrics: dict[str, float], created: float) -> None:

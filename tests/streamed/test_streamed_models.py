@@ -36,8 +36,8 @@ def held(name: str) -> dict[Any, Any]:
     return alone(name, prefetch_bytes=1000)
 
 
+@pytest.mark.some("reads")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.some("reads", "several", "*twice*")
 def test_losses_evaluations_and_weights_are_the_same(name: str) -> None:
     assert alone(name, **STREAMED) == held(name)
 

@@ -61,9 +61,9 @@ def undisturbed() -> str:
     return train(EmbeddedJob(), *build(), SETTINGS)
 
 
+@pytest.mark.some("backward-middle")
 @pytest.mark.parametrize("at", [(0, 0, 0), AT, (5, 1, 0)], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.some("forward-first", "*-middle")
 def test_a_roll_back_in_a_forward_or_a_backward_changes_no_byte(
     cluster: Cluster, undisturbed: str, place: str, at: Where
 ) -> None:
@@ -119,6 +119,7 @@ def test_without_a_snapshot_the_first_values_are_gone() -> None:
         cluster.close()
 
 
+@pytest.mark.slow
 def test_without_a_snapshot_a_model_on_the_meta_device_makes_its_first_values_again() -> None:
     def on_meta() -> tuple[torch.nn.Sequential, Any]:
         _, data = build()

@@ -23,9 +23,9 @@ ADAGRAD = rp.Adagrad(lr=rp.cosine(0.3, warmup=3), lr_decay=0.01)
 LAZY_ADAM = rp.AdamW(lr=rp.cosine(0.02, warmup=3), weight_decay=0.0)
 
 
+@pytest.mark.some("3-3-lazy adam")
 @pytest.mark.parametrize("optimizer", [SGD, LAZY_ADAM, ADAGRAD], ids=["sgd", "lazy adam", "adagrad"])
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (3, 3)])
-@pytest.mark.some("2-2-*", "3-3-lazy*")
 def test_a_table_on_the_servers_is_trained_as_by_plain_pytorch(optimizer: Any, workers: int, servers: int) -> None:
     settings = {"optimizer": optimizer}
     with ProcessCluster(workers=workers, servers=servers) as cluster:
@@ -33,8 +33,8 @@ def test_a_table_on_the_servers_is_trained_as_by_plain_pytorch(optimizer: Any, w
     _equal(results, reference(settings), exactly=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"accumulate": 3}, {"clip": 0.05}, {"clip": 0.05, "nonfinite": "skip"}], ids=str)
-@pytest.mark.some("*skip*")
 def test_accumulation_and_clipping_count_the_tables_too(settings: dict[str, Any]) -> None:
     settings = {"optimizer": LAZY_ADAM, **settings}
     with ProcessCluster(workers=2, servers=2) as cluster:
@@ -84,6 +84,7 @@ def test_rows_to_which_autograd_gives_no_gradient_stay_as_they_are() -> None:
     assert torch.equal(seen[0], seen[-1])
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_step_follow_the_batch_and_not_the_table() -> None:
     settings = {"optimizer": LAZY_ADAM, "shard_bytes": 1 << 20, "steps": 8}
     written = []
@@ -96,6 +97,7 @@ def test_the_bytes_of_a_step_follow_the_batch_and_not_the_table() -> None:
     assert sum(large.values()) < 0.1 * (30_000 * 6 * 4) * 7, "or each step would have moved a good part of a table"
 
 
+@pytest.mark.some("async")
 @pytest.mark.parametrize(
     "sync", [rp.BoundedStaleness(staleness=2), rp.Async(scale_by_staleness=True)], ids=["ssp", "async"]
 )

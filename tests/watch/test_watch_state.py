@@ -121,6 +121,7 @@ def test_a_run_that_went_back_says_so_and_draws_the_new_values() -> None:
     assert run.again == 3
 
 
+@pytest.mark.slow
 def test_every_bound_holds_in_a_very_long_run() -> None:
     run = RunState()
     for step in range(5000):

@@ -66,6 +66,7 @@ def not_needed_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReplicaPushes, "not_needed", sends)
 
 
+@pytest.mark.some("local")
 @pytest.mark.parametrize("how", ["local", "streamed", "not needed"])
 def test_the_record_has_the_digests_of_plain_pytorch(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch

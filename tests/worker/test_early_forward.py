@@ -248,6 +248,7 @@ def reference(make: Callable[[], nn.Module], loss: Loss = mse, **more: Any) -> s
     return weights_hash(model)
 
 
+@pytest.mark.some("bfloat16")
 @pytest.mark.parametrize("case", CASES)
 def test_whoever_reads_a_parameter_early_gets_its_new_values(hold: Hold, case: str) -> None:
     make, loss, more = CASES[case]

@@ -93,6 +93,7 @@ def test_a_worker_that_begins_in_the_middle_evaluates_at_the_next_multiple() -> 
     assert steps_evaluated(10, in_jumps(37, 38, 40, 41)) == [40]
 
 
+@pytest.mark.slow
 def test_an_evaluation_draws_the_same_numbers_whatever_came_before_and_training_does_not_notice() -> None:
     drawn: dict[int, list[float]] = {}
 

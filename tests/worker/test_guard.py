@@ -79,6 +79,7 @@ def steps_an_optimizer_of_some(model: Any) -> None:
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(2)), model[2].bias], lr=0.1).step()
 
 
+@pytest.mark.some("*-Sync(*", "adds_a_layer-*", "freezes--Async*")
 @pytest.mark.parametrize("sync", [rp.Sync(), rp.AllReduce(), rp.LocalSteps(steps=4), rp.Async()], ids=repr)
 @pytest.mark.parametrize(
     ("change", "sentence"),
@@ -270,6 +271,7 @@ def _tied() -> Any:
     return model
 
 
+@pytest.mark.some("Sync(*")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sync", [rp.Sync(), rp.AllReduce(), rp.LocalSteps(steps=2)], ids=repr)

@@ -303,6 +303,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exits]:
     exits.over.set()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_go_hands_its_replicas_over_and_its_loop_ends_with_success(exits: Exits) -> None:
     with gathering(2, workers_start=2, workers_max=2, heartbeat=5.0) as cluster:
         leave = Once(2, 3, lambda: cluster.workers[1].job.leave())
@@ -332,6 +333,7 @@ def test_a_loop_that_is_left_early_is_a_clean_end_of_the_job() -> None:
         assert cluster.coordinator.wait() is None
 
 
+@pytest.mark.slow
 def test_a_straggler_s_replica_is_computed_by_an_idle_worker_too() -> None:
     """The first one wins, and no byte is different."""
     go_on = threading.Event()

@@ -88,6 +88,7 @@ def test_what_is_told_of_a_run_is_in_steps_of_training(tmp_path: Path) -> None:
 # ---- disturbances ----
 
 
+@pytest.mark.some("a round's first-kept")
 @pytest.mark.parametrize("sync", [FRESH, KEPT], ids=["fresh", "kept"])
 @pytest.mark.parametrize("at", [(4, 0, 0), (6, 1, 1), (9, 1, 0)], ids=["a round's first", "its middle", "the last"])
 def test_a_roll_back_in_the_middle_of_a_round_begins_it_once_more(

@@ -152,6 +152,7 @@ def train(cluster: Cluster, model: torch.nn.Module, data: Any, trap: Once) -> No
                 micro.backward(loss_of(model, micro.batch))
 
 
+@pytest.mark.some("backward-middle")
 @pytest.mark.parametrize("at", [(0, 0, 0), (3, 1, 0), (5, 1, 1)], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_a_roll_back_in_a_forward_or_a_backward_changes_no_byte(
@@ -275,6 +276,7 @@ def test_a_job_that_fails_ends_a_forward(cluster: Cluster) -> None:
         train(cluster, model, data, Once(AT, abort))
 
 
+@pytest.mark.some("after-first")
 @pytest.mark.parametrize("at", [(0, 0, 0), AT, (5, 1, 1)], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_a_roll_back_while_the_script_runs_the_model_outside_of_its_micro_batches_changes_no_byte(

@@ -68,6 +68,7 @@ def leaves(at: int) -> Leaves:
     return lambda run, micro: micro.step >= at
 
 
+@pytest.mark.some("local")
 @pytest.mark.parametrize("sync", [rp.Sync(), rp.AllReduce(), rp.LocalSteps(1)], ids=["sync", "all-reduce", "local"])
 def test_the_step_at_which_the_loop_stops_it_is_the_last(sync: Any) -> None:
     hash, step, lead, seen = train(after=stops(5), sync=sync)
