@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from rallypoint.coordinator.inbox import End
+from rallypoint.core.cluster.terms import SnapshotPeriod
 from rallypoint.core.policy import Sync
 from rallypoint.core.view import View
 from rallypoint.net.messages import Resize
@@ -65,7 +66,7 @@ class Simulation:
         self._told_to_leave: set[str] = set()
         self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
         self._operators = Operators(
-            lambda: Node(self.world, self._name("operator")), self.events,
+            lambda: Node(self.world, self._name("operator")), self.events, self._snapshot_period,
             forgets=any(fault.kind == "journal full" for fault in plan.faults),
         )  # fmt: skip
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
@@ -124,6 +125,10 @@ class Simulation:
         self.workers[name] = SimulatedWorker(
             self.world, name, self.plan.job, self.store, speed, self.plan.hesitate_s
         )  # fmt: skip
+
+    def _snapshot_period(self) -> SnapshotPeriod:
+        assert self.coordinator is not None
+        return self.coordinator.machine.course.snapshot_period
 
     def _name(self, role: str) -> str:
         self._named[role] += 1
