@@ -3,8 +3,9 @@
     python benchmarks/watching.py
 
 Runs in turn: unwatched; with ``--metrics``, every process scraped each `every` seconds (Prometheus: 15); with
-``--watch``, one browser's stream read to the end. The figure of a run is its median step after a warm-up. All kinds
-run once in each round, so what else the machine does falls on all of them; a round's ratio is to its unwatched run.
+``--watch``, one browser's stream read to the end; with both of them and ``fingerprints=100``. The figures of a run are
+its median step after a warm-up, and its mean step, in which the recorded steps count too. All kinds run once in each
+round, so what else the machine does falls on all of them; a round's ratio is to its unwatched run.
 """
 
 from __future__ import annotations
@@ -31,34 +32,42 @@ from rallypoint.launch.console import RunConsole
 from rallypoint.launch.launcher import launch
 from rallypoint.launch.plan import Launch
 
-KINDS = ("unwatched", "metrics", "page")
+KINDS = {
+    "unwatched": (), "metrics": ("metrics",), "page": ("page",), "everything": ("metrics", "page", "fingerprints"),
+}  # fmt: skip
+_FINGERPRINTS = 100
 _WARM_UP = 0.2  # of the steps
 _LOOK_S = 0.2
 
 
-def median_step(kind: str, steps: int, batch: int, every: float) -> float:
-    """The median seconds of a step of one run."""
+def step_times(kind: str, steps: int, batch: int, every: float) -> tuple[float, float]:
+    """The median and the mean seconds of a step of one run."""
+    watched = KINDS[kind]
     with tempfile.TemporaryDirectory() as parent, (Path(parent) / "console.txt").open("w") as log:
         folder, targets = Path(parent) / "run", Path(parent) / "targets"
         member = Path(__file__).with_name("watching_member.py")
+        recorded = _FINGERPRINTS if "fingerprints" in watched else 0
         plan = Launch(
-            worker=(sys.executable, str(member), str(steps), str(batch)), workers=(1, 2), servers=1,
-            folder=str(folder), metrics=str(targets) if kind == "metrics" else "", watch=kind == "page",
+            worker=(sys.executable, str(member), str(steps), str(batch), str(recorded)), workers=(1, 2), servers=1,
+            folder=str(folder), metrics=str(targets) if "metrics" in watched else "", watch="page" in watched,
         )  # fmt: skip
         over = threading.Event()
         watch: dict[str, Callable[[], None]] = {
             "metrics": lambda: scrape(targets, every, over), "page": lambda: read(Path(log.name), over),
         }  # fmt: skip
-        watcher = threading.Thread(target=watch.get(kind, lambda: None))
-        watcher.start()
+        watchers = [threading.Thread(target=watch[one]) for one in watched if one in watch]
+        for watcher in watchers:
+            watcher.start()
         try:
             if launch(plan, RunConsole(Console(file=log, highlight=False))):
                 raise SystemExit(f"the run failed: {Path(log.name).read_text()[-2000:]}")
         finally:
             over.set()
-            watcher.join()
+            for watcher in watchers:
+                watcher.join()
         times = ledger_of(folder, steps, 0).times
-    return statistics.median(b - a for a, b in itertools.pairwise(times[int(_WARM_UP * len(times)) :]))
+    each = [b - a for a, b in itertools.pairwise(times[int(_WARM_UP * len(times)) :])]
+    return statistics.median(each), statistics.mean(each)
 
 
 def scrape(targets: Path, every: float, over: threading.Event) -> None:
@@ -103,16 +112,21 @@ def command(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the seconds of each run here.")] = None,
 ) -> None:
     """Measure what it costs a step to be watched."""
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for turn in range(rounds):
-        for kind in KINDS[turn % len(KINDS) :] + KINDS[: turn % len(KINDS)]:
-            found[kind].append(median_step(kind, steps, batch, every))
-    table = Table("", "ms a step [min..max]", "to unwatched, median of rounds [min..max]")
-    for kind, seconds in found.items():
-        ratios = [one / plain for one, plain in zip(seconds, found["unwatched"], strict=True)]
+        order = list(KINDS)
+        for kind in order[turn % len(order) :] + order[: turn % len(order)]:
+            found[kind].append(step_times(kind, steps, batch, every))
+    table = Table("", "ms a step [min..max]", "to unwatched, median of rounds [min..max]", "mean step to unwatched's")
+    for kind, both in found.items():
+        seconds = [median for median, _ in both]
+        medians, means = (
+            [one[which] / plain[which] - 1 for one, plain in zip(both, found["unwatched"], strict=True)]
+            for which in (0, 1)
+        )
         table.add_row(
             kind, f"{1e3 * statistics.median(seconds):.2f} [{1e3 * min(seconds):.2f}..{1e3 * max(seconds):.2f}]",
-            f"{statistics.median(ratios) - 1:+.2%} [{min(ratios) - 1:+.2%}..{max(ratios) - 1:+.2%}]",
+            *(f"{statistics.median(all):+.2%} [{min(all):+.2%}..{max(all):+.2%}]" for all in (medians, means)),
         )  # fmt: skip
     Console(highlight=False).print(table)
     if json_file is not None:

@@ -11,14 +11,16 @@ import rallypoint as rp
 WIDTH = 512
 
 
-def main(steps: int, batch: int) -> None:
+def main(steps: int, batch: int, fingerprints: int) -> None:
     """Train for so many steps."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()] * 2
     model = torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 1))
     data = torch.utils.data.TensorDataset(torch.randn(1024, WIDTH), torch.randn(1024, 1))
     with rp.join() as job:
-        for micro in job.train(model, data, replicas=2, batch=batch, steps=steps, optimizer=rp.AdamW(lr=1e-3)):
+        for micro in job.train(
+            model, data, replicas=2, batch=batch, steps=steps, optimizer=rp.AdamW(lr=1e-3), fingerprints=fingerprints
+        ):
             with micro:
                 inputs, targets = micro.batch
                 loss = (model(inputs) - targets).square().mean()
@@ -27,4 +29,4 @@ def main(steps: int, batch: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

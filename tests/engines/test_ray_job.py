@@ -43,6 +43,7 @@ with rp.join() as job:
 STEPS = 120
 PATIENCE_S = 200.0  # with all of the suite beside it, Ray has needed 50 s to start six processes
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "recovery_ray.py"
+ALONE: dict[str, Any] = {"workers": (1, 1), "servers": 1}  # what a run with more of them is compared with
 Act = Callable[[ClusterRun], bool]
 
 
@@ -118,7 +119,7 @@ def test_a_node_lost_without_grace_changes_no_byte_and_restarts_nobody_else(tmp_
 
     options = {"workers": (2, 4), "workers_start": 4, "servers": 2, "replication": 2}
     said = launched(tmp_path / "ray", intervene, engine="ray", bind=f"{HERE}:0", **options)
-    launched(tmp_path / "local", **options)
+    launched(tmp_path / "local", **ALONE)
     assert weights_of(tmp_path / "ray") == weights_of(tmp_path / "local")
     stayed = {name: place for name, place in before.items() if place[0] not in lost}
     assert len(stayed) == 4  # the coordinator, a server, two workers
@@ -145,7 +146,7 @@ def test_a_node_that_is_about_to_go_hands_over_and_a_killed_coordinator_comes_ba
     # A member that leaves waits a heartbeat for the coordinator, which takes over 10 s to return on a busy machine.
     options = {"workers": (2, 4), "workers_start": 4, "servers": 2, "replication": 2, "heartbeat": 60.0}
     said = launched(tmp_path / "ray", intervene, engine="ray", bind=f"{HERE}:0", **options)
-    launched(tmp_path / "local", **options)
+    launched(tmp_path / "local", **ALONE)
     assert weights_of(tmp_path / "ray") == weights_of(tmp_path / "local")
     assert len(told) == 3
     for name in told:

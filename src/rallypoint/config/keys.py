@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.config.tree import JobConfig
+from rallypoint.core.typed import hints_of
 from rallypoint.errors import ConfigError, meant
 
 
@@ -26,7 +27,7 @@ def _check(given: Mapping[str, Any], kinds: list[type[msgspec.Struct]], path: st
     chosen = [kind for kind in kinds if kind.__struct_config__.tag == given.get("type")] or kinds
     fields: dict[str, list[type[msgspec.Struct]]] = {}
     for kind in chosen:
-        for name, hint in typing.get_type_hints(kind).items():
+        for name, hint in hints_of(kind).items():
             if name in kind.__struct_fields__:
                 fields.setdefault(name, []).extend(_structs(hint))
     known = {*fields, "type"} if path else set(fields)

@@ -24,6 +24,7 @@ from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.schedule import Constant, Cosine, Linear, StepDecay
 from rallypoint.core.settings import EXAMPLES, written
+from rallypoint.core.typed import hints_of
 from rallypoint.errors import ConfigError
 
 _MODES = (Sync, BoundedStaleness, Async, LocalSteps, AllReduce)
@@ -137,7 +138,7 @@ def _in_struct(given: Mapping[str, Any], kinds: _Structs, path: str, partial: bo
         return f"{path}{missing} is missing, and {given.get('type', path.rstrip('.'))} needs it: add it{such}"
     for name, value in given.items():
         verdicts = [
-            _in_value(value, typing.get_type_hints(kind)[name], _LIMITS.get(kind, {}).get(name), path + name, partial)
+            _in_value(value, hints_of(kind)[name], _LIMITS.get(kind, {}).get(name), path + name, partial)
             for kind in chosen if name in kind.__struct_fields__
         ]  # fmt: skip
         if verdicts and all(verdicts):
