@@ -25,9 +25,9 @@ from rallypoint.net.messages import (
     Snapshotted,
     StepDone,
 )
+from rallypoint.net.ordering.messages import SnapshotEvery
 from rallypoint.observe.trace import Tracer
 from rallypoint.watch.metrics.exposition import Exposition
-from rallypoint.net.ordering.messages import SnapshotEvery
 from rallypoint.watch.metrics.job import JobFigures
 from rallypoint.watch.metrics.measures import MEASURES, Counts, Histogram, Reading, Several
 from rallypoint.watch.metrics.members import of_aggregator, of_server, of_worker

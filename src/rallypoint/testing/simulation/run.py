@@ -34,6 +34,11 @@ LIMIT_S = 600.0  # of simulated time: a run takes about five
 _SYNC = Sync()
 
 
+def _period(coordinator: SimulatedCoordinator | None) -> SnapshotPeriod:
+    assert coordinator is not None
+    return coordinator.machine.course.snapshot_period
+
+
 class SimulationFailed(AssertionError):
     """A seed whose run went wrong; the message begins with the line that replays it."""
 
@@ -66,7 +71,7 @@ class Simulation:
         self._told_to_leave: set[str] = set()
         self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
         self._operators = Operators(
-            lambda: Node(self.world, self._name("operator")), self.events, self._snapshot_period,
+            lambda: Node(self.world, self._name("operator")), self.events, lambda: _period(self.coordinator),
             forgets=any(fault.kind == "journal full" for fault in plan.faults),
         )  # fmt: skip
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
@@ -125,10 +130,6 @@ class Simulation:
         self.workers[name] = SimulatedWorker(
             self.world, name, self.plan.job, self.store, speed, self.plan.hesitate_s
         )  # fmt: skip
-
-    def _snapshot_period(self) -> SnapshotPeriod:
-        assert self.coordinator is not None
-        return self.coordinator.machine.course.snapshot_period
 
     def _name(self, role: str) -> str:
         self._named[role] += 1
