@@ -42,6 +42,7 @@ EXPORTED = [
     "Run",
     "Sync",
     "TokenFiles",
+    "WebDataset",
     "__version__",
     "constant",
     "cosine",

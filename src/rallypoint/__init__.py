@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
     from rallypoint.data.sources.parquet import Parquet
+    from rallypoint.data.sources.tars import WebDataset
     from rallypoint.data.sources.token_files import TokenFiles
     from rallypoint.data.spec import Loader
     from rallypoint.launch.join import join
@@ -60,6 +61,7 @@ _HOMES = {
     "SWA": "rallypoint.core.average",
     "Sync": "rallypoint.core.policy",
     "TokenFiles": "rallypoint.data.sources.token_files",
+    "WebDataset": "rallypoint.data.sources.tars",
     "constant": "rallypoint.core.schedule",
     "cosine": "rallypoint.core.schedule",
     "join": "rallypoint.launch.join",
@@ -98,6 +100,7 @@ __all__ = [
     "Run",
     "Sync",
     "TokenFiles",
+    "WebDataset",
     "__version__",
     "constant",
     "cosine",

@@ -17,7 +17,7 @@ class DataIdentity(msgspec.Struct, frozen=True):
     """Identifies a data set: its number of samples, and (position, digest) of a few of them.
 
     `samples` is 0 where it is not known (an older record); `digests` is empty where samples cannot be digested.
-    `shards` is a digest of its shards' lengths; "" where it does not tell them.
+    `shards` is a digest of its shards' lengths, and of what else it tells of them; "" where it does not tell them.
     """
 
     samples: int = 0
@@ -128,8 +128,8 @@ def _other_data(first: DataIdentity, other: DataIdentity) -> str | None:
         )
     if first.shards and other.shards and first.shards != other.shards:
         return (
-            "a different data set: its shards (files, row groups) have other lengths: load the same files in the same "
-            "order on every worker"
+            "a different data set: its shards (files, row groups) have other lengths or sizes: load the same files in "
+            "the same order on every worker"
         )
     for (position, digest), (_, its) in zip(first.digests, other.digests, strict=False):
         if digest != its:

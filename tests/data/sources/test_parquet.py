@@ -16,6 +16,7 @@ from failing_store import FailingStore, failing_store
 import rallypoint as rp
 from rallypoint.config import JobConfig
 from rallypoint.data.dataset import fetch
+from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.processes import LoaderProcesses
 from rallypoint.data.sources import shards
@@ -146,6 +147,15 @@ def test_loader_processes_read_what_the_loop_reads(store: type[FailingStore]) ->
                 assert torch.equal(ours, theirs)
     finally:
         loading.close()
+
+
+def test_workers_compare_data_sets_without_reading_row_groups(store: type[FailingStore]) -> None:
+    for name, end in (("first", 300), ("other", 301)):
+        put(f"/{name}/0.parquet", file_of(table(0, end), 1000))
+    first, again, other = (rp.Parquet(f"failing://{name}") for name in ("first", "first", "other"))
+    store.requests = 0
+    assert identity_of(first) == identity_of(again) != identity_of(other)
+    assert store.requests == 0
 
 
 def test_it_pickles_without_what_it_has_read(folder: Path) -> None:

@@ -44,6 +44,7 @@ class ShardedDataset(ABC):
             if number < 1:
                 raise UsageError(f"{type(self).__name__}({name}={number}): give 1 or more")
         self._cache_bytes, self._threads, self._transform = cache_bytes, threads, transform
+        self._sizes: list[int] = []  # of the files, in bytes
         self._forget()
         self._index([])
 
@@ -80,6 +81,10 @@ class ShardedDataset(ABC):
     def shard_lengths(self) -> Sequence[int]:
         """Return how many samples each shard has."""
         return self._lengths
+
+    def fingerprint(self) -> bytes:
+        """Return what the workers of a job compare beside the lengths: the sizes of the files."""
+        return np.asarray(self._sizes, "<i8").tobytes()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_dropped", "_again")}
