@@ -37,6 +37,8 @@ from rallypoint.core.cluster.state import Resumed
 from rallypoint.data.identity import identity_of
 from rallypoint.errors import ConfigError, DataError, RallypointError, SnapshotFailed
 from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.launch.importing.job import ImportJob
+from rallypoint.launch.importing.task import Task
 from rallypoint.store.checkpoints.beginning import begin_from
 from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint
 from rallypoint.store.export import export_snapshot, optimizer_state
@@ -243,3 +245,31 @@ def test_what_is_no_checkpoint_is_named(name: str, content: Any, said: str, tmp_
         torch.save(content, place)
     with pytest.raises(DataError, match=said):
         read_checkpoint(place)
+
+
+class Partly(torch.nn.Module):
+    """A model with a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(6, 6)
+        self.fixed = torch.nn.Parameter(torch.ones(6), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "step", "said"),
+    [
+        (2.0, 3, "has other values of fixed, which is frozen"),
+        (1.0, -1, "does not say of which step it is"),
+        (1.0, 3, ""),
+    ],
+)
+def test_the_script_says_what_the_snapshot_is_of(fixed: float, step: int, said: str, tmp_path: Path) -> None:
+    model, store, answer = Partly(), SnapshotStore(str(tmp_path / "snapshots")), tmp_path / "answer"
+    save_file({**model.state_dict(), "fixed": torch.full((6,), fixed)}, tmp_path / "model.safetensors")
+    task = Task(str(tmp_path / "model.safetensors"), step, store.url, str(answer), "run")
+    with ImportJob(task) as job:
+        with pytest.raises(DataError if said else SystemExit, match=said or "0"):
+            job.train(model, data(), **settings("adamw"))
+        job.close()
+    assert answer.exists() == store.holds_any() == (not said)
