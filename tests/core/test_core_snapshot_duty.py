@@ -13,7 +13,7 @@ from rallypoint.core.cluster.storing.snapshot_duty import (
     a_little_ahead,
     slowest_clock,
 )
-from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import Async, LocalSteps, Sync
@@ -31,10 +31,15 @@ def _duty(*, steps: int = 0, seconds: float = 0.0, epoch: int = 1) -> SnapshotDu
     return SnapshotDuty(Terms(snapshots=True, snapshot_steps=steps, snapshot_seconds=seconds, heartbeat=2.0), epoch)
 
 
+def _is_due(duty: SnapshotDuty, record: JobRecord, furthest: int, now: float, *, ending: bool) -> bool:
+    period = SnapshotPeriod(duty.terms.snapshot_steps, duty.terms.snapshot_seconds)
+    return duty.is_due(record, furthest, now, period=period, ending=ending)
+
+
 def test_where_snapshots_are_not_kept_none_is_due_and_the_last_version_need_not_be_stored() -> None:
     duty = SnapshotDuty(Terms(snapshot_steps=1))
     duty.wanted = True
-    assert not duty.is_due(_record(), furthest=9, now=100.0, ending=True)
+    assert not _is_due(duty, _record(), furthest=9, now=100.0, ending=True)
     assert duty.final
     assert not _duty().final
 
@@ -44,27 +49,27 @@ def test_one_is_due_after_so_many_steps_of_training_however_many_make_a_version(
     sync: Sync | LocalSteps, furthest: int
 ) -> None:
     duty = _duty(steps=8)
-    assert not duty.is_due(_record(sync), furthest - 1, now=1.0, ending=False)
-    assert duty.is_due(_record(sync), furthest, now=1.0, ending=False)
+    assert not _is_due(duty, _record(sync), furthest - 1, now=1.0, ending=False)
+    assert _is_due(duty, _record(sync), furthest, now=1.0, ending=False)
 
 
 def test_one_is_due_after_so_many_seconds_if_a_step_was_made() -> None:
     duty = _duty(seconds=5.0)
     duty.last = (3, 10.0)
-    assert not duty.is_due(_record(), 3, now=14.9, ending=False)
-    assert duty.is_due(_record(), 3, now=15.0, ending=False)
-    assert not duty.is_due(_record(), 2, now=15.0, ending=False)
+    assert not _is_due(duty, _record(), 3, now=14.9, ending=False)
+    assert _is_due(duty, _record(), 3, now=15.0, ending=False)
+    assert not _is_due(duty, _record(), 2, now=15.0, ending=False)
 
 
 def test_one_is_due_when_wanted_or_at_the_end_but_never_two_at_a_time() -> None:
     duty = _duty()
-    assert duty.is_due(_record(), STEPS - 1, now=1.0, ending=True)
+    assert _is_due(duty, _record(), STEPS - 1, now=1.0, ending=True)
     duty.final = True
-    assert not duty.is_due(_record(), STEPS - 1, now=1.0, ending=True)
+    assert not _is_due(duty, _record(), STEPS - 1, now=1.0, ending=True)
     duty.wanted = True
-    assert duty.is_due(_record(), 4, now=1.0, ending=False)
+    assert _is_due(duty, _record(), 4, now=1.0, ending=False)
     duty.begin(7, SHARDS, now=1.0)
-    assert not duty.is_due(_record(), 4, now=1.0, ending=False)
+    assert not _is_due(duty, _record(), 4, now=1.0, ending=False)
 
 
 def test_the_version_is_a_little_ahead_of_the_furthest_step_and_never_past_the_last() -> None:
@@ -117,8 +122,8 @@ def test_one_without_news_is_given_up_after_some_heartbeats_and_wanted_again_aft
     lost = duty.given_up(now, ["server1"])
     assert lost == SnapshotLost(id, "2 of its shards (server1) are not stored, and none was for 20 s")
     duty.lost(passed=-1, now=now)
-    assert not duty.is_due(_record(), 7, now + duty.terms.heartbeat - 0.1, ending=False), "its store may still hang"
-    assert duty.is_due(_record(), 7, now + duty.terms.heartbeat, ending=False)
+    assert not _is_due(duty, _record(), 7, now + duty.terms.heartbeat - 0.1, ending=False), "its store may still hang"
+    assert _is_due(duty, _record(), 7, now + duty.terms.heartbeat, ending=False)
 
 
 def test_one_that_is_lost_is_taken_again_only_if_it_came_too_late() -> None:
@@ -136,18 +141,18 @@ def test_one_that_fails_is_tried_again_more_and_more_seldom() -> None:
     duty, now, pauses = _duty(steps=1), 0.0, []
     for _ in range(8):
         began = now
-        while not duty.is_due(_record(), 9, now, ending=False):
+        while not _is_due(duty, _record(), 9, now, ending=False):
             now += 1.0
         pauses.append(now - began)
         duty.begin(7, SHARDS, now)
         duty.lost(passed=-1, now=now)
     assert pauses == [0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     duty.ask()
-    assert duty.is_due(_record(), 9, now, ending=False), "a user who asks is not made to wait"
+    assert _is_due(duty, _record(), 9, now, ending=False), "a user who asks is not made to wait"
     duty.begin(7, SHARDS, now)
     duty.complete(now)
     duty.wanted = False
-    assert duty.is_due(_record(), 9, now, ending=False), "the next one is due as always"
+    assert _is_due(duty, _record(), 9, now, ending=False), "the next one is due as always"
 
 
 def test_one_that_cannot_be_completed_any_more_is_wanted_again_and_none_where_none_was_taken() -> None:

@@ -18,7 +18,7 @@ from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
 from rallypoint.net.auditing.messages import ServerMismatch, StateChanged
 from rallypoint.net.evaluations.messages import Evaluated, Evaluates, NotKept
-from rallypoint.net.ordering.messages import Drain, Ordered, Pause, StopWanted
+from rallypoint.net.ordering.messages import Drain, Ordered, Pause, SnapshotEvery, StopWanted
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled
 
@@ -54,7 +54,7 @@ EXAMPLES: list[m.Message] = [
     AuditFound(7, 1, 3, ("w0", "w2"), ("w1",), ViewNumber(2, 1)),
     StateChanged(3, 7, ViewNumber(2, 1)), ServerMismatch("words", 3, 7, ("s0", "s1")),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
-    Pause(False), StopWanted("enough"), Drain("w0"), Ordered("Pause", "paused", refused=True),
+    Pause(False), StopWanted("enough"), Drain("w0"), SnapshotEvery(250, 60.0), Ordered("Pause", "paused", refused=True),
     Sampled(5.0, 0.5, 6, 8, gpus=(GpuSample(0.5, 1, 2),), links={"h:1": LinkSample(0.1, 1.0, 2.0)}),
 ]  # fmt: skip
 JSONISH = st.recursive(

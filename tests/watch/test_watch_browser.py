@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from test_watch_run import address_of, long
 from rallypoint.launch.folder import COORDINATOR_LOCK
 from rallypoint.testing.browser import NAMES, Tab, browser, executable
 from rallypoint.testing.programs import Program
+from rallypoint.watch.follow import EVENTS
 
 SCRIPT = """
 import pathlib, time, torch, rallypoint as rp
@@ -98,3 +101,41 @@ def test_the_page_draws_shows_a_death_and_goes_on_after_the_coordinator_s(
     assert tab.evaluate("document.getElementById('status').textContent").startswith("finished")
     assert tab.errors == []
     assert run.wait(100.0) == 0
+
+
+def test_the_buttons_pause_the_job_change_its_period_of_snapshots_and_stop_it(
+    run: Program, tab: Tab, tmp_path: Path
+) -> None:
+    address_of(run, tmp_path / "out")
+    argv = ["-m", "rallypoint.cli", "watch", "--buttons", "job"]
+    watch = Program(argv, tmp_path / "watch", {**os.environ, "COLUMNS": "200"}, tmp_path)
+    try:
+        tab.open(address_of(run, tmp_path / "watch"))
+        tab.until("run.step === 5 && !one('operator').hidden")
+        assert "operator's token, which" in press(tab, "pause", "operator-token=guessed")
+        token = re.search(r"the operator's token, for its buttons: (\S+)", (tmp_path / "watch").read_text())
+        assert token is not None
+        said = press(tab, "pause", f"operator-token={token[1]}")
+        assert said.startswith("the operator pauses the job before step ")
+        assert "how often?" in press(tab, "period")
+        assert press(tab, "period", "steps=2") == "the operator has snapshots taken every 2 steps"
+        opened(tmp_path, STEPS)
+        assert press(tab, "continue") == "the operator lets the job go on"
+        tab.until("run.ended === 'finished'")
+        told = [json.loads(line) for line in (tmp_path / "job" / EVENTS).read_text().splitlines()]
+        taken = {one["version"] for one in told if one["type"] == "Snapshotted"}
+        assert len(taken - {0, STEPS}) >= 1, "by time none would have been taken"
+        assert tab.errors == []
+    finally:
+        watch.kill()
+        watch.wait()
+    assert run.wait(100.0) == 0
+
+
+def press(tab: Tab, order: str, *values: str) -> str:
+    """Fill in fields (``steps=2``), press the button of this order, and return what the page says of it."""
+    for field, _, value in (one.partition("=") for one in values):
+        tab.evaluate(f"one({field!r}).value = {value!r}")
+    tab.evaluate(f"one('said').textContent = '', document.querySelector('[data-order={order}]').click()")
+    tab.until("one('said').textContent && !one('said').textContent.endsWith(' ...')")
+    return str(tab.evaluate("one('said').textContent"))

@@ -59,7 +59,7 @@ from rallypoint.net.messages import (
     Snapshotted,
     Stored,
 )
-from rallypoint.net.ordering.messages import AnyOrder
+from rallypoint.net.ordering.messages import AnyOrder, SnapshotEvery
 from rallypoint.net.recording.messages import AuditFound
 from rallypoint.observe.lines import Once
 
@@ -115,6 +115,8 @@ class CoordinatorShell:
             self._end_at = self._now + self._terms.heartbeat
         if self.machine.record is not None and self.machine.view is not None:
             acts += self.announcer.plan(self.machine.record, self.machine.view, self._now, taking_over=True)
+        if (period := self.machine.course.ordered_period) is not None:
+            acts += self._announce(SnapshotEvery(period.steps, period.seconds))
         return [*acts, *self.evaluations.judged(self.machine.course)]
 
     def handle(self, event: inbox.Event, now: float) -> list[Act]:

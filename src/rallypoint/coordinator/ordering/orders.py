@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.ordering.pause import may_pause
+from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.terms import SnapshotPeriod
 from rallypoint.core.modes import Feature
 from rallypoint.net.messages import Message
-from rallypoint.net.ordering.messages import Drain, Order, Ordered, Pause, StopWanted
+from rallypoint.net.ordering.messages import Drain, Order, Ordered, Pause, SnapshotEvery, StopWanted
 from rallypoint.observe.lines import Allowance
 
 _BURST, _EVERY_S = 16, 2.0  # orders that are followed at once; then one in so many seconds
@@ -43,6 +45,8 @@ class Orders:
                 return self._stop(order, course, reason)
             case Drain(member=member):
                 return self._drain(order, course, member)
+            case SnapshotEvery():
+                return self._period(order, course)
             case _:
                 return _refused(order, "nobody here knows that order")
 
@@ -77,6 +81,23 @@ class Orders:
             return _refused(order, f"{member} is the last {'worker' if peers is members.workers else 'server'}")
         said = f"the operator sends {member} away"
         return Answer(news=[order, _ordered(order, said)])
+
+    def _period(self, order: SnapshotEvery, course: Course) -> Answer:
+        if not course.terms.snapshots:
+            return _refused(order, "this run keeps no snapshots")
+        if course.phase in (Phase.FAILING, Phase.OVER):
+            return _refused(order, "the job ends: no period counts any more")
+        period = SnapshotPeriod(order.steps, order.seconds)
+        said = f"the operator has snapshots taken {_phrase(period)}"
+        return Answer([events.SnapshotsEvery(period)], news=[order, _ordered(order, said)])
+
+
+def _phrase(period: SnapshotPeriod) -> str:
+    """How often that is, as ``every 250 steps and every 60 s``."""
+    steps = f"every {period.steps} steps" if period.steps > 1 else "every step" if period.steps else ""
+    seconds = f"every {period.seconds:g} s" if period.seconds != 1.0 else "every second"
+    both = [steps] * bool(steps) + [seconds] * (period.seconds > 0)
+    return " and ".join(both) or "only at the end and when somebody asks"
 
 
 def _ordered(order: Order, text: str) -> Ordered:

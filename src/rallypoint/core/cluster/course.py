@@ -13,7 +13,7 @@ from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.recovery import Recovery
 from rallypoint.core.cluster.state import ClusterState, Failing, Phase
 from rallypoint.core.cluster.strategies import Strategies, strategies_for
-from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.deciding.decisions import Rules
 from rallypoint.core.job import JobRecord
@@ -41,6 +41,7 @@ class Course:
         members: the workers and servers that are here.
         evaluating: the workers that evaluate now, after their beats.
         evaluations: the script's evaluations, and their results.
+        ordered_period: how often an operator wants snapshots; None: as the terms say.
         suspects: the servers that audits have found something about.
         record: the job's record; None before a worker has proposed one.
         strategies: what depends on the record: see `strategies_for`.
@@ -61,6 +62,7 @@ class Course:
     members: Membership = field(default_factory=Membership)
     evaluating: set[str] = field(default_factory=set)
     evaluations: EvaluationLedger = field(default_factory=EvaluationLedger)
+    ordered_period: SnapshotPeriod | None = None
     suspects: Suspects = field(default_factory=Suspects)
     record: JobRecord | None = None
     strategies: Strategies = field(default_factory=Strategies)
@@ -108,6 +110,11 @@ class Course:
         return min(step, max(self.furthest, self.applied + 1) if self.applied >= 0 else self.furthest + 1)
 
     @property
+    def snapshot_period(self) -> SnapshotPeriod:
+        """How often snapshots are taken."""
+        return self.ordered_period or SnapshotPeriod(self.terms.snapshot_steps, self.terms.snapshot_seconds)
+
+    @property
     def known(self) -> int:
         """The highest step that is known to be reached, by reports or by what servers have applied."""
         return max(self.furthest, self.applied + 1)
@@ -133,6 +140,7 @@ class Course:
             self.begun, self.furthest, self.workers_max, self.last_word, dict(self.recovery.reached),
             self.failing, dict(self.evaluations.results), self.evaluations.decided,
             tuple(self.evaluations.stored), self.evaluations.periods, self.evaluations.high, self.evaluations.stops,
+            self.ordered_period,
         )  # fmt: skip
 
     def dismiss_aggregators(self) -> list[Effect]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.cluster.terms import SnapshotPeriod
 from rallypoint.core.deciding.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Member, Stop, ViewNumber
@@ -264,6 +265,13 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotsEvery:
+    """From now on snapshots are taken with this period, as the operator has ordered."""
+
+    period: SnapshotPeriod
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotWanted:
     """A user asks for a snapshot."""
 
@@ -314,7 +322,7 @@ class Found:
 Event = (
     Joined | Proposed | Progress | Applied | CaughtUp | Disproved | StateChanged | Leaving | Done | Left | Unlinked
     | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
-    | Outrun | Released | Paused | Stopped | Evaluates | Evaluated | NotKept | AuditFound
+    | Outrun | Released | Paused | SnapshotsEvery | Stopped | Evaluates | Evaluated | NotKept | AuditFound
 )  # fmt: skip
 
 OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time

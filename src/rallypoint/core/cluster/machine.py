@@ -99,6 +99,7 @@ class ClusterMachine:
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
         course.last_word, course.failing = state.last_word, state.failing
+        course.ordered_period = state.ordered_period
         course.evaluations.recovered(state)
         if not self.terms.earlier:  # else the launcher knows the last size that was announced; the journal may not
             course.workers_max = state.workers_max

@@ -8,7 +8,7 @@ import msgspec
 
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
 from rallypoint.core.deciding.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Stop, View
@@ -83,6 +83,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     periods: tuple[int, ...] = ()
     high: bool = False
     stops: tuple[StopWhen, ...] = ()
+    ordered_period: SnapshotPeriod | None = None
 
 
 def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, servers: int) -> str | None:

@@ -7,6 +7,13 @@ import msgspec
 from rallypoint.core.modes import Feature
 
 
+class SnapshotPeriod(msgspec.Struct, frozen=True):
+    """A snapshot is taken every so many steps of training, and every so many seconds; 0: not by that."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """How a job's cluster is to behave.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import ask
-from rallypoint.net.ordering.messages import AnyOrder, Drain, Pause, StopWanted
+from rallypoint.net.ordering.messages import AnyOrder, Drain, Pause, SnapshotEvery, StopWanted
 
 if TYPE_CHECKING:
     from rallypoint.watch.operating import Wish
@@ -32,5 +32,7 @@ def _order(wish: Wish) -> AnyOrder:
             return StopWanted(wish.reason)
         case "drain":
             return Drain(wish.member)
+        case "period":
+            return SnapshotEvery(wish.steps, wish.seconds)
         case _:
             return Pause(on=wish.order == "pause")

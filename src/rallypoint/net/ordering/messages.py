@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.core.typed import Name
+from rallypoint.core.typed import Count, Name, Seconds
 from rallypoint.net.greetings import AnyMessage, Shown
 
 
@@ -28,7 +28,15 @@ class Drain(Order, frozen=True):
     member: Name
 
 
-AnyOrder = Pause | StopWanted | Drain
+class SnapshotEvery(Order, frozen=True):
+    """Take a snapshot every so many steps of training, and every so many seconds; 0: not by that. The coordinator tells
+    all observers the period that counts."""
+
+    steps: Count = 0
+    seconds: Seconds = 0.0
+
+
+AnyOrder = Pause | StopWanted | Drain | SnapshotEvery
 
 
 class Ordered(Shown, frozen=True):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from rallypoint.coordinator.inbox import End
+from rallypoint.core.cluster.terms import SnapshotPeriod
 from rallypoint.core.policy import Sync
 from rallypoint.core.view import View
 from rallypoint.net.messages import Resize
@@ -31,6 +32,11 @@ from rallypoint.testing.simulation.worker import SimulatedWorker
 
 LIMIT_S = 600.0  # of simulated time: a run takes about five
 _SYNC = Sync()
+
+
+def _period(coordinator: SimulatedCoordinator | None) -> SnapshotPeriod:
+    assert coordinator is not None
+    return coordinator.machine.course.snapshot_period
 
 
 class SimulationFailed(AssertionError):
@@ -65,7 +71,7 @@ class Simulation:
         self._told_to_leave: set[str] = set()
         self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
         self._operators = Operators(
-            lambda: Node(self.world, self._name("operator")), self.events,
+            lambda: Node(self.world, self._name("operator")), self.events, lambda: _period(self.coordinator),
             forgets=any(fault.kind == "journal full" for fault in plan.faults),
         )  # fmt: skip
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced

@@ -23,6 +23,7 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
+from rallypoint.net.ordering.messages import SnapshotEvery
 from rallypoint.net.sampling.messages import Sampled
 from rallypoint.watch.machines import Machines
 from rallypoint.watch.metrics.measures import Histogram, Reading
@@ -44,6 +45,7 @@ class JobFigures:
 
     def __init__(self, terms: Terms, began: float) -> None:
         self._terms, self._began, self._lock = terms, began, threading.Lock()
+        self._period = SnapshotEvery(terms.snapshot_steps, terms.snapshot_seconds)
         self._plan: Planned | None = None
         self._running = False
         self._members: dict[str, tuple[str, ...]] = {}
@@ -93,6 +95,8 @@ class JobFigures:
                     self._last["rallypoint_snapshot_step"] = self._steps_in(message.version)
                     self._last["rallypoint_snapshot_bytes"] = message.nbytes
                     self._last["rallypoint_snapshot_duration_seconds"] = message.seconds
+                case SnapshotEvery():
+                    self._period = message
                 case ServerMismatch():
                     self._mismatches += 1
                 case Finished() | Aborted():
@@ -149,8 +153,8 @@ class JobFigures:
         yield Reading("rallypoint_job_running", float(self._running))
         yield Reading("rallypoint_job_start_timestamp_seconds", self._began)
         yield Reading("rallypoint_replication", terms.replication)
-        yield Reading("rallypoint_snapshot_period_seconds", terms.snapshot_seconds if terms.snapshots else 0.0)
-        yield Reading("rallypoint_snapshot_period_steps", terms.snapshot_steps if terms.snapshots else 0)
+        yield Reading("rallypoint_snapshot_period_seconds", self._period.seconds if terms.snapshots else 0.0)
+        yield Reading("rallypoint_snapshot_period_steps", self._period.steps if terms.snapshots else 0)
         yield Reading("rallypoint_last_step_timestamp_seconds", self._moved)
         if self._plan is not None:
             yield Reading("rallypoint_job_steps", self._plan.steps)

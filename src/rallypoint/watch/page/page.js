@@ -278,6 +278,11 @@ one("orders").addEventListener("submit", async (event) => {
   if (!order) return;
   if (order === "drain") wish.member = one("drained").value;
   if (order === "resize") for (const what of ["workers", "servers"]) wish[what] = Number(one(what).value) || 0;
+  if (order === "period") for (const what of ["steps", "seconds"]) wish[what] = Number(one(what).value) || 0;
+  if (order === "period" && !one("steps").value && !one("seconds").value) {
+    one("said").textContent = "how often? give steps or seconds; 0 is: only at the end and when somebody asks";
+    return;
+  }
   if ((order === "stop" || order === "drain") && !confirm(order === "stop" ? "End the job?" : `Send ${wish.member} away?`)) return;
   one("said").textContent = `${order} ...`;
   try {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rallypoint.core.cluster.events import SnapshotLost
-from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
 from rallypoint.core.job import JobRecord
 
 CAPTURE_AHEAD = 3  # steps after the furthest one seen: no shard may be past the version when the request arrives
@@ -73,7 +73,7 @@ class SnapshotDuty:
     """Decides when to take snapshots and tracks the one in progress. At most one is taken at a time.
 
     Attributes:
-        terms: how often to take one.
+        terms: whether to take any, and how patient to be.
         epoch: the coordinator's epoch.
         taking: the snapshot in progress; None if there is none.
         wanted: a snapshot is due: a user asked for one, or the last one could not be completed.
@@ -105,20 +105,22 @@ class SnapshotDuty:
         """Note that a worker has computed `replica` of `step`."""
         self._clocks[replica] = max(self._clocks.get(replica, 0), step + 1)
 
-    def is_due(self, record: JobRecord, furthest: int, now: float, *, ending: bool, lead: int = 0) -> bool:
+    def is_due(
+        self, record: JobRecord, furthest: int, now: float, *, period: SnapshotPeriod, ending: bool, lead: int = 0
+    ) -> bool:
         """True if it is time to ask for the next snapshot.
 
         `furthest` is the highest step reported; `ending`: a worker holds the last version. Snapshots by steps are of
-        multiples of `snapshot_steps`; they have to be asked for `lead` steps before that. After one that failed there
+        multiples of `period.steps`; they have to be asked for `lead` steps before that. After one that failed there
         is a pause, which doubles with each further one: its cause (a full disk, no file descriptors) may last.
         """
         if self.taking is not None or not self.terms.snapshots:
             return False
         version, when = self.last
         new_steps = furthest + 1 - version
-        rounds = -(-self.terms.snapshot_steps // record.steps_per_round)
+        rounds = -(-period.steps // record.steps_per_round)
         by_steps = rounds > 0 and furthest + max(1, lead) >= (version // rounds + 1) * rounds
-        by_time = 0 < self.terms.snapshot_seconds <= now - when and new_steps > 0
+        by_time = 0 < period.seconds <= now - when and new_steps > 0
         due = self.wanted or by_steps or by_time or self.held
         return (due and now >= self._not_before) or (ending and not self.final and not self.held)
 

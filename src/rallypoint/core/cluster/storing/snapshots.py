@@ -46,6 +46,12 @@ class Snapshots:
                 now = self.course.evaluating
                 (now.add if event.evaluating else now.discard)(member)
                 return []
+            case events.SnapshotsEvery(period=period):
+                if period == self.course.snapshot_period:
+                    return []
+                self.course.ordered_period = period
+                self.course.changed()
+                return self.take_if_due()
             case events.SnapshotWanted():
                 self.duty.ask()
                 return self.take_if_due()
@@ -107,7 +113,9 @@ class Snapshots:
             return []
         assert course.record is not None
         ending, lead = course.view is not None and course.view.ending, course.strategies.snapshot_lead
-        due = self.duty.is_due(course.record, course.furthest, course.now, ending=ending, lead=lead)
+        due = self.duty.is_due(
+            course.record, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=lead
+        )
         soon = self.duty.taking is None and self._evaluated_soon(lead)
         return self.take() if due or soon else []
 

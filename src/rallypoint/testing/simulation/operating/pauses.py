@@ -1,4 +1,4 @@
-"""`rallypoint pause` and `rallypoint continue`, given to a simulated coordinator until it has answered."""
+"""`rallypoint pause`, `snapshot-every` and `continue`, given to a simulated coordinator until it has answered."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from rallypoint.core.cluster.terms import SnapshotPeriod
 from rallypoint.net.messages import Hello
-from rallypoint.net.ordering.messages import Ordered, Pause
+from rallypoint.net.ordering.messages import Order, Ordered, Pause, SnapshotEvery
 from rallypoint.testing.simulation.member import COORDINATOR, RETRY_S
 from rallypoint.testing.simulation.network import Node, Wire
 
 
 class Operators:
-    """Pause the job and let it go on, one after the other. They add each answer to `told`.
+    """Pause the job, change the period of its snapshots, and let it go on, one after the other. They add each answer to
+    `told`.
 
-    AssertionError if the coordinator has forgotten a pause. (Not where an order's answer was lost: it is given again.)
-    `forgets`: it may, because its journal's disk is full for a time.
+    AssertionError if the coordinator has forgotten a pause (not where an order's answer was lost: it is given again) or
+    a period; `period` says which one counts. `forgets`: it may, because its journal's disk is full for a time.
     """
 
-    def __init__(self, new_node: Callable[[], Node], told: list[str], *, forgets: bool) -> None:
-        self._forgets = forgets
+    def __init__(
+        self, new_node: Callable[[], Node], told: list[str], period: Callable[[], SnapshotPeriod], *, forgets: bool
+    ) -> None:
+        self._forgets, self._period = forgets, period
         self._new_node, self._told = new_node, told
         self._waiting: deque[float] = deque()  # the first has begun
 
@@ -33,12 +37,21 @@ class Operators:
     def _begin(self) -> None:
         node = self._new_node()
 
+        every = SnapshotEvery(1 + len(self._told) % 3, 0.25 * (len(self._told) % 4))
+
         def paused(answer: Ordered, _: bool) -> None:
             self._tell(node, answer)
-            node.later(self._waiting[0], lambda: order(Pause(on=False), lambda *said: goes_on(answer, *said)))
+            order(every, lambda *said: changed(answer, *said))
 
-        def goes_on(before: Ordered, answer: Ordered, again: bool) -> None:
+        def changed(before: Ordered, answer: Ordered, _: bool) -> None:
             self._tell(node, answer)
+            kept = not answer.refused
+            node.later(self._waiting[0], lambda: order(Pause(on=False), lambda *said: goes_on(before, kept, *said)))
+
+        def goes_on(before: Ordered, changed: bool, answer: Ordered, again: bool) -> None:
+            self._tell(node, answer)
+            as_ordered = not changed or self._period() == SnapshotPeriod(every.steps, every.seconds)
+            assert as_ordered or self._forgets, "a coordinator has forgotten how often snapshots are to be taken"
             kept = before.refused or again or not answer.refused
             assert kept or self._forgets, "a coordinator has forgotten that the job is paused"
             node.kill()
@@ -46,7 +59,7 @@ class Operators:
             if self._waiting:
                 self._begin()
 
-        def order(order: Pause, heard: Callable[[Ordered, bool], None]) -> None:
+        def order(order: Order, heard: Callable[[Ordered, bool], None]) -> None:
             _Order(node, order, heard)
 
         order(Pause(), paused)
@@ -58,7 +71,7 @@ class Operators:
 class _Order:
     """One order, given until it is answered: `heard(answer, again)`; `again`: an answer was lost before this one."""
 
-    def __init__(self, node: Node, order: Pause, heard: Callable[[Ordered, bool], None]) -> None:
+    def __init__(self, node: Node, order: Order, heard: Callable[[Ordered, bool], None]) -> None:
         self._node, self._order, self._heard, self._again = node, order, heard, False
         self._connect()
 
