@@ -18,6 +18,7 @@ from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.launch.observing.facts import facts_of, resolved_of
 from rallypoint.launch.observing.operating import follow
 from rallypoint.launch.options import RunFolder
+from rallypoint.store.checkpoints.format import Format
 
 _NICE = 10  # so much behind the run's own processes, where processors are short
 
@@ -143,6 +144,10 @@ def top(
 def export(
     snapshot: Annotated[str, typer.Argument(help="A snapshot, a folder of snapshots, or a run's folder.")],
     to: Annotated[Path, typer.Option(help="model.safetensors, or model.pt with the optimizer's state by name.")],
+    format: Annotated[Format | None, typer.Option(
+        "--format", help="safetensors, pt, hf (model.safetensors in a folder), dcp (with the optimizer's state); by "
+        "default what the ending says.", show_default=False,
+    )] = None,
     average: Annotated[bool, typer.Option(
         "--average", "--ema", help="The average of the parameters (average=rp.EMA(...)), not the newest ones.",
     )] = False,
@@ -150,10 +155,10 @@ def export(
         "--best", help="The snapshot with the best figure (keep_best), not the newest one.",
     )] = False,
 ) -> None:  # fmt: skip
-    """Write a snapshot's model as safetensors or as a torch checkpoint.
+    """Write a snapshot's model as safetensors, as a Hugging Face folder or as a torch checkpoint.
 
     Example: [bold]rallypoint export runs/20260131-235959 --to model.safetensors[/bold]
     """
     from rallypoint.store.export import export_snapshot
 
-    print(export_snapshot(snapshot, to, average=average, best=best))
+    print(export_snapshot(snapshot, to, average=average, best=best, format=format))

@@ -145,6 +145,36 @@ def resume(
     raise typer.Exit(launch(plan, RunConsole(), original=original))
 
 
+@app.command("import", context_settings=PASS_ON, rich_help_panel=START)
+@with_options(RunOptions)
+def import_(
+    context: typer.Context,
+    checkpoint: Annotated[Path, typer.Argument(
+        help="model.safetensors, a .pt file, a Hugging Face folder, or a folder of torch.distributed.checkpoint.",
+    )],
+    script: Annotated[Path, typer.Argument(help="Your training script; everything after it is passed on to it.")],
+    options: RunOptions,
+    step: Annotated[int, typer.Option(
+        "--step", min=-1, metavar="N", show_default=False, help="The steps of training in it, if it does not say.",
+    )] = -1,
+) -> None:  # fmt: skip
+    """Begin a run with a checkpoint of plain PyTorch: weights, optimizer's state by parameter name, and the step.
+
+    The script runs up to its job.train, which says what is trained. Then [bold]rallypoint resume[/bold] starts the run,
+    with the data and the learning rate of that step. The format of torch.distributed.checkpoint contains a pickle: give
+    only checkpoints that you trust.
+
+    Example: [bold]rallypoint import ddp-checkpoint --folder runs/mine train.py[/bold]
+    """
+    from rallypoint.launch.importing.command import import_checkpoint
+
+    refuse_option(context, str(script), "script")
+    check_script(script)
+    hint_at_misplaced(context, context.args, f"{script}")
+    plan = options.run([sys.executable, str(script), *context.args], script=str(script))
+    print(import_checkpoint(plan, checkpoint, step))
+
+
 def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings: list[str] | None = None) -> None:
     from rallypoint.launch.commands.resume import going_on_or_anew
     from rallypoint.launch.console import RunConsole

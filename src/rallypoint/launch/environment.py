@@ -27,6 +27,7 @@ KUBEFLOW_TRAINER = "KUBEFLOW_TRAINER_SERVER_URL"  # set by Kubeflow Trainer: see
 LIFELINE = "RALLYPOINT_LIFELINE"
 STACKS = "RALLYPOINT_STACKS"  # the folder for the stacks of a process: see `launch.reporting.stacks`
 REPLAY = "RALLYPOINT_REPLAY"  # the file with the task of a replay: see `launch.replaying`
+IMPORT = "RALLYPOINT_IMPORT"  # the file with the task of an import: see `launch.importing`
 ANNOUNCE = "RALLYPOINT_ANNOUNCE"
 ANSWERS_AT = "health checks are answered at "  # the beginning of the line in which a process says where
 LISTENS_AT = "the coordinator listens at "  # the beginning of the line that a coordinator prints when it is ready

@@ -50,6 +50,11 @@ def join() -> Job | RankJob:
 
         sys.excepthook = _one_sentence
         return _closed_at_exit(replay_job(os.environ[environment.REPLAY]))
+    if os.environ.get(environment.IMPORT):
+        from rallypoint.launch.importing.job import import_job
+
+        sys.excepthook = _one_sentence
+        return _closed_at_exit(import_job(os.environ[environment.IMPORT]))
     if not coordinator:
         if (place := place_of(os.environ)) is not None:
             enter(place)  # this process becomes the supervisor of one that runs the script with an address

@@ -1,22 +1,32 @@
-"""A snapshot as ordinary PyTorch: tensors by parameter name, in a safetensors file or a torch.save file."""
+"""A snapshot as ordinary PyTorch: tensors by parameter name.
+
+As a safetensors or torch.save file, as the weights in a Hugging Face folder, as a torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from rallypoint.config import JobConfig
+from rallypoint.config.plain import steps_plainly
+from rallypoint.config.resolve import parse
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Shard, TensorSpec
 from rallypoint.core.loss_scale import ENTRY
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
+from rallypoint.store.checkpoints.dcp import optimizer_content, write_dcp
+from rallypoint.store.checkpoints.format import MODEL_FILE, Format
 from rallypoint.store.manifest import Manifest, age
 from rallypoint.store.record import AVERAGE, AVERAGED, ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
@@ -56,16 +66,24 @@ def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
     return _Flat(store, manifest, lambda name: name not in (MASTER, AVERAGE)).optimizer()
 
 
-def export_snapshot(location: str, to: Path, *, average: bool = False, best: bool = False) -> str:
+def export_snapshot(
+    location: str, to: Path, *, average: bool = False, best: bool = False, format: Format | None = None
+) -> str:
     """Write the model of a snapshot to `to`, and return one line that says what was written.
 
     `location` is a snapshot's folder or URL; or a store, or a run's folder with `snapshots/` in it, for its latest
     usable snapshot.
 
-    If `to` ends in `.safetensors`, it gets the model, with its version and fingerprint as metadata. If it ends in
-    `.pt`, it gets {"model", "optimizer", "step"}, which torch.load reads with weights_only=True: `optimizer` is the
-    state of the optimizer on the servers (under local steps the outer optimizer), `step` the steps of training in the
-    model.
+    Formats; None: what the ending of `to` says, ``.safetensors`` or ``.pt``.
+
+    - "safetensors": a file with the model, and with its version and fingerprint as metadata.
+    - "pt": a file with {"model", "optimizer", "step"}, which torch.load reads with weights_only=True: `optimizer` is
+      the state of the optimizer on the servers (under local steps the outer optimizer), `step` the steps of training in
+      the model.
+    - "hf": `to` is a folder, of Hugging Face's layout; ``model.safetensors`` in it is written. A tied tensor is in it
+      once.
+    - "dcp": `to` is a new folder, a checkpoint of torch.distributed.checkpoint: see `checkpoints.dcp`. The optimizer is
+      left out where it is not one of plain training (see `steps_plainly`).
 
     With `average` the model's parameters are their average (rp.EMA, rp.SWA). With `best` it is the snapshot with the
     best figure, of those that are there (`keep_best`, or --keep-best).
@@ -73,28 +91,59 @@ def export_snapshot(location: str, to: Path, *, average: bool = False, best: boo
     Raises ConfigError for another ending, SnapshotError when nothing has been averaged, when no figure says which is
     the best, or when there is no usable snapshot, SnapshotFailed when `to` cannot be written.
     """
-    if to.suffix not in (".safetensors", ".pt"):
-        raise ConfigError(f"{to} has no known ending: .safetensors holds the model, .pt its optimizer's state too")
+    form = format or _form_of(to)
+    if form == "dcp" and (to.is_symlink() or to.exists()):
+        raise SnapshotFailed(f"{to} is there already: a checkpoint of this format is a new folder")
     store, manifest, said = _find(location)
     if best:
         manifest, judged = best_of(store, manifest)
         said = [judged, *said]
     job = manifest.job
     steps = min(manifest.version * job.steps_per_round, int(job.config.get("steps", manifest.version)))
+    config = parse(job.config) if form == "dcp" else None
+    plain = config is not None and steps_plainly(config)
+    moments = form == "pt" or plain
     wanted = {MASTER, AVERAGE} if average else {MASTER}
-    flat = _Flat(store, manifest, lambda name: name in wanted or (to.suffix == ".pt" and name != AVERAGE))
+    flat = _Flat(store, manifest, lambda name: name in wanted or (moments and name != AVERAGE))
     model = flat.average() if average else flat.model()
-    if to.suffix == ".pt":
+    if form == "pt":
         content = {"model": model, "optimizer": flat.optimizer(), "step": steps}
         _write(to, lambda path: _save_all(content, path))
+    elif config is not None:
+        whole: dict[str, Any] = {"model": model, "step": torch.tensor(steps)}
+        if plain:
+            whole["optimizer"] = _plain_optimizer(flat, config, manifest)
+        else:
+            said = ["without the optimizer's state, which is not one of plain training", *said]
+        _write(to, lambda path: write_dcp(whole, path))
     else:
         about = {"format": "pt", "version": str(manifest.version), "fingerprint": job.layout.fingerprint}
         about |= {"average": str(job.config["average"]["type"])} if average else {}
         # Safetensors accepts no shared memory
-        apart = model | {name: model[name].clone() for name in job.tied if name in model}
-        _write(to, lambda path: _save_model(apart, path, about))
+        tied = {name: model[name].clone() for name in job.tied if name in model}
+        apart = model | tied
+        if form == "hf":
+            apart = {name: tensor for name, tensor in model.items() if name not in tied}
+        _write(to / MODEL_FILE if form == "hf" else to, lambda path: _save_model(apart, path, about))
+        if form == "hf" and not (to / "config.json").exists():
+            said = [f"it has no config.json yet, which model.config.save_pretrained({str(to)!r}) writes", *said]
     what = f"the average of {_counted(model)}" if average else _counted(model)
     return "; ".join([f"wrote {what} of {manifest.id} to {to}", *_frozen(job), *said])
+
+
+def _form_of(to: Path) -> Format:
+    if to.suffix not in (".safetensors", ".pt"):
+        raise ConfigError(
+            f"{to} has no known ending: .safetensors holds the model, .pt its optimizer's state too; or give --format, "
+            f"one of {', '.join(get_args(Format))}"
+        )
+    return "pt" if to.suffix == ".pt" else "safetensors"
+
+
+def _plain_optimizer(flat: _Flat, config: JobConfig, manifest: Manifest) -> dict[str, Any]:
+    """The optimizer's part of a DCP checkpoint."""
+    reductions = len(manifest.decided.reductions)
+    return optimizer_content(flat.optimizer(), config, manifest.job.layout, manifest.version, reductions)
 
 
 def best_of(store: SnapshotStore, newest: Manifest) -> tuple[Manifest, str]:
@@ -262,6 +311,7 @@ def _write(to: Path, write: Callable[[Path], None]) -> None:
     except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as RuntimeError
         raise SnapshotFailed(f"{to} cannot be written: {error}") from None
     finally:
+        shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):
             partial.unlink()
 

@@ -1,0 +1,84 @@
+"""The job of a script that runs to say what it trains: `train` writes the first snapshot and ends the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Unpack
+
+import msgspec
+import torch
+
+from rallypoint.config import Settings, record_of, resolve
+from rallypoint.data.identity import identity_of
+from rallypoint.data.spec import Collate, Data, Loader, given
+from rallypoint.errors import ConfigError, DataError
+from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.launch.importing.task import Task
+from rallypoint.parallel.plan import Parallel
+from rallypoint.store.checkpoints.beginning import begin_from
+from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint
+from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.worker.loop.run import Run
+from rallypoint.worker.loop.session import OwnOptimizer, OwnSchedule
+from rallypoint.worker.streamed.building import prepare
+from rallypoint.worker.streamed.first_values import Init
+from rallypoint.worker.tensors import ModelTensors
+
+
+class ImportJob(EmbeddedJob):
+    """A worker that trains nothing. `train` writes a snapshot for the job that the script describes."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        super().__init__()
+
+    def train(
+        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
+        own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
+        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
+    ) -> Run:  # fmt: skip
+        """Write the snapshot, say so, and end the process: never returns."""
+        if own_optimizer is not None:
+            raise ConfigError("a job with own_optimizer= cannot begin from a checkpoint: let the script load its state")
+        if parallel is not None:
+            raise ConfigError("a checkpoint is imported by one process: leave parallel= out, and give --ranks later")
+        task, data = self._task, given(dataset, collate_fn, loader)
+        config = resolve({**data.settings, **settings}, task.overrides)
+        tensors = ModelTensors(model, config, prepare(model, config, init))
+        checkpoint = read_checkpoint(Path(task.checkpoint))
+        _check_frozen(tensors, checkpoint)
+        record = record_of(
+            config, tensors.layout, tensors.frozen_hashes(), data=identity_of(data.dataset), tied=tensors.tied
+        )
+        step = _step_of(task, checkpoint)
+        manifest = begin_from(checkpoint, step, record, config, SnapshotStore(task.snapshots))
+        what = "with its optimizer's state" if checkpoint.optimizer else "without an optimizer's state (it begins anew)"
+        Path(task.answer).write_text(f"{task.checkpoint}, {what}, is snapshot {manifest.id} of {task.folder}")
+        raise SystemExit(0)  # what the script does after its loop is no part of the import
+
+
+def import_job(path: str) -> ImportJob:
+    """Return the job of the import whose task is in this file."""
+    return ImportJob(msgspec.json.decode(Path(path).read_bytes(), type=Task))
+
+
+def _step_of(task: Task, checkpoint: Checkpoint) -> int:
+    if task.step >= 0:
+        return task.step
+    if checkpoint.step >= 0:
+        return checkpoint.step
+    said = {float(state["step"]) for state in checkpoint.optimizer.values() if "step" in state}
+    if len(said) != 1:
+        raise DataError(f"{task.checkpoint} does not say of which step it is: give --step N")
+    return int(said.pop())
+
+
+def _check_frozen(tensors: ModelTensors, checkpoint: Checkpoint) -> None:
+    """Frozen parameters are the script's: raise DataError where the checkpoint has others."""
+    for name, parameter in tensors.frozen.items():
+        found = checkpoint.model.get(name)
+        if found is not None and not torch.equal(found.to(parameter.dtype), parameter.detach().cpu()):
+            raise DataError(
+                f"the checkpoint has other values of {name}, which is frozen: servers do not hold frozen parameters, "
+                "so let the script load them before job.train"
+            )

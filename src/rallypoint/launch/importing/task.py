@@ -1,0 +1,27 @@
+"""The task of the process that imports a checkpoint. Importing this loads no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What to import, and where to.
+
+    Attributes:
+        checkpoint: see `store.checkpoints.reading`.
+        step: the steps of training in it; -1: as it says itself.
+        snapshots: the store that gets the snapshot.
+        answer: the file that gets a sentence when that is done.
+        folder: the run's folder.
+        overrides: the launcher's settings, nested.
+    """
+
+    checkpoint: str
+    step: int
+    snapshots: str
+    answer: str
+    folder: str
+    overrides: dict[str, Any] = {}

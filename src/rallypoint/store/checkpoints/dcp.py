@@ -1,0 +1,93 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP), in one process, with an optimizer's state by parameter name.
+
+    model.NAME                                   a parameter or buffer
+    optimizer.state.NAME.KIND                    ("exp_avg", "step", ...)
+    optimizer.param_groups.NAME.SETTING          ("lr", "betas", ...)
+    step                                         the steps of training in the model
+
+These are the keys of ``get_state_dict(model, optimizer)`` from `torch.distributed.checkpoint.state_dict` with
+``StateDictOptions(flatten_optimizer_state_dict=True)``. Without that option it writes the same keys, but for
+`param_groups`, which are then by number.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rallypoint.config import JobConfig, settings_of
+from rallypoint.config.tree import rate_of
+from rallypoint.core.layout import Layout
+from rallypoint.core.optimizer import of_shard
+from rallypoint.optim.flat import build_optimizer
+
+METADATA = ".metadata"  # the file in the folder of every checkpoint of this kind
+
+_OF_THIS_PROCESS = {"foreach": None}  # how a kernel is run: torch's default again
+
+
+def write_dcp(content: Mapping[str, Any], folder: Path) -> None:
+    """Write a nested dict as a checkpoint into `folder`, which does not exist yet. Raises OSError or RuntimeError."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with _alone():
+        save(dict(content), checkpoint_id=folder, no_dist=True)
+
+
+def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors under their whole keys; what is not a tensor is left out.
+
+    The format keeps its list of tensors (``.metadata``) as a pickle: read only checkpoints that you trust.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(folder)
+    tensors = {
+        key: torch.empty(about.size, dtype=about.properties.dtype)
+        for key, about in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+    with _alone():
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def optimizer_content(
+    states: Mapping[str, Mapping[str, torch.Tensor | float]], config: JobConfig, layout: Layout, version: int,
+    reductions: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the optimizer's part of a checkpoint: `states` by parameter name, and each parameter's settings.
+
+    A rate is that of the next update, number `version`, after so many `reductions` (``plateau=``).
+    """
+    content: dict[str, Any] = {
+        f"state.{name}.{kind}": torch.tensor(value, dtype=torch.float32) if isinstance(value, float) else value
+        for name, state in states.items() for kind, value in state.items()
+    }  # fmt: skip
+    rate = rate_of(config, min(version, config.rounds - 1), reductions)
+    for entry in layout.entries:
+        touched = layout.shards_touching(entry.start, entry.stop)
+        if entry.spec.group < 0 or not touched:
+            continue
+        spec = of_shard(config.applied, layout.shards[touched[0]].columns)
+        settings = settings_of(config, entry.spec.group)
+        like = torch.nn.Parameter(torch.zeros(1, 1))  # two dimensions, as Muon asks
+        [group] = build_optimizer(spec, [([like], settings)]).param_groups
+        group |= {"lr": rate * settings.lr_scale} | _OF_THIS_PROCESS
+        content |= {f"param_groups.{entry.spec.name}.{key}": group[key] for key in group if key != "params"}
+    return content
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """In the body, torch does not warn that no process group is there: none is meant to be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
