@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
+    from rallypoint.data.sources.parquet import Parquet
+    from rallypoint.data.sources.token_files import TokenFiles
     from rallypoint.data.spec import Loader
     from rallypoint.launch.join import join
     from rallypoint.parallel.plan import Parallel
@@ -49,6 +51,7 @@ _HOMES = {
     "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
     "Parallel": "rallypoint.parallel.plan",
+    "Parquet": "rallypoint.data.sources.parquet",
     "RAdam": "rallypoint.core.optimizer",
     "RMSprop": "rallypoint.core.optimizer",
     "ReduceOnPlateau": "rallypoint.core.deciding.decisions",
@@ -56,6 +59,7 @@ _HOMES = {
     "SGD": "rallypoint.core.optimizer",
     "SWA": "rallypoint.core.average",
     "Sync": "rallypoint.core.policy",
+    "TokenFiles": "rallypoint.data.sources.token_files",
     "constant": "rallypoint.core.schedule",
     "cosine": "rallypoint.core.schedule",
     "join": "rallypoint.launch.join",
@@ -87,11 +91,13 @@ __all__ = [
     "Muon",
     "NAdam",
     "Parallel",
+    "Parquet",
     "RAdam",
     "RMSprop",
     "ReduceOnPlateau",
     "Run",
     "Sync",
+    "TokenFiles",
     "__version__",
     "constant",
     "cosine",

@@ -108,3 +108,62 @@ def test_derived_seeds_are_distinct_stable_and_fit_in_63_bits() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(0, "compute", 1, 23) != derive_seed(0, "compute", 12, 3)
     assert derive_seed(3, "epoch", 4) == derive_seed(3, "epoch", 4)
+
+
+_LENGTHS = st.lists(st.one_of(st.integers(0, 4), st.integers(0, 40)), min_size=1, max_size=12).filter(any)
+
+
+@PURE
+@given(_LENGTHS, st.integers(1, 5), st.integers(1, 7), st.integers(1, 20), st.integers(0, 2**32))
+def test_every_epoch_of_windows_uses_every_sample_exactly_once(
+    lengths: list[int], replicas: int, batch: int, mixed: int, seed: int
+) -> None:
+    samples = sum(lengths)
+    order = SampleOrder(seed=seed, samples=samples, replicas=replicas, batch=batch, shards=lengths, mixed=mixed)
+    steps = -(-3 * samples // (replicas * batch))
+    stream = [s for step in range(steps) for replica in range(replicas) for s in order.samples(step, replica)]
+    for epoch in range(3):
+        assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+
+
+@settings(PURE, max_examples=15)
+@given(_LENGTHS, st.integers(1, 6), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_windows_do_not_depend_on_what_was_asked_before(
+    lengths: list[int], replicas: int, batch: int, random: object
+) -> None:
+    def fresh() -> SampleOrder:
+        return SampleOrder(seed=5, samples=sum(lengths), replicas=replicas, batch=batch, shards=lengths, mixed=8)
+
+    places = [(step, replica) for step in range(6) for replica in range(replicas)]
+    expected = {place: fresh().samples(*place) for place in places}
+    random.shuffle(places)  # type: ignore[attr-defined]
+    order = fresh()
+    assert {place: order.samples(*place) for place in places} == expected
+
+
+@pytest.mark.parametrize("lengths", [[50] * 40, [20] * 10 + [900] + [30] * 20 + [500], [2000]])
+def test_replicas_read_few_shards_at_a_time_and_most_shards_once(lengths: list[int]) -> None:
+    """Four replicas and eight mixed shards: two at a time each. Only ends of a replica's range are read twice."""
+    replicas, batch, samples = 4, 5, sum(lengths)
+    order = SampleOrder(seed=1, samples=samples, replicas=replicas, batch=batch, shards=lengths, mixed=8)
+    shard_of = [shard for shard, length in enumerate(lengths) for _ in range(length)]
+    visits = 0
+    for replica in range(replicas):
+        streams = [[shard_of[s] for s in order.samples(step, replica)] for step in range(samples // replicas // batch)]
+        for now, following in pairwise(streams):
+            assert len({*now, *following}) <= 2 * 2, "two windows at most"
+        read = [shard for stream in streams for shard in stream]
+        visits += sum(True for _ in dict.fromkeys(read))
+    assert visits <= len(lengths) + replicas
+
+
+def test_windows_mix_shards_and_differ_between_epochs_and_seeds() -> None:
+    def epoch(seed: int, number: int) -> tuple[int, ...]:
+        order = SampleOrder(seed=seed, samples=100, replicas=2, batch=50, shards=[10] * 10, mixed=4)
+        return tuple(s for replica in range(2) for s in order.samples(number, replica))
+
+    assert len({epoch(seed, number) for seed in range(4) for number in range(4)}) == 16
+    first = epoch(0, 0)
+    assert {s // 10 for s in first[:20]} == {s // 10 for s in first[:9]}, "two shards, mixed"
+    assert len({s // 10 for s in first[:20]}) == 2
+    assert len({s // 10 for s in first[:50]}) == 5, "the other five are the second replica's"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.order import SampleOrder
-from rallypoint.data.positions import AT_ONCE, REPLICAS, OrderAhead, samples_at
+from rallypoint.data.positions import AT_ONCE, REPLICAS, OrderAhead, SamplesOfWindows, samples_at
 
 PURE = settings(derandomize=True, deadline=None, max_examples=40)
 _SEEDS = st.integers(0, 2**63 - 1)
@@ -57,3 +57,31 @@ def test_without_shuffling_a_pass_is_the_data_sets_own_order(batch: int) -> None
     order = SampleOrder(seed=3, samples=7, replicas=2, batch=batch, shuffled=False)
     stream = [sample for step in range(7) for replica in range(2) for sample in order.samples(step, replica)]
     assert stream == [position % 7 for position in range(14 * batch)]
+
+
+@PURE
+@given(
+    st.lists(st.one_of(st.integers(0, 3), st.integers(0, 400)), min_size=1, max_size=20).filter(any),
+    st.integers(1, 4), st.integers(1, 9), st.integers(1, 12), st.integers(0, 3000), _SEEDS,
+)  # fmt: skip
+def test_windows_at_once_equal_windows_one_by_one(
+    lengths: list[int], replicas: int, batch: int, mixed: int, step: int, seed: int
+) -> None:
+    def fresh() -> SampleOrder:
+        return SampleOrder(
+            seed=seed, samples=sum(lengths), replicas=replicas, batch=batch, shards=lengths, mixed=mixed
+        )
+
+    one_by_one, at_once = fresh(), SamplesOfWindows(fresh())
+    for replica in range(replicas):
+        positions = [p for each in range(step, step + 12) for p in one_by_one.positions(each, replica)]
+        expected = [s for each in range(step, step + 12) for s in one_by_one.samples(each, replica)]
+        assert at_once.at(np.array(positions, np.uint64)) == expected
+
+
+def test_windows_of_a_huge_data_set_are_computed_ahead() -> None:
+    """10^9 samples in shards of very different sizes, far into the tenth pass."""
+    lengths = [1 + (17 * shard) % 199_999 for shard in range(10_000)]
+    order = SampleOrder(seed=1, samples=sum(lengths), replicas=8, batch=64, shards=lengths, mixed=16)
+    step = 10 * sum(lengths) // (8 * 64) + 12_345
+    assert OrderAhead(order, 64).samples(step, 3) == order.samples(step, 3)

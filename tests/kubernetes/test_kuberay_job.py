@@ -21,7 +21,7 @@ from ray_nodes import no_leaks, ray_nodes
 __all__ = ["wanted"]  # a fixture
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.programs, pytest.mark.slow]
+pytestmark = [pytest.mark.programs, pytest.mark.slow, pytest.mark.timeout(450)]  # as other jobs on Ray
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_the_entrypoint_of_a_ray_job_makes_the_same_bytes(wanted: str, tmp_path:
     words = [word.replace("/rallypoint/", f"{tmp_path}/") for word in shlex.split(spec["entrypoint"])]
     with ray_nodes(float(cluster["headGroupSpec"]["rayStartParams"]["num-cpus"]), *cpus, connect=False):
         status, text = run_program(
-            ["-m", "rallypoint.cli", *words[1:]], tmp_path / "output", env={**os.environ}, cwd=tmp_path, timeout=100.0
+            ["-m", "rallypoint.cli", *words[1:]], tmp_path / "output", env={**os.environ}, cwd=tmp_path, timeout=300.0
         )
     assert status == 0, text
     assert (tmp_path / "gpt" / "digest").read_text() == wanted

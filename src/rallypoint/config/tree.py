@@ -61,7 +61,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             is kept, whatever else is deleted; "" for none.
         best_is: whether the smallest or the largest value is the best.
         seed: seed of the sample order and of every replica's randomness.
-        order: "shuffled": every pass over the data set has its own order; "sequential": the data set's.
+        order: "shuffled": every pass over the data set has its own order; "sequential": the data set's; "windowed":
+            shards (files, row groups) are shuffled, and samples within some shards, so that few are read at a time.
+        mixed_shards: from how many shards the replicas together read at a time with ``order="windowed"``: each reads
+            from ``mixed_shards // replicas`` of them, and at least from one.
         precision: "bf16" or "fp16" computes forward passes and evaluations in `torch.autocast`; parameters stay fp32.
             "fp16" scales losses, and a step whose gradients overflow is skipped.
         loss_scale: how the loss scale of "fp16" begins and changes.
@@ -116,7 +119,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     keep_best: str = ""
     best_is: Literal["min", "max"] = "min"
     seed: int = 0
-    order: Literal["shuffled", "sequential"] = "shuffled"
+    order: Literal["shuffled", "sequential", "windowed"] = "shuffled"
+    mixed_shards: int = 16
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScaling = LossScaling()
     hold: Literal["fp32", "bf16"] = "fp32"
@@ -295,7 +299,8 @@ class Settings(TypedDict, total=False):
     keep_best: str
     best_is: Literal["min", "max"]
     seed: int
-    order: Literal["shuffled", "sequential"]
+    order: Literal["shuffled", "sequential", "windowed"]
+    mixed_shards: int
     precision: Literal["fp32", "bf16", "fp16"]
     loss_scale: LossScaling
     hold: Literal["fp32", "bf16"]

@@ -17,10 +17,12 @@ class DataIdentity(msgspec.Struct, frozen=True):
     """Identifies a data set: its number of samples, and (position, digest) of a few of them.
 
     `samples` is 0 where it is not known (an older record); `digests` is empty where samples cannot be digested.
+    `shards` is a digest of its shards' lengths; "" where it does not tell them.
     """
 
     samples: int = 0
     digests: tuple[tuple[int, str], ...] = ()
+    shards: str = ""
 
 
 class JobRecord(msgspec.Struct, frozen=True):
@@ -123,6 +125,11 @@ def _other_data(first: DataIdentity, other: DataIdentity) -> str | None:
         return (
             f"a different data set: {other.samples} samples here, {first.samples} there: load the same files on every "
             "worker, and let no worker take a part of them (each replica's samples are chosen from all)"
+        )
+    if first.shards and other.shards and first.shards != other.shards:
+        return (
+            "a different data set: its shards (files, row groups) have other lengths: load the same files in the same "
+            "order on every worker"
         )
     for (position, digest), (_, its) in zip(first.digests, other.digests, strict=False):
         if digest != its:

@@ -8,6 +8,9 @@ it is not meant to be secure.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 _ROUNDS = 4
 _MASK64 = (1 << 64) - 1
@@ -51,6 +54,36 @@ class Permutation:
         return (left << self.half_bits) | right
 
 
+class Windows:
+    """The order of one pass over a data set of shards (files, row groups), in which few shards are read at a time.
+
+    The shards are permuted and laid one after the other. Each replica has a range of that sequence: the ranges are as
+    long as the replicas' shares of the pass, whatever the sizes of the shards. A *window* is `of_replica` shards in a
+    row, and a *segment* the part of a window that lies in one replica's range: the samples of a segment are permuted.
+    Example: R = 2, of_replica = 2, shards of 10 samples, permuted to 3, 0, 2, 1: replica 0 reads the samples of shards
+    3 and 0 in an order of their own, replica 1 those of 2 and 1.
+
+    Attributes:
+        shards: the shards as they are laid.
+        starts: where each of them begins in the sequence, and where the last one ends.
+    """
+
+    def __init__(self, shards: Sequence[int], starts: Sequence[int], of_replica: int) -> None:
+        self.shards, self.starts = shards, starts
+        self._of_replica = of_replica
+
+    def segment(self, place: int, low: int, high: int) -> tuple[int, int]:
+        """Where the segment of this place of the sequence begins and ends, in a range from `low` to `high`."""
+        window = (bisect_right(self.starts, place) - 1) // self._of_replica * self._of_replica
+        end = min(window + self._of_replica, len(self.shards))
+        return max(low, int(self.starts[window])), min(high, int(self.starts[end]))
+
+    def shard_at(self, place: int) -> tuple[int, int]:
+        """The shard at this place of the sequence, and the number of the sample in it."""
+        index = bisect_right(self.starts, place) - 1
+        return int(self.shards[index]), place - int(self.starts[index])
+
+
 class SampleOrder:
     """The samples that replica r uses at step t. Every epoch is one pass over the data set, shuffled or in order.
 
@@ -58,15 +91,25 @@ class SampleOrder:
     has the r-th `batch` of them. Position p is sample ``permutation_of_epoch(p // samples)(p % samples)``, or without
     `shuffled` ``p % samples``. Example: R = 2, batch = 4: replica 1 at step 3 reads positions 28..31.
 
+    With `shards`, the lengths of the data set's shards, a pass has the order of `Windows`: the replicas together read
+    from about `mixed` shards at a time, and each from at least one.
+
     Attributes:
+        seed: the job's.
         length: samples of the data set.
+        shards: the lengths of its shards; empty where the order does not follow them.
     """
 
-    def __init__(self, *, seed: int, samples: int, replicas: int, batch: int, shuffled: bool = True) -> None:
-        self._seed, self.length, self._replicas, self._batch = seed, samples, replicas, batch
-        self._shuffled = shuffled
+    def __init__(
+        self, *, seed: int, samples: int, replicas: int, batch: int, shuffled: bool = True,
+        shards: Sequence[int] = (), mixed: int = 1,
+    ) -> None:  # fmt: skip
+        self.seed, self.length, self._replicas, self._batch = seed, samples, replicas, batch
+        self.shards, self._shuffled = shards, shuffled
+        self.of_replica = max(1, mixed // replicas)
         self._epoch = -1
         self._permutation = Permutation(samples, 0)
+        self._windows: tuple[int, Windows] | None = None
 
     def samples(self, step: int, replica: int) -> list[int]:
         """The `batch` sample indices of replica `replica` at step `step`, in order."""
@@ -82,14 +125,55 @@ class SampleOrder:
         if not self._shuffled:
             return None
         if epoch != self._epoch:
-            self._permutation = Permutation(self.length, derive_seed(self._seed, "epoch", epoch))
+            self._permutation = Permutation(self.length, derive_seed(self.seed, "epoch", epoch))
             self._epoch = epoch
         return self._permutation
 
+    def permutation_of_shards(self, epoch: int) -> Permutation:
+        """The order in which an epoch's shards are laid."""
+        return Permutation(len(self.shards), derive_seed(self.seed, "shards", epoch))
+
+    def permutation_of_segment(self, epoch: int, start: int, stop: int) -> Permutation:
+        """The order of the samples of one segment."""
+        return Permutation(stop - start, derive_seed(self.seed, "segment", epoch, start))
+
+    def range_of(self, replica: int, epoch: int) -> tuple[int, int, int]:
+        """Where a replica's range of the epoch's sequence begins and ends, and how many positions it had before it."""
+        begin, end = epoch * self.length, (epoch + 1) * self.length
+        low, high = (self._below(end, r) - self._below(begin, r) for r in (replica, replica + 1))
+        return low, high, self._below(begin, replica + 1) - self._below(begin, replica)
+
+    def replica_at(self, position: int) -> tuple[int, int]:
+        """The replica that reads this position, and how many positions it has read before."""
+        block, offset = divmod(position, self._batch)
+        step, replica = divmod(block, self._replicas)
+        return replica, step * self._batch + offset
+
+    def _below(self, position: int, replica: int) -> int:
+        """How many positions before this one are read by replicas before this one."""
+        steps, rest = divmod(position, self._replicas * self._batch)
+        return steps * replica * self._batch + min(rest, replica * self._batch)
+
     def _sample(self, position: int) -> int:
         epoch, offset = divmod(position, self.length)
+        if self.shards:
+            return self._in_windows(position, epoch)
         permutation = self.permutation(epoch)
         return offset if permutation is None else permutation(offset)
+
+    def _in_windows(self, position: int, epoch: int) -> int:
+        if self._windows is None or self._windows[0] != epoch:
+            permutation = self.permutation_of_shards(epoch)
+            shards = [permutation(index) for index in range(len(self.shards))]
+            starts = [0, *accumulate(self.shards[shard] for shard in shards)]
+            self._windows = epoch, Windows(shards, starts, self.of_replica)
+        windows = self._windows[1]
+        replica, read = self.replica_at(position)
+        low, high, before = self.range_of(replica, epoch)
+        start, stop = windows.segment(low + read - before, low, high)
+        permuted = self.permutation_of_segment(epoch, start, stop)(low + read - before - start)
+        shard, offset = windows.shard_at(start + permuted)
+        return sum(self.shards[:shard]) + offset
 
 
 def _mix(value: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset
 
@@ -16,6 +16,41 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A map-style data set that is read in shards (files, row groups), one after the other.
+
+    Its samples 0 to ``shard_lengths()[0] - 1`` are those of the first shard, and so on. Example::
+
+        class Lines:
+            def shard_lengths(self):
+                return [len(lines) for lines in self.files]
+    """
+
+    def shard_lengths(self) -> Sequence[int]:
+        """Return how many samples each shard has."""
+        ...
+
+
+def shard_lengths(dataset: object) -> tuple[int, ...]:
+    """Return the lengths of a data set's shards. Raises DataError if it does not tell them, or tells wrong ones."""
+    kind = type(dataset).__qualname__
+    if not isinstance(dataset, Sharded):
+        raise DataError(
+            f'order="windowed" shuffles the shards of a data set, and a {kind} does not tell them: give rp.Parquet, '
+            "rp.TokenFiles, rp.WebDataset or a data set with shard_lengths(), or leave order= out (a transform in a "
+            "data set around one of them hides them: give it as transform= or collate_fn=)"
+        )
+    lengths = tuple(int(length) for length in dataset.shard_lengths())
+    total = len(dataset)  # type: ignore[arg-type]
+    if min(lengths, default=-1) < 0 or sum(lengths) != total:
+        raise DataError(
+            f"shard_lengths() of a {kind} must be numbers of samples, of which the sum is len(dataset): the sum is "
+            f"{sum(lengths)}, the length {total}"
+        )
+    return lengths
 
 
 def check_dataset(dataset: object) -> None:

@@ -1,4 +1,4 @@
-"""The identity of a data set, which workers of one job compare: its length, and digests of some samples."""
+"""The identity of a data set, which workers of one job compare: its length and shards, digests of some samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from rallypoint.core.job import DataIdentity
 from rallypoint.core.order import derive_seed
-from rallypoint.data.dataset import MapDataset, fetch
+from rallypoint.data.dataset import MapDataset, Sharded, fetch
 from rallypoint.data.randomness import seeded
 
 SAMPLED = 8  # positions, spread over the whole data set
@@ -27,7 +27,14 @@ def identity_of(dataset: MapDataset) -> DataIdentity:
     last = max(1, SAMPLED - 1)
     positions = sorted({i * (length - 1) // last for i in range(SAMPLED)})
     first, again = (_digests(dataset, positions) for _ in range(2))
-    return DataIdentity(length, first if first is not None and first == again else ())
+    return DataIdentity(length, first if first is not None and first == again else (), _shards(dataset))
+
+
+def _shards(dataset: MapDataset) -> str:
+    if not isinstance(dataset, Sharded):
+        return ""
+    lengths = np.asarray(dataset.shard_lengths(), "<i8")
+    return hashlib.blake2b(lengths.tobytes(), digest_size=8).hexdigest()
 
 
 def _digests(dataset: MapDataset, positions: list[int]) -> tuple[tuple[int, str], ...] | None:

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from rallypoint.config import JobConfig
 from rallypoint.core.order import SampleOrder, derive_seed
-from rallypoint.data.dataset import MapDataset, check_dataset
+from rallypoint.data.dataset import MapDataset, check_dataset, shard_lengths
 from rallypoint.data.positions import OrderAhead
 from rallypoint.data.reading import Reading
 from rallypoint.data.spec import Collate, Loader
@@ -26,7 +26,8 @@ class MicroBatches:
 
     `collate` makes a batch of a list of samples; None: torch's ``default_collate``. `part` says which part, of how
     many, of each micro-batch is loaded. `loader` says what happens to samples that raise an error. Raises DataError
-    when the data set is empty or not map-style, or when a micro-batch cannot be cut into so many equal parts.
+    when the data set is empty or not map-style, when its shards are needed and it does not tell them, or when a
+    micro-batch cannot be cut into so many equal parts.
 
     Attributes:
         config: the job's configuration.
@@ -50,7 +51,8 @@ class MicroBatches:
             )
         order = SampleOrder(
             seed=config.seed, samples=len(dataset), replicas=config.replicas, batch=config.batch,
-            shuffled=config.order == "shuffled",
+            shuffled=config.order == "shuffled", mixed=config.mixed_shards,
+            shards=shard_lengths(dataset) if config.order == "windowed" else (),
         )  # fmt: skip
         self._order = OrderAhead(order, config.batch)
 

@@ -28,6 +28,7 @@ from rallypoint.worker.loop.session import Job
 
 TrainFunction = Callable[..., Any]
 _TIMEOUT_S = 120.0
+_PATIENT_S = 60.0  # a heartbeat
 
 
 class ClusterFailed(RallypointError):
@@ -54,7 +55,7 @@ class ProcessCluster:
     workers: int
     servers: int
     overrides: dict[str, Any] = field(default_factory=dict)
-    terms: Terms | None = None
+    terms: Terms | None = None  # None: nobody is given up because this machine is busy
     folder: str = ""
     timeout: float = _TIMEOUT_S
     started: list[Process] = field(default_factory=list)
@@ -76,7 +77,9 @@ class ProcessCluster:
 
     def run(self, train: TrainFunction, *args: Any) -> list[Any]:
         """Train on the whole cluster; see the class."""
-        terms = self.terms or Terms(workers_start=self.workers, workers_max=self.workers, servers=self.servers)
+        terms = self.terms or Terms(
+            workers_start=self.workers, workers_max=self.workers, servers=self.servers, heartbeat=_PATIENT_S
+        )
         about = JoinInfo(self.overrides, self.folder, snapshots=self.folder and f"{self.folder}/snapshots")
         coordinator = self.start(_coordinator_main, terms, about)
         address = self.answer(coordinator)

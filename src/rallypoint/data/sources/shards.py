@@ -1,0 +1,123 @@
+"""A data set of shards that are read whole, and kept while they are needed."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from rallypoint.data.sources.recent import Recent
+from rallypoint.errors import UsageError
+
+log = logging.getLogger("rallypoint")
+
+TOO_OFTEN = 64  # shards that were read again soon after they had been dropped, before a line says so
+Transform = Callable[[dict[str, Any]], Any]
+
+
+class Rows(Protocol):
+    """One shard, in memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        ...
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Return one of its samples, with values of its own."""
+        ...
+
+
+class ShardedDataset(ABC):
+    """Samples by position. The shards that were read last are kept, in at most `cache_bytes` (one shard at least).
+
+    For one thread of each process. It pickles without what it keeps.
+    """
+
+    def __init__(self, *, cache_bytes: int, threads: int, transform: Transform | None) -> None:
+        for name, number in (("cache_bytes", cache_bytes), ("threads", threads)):
+            if number < 1:
+                raise UsageError(f"{type(self).__name__}({name}={number}): give 1 or more")
+        self._cache_bytes, self._threads, self._transform = cache_bytes, threads, transform
+        self._forget()
+        self._index([])
+
+    def _index(self, lengths: Iterable[int]) -> None:
+        """These are the lengths of the shards."""
+        self._lengths = list(lengths)
+        self._starts = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
+
+    @abstractmethod
+    def _read(self, shard: int) -> Rows:
+        """Read one shard, on any thread."""
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples at these positions, in this order. Each shard is read once at most."""
+        of_shard: dict[int, list[tuple[int, int]]] = {}
+        for place, index in enumerate(indices):
+            if not 0 <= index < len(self):
+                raise IndexError(index)
+            shard = int(np.searchsorted(self._starts, index, "right")) - 1
+            of_shard.setdefault(shard, []).append((place, index - int(self._starts[shard])))
+        found: list[Any] = [None] * len(indices)
+        for shard, rows in self._shards(sorted(of_shard)):
+            for place, number in of_shard[shard]:
+                found[place] = rows.row(number)
+        # In the order of the positions: what a transform draws at random does not depend on which shards were kept
+        return found if self._transform is None else [self._transform(row) for row in found]
+
+    def shard_lengths(self) -> Sequence[int]:
+        """Return how many samples each shard has."""
+        return self._lengths
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_dropped", "_again")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept: Recent[int, Rows] = Recent(self._cache_bytes)
+        self._dropped: deque[int] = deque(maxlen=64)
+        self._again = 0
+
+    def _shards(self, shards: list[int]) -> Iterable[tuple[int, Rows]]:
+        """These shards, those that are kept first; some others at once are read, by threads."""
+        missing = []
+        for shard in shards:
+            if (kept := self._kept.get(shard)) is None:
+                missing.append(shard)
+            else:
+                yield shard, kept
+        if len(missing) < 2 or self._threads == 1:
+            yield from ((shard, self._keep(shard, self._read(shard))) for shard in missing)
+            return
+        with ThreadPoolExecutor(min(self._threads, len(missing)), "reading shards") as pool:
+            for first in range(0, len(missing), self._threads):  # no more than that are in memory beside the kept ones
+                some = missing[first : first + self._threads]
+                for shard, rows in zip(some, pool.map(self._read, some), strict=True):
+                    yield shard, self._keep(shard, rows)
+
+    def _keep(self, shard: int, rows: Rows) -> Rows:
+        self._again += shard in self._dropped
+        if self._again == TOO_OFTEN:
+            log.warning(
+                "shards of the data set are read again soon after they were dropped, because those that are needed at "
+                'a time take more than cache_bytes=%d in this process: order="windowed", fewer mixed_shards, or a '
+                "larger cache_bytes avoid that (%d bytes are kept of %d shards)",
+                self._cache_bytes, self._kept.size, len(self._kept),
+            )  # fmt: skip
+        self._dropped.extend(self._kept.put(shard, rows, rows.nbytes))
+        return rows
