@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import socket
@@ -19,10 +20,12 @@ from test_watch_state import PLAN, line, members, steps
 
 from rallypoint.config import JobConfig, record_of
 from rallypoint.coordinator.journal import Journal
+from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, FingerprintLog
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import UsageError
 from rallypoint.launch.observing.facts import facts_of, resolved_of
+from rallypoint.net.recording.messages import Updated
 from rallypoint.watch.app import Page
 from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.locked import COOKIE
@@ -70,6 +73,25 @@ def test_all_settings_are_those_that_the_members_have_agreed_on(folder: Path) ->
             journal.save(ClusterState(record, None, (), 0, 1, False, -1, 2))
         settings = client.get("/settings").json()
     assert (settings["replicas"], settings["clip"], settings["optimizer.type"]) == ("3", "0.5", "adamw")
+
+
+def test_the_hash_of_the_weights_is_that_of_the_newest_version_that_all_shards_have_told(folder: Path) -> None:
+    layout = build_layout([TensorSpec("w", (32, 1), "float32", 0)], 64)
+    record = record_of(JobConfig(replicas=3, fingerprints=2), layout)
+    with closing(Journal(str(folder))) as journal:
+        journal.save(ClusterState(record, None, (), 0, 1, False, -1, 2))
+    assert not any("hash" in name for name in resolved_of(folder)), "nothing is recorded yet"
+    kept, shards = FingerprintLog(str(folder), print), len(record.layout.shards)
+    told = [(version, shard) for version in (2, 4) for shard in reversed(range(shards))]
+    for version, shard in [*told, (6, 0)]:
+        kept.add("server0", Updated(version, shard, bytes([version, shard]) * 8))
+    for thread, _ in kept.stop():
+        thread.join()
+    whole = hashlib.sha256(b"".join(bytes([4, shard]) * 8 for shard in range(shards))).hexdigest()
+    assert shards > 1
+    assert next(iter(resolved_of(folder).items())) == ("hash of the weights after 4 steps", whole)
+    (folder / FINGERPRINTS).write_bytes(b"something else")
+    assert "replicas" in resolved_of(folder)
 
 
 def test_the_token_becomes_a_cookie_and_leaves_the_address(client: TestClient) -> None:

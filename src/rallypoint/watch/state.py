@@ -25,6 +25,7 @@ from rallypoint.net.messages import (
     Waiting,
 )
 from rallypoint.net.ordering.messages import Ordered
+from rallypoint.net.recording.messages import AuditFound
 from rallypoint.net.sampling.messages import Sampled
 from rallypoint.watch.machines import Machines
 from rallypoint.watch.members import Timelines
@@ -97,7 +98,11 @@ class RunState:
             case Skipped():
                 self.skipped["contributions" if message.alone else "steps"] += 1
                 self._mark("skip", f"step {message.step} skipped: not finite")
-            case Say(text=text) | Waiting(text=text) | Held(text=text) | ServerMismatch(text=text) | Ordered(text=text):
+            case AuditFound():
+                self._audited(message)
+            case ServerMismatch(text=text):
+                self._mark("audit", text)
+            case Say(text=text) | Waiting(text=text) | Held(text=text) | Ordered(text=text):
                 self.sentences.append({"t": self.now, "text": text})
                 if isinstance(message, Waiting):
                     self._cause, self._said = self._cause or "waiting", text
@@ -142,6 +147,15 @@ class RunState:
             if worker not in self.members.here:
                 continue  # its word came after it was gone
             self.late[worker] = _LATE_OVER * self.late.get(worker, seconds) + (1 - _LATE_OVER) * seconds
+
+    def _audited(self, found: AuditFound) -> None:
+        """Mark what an audit of a contribution has found: once, though several servers say it."""
+        name, lost = f"audit of step {found.step}, replica {found.replica}", " and ".join(found.others)
+        have = "has" if len(found.others) == 1 else "have"
+        winners = f"other bytes than {' and '.join(found.agreed)}" if found.agreed else "different bytes"
+        text = f"{name}: {lost} {have} computed {winners}"
+        if all(mark["text"] != text for mark in self.marks):
+            self._mark("audit", text)
 
     def _mark(self, kind: str, text: str) -> None:
         self._cause, self._said = kind, self._said or text

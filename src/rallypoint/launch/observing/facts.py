@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rallypoint.coordinator.journal import kept_state
-from rallypoint.errors import RallypointError
+from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
+from rallypoint.core.job import JobRecord
+from rallypoint.errors import DataError, RallypointError
 from rallypoint.launch.plan import Launch, read_plan
+
+_NEWEST = 8  # of so many versions one is looked for of which all shards have told their digests
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
@@ -24,12 +30,26 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 def resolved_of(folder: Path) -> dict[str, str]:
     """All settings of the job in `folder`, by dotted name, as its members have agreed on them; none before that, and
-    of a journal that cannot be read."""
+    of a journal that cannot be read. Before them, in a job with `fingerprints`, the weights' hash so far."""
     try:
         state = kept_state(folder)
     except RallypointError:
         return {}
-    return {} if state is None or state.record is None else dict(_flat(state.record.config))
+    if state is None or state.record is None:
+        return {}
+    return {**_weights(folder, state.record), **dict(_flat(state.record.config))}
+
+
+def _weights(folder: Path, record: JobRecord) -> dict[str, str]:
+    """The hash of the newest version of which the digests of all shards are kept. Two runs with the same layout and the
+    same weights have the same hash."""
+    with contextlib.suppress(DataError), KeptFingerprints(folder) as kept:
+        for version in reversed(kept.versions()[-_NEWEST:]):
+            digests = kept.version(version)
+            if len(digests) == len(record.layout.shards):
+                whole = hashlib.sha256(b"".join(digests[shard] for shard in sorted(digests))).hexdigest()
+                return {f"hash of the weights after {record.steps_at(version)} steps": whole}
+    return {}
 
 
 def _settings(plan: Launch) -> dict[str, str]:

@@ -50,8 +50,8 @@ function merge(into, news) {
   }
 }
 
-// A tick at every death, join, roll-back and skipped step; those of joins are below, as one often follows a death
-const tickColour = { loss: "bad", join: "server", back: "bad", skip: "aggregator" };
+// A tick at every death, join, roll-back, skipped step and finding of an audit; those of joins are below, as one often follows a death
+const tickColour = { loss: "bad", join: "server", back: "bad", skip: "aggregator", audit: "bad" };
 function ticks(plot) {
   const { ctx, bbox } = plot, paints = { other: colour("dim") };
   for (const [kind, name] of Object.entries(tickColour)) paints[kind] = colour(name);
