@@ -96,6 +96,14 @@ def test_processes_load_what_the_loop_would_load(loading: Any) -> None:
     assert all(same(take(processes, place), place) for place in needed((1, 3)))
 
 
+def test_what_is_computed_again_is_loaded_again(loading: Any) -> None:
+    """Such as the micro-batch for which the processes were begun."""
+    processes = loading(Noisy())
+    for place in needed((1, 3))[:4]:
+        assert same(take(processes, place), place)
+        assert same(take(processes, place), place)
+
+
 def test_a_killed_process_costs_no_sample(loading: Any, tmp_path: Path) -> None:
     plan = tmp_path / "die"
     processes = loading(Noisy(dies=plan))

@@ -217,7 +217,7 @@ class LoaderProcesses:
     def _next(self) -> Place | None:
         with self._changed:
             place = None if self._over else self._places.pop()
-            if place is not None:
+            if place is not None and place not in self._requested:  # it is there if the main thread waits
                 self._requested.append(place)
             return place
 
