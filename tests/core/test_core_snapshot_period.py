@@ -9,7 +9,18 @@ from test_core_stop import _begun, _reported
 
 from rallypoint.coordinator.ordering.orders import Orders
 from rallypoint.core.cluster.effects import Capture
-from rallypoint.core.cluster.events import Captured, Committed, Event, Failed, Heard, Progress, SnapshotsEvery, Tick
+from rallypoint.core.cluster.events import (
+    Captured,
+    Committed,
+    Event,
+    Failed,
+    Heard,
+    Paused,
+    Progress,
+    SnapshotsEvery,
+    SnapshotWanted,
+    Tick,
+)
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import SnapshotPeriod
@@ -65,6 +76,21 @@ def test_a_snapshot_in_progress_is_ended_before_the_next_one() -> None:
     job.play(*(Captured(server, capture.snapshot, tuple(range(99))) for server in capture.writers))
     job.play(Committed(capture.snapshot))
     assert _of(Capture, job.play(*_step(job, capture.version + 1))) != []
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_while_the_job_is_paused_no_version_is_stored_twice(steps: int) -> None:
+    job = _begun(snapshots=True, snapshot_steps=100)
+    _reported(job, 4)
+    captures = _of(Capture, [*job.play(Paused(True)), *job.play(SnapshotsEvery(SnapshotPeriod(steps)))])
+    versions = []
+    while captures and len(versions) < 4:
+        (capture,) = captures
+        versions.append(capture.version)
+        job.play(*(Captured(server, capture.snapshot, tuple(range(99))) for server in capture.writers))
+        captures = _of(Capture, [*job.play(Committed(capture.snapshot)), *job.play(Tick(1.0))])
+    assert len(versions) <= 1
+    assert _of(Capture, job.play(SnapshotWanted())) != [], "a user gets one all the same"
 
 
 @pytest.mark.parametrize(("steps", "seconds", "said"), [

@@ -117,6 +117,8 @@ class Snapshots:
             course.record, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=lead
         )
         soon = self.duty.taking is None and self._evaluated_soon(lead)
+        if due and not (self.duty.wanted or self.duty.held or ending):  # only the period asks for it
+            due = self._next_version() > self.duty.last[0]  # while the job is paused, there is none
         return self.take() if due or soon else []
 
     def _evaluated_soon(self, lead: int) -> bool:
@@ -135,6 +137,13 @@ class Snapshots:
         self.duty.wanted = not writers or not course.members.awaited.isdisjoint(writers)
         if self.duty.wanted:
             return []
+        return self.capture(self._next_version(), writers)
+
+    def _next_version(self) -> int:
+        """The version of a snapshot that is asked for now."""
+        course = self.course
+        assert course.record is not None
+        assert course.view is not None
         rule = course.strategies.snapshot_version
         version = self.duty.next_version(course.record, course.furthest, rule, ending=course.view.ending)
         version, evaluated = min(version, course.last), version_to_capture(course)
@@ -142,7 +151,7 @@ class Snapshots:
             version = min(version, max(course.views.paused, course.known))  # no later one is made for now
         if evaluated is not None and (version > evaluated or self._evaluated_soon(course.strategies.snapshot_lead)):
             version = evaluated  # nobody is past it: see `View.limit`
-        return self.capture(version, writers)
+        return version
 
     def capture(self, version: int, writers: Sequence[str]) -> list[Effect]:
         """Begin a snapshot of `version`, which replaces the one in progress, and ask `writers` for their parts."""
