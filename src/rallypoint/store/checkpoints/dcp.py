@@ -42,20 +42,25 @@ def write_dcp(content: Mapping[str, Any], folder: Path) -> None:
 def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors under their whole keys; what is not a tensor is left out.
 
-    The format keeps its list of tensors (``.metadata``) as a pickle: read only checkpoints that you trust.
+    A step that is a Python int is among them, as a tensor. The format keeps its list of tensors (``.metadata``) as a
+    pickle: see `checkpoints.restricted`.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(folder)
+    from rallypoint.store.checkpoints.restricted import Reader
+
+    reader = Reader(folder)
+    metadata = reader.read_metadata()
     tensors = {
         key: torch.empty(about.size, dtype=about.properties.dtype)
-        for key, about in reader.read_metadata().state_dict_metadata.items()
+        for key, about in metadata.state_dict_metadata.items()
         if isinstance(about, TensorStorageMetadata)
     }
     with _alone():
         load(tensors, storage_reader=reader, no_dist=True)
+    if isinstance(metadata.state_dict_metadata.get("step"), BytesStorageMetadata):
+        tensors["step"] = torch.tensor(reader.whole_number(metadata, "step"))
     return tensors
 
 
@@ -87,7 +92,18 @@ def optimizer_content(
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """In the body, torch does not warn that no process group is there: none is meant to be."""
+    """In the body, torch does not warn that no process group is there: none is meant to be.
+
+    torch's own exception, which is no Exception, becomes the first failure in it: OSError, or RuntimeError for others.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            if isinstance(first, Exception) and not isinstance(first, OSError):
+                raise RuntimeError(f"{type(first).__name__}: {first}") from None
+            raise first from None

@@ -41,12 +41,12 @@ class Checkpoint:
 def read_checkpoint(place: Path) -> Checkpoint:
     """Return the checkpoint in a ``.safetensors`` or ``.pt`` file, a Hugging Face folder, or a folder of DCP.
 
-    A ``.pt`` file is read with weights_only=True; of a DCP folder its list of tensors is a pickle. Raises DataError for
-    anything else.
+    A ``.pt`` file is read with weights_only=True; of a DCP folder its list of tensors is a pickle, of which only the
+    format's own classes are read. Raises DataError for anything else.
     """
     try:
         if place.is_dir():
-            return _of_keys(read_dcp(place)) if (place / METADATA).is_file() else Checkpoint(_of_folder(place))
+            return _of_directory(place)
         if place.suffix == ".safetensors":
             return Checkpoint(_plain(load_file(place)))
         if place.is_file():
@@ -61,6 +61,15 @@ def read_checkpoint(place: Path) -> Checkpoint:
         f"there is no checkpoint {place}: give a .safetensors or .pt file, a folder with {MODEL_FILE}, or one of "
         "torch.distributed.checkpoint"
     )
+
+
+def _of_directory(folder: Path) -> Checkpoint:
+    if not (folder / METADATA).exists():
+        return Checkpoint(_of_folder(folder))
+    for name in (MODEL_FILE, _INDEX):
+        if (folder / name).exists():
+            raise DataError(f"{folder} has both {METADATA} and {name}: which of them is the checkpoint? Move one away")
+    return _of_keys(read_dcp(folder))
 
 
 def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
