@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from test_core_cluster import STEPS, _of
 from test_core_stop import _begun, _reported
@@ -10,6 +11,7 @@ from rallypoint.coordinator.ordering.orders import Orders
 from rallypoint.core.cluster.effects import Capture, Publish
 from rallypoint.core.cluster.events import Found, Left, Paused, SnapshotWanted, Stopped
 from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.slots import Compute
@@ -53,6 +55,20 @@ def test_a_pause_outlives_the_coordinator_a_worker_and_a_roll_back() -> None:
     assert "operator, who has paused the job before step 3" in str(job.machine.waiting_for())
     (publish,) = _of(Publish, job.play(Paused(False)))
     assert publish.view.paused is None
+
+
+def test_an_order_to_go_on_outlives_the_coordinator_though_no_view_says_it_yet() -> None:
+    job = _begun()
+    _reported(job, 4)
+    job.play(Paused(True))
+    job.play(Left("s0", "killed"), Left("s1", "killed"))
+    revision = job.machine.revision
+    assert _of(Publish, job.play(Paused(False))) == []
+    assert job.machine.revision > revision
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(job.machine.state()), type=ClusterState)
+    again = ClusterMachine(job.machine.terms, state)
+    assert again.course.views.paused is None
+    assert again.state().goes_on
 
 
 def test_a_snapshot_that_is_wanted_in_a_pause_is_of_the_version_that_there_is() -> None:

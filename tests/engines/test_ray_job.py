@@ -43,7 +43,7 @@ with rp.join() as job:
 STEPS = 120
 PATIENCE_S = 200.0  # with all of the suite beside it, Ray has needed 50 s to start six processes
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "recovery_ray.py"
-ALONE: dict[str, Any] = {"workers": (1, 1), "workers_start": 1, "servers": 1}  # what a run with more of them is compared with
+ALONE: dict[str, Any] = {"workers": (1, 1), "workers_start": 1, "servers": 1}  # what others are compared with
 Act = Callable[[ClusterRun], bool]
 
 

@@ -99,6 +99,7 @@ class TakeOver:
             caught_up=tuple(sorted(still_caught_up(view, before.view, set(before.caught_up)))) if same else (),
             furthest=before.furthest if same else -1,  # reports soon say more
             state_holders=before.state_holders if same else {view.uploader: 0} if view.uploader else {},
+            goes_on=before.goes_on and view.number == before.view.number,
         )  # fmt: skip
 
     def _hear(self, hello: Hello, view: View | None) -> None:

@@ -140,7 +140,7 @@ class Course:
             self.begun, self.furthest, self.workers_max, self.last_word, dict(self.recovery.reached),
             self.failing, dict(self.evaluations.results), self.evaluations.decided,
             tuple(self.evaluations.stored), self.evaluations.periods, self.evaluations.high, self.evaluations.stops,
-            self.ordered_period,
+            self.ordered_period, self.view is not None and self.view.paused is not None and self.views.paused is None,
         )  # fmt: skip
 
     def dismiss_aggregators(self) -> list[Effect]:

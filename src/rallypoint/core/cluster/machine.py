@@ -95,7 +95,8 @@ class ClusterMachine:
         if self.resume is not None:
             return  # a resumed job has new members; only the incarnations count on
         # Without a record, all members had left before anything was computed: do not use their view.
-        course.views.go_on_from(state.view if state.record is not None else None, state.caught_up)
+        view = state.view if state.record is not None else None
+        course.views.go_on_from(view, state.caught_up, goes_on=state.goes_on)
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
         course.last_word, course.failing = state.last_word, state.failing

@@ -84,6 +84,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     high: bool = False
     stops: tuple[StopWhen, ...] = ()
     ordered_period: SnapshotPeriod | None = None
+    goes_on: bool = False  # the operator lets the job go on, and the view does not say so yet
 
 
 def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, servers: int) -> str | None:

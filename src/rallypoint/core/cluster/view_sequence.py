@@ -66,12 +66,12 @@ class ViewSequence:
         """The number of shards without a backup that has caught up: one server's loss would lose them."""
         return 0 if self.view is None else len(self.view.primary.keys() - self.caught_up)
 
-    def go_on_from(self, view: View | None, caught_up: Iterable[int]) -> None:
-        """Put in force what an earlier coordinator has left."""
+    def go_on_from(self, view: View | None, caught_up: Iterable[int], *, goes_on: bool) -> None:
+        """Put in force what an earlier coordinator has left; `goes_on`: the next view is not paused."""
         self.view, self.caught_up = view, set(caught_up)
         self.stop, self.lease, self.limit = (None, None, None) if view is None else (view.stop, view.lease, view.limit)
         self.reductions, self.disputes = ((), ()) if view is None else (view.reductions, view.disputes)
-        self.paused = None if view is None else view.paused
+        self.paused = None if view is None or goes_on else view.paused
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,

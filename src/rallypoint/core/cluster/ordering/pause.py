@@ -26,7 +26,10 @@ def pause(course: Course, *, on: bool) -> bool:
         return False
     before = course.views.paused
     course.views.paused = course.known + 1 if on else None
-    return course.views.paused != before
+    if course.views.paused == before:
+        return False
+    course.changed()  # the next view may have to wait, as while servers are lost
+    return True
 
 
 def holds(course: Course) -> str:
