@@ -81,3 +81,12 @@ def test_a_failure_in_torch_comes_out_as_itself(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(FileSystemWriter, "write_data", fail)
         with pytest.raises(expected):
             dcp.write_dcp({"model": {"weight": torch.ones(1)}}, tmp_path / "out")
+
+
+def test_an_old_index_beside_the_model_is_not_read(tmp_path: Path) -> None:
+    """As a job that was exported to a folder that had a model in several files leaves it."""
+    save_file({"weight": torch.zeros(2)}, tmp_path / "old.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"weight": "old.safetensors"}}')
+    assert read_checkpoint(tmp_path).model["weight"].tolist() == [0.0, 0.0]
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert read_checkpoint(tmp_path).model["weight"].tolist() == [1.0, 1.0]

@@ -74,7 +74,7 @@ def _of_directory(folder: Path) -> Checkpoint:
 
 def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
     files = [MODEL_FILE]
-    if (folder / _INDEX).is_file():
+    if not (folder / MODEL_FILE).is_file() and (folder / _INDEX).is_file():  # an index beside it is of an older model
         files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
         if any("/" in name for name in files):
             raise DataError(f"{folder / _INDEX} names files outside of its folder")
