@@ -30,10 +30,17 @@ def _accelerated() -> bool:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed all global generators for the body, then restore their states."""
+    with untouched():
+        seed_everything(seed)
+        yield
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Restore the states of all global generators after the body."""
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if cuda else []
-    seed_everything(seed)
     try:
         yield
     finally:

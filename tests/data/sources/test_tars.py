@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import rallypoint as rp
 from rallypoint.config import JobConfig
 from rallypoint.data.dataset import fetch
 from rallypoint.data.loader import MicroBatches
+from rallypoint.data.randomness import seed_everything
 from rallypoint.data.sources import tars
 from rallypoint.errors import DataError
 
@@ -98,6 +100,24 @@ def test_what_is_no_tar_is_named(tmp_path: Path) -> None:
     (tmp_path / "0.tar").write_bytes(tar_of({"README": b""}))
     with pytest.raises(DataError, match="there are no samples in"):
         rp.WebDataset(tmp_path)
-    (tmp_path / "0.tar").write_bytes(tar_of(samples(0, 200))[:9000])
-    with pytest.raises(DataError, match=r"0\.tar"):
-        rp.WebDataset(tmp_path)
+    whole = tar_of(samples(0, 200))
+    with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
+        second = tar.getmembers()[2].offset
+    for damaged in (whole[:9000], whole[:second], whole[: second + 100], whole[:second] + b"?" + whole[second + 1 :]):
+        (tmp_path / "0.tar").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"0\.tar"):
+            rp.WebDataset(tmp_path)
+
+
+def test_what_a_stores_client_draws_at_random_changes_no_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As botocore does when it waits before it asks again."""
+    (tmp_path / "0.tar").write_bytes(tar_of(samples(0, 8)))
+    found = rp.WebDataset(tmp_path, transform=lambda row: (row["cls"], random.random()))
+    read = type(found)._read
+    monkeypatch.setattr(type(found), "_read", lambda self, shard: (random.random(), read(self, shard))[1])
+    seed_everything(3)
+    fetched = fetch(found, [1, 5])
+    seed_everything(3)
+    assert fetch(found, [1, 5]) == fetched, "from memory"

@@ -7,10 +7,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 
+from rallypoint.data.randomness import untouched
 from rallypoint.data.sources.recent import Recent
 from rallypoint.errors import UsageError
 
@@ -72,9 +74,11 @@ class ShardedDataset(ABC):
             shard = int(np.searchsorted(self._starts, index, "right")) - 1
             of_shard.setdefault(shard, []).append((place, index - int(self._starts[shard])))
         found: list[Any] = [None] * len(indices)
-        for shard, rows in self._shards(sorted(of_shard)):
-            for place, number in of_shard[shard]:
-                found[place] = rows.row(number)
+        # A store's client may draw how long it waits before a request is made again: no transform is to notice
+        with nullcontext() if self._transform is None else untouched():
+            for shard, rows in self._shards(sorted(of_shard)):
+                for place, number in of_shard[shard]:
+                    found[place] = rows.row(number)
         # In the order of the positions: what a transform draws at random does not depend on which shards were kept
         return found if self._transform is None else [self._transform(row) for row in found]
 

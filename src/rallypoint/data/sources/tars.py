@@ -139,6 +139,9 @@ def _samples(opened: Any) -> Iterator[Sample]:
                 members = []
             key = folder + slash + stem
             members.append((extension, info.offset_data, info.size))
+        opened.seek(tar.offset)
+        if opened.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:  # what `next` takes for the end too
+            raise tarfile.ReadError(f"it is damaged, or cut, at byte {tar.offset}")
     if members:
         yield key, members
 
