@@ -346,7 +346,7 @@ def test_a_replayed_handshake_is_worth_nothing(
         while sock.recv(4096):
             pass
     until(lambda: "TLS with 127.0.0.1" in caplog.text)
-    assert len([name for name in door._open if name.peer]) == 1, "the member alone"
+    until(lambda: len(door._open) == 1, "the member alone")  # the line is said before the connection is forgotten
     member.is_served()
 
 
