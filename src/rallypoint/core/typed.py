@@ -29,7 +29,7 @@ def can_name(text: str) -> bool:
 
 @cache
 def hints_of(kind: type) -> Mapping[str, Any]:
-    """Return `typing.get_type_hints(kind)`, which compiles every hint anew each time: a millisecond for a job's."""
+    """Return `typing.get_type_hints(kind)`, which compiles every hint anew each time it is asked."""
     return typing.get_type_hints(kind)
 
 

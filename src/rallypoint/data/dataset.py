@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch.utils.data import IterableDataset
 
@@ -34,10 +34,15 @@ class Sharded(Protocol):
         ...
 
 
+def is_sharded(dataset: object) -> TypeGuard[Sharded]:
+    """True if the data set tells its shards. An attribute of that name is not enough: it may be anything."""
+    return isinstance(dataset, Sharded) and callable(dataset.shard_lengths)
+
+
 def shard_lengths(dataset: object) -> tuple[int, ...]:
     """Return the lengths of a data set's shards. Raises DataError if it does not tell them, or tells wrong ones."""
     kind = type(dataset).__qualname__
-    if not isinstance(dataset, Sharded):
+    if not is_sharded(dataset):
         raise DataError(
             f'order="windowed" shuffles the shards of a data set, and a {kind} does not tell them: give rp.Parquet, '
             "rp.TokenFiles, rp.WebDataset or a data set with shard_lengths(), or leave order= out (a transform in a "

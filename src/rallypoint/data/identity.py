@@ -11,7 +11,7 @@ import torch
 
 from rallypoint.core.job import DataIdentity
 from rallypoint.core.order import derive_seed
-from rallypoint.data.dataset import MapDataset, Sharded, fetch
+from rallypoint.data.dataset import MapDataset, fetch, is_sharded
 from rallypoint.data.randomness import seeded
 
 SAMPLED = 8  # positions, spread over the whole data set
@@ -27,7 +27,7 @@ def identity_of(dataset: MapDataset) -> DataIdentity:
     fetched from a store for a sample.
     """
     length = len(dataset)
-    if isinstance(dataset, Sharded) and hasattr(dataset, "fingerprint"):
+    if is_sharded(dataset) and hasattr(dataset, "fingerprint"):
         return DataIdentity(length, (), _shards(dataset))
     last = max(1, SAMPLED - 1)
     positions = sorted({i * (length - 1) // last for i in range(SAMPLED)})
@@ -35,8 +35,8 @@ def identity_of(dataset: MapDataset) -> DataIdentity:
     return DataIdentity(length, first if first is not None and first == again else (), _shards(dataset))
 
 
-def _shards(dataset: MapDataset) -> str:
-    if not isinstance(dataset, Sharded):
+def _shards(dataset: object) -> str:
+    if not is_sharded(dataset):
         return ""
     lengths = np.asarray(dataset.shard_lengths(), "<i8")
     told = dataset.fingerprint() if hasattr(dataset, "fingerprint") else b""

@@ -30,6 +30,15 @@ class Cut(list[int]):
         return self.lengths
 
 
+def test_an_attribute_of_that_name_is_no_shards() -> None:
+    class Other(list[int]):
+        shard_lengths = (1, 2)
+
+    assert identity_of(Other(range(3))).shards == ""
+    with pytest.raises(DataError, match="Other does not tell them"):
+        batches(Other(range(3)))
+
+
 def batches(dataset: Any, **settings: Any) -> MicroBatches:
     return MicroBatches(dataset, JobConfig(batch=4, steps=5, order="windowed", **settings), CPU)
 

@@ -59,8 +59,8 @@ class WebDataset(ShardedDataset):
         threads: tars, or pieces of them, that are read at once.
         storage_options: what fsspec needs for the store: keys, endpoints.
 
-    Raises DataError when there are no such files, when one is no tar or is compressed, and when a store fails five
-    times in a row.
+    Raises DataError when there are no such files, when one is no tar, is compressed, damaged or cut, and when a
+    store fails five times in a row.
     """
 
     def __init__(
