@@ -205,6 +205,11 @@ WITH = dataclasses.replace
     [
         (Checkpoint({"stem.weight": WEIGHTS["stem.weight"]}), {}, "the checkpoint has no weights of "),
         (Checkpoint(WEIGHTS | {"stem.bias": torch.zeros(3)}), {}, r"stem.bias is \(3,\) in the checkpoint and \(24,\)"),
+        (Checkpoint(WEIGHTS | {"stem.bias": torch.full((24,), torch.nan)}), {}, "stem.bias has values that"),
+        (
+            WITH(WHOLE, optimizer=_state(**{"stem.bias": _state()["stem.bias"] | {"exp_avg": torch.ones(24) / 0}})),
+            {}, "exp_avg of stem.bias has values that",
+        ),
         (WITH(WHOLE, optimizer={"stem.bias": {}}), {}, "has no optimizer state of "),
         (WHOLE, {"optimizer": rp.SGD(momentum=0.9)}, "is exp_avg, exp_avg_sq, step, and rp.SGD keeps momentum_buffer"),
         (WITH(WHOLE, optimizer=_state(**{"stem.bias": _state()["back.bias"]})), {}, "does not have the weight's shape"),

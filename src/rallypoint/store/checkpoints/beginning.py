@@ -79,6 +79,8 @@ class _States:
             name, found, shape = entry.spec.name, tuple(self._weights[entry.spec.name].shape), tuple(entry.spec.shape)
             if found != shape:
                 raise DataError(f"{name} is {found} in the checkpoint and {shape} in the model")
+        for entry in trained:
+            _check_finite(self._weights[entry.spec.name], entry.spec.name)
 
     def records(self, step: int, config: JobConfig) -> Iterator[ShardRecord]:
         """Yield the state of each shard at version `step`."""
@@ -112,6 +114,7 @@ class _States:
                 found = self._moments[entry.spec.name].get(name)
                 if found is None or tuple(found.shape) != tuple(entry.spec.shape):
                     raise DataError(f"the checkpoint's {name} of {entry.spec.name} does not have the weight's shape")
+                _check_finite(found, f"{name} of {entry.spec.name}")
         scalars: dict[str, float] = {}
         for name in sorted(numbers):
             values = {float(self._moments[entry.spec.name].get(name, torch.nan)) for entry in inside}
@@ -134,6 +137,11 @@ class _States:
             if known in by_name:
                 return by_name[known]
         raise DataError(f"the checkpoint has no {what} of {name}")
+
+
+def _check_finite(tensor: torch.Tensor, what: str) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise DataError(f"the checkpoint's {what} has values that are not finite: nothing can be trained from it")
 
 
 def _cut(layout: Layout, shard: Shard, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
