@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rallypoint.config import JobConfig, group_of, matrices_of, ranks_of
+from rallypoint.config import JobConfig, group_of, matrices_of, of_group, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
 from rallypoint.core.loss_scale import ENTRY
 from rallypoint.core.modes import Feature, why_not
 from rallypoint.errors import ModelError
 from rallypoint.optim.rows import refusal
+from rallypoint.worker.models import check_optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class ModelTensors:
     def __init__(self, model: torch.nn.Module, config: JobConfig, made: Container[str] = ()) -> None:
         """`made` are the names of streamed parameters that have no values yet."""
         _check_model(model)
+        check_optimizers(model, config)
         tables = _tables(model, config)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables}
         _check_parameters({name: p for name, p in trained.items() if name not in made})
@@ -205,7 +207,7 @@ def _tables(model: torch.nn.Module, config: JobConfig) -> dict[str, list[torch.n
     for module in model.modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             name = names[id(module.weight)]
-            if why := _refused(module, config):
+            if why := _refused(module, of_group(config, group_of(config, name, 2))):
                 raise ModelError(f"{name} cannot be a table: {why}")
             assert isinstance(module, torch.nn.Embedding)
             tables.setdefault(name, []).append(module)
