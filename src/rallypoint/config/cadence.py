@@ -18,10 +18,10 @@ _LONGEST_CYCLE = 1 << 12  # rounds
 def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
     """Return the shards that each round updates.
 
-    With `alternate`, a model's shards have the model's steps. A group with a `sync_every` has that period. All other parameters are cut into `fragments` runs of consecutive
-    shards, of about equal size; each round updates one run. Buffers are updated in every round: they are small, and
-    each of a replica's rounds starts with them. Raises ConfigError when there are more fragments than shards, or when a
-    round would update nothing.
+    With `alternate`, a model's shards have the model's steps. A group with a `sync_every` has that period. All other
+    parameters are cut into `fragments` runs of consecutive shards, of about equal size; each round updates one run.
+    Buffers are updated in every round: they are small, and each of a replica's rounds starts with them. Raises
+    ConfigError when there are more fragments than shards, or when a round would update nothing.
     """
     if config.alternate:
         return _alternating(config, shards)

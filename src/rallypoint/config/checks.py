@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rallypoint.codec.spec import DGC, PowerSGD
 from rallypoint.config.models import check_models
-from rallypoint.config.tree import JobConfig
+from rallypoint.config.tree import JobConfig, optimizers_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.optimizer import SGD, Adagrad, Muon, Optimizer
@@ -39,13 +39,13 @@ def check(config: JobConfig) -> None:
         )
     if config.precision == "fp16" and config.nonfinite == "continue":
         raise ConfigError('precision="fp16" skips steps that overflow: set nonfinite to "stop" or "skip"')
-    for optimizer in config.stepped:
+    for optimizer in optimizers_of(config):
         _check_optimizer(optimizer)
-    applied = config.stepped if config.optimizers else (config.applied,)
+    applied = optimizers_of(config) if config.optimizers else (config.applied,)
     plain = all(isinstance(optimizer, SGD) and not optimizer.momentum for optimizer in applied)
     if not plain and any(isinstance(codec, DGC) for codec in config.codecs):
         raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
-    muon = any(isinstance(optimizer, Muon) for optimizer in config.stepped)
+    muon = any(isinstance(optimizer, Muon) for optimizer in optimizers_of(config))
     if muon and any(isinstance(codec, PowerSGD) for codec in config.codecs):
         raise ConfigError("codec powersgd cuts matrices by rows, and rp.Muon steps whole ones: use another codec")
 

@@ -14,7 +14,9 @@ import msgspec
 
 from rallypoint.config.tree import JobConfig
 from rallypoint.core.cadence import Period
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, ModelError
+
+_PLAIN = str | int | float | list | tuple
 
 
 def models_of(config: JobConfig) -> tuple[str, ...]:
@@ -24,7 +26,12 @@ def models_of(config: JobConfig) -> tuple[str, ...]:
 
 def model_of(config: JobConfig, name: str) -> int:
     """Return the number of the model that a parameter belongs to; 0 where the job has one. Its name is a prefix."""
-    return models_of(config).index(name.partition(".")[0]) if config.optimizers else 0
+    if not config.optimizers:
+        return 0
+    model = name.partition(".")[0]
+    if model not in config.optimizers:
+        raise ModelError(f"parameter {name} is of the model {model!r}, which has no optimizer: give it one")
+    return models_of(config).index(model)
 
 
 def updated_at(config: JobConfig, step: int) -> tuple[str, ...]:
@@ -50,7 +57,7 @@ def period_of(config: JobConfig, model: int) -> Period:
 
 
 def of_model(config: JobConfig, model: int) -> JobConfig:
-    """Return the settings of one model, as if it were trained alone: its optimizer, and as many steps as it has updates.
+    """Return the settings of one model, as if it were trained alone: its optimizer, and its updates as steps.
 
     Where a job has one model: `config` itself.
     """
@@ -71,13 +78,19 @@ def shown(config: JobConfig, step: int) -> tuple[JobConfig, int]:
     return of_model(config, model), period_of(config, model).before(step) if config.alternate else step
 
 
-def by_model(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a script's settings with `optimizers` in place of an `optimizer` that is one for each model, by name."""
+def optimizers_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a script gives as `optimizer` if it is one for each model, by name; else nothing."""
     given = settings.get("optimizer")
-    if not isinstance(given, Mapping) or isinstance(given.get("type"), str):
+    if not isinstance(given, Mapping) or any(isinstance(value, _PLAIN) for value in given.values()):
+        return {}  # one optimizer, as plain data
+    return dict(given)
+
+
+def by_model(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a script's settings with `optimizers` in place of an `optimizer` that is one for each model."""
+    if not (optimizers := optimizers_in(settings)):
         return dict(settings)
-    rest = {key: value for key, value in settings.items() if key != "optimizer"}
-    return {**rest, "optimizers": dict(given)}
+    return {**{key: value for key, value in settings.items() if key != "optimizer"}, "optimizers": optimizers}
 
 
 def check_models(config: JobConfig) -> None:
@@ -100,11 +113,6 @@ def check_models(config: JobConfig) -> None:
         )
     if not all(_entries(config)):
         raise ConfigError("alternate has an empty entry: a step updates at least one model")
-    if config.steps < len(config.alternate):
-        raise ConfigError(
-            f"steps={config.steps} is less than one pass through the {len(config.alternate)} entries of alternate: "
-            "each step updates one entry"
-        )
 
 
 def _entries(config: JobConfig) -> tuple[tuple[str, ...], ...]:

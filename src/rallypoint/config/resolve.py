@@ -31,11 +31,10 @@ def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = N
     settings = by_model(settings)
     base = msgspec.to_builtins(JobConfig()) | {key: _as_data(key, value) for key, value in settings.items()}
     tree = merged(base, overrides or {})
-    if tree["optimizers"] and "optimizer" in (overrides or {}):
+    if tree["optimizers"] and tree["optimizer"] != base["optimizer"]:
         key, name = _first_key(overrides or {}, "optimizer"), min(tree["optimizers"])
-        raise ConfigError(
-            f"{key} is set, and each model has an optimizer of its own: set {key.replace('optimizer', f'optimizers.{name}', 1)}"
-        )
+        instead = key.replace("optimizer", f"optimizers.{name}", 1)
+        raise ConfigError(f"{key} is set, and each model has an optimizer of its own: set {instead}")
     if tree["hold"] == "bf16":
         chosen = {*settings, *(overrides or {})}
         tree |= {key: {"type": "bf16"} for key in ("codec", "down") if key not in chosen}

@@ -51,7 +51,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         optimizer: the optimizer on the servers (under LocalSteps: the workers' between two synchronisations; under
             AllReduce: every worker's, which steps with the mean gradient).
         optimizers: the optimizer of each model, by name, where a job trains several; `optimizer` has no effect then.
-        alternate: the models that a step updates: step t updates entry ``t % len(alternate)``, a name or several. Empty:
+        alternate: the models that each step updates: step t entry ``t % len(alternate)``, a name or several. Empty:
             every step updates all.
         batch_for: "iteration": all steps of one pass through `alternate` use the same samples; "step": each its own.
         sync: the mode: how workers and servers synchronise.
@@ -230,11 +230,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return schedule_of(self.applied) if self.local is not None else self.schedule
 
     @property
-    def stepped(self) -> tuple[Optimizer, ...]:
-        """All optimizers of the job, on workers or servers."""
-        return tuple(self.optimizers.values()) or (self.optimizer, self.applied)
-
-    @property
     def clips_on_servers(self) -> bool:
         """True if servers clip by the norm of the mean gradient. Otherwise each replica clips its own gradient."""
         of_mean = self.mode.pace is Pace.ROUNDS and self.mode.contribution is Contribution.GRADIENT
@@ -351,6 +346,11 @@ def audits_of(config: JobConfig) -> Audits | None:
     return Audits(config.seed, config.audit, config.replicas) if config.audit > 0 else None
 
 
+def optimizers_of(config: JobConfig) -> tuple[Optimizer, ...]:
+    """Return all optimizers of the job, on workers or servers."""
+    return tuple(config.optimizers.values()) or (config.optimizer, config.applied)
+
+
 def features_of(config: JobConfig) -> frozenset[Feature]:
     """Return the features that the settings need beside the mode."""
     local, policy, groups = config.local, config.policy, config.groups
@@ -363,7 +363,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.GROUPS: any(group.weight_decay is not None or group.lr_scale != 1.0 for group in groups),
         Feature.MODELS: bool(config.optimizers),
         Feature.ALTERNATE: bool(config.alternate),
-        Feature.MUON: any(isinstance(optimizer, Muon) for optimizer in config.stepped),
+        Feature.MUON: any(isinstance(optimizer, Muon) for optimizer in optimizers_of(config)),
         Feature.CODEC: any(codec != Raw() for codec in config.codecs),
         Feature.CODEC_STATE: any(has_state(codec) for codec in config.codecs),
         Feature.DOWN: config.down != Raw(),

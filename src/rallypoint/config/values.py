@@ -158,8 +158,9 @@ def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bo
     if isinstance(value, Mapping) and structs:
         return _in_struct(value, structs, f"{path}.", partial)
     if isinstance(value, Mapping) and typing.get_origin(hint) is dict:
-        wrong_one = (_in_value(v, typing.get_args(hint)[1], None, f"{path}.{name}", partial) for name, v in value.items())
-        return next(filter(None, wrong_one), "")
+        of = typing.get_args(hint)[1]
+        found = (_in_value(one, of, None, f"{path}.{name}", partial) for name, one in value.items())
+        return next(filter(None, found), "")
     if isinstance(value, list | tuple) and hint == tuple[Group, ...]:
         groups = [(n, group) for n, group in enumerate(value) if isinstance(group, Mapping)]
         wrong = (_in_struct(group, [Group], f"{path}[{n}].", False) for n, group in groups)

@@ -81,7 +81,8 @@ class MicroBatches:
     def indices(self, step: int, replica: int, micro: int) -> Sequence[int]:
         """Return the positions of a micro-batch's samples in the data set."""
         part, parts = self._part
-        of_micro = self._order.samples(batch_at(self.config, step), replica)[micro * self._micro : (micro + 1) * self._micro]
+        of_replica = self._order.samples(batch_at(self.config, step), replica)
+        of_micro = of_replica[micro * self._micro : (micro + 1) * self._micro]
         return of_micro[part * self._micro // parts : (part + 1) * self._micro // parts]
 
     def fetched(self, step: int, replica: int, micro: int) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rallypoint.config import JobConfig
+from rallypoint.config.models import optimizers_in
 from rallypoint.core.optimizer import AdamW
 from rallypoint.errors import ConfigError, ModelError
 
@@ -20,8 +21,7 @@ def one_model(model: Model, settings: Mapping[str, Any]) -> tuple[torch.nn.Modul
     With one `optimizer` for models that are updated alternately, each of them has its own of that kind. Raises
     ModelError for what cannot be one of the models, ConfigError for optimizers of others.
     """
-    given = settings.get("optimizer")
-    by_name = isinstance(given, Mapping) and not isinstance(given.get("type"), str)
+    by_name = optimizers_in(settings)
     if not isinstance(model, Mapping):
         if by_name:
             raise ConfigError(
@@ -38,11 +38,11 @@ def one_model(model: Model, settings: Mapping[str, Any]) -> tuple[torch.nn.Modul
         except (KeyError, TypeError):
             raise ModelError(f"{name!r} cannot be the name of a model: use a word, such as generator") from None
     trained = {name for name, part in model.items() if any(p.requires_grad for p in part.parameters())}
-    if by_name and (others := sorted(trained ^ given.keys())):
-        what = "is not there, or is frozen" if others[0] in given else "has no optimizer"
+    if by_name and (others := sorted(trained ^ by_name.keys())):
+        what = "is not there, or is frozen" if others[0] in by_name else "has no optimizer"
         raise ConfigError(f"the model {others[0]!r} {what}: give each model that is trained an optimizer by its name")
     if settings.get("alternate") and not by_name:
-        return one, {**settings, "optimizer": dict.fromkeys(sorted(trained), AdamW() if given is None else given)}
+        return one, {**settings, "optimizer": dict.fromkeys(sorted(trained), settings.get("optimizer", AdamW()))}
     return one, dict(settings)
 
 

@@ -324,10 +324,10 @@ CONFLICTS = (
     }.items()),
     *(Conflict(_F.ALTERNATE, other, f"{why}, or leave alternate out") for other, why in {
         _F.PLATEAU: "its reductions count steps, and each model counts its own updates; use a schedule",
+        _F.HOLD: "the last version of a model that the last step does not update would stay rounded; use fp32",
         _F.DOWN: "the last version of each model goes raw, and which one that is depends on where the job ends; use "
                  "down=rp.codec.Raw()",
         _F.FP16: "the loss scale would change with each model's steps; use precision=\"bf16\"",
-        _F.HOLD: "the last version of a model that the last step does not update would stay rounded; use fp32",
         _F.STREAMED: "streamed gradients leave as they are made, and those of models that a step does not update are "
                      "dropped; use parameters=local",
         _F.FINGERPRINTS: "digests of contributions are of all shards at each step; leave fingerprints out",

@@ -248,12 +248,8 @@ class ServerMachine:
         effects: list[Effect] = []
         for index in self.held:
             if index in self.plan.decides and self.plan.cadence.due(index, verdict.step):
-                effects += self.handle(index, self._decide(index, verdict))
+                effects += self.handle(index, _for_shard(index, verdict, self.plan))
         return effects
-
-    def _decide(self, index: int, verdict: Verdict) -> shard_events.Decide:
-        """The verdict as an event for one shard, which counts its own updates."""
-        return shard_events.Decide(self.plan.cadence.updates_before(index, verdict.step), verdict.scale)
 
     def peer_linked(self, server: str) -> list[Effect]:
         """The link to another server is up (again): send it all measures, because it may have missed some."""
@@ -326,7 +322,7 @@ class ServerMachine:
         round = self.plan.cadence.round_of(index, machine.version)
         verdict = self._clip.verdict(round) if self._clip is not None else None
         if verdict is not None and index in self.plan.decides and not verdict.stops:
-            done += machine.handle(self._decide(index, verdict))  # decided before we held the shard
+            done += machine.handle(_for_shard(index, verdict, self.plan))  # decided before we held the shard
         return effects + [On(index, effect) for effect in done]
 
     def _disown(self, index: int) -> Disown:
@@ -390,3 +386,8 @@ class ServerMachine:
             assert self._clip.own == own, f"{me} measures shards {sorted(self._clip.own)} instead of {sorted(own)}"
             assert self._clip.generation == view.generation, f"{me} decides for a generation that is over"
             self._clip.validate()
+
+
+def _for_shard(index: int, verdict: Verdict, plan: Plan) -> shard_events.Decide:
+    """The verdict as an event for one shard, which counts its own updates."""
+    return shard_events.Decide(plan.cadence.updates_before(index, verdict.step), verdict.scale)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import msgspec
-import torch
 
 from rallypoint.config import Settings
 from rallypoint.config.changes import changed_record

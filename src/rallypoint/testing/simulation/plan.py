@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,18 +91,13 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
     if isinstance(played, Paused):
         return _paused(make_plan(seed, played.of))
-    if isinstance(played, Alternating):
-        return _alternating(_plan_of(seed, _SYNC))
-    if isinstance(played, Scaled):
-        return _scaled(_plan_of(seed, _SYNC))
-    if isinstance(played, Evaluating):
-        return _evaluating(_plan_of(seed, _SYNC))
-    if isinstance(played, Deciding):
-        return _deciding(_plan_of(seed, _SYNC))
+    changes: dict[type, Callable[[Plan], Plan]] = {
+        Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding, Flipped: _flipped,
+    }  # fmt: skip
+    if isinstance(played, Alternating | Scaled | Evaluating | Deciding | Flipped):
+        return changes[type(played)](_plan_of(seed, _SYNC))
     if isinstance(played, Audited | AuditedWrong):
         return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, AuditedWrong))
-    if isinstance(played, Flipped):
-        return _flipped(_plan_of(seed, _SYNC))
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
     if isinstance(played, Poisoned):

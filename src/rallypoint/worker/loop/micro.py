@@ -105,7 +105,8 @@ class Micro:
         of one replica must pass the same.
 
         Raises UsageError when it is called after the last or outside of ``with micro:``, for a loss without a gradient,
-        and for a weight that is not positive. Raises NonFiniteLoss when the loss is not finite and the job is to stop on that.
+        and for a weight that is not positive. Raises NonFiniteLoss when the loss is not finite and the job is to stop
+        on that.
         """
         self._check_place("backward")
         if not isinstance(loss, torch.Tensor):
@@ -140,8 +141,8 @@ class Micro:
     def _check_place(self, called: str) -> None:
         if self._finished:
             raise UsageError(
-                f"{self._where}: micro.{called} came again after the last: add the losses, or give all but the last "
-                "more=True, as in micro.backward(loss, more=True)"
+                f"{self._where}: micro.{called} came twice: add the losses, or give all but the last more=True "
+                "(micro.backward(loss, more=True))"
             )
         if not self._inside:
             raise UsageError(

@@ -36,7 +36,7 @@ def models_in(alternate: Alternate) -> list[int]:
 def some_alternate(rng: random.Random) -> Alternate:
     """Return two or three models in any order, and up to two steps more that update one or two of them."""
     models = range(rng.randint(2, 3))
-    steps = [(model,) for model in models]
+    steps: list[tuple[int, ...]] = [(model,) for model in models]
     steps += [tuple(rng.sample(models, rng.randint(1, 2))) for _ in range(rng.randint(0, 2))]
     return tuple(rng.sample(steps, len(steps)))
 
