@@ -273,7 +273,7 @@ def dcgan_loop() -> Models:
     return models
 
 
-def train_dcgan(job: rp.Job) -> dict[str, dict[str, Tensor]]:
+def train_dcgan(job: rp.Job) -> dict[str, dict[str, Any]]:
     """The same as a job: what its models hold at the end."""
     models = gan()
     for micro in job.train(models, dataset(), **{**CASES["dcgan"].all_settings(1), "steps": 14}):
@@ -281,4 +281,4 @@ def train_dcgan(job: rp.Job) -> dict[str, dict[str, Tensor]]:
             losses = list_of(gan_losses, models, micro)
             for loss in losses:
                 micro.backward(loss, more=loss is not losses[-1])
-    return {name: model.state_dict() for name, model in models.items()}
+    return {name: {k: v.numpy() for k, v in model.state_dict().items()} for name, model in models.items()}

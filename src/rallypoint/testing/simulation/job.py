@@ -276,8 +276,9 @@ class SimulatedJob:
         return ("loss", "gradient", "gradient" if seen or self.same_bytes else "unseen")[(step + replica) % 3]
 
     def flags(self, shard: int, step: int, replica: int) -> tuple[bool, bool]:
-        """What a worker says of its contribution: that nothing of it is not finite; that its values are finite."""
-        match self.defect(step, replica):
+        """What a worker says of its contribution to the shard's own version `step`: that nothing of it is not finite;
+        that its values are finite."""
+        match self.defect(self.cadence.round_of(shard, step), replica):
             case "loss":
                 return False, True
             case "gradient" if shard not in self.buffer_shards:
