@@ -17,7 +17,7 @@ from rallypoint.worker.tensors import weights_hash
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import cell_jobs.py by name
 
-from cell_jobs import Net, dataset, job_of, loss_of
+from cell_jobs import CellJob, Net, dataset, loss_of
 from test_walk import (
     Walk,
     a_server_with_a_backup_is_killed,
@@ -27,7 +27,7 @@ from test_walk import (
     the_whole_job_is_killed_and_resumed,
 )
 
-JOB = job_of(Feature.ALTERNATE, ModeName.SYNC)
+JOB = CellJob(ModeName.SYNC, (Feature.ALTERNATE, Feature.RESIZE))  # replicas for more than two workers
 
 
 @cache

@@ -16,7 +16,7 @@ from rallypoint.config.tree import JobConfig
 from rallypoint.core.cadence import Period
 from rallypoint.errors import ConfigError, ModelError
 
-_PLAIN = str | int | float | list | tuple
+_PLAIN = (str, int, float, list, tuple)
 
 
 def models_of(config: JobConfig) -> tuple[str, ...]:
