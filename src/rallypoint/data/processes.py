@@ -240,7 +240,7 @@ class LoaderProcesses:
     def _arrived(self, loaded: Loaded) -> None:
         if self._pins:  # here and not by the DataLoader: it would write into its processes' queue
             place, batch, skipped, failure = loaded
-            loaded = place, pin_memory(batch), skipped, failure
+            loaded = place, pin_memory(batch), skipped, failure  # type: ignore[no-untyped-call]
         with self._changed:
             if loaded[0] in self._requested:
                 self._ready[loaded[0]] = loaded

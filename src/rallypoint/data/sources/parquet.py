@@ -57,7 +57,7 @@ class Parquet(ShardedDataset):
         _parquet()  # with its sentence, if it is not installed
         numbers = range(len(self._files))
         digest = hashlib.blake2b(digest_size=16)
-        footers = []
+        footers = list[Any]()
         with ThreadPoolExecutor(threads, "reading footers") as pool:
             for file, end in zip(self._files, pool.map(self._end, numbers), strict=True):
                 footers.append(self._parsed(len(footers), end))
@@ -121,9 +121,10 @@ class Parquet(ShardedDataset):
         if number == 0:
             wanted = names if self._columns is None else self._columns
             self._names = {name if name in names else name.partition(".")[0] for name in wanted}
-        parts = {schema.column(i).path + "." for i in range(len(schema))}
-        missing = [name for name in self._columns or () if not any(path.startswith(f"{name}.") for path in parts)]
-        for name in sorted({*missing, *(self._names - set(names))}):
+        nested = set(self._columns or ()) - set(names)
+        parts = [f"{schema.column(i).path}." for i in range(len(schema))] if nested else []
+        missing = {name for name in nested if not any(part.startswith(f"{name}.") for part in parts)}
+        for name in sorted(missing | (self._names - set(names))):
             raise DataError(f"{self._files[number]} has no column {name}: it has {', '.join(names)}")
         if self._columns is None and set(names) != self._names:
             raise DataError(

@@ -91,7 +91,7 @@ class TorchFile:
 
     def write(self, content: Content, to: Path) -> list[str]:
         """Write the file."""
-        whole = {"model": content.model, "optimizer": content.optimizer, "step": content.steps}
+        whole: dict[str, object] = {"model": content.model, "optimizer": content.optimizer, "step": content.steps}
         _write(to, lambda path: _save_all(whole, path))
         return []
 
