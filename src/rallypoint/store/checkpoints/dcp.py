@@ -24,6 +24,7 @@ from rallypoint.config import JobConfig, cadence_of, of_group, settings_of
 from rallypoint.config.tree import rate_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.optimizer import of_shard
+from rallypoint.core.schedule import peak_of
 from rallypoint.optim.flat import build_optimizer
 
 METADATA = ".metadata"  # the file in the folder of every checkpoint of this kind
@@ -71,6 +72,7 @@ def optimizer_content(
     """Return the optimizer's part of a checkpoint: `states` by parameter name, and each parameter's settings.
 
     A rate is that of the next update, after so many `reductions` (``plateau=``); the version of the job is `version`.
+    Its base rate is there too, as torch's schedulers look for it (`initial_lr`).
     """
     cadence = cadence_of(config, layout.shards)
     content: dict[str, Any] = {
@@ -83,11 +85,12 @@ def optimizer_content(
             continue
         own = of_group(config, entry.spec.group)
         rate = rate_of(own, min(cadence.updates_before(touched[0], version), own.rounds - 1), reductions)
+        base = peak_of(own.applied_schedule)
         spec = of_shard(own.applied, layout.shards[touched[0]].columns)
         settings = settings_of(own, entry.spec.group)
         like = torch.nn.Parameter(torch.zeros(1, 1))  # two dimensions, as Muon asks
         [group] = build_optimizer(spec, [([like], settings)]).param_groups
-        group |= {"lr": rate * settings.lr_scale} | _OF_THIS_PROCESS
+        group |= {"lr": rate * settings.lr_scale, "initial_lr": base * settings.lr_scale} | _OF_THIS_PROCESS
         content |= {f"param_groups.{entry.spec.name}.{key}": group[key] for key in group if key != "params"}
     return content
 
