@@ -24,12 +24,13 @@ def test_with_nothing_to_compute_ddp_takes_what_its_ring_takes() -> None:
     assert cost.seconds == pytest.approx(1.258, rel=0.01)
 
 
-def test_ddp_overlaps_with_the_backward_pass_but_for_its_last_bucket() -> None:
-    """At best everything but a bucket is hidden: computing takes ten times as long as the ring."""
+def test_ddp_overlaps_with_the_backward_pass_but_for_what_its_last_layer_completes() -> None:
+    """Computing takes ten times as long as the ring: the first layer's gradients, and a bucket that was not full."""
     work = Workload(layers=transformer(1e8, 40.0))
     cost = ddp_cost(work, WORKERS, RING, STILL)
+    first = ring_seconds(4 * work.layers[0].words, 4, PAYLOAD * RATE)
     bucket = ring_seconds(25 << 20, 4, PAYLOAD * RATE)
-    assert work.compute < cost.seconds < work.compute + 1.01 * bucket
+    assert work.compute < cost.seconds < work.compute + first + bucket
 
 
 def test_a_model_of_one_bucket_is_reduced_when_the_backward_pass_has_ended() -> None:

@@ -10,8 +10,8 @@ from rallypoint.core.cost.verdict import verdict_of
 from rallypoint.core.cost.workload import Workload, transformer
 
 GBIT = 1e9 / 8
-MACHINES = Machines(gpus=8, rate=1 * GBIT)
-SLOW_LINKS = Workload(layers=transformer(1e8, 1.0))  # K/B is 3.2 s
+MACHINES = Machines(gpus=8, rate=GBIT / 8)
+SLOW_LINKS = Workload(layers=transformer(1.25e7, 1.0))  # K/B is 3.2 s
 
 
 def test_with_as_many_server_links_as_workers_and_little_to_compute_servers_win() -> None:
@@ -30,14 +30,14 @@ def test_few_servers_do_not_pay() -> None:
 def test_servers_do_not_pay_inside_one_host_or_where_computing_hides_the_ring() -> None:
     one_host = msgspec.structs.replace(MACHINES, per_host=8)
     assert not verdict_of(candidates_for(SLOW_LINKS, one_host)).ours
-    slow = verdict_of(candidates_for(Workload(layers=transformer(1e8, 300.0)), MACHINES))
+    slow = verdict_of(candidates_for(Workload(layers=transformer(1.25e7, 300.0)), MACHINES))
     assert not slow.ours
     assert "computing hides all but" in slow.why
 
 
 def test_failures_make_a_job_that_goes_back_nowhere_worth_it() -> None:
     """Computing hides everything; a machine fails every ten days, and a restart takes half an hour."""
-    work, gpus = Workload(layers=transformer(1e8, 60.0)), 64
+    work, gpus = Workload(layers=transformer(1.25e7, 60.0), shard_bytes=64 << 10), 64
     calm = msgspec.structs.replace(MACHINES, gpus=gpus, servers=(64,))
     rough = msgspec.structs.replace(calm, mtbf=10 * 86400.0, restart=1800.0)
     assert not verdict_of(candidates_for(work, calm)).ours
@@ -61,14 +61,14 @@ def test_prices_decide_where_they_are_known() -> None:
 
 def test_what_does_not_fit_is_not_recommended() -> None:
     """1e9 parameters: DDP needs 16 GB a device, a worker with servers 4 and a layer's gradients."""
-    work = Workload(layers=transformer(1e9, 1.0))
-    small = msgspec.structs.replace(MACHINES, memory=6e9)
+    work = Workload(layers=transformer(1e9, 1.0), shard_bytes=8 << 20)
+    small = msgspec.structs.replace(MACHINES, memory=6e9, servers=(8,))
     found = candidates_for(work, small)
     fits = {one.name: one.fits for one in found}
     assert fits["DDP"] is False
     assert fits["FSDP"] is True
     assert all(one.fits for one in found if one.ours)
-    nothing = verdict_of(candidates_for(work, msgspec.structs.replace(MACHINES, memory=1e9)))
+    nothing = verdict_of(candidates_for(work, msgspec.structs.replace(small, memory=1e9)))
     assert nothing.why.startswith("nothing fits")
 
 
@@ -90,7 +90,7 @@ def test_several_devices_of_a_host_are_ranks_of_a_worker_or_have_an_aggregator()
 
 def test_racks_get_an_aggregator_each() -> None:
     """Uplinks that carry a quarter of what a rack could send: without aggregators the uplink takes four times K/B."""
-    racks = msgspec.structs.replace(MACHINES, rack=4, uplink=1 * GBIT)
+    racks = msgspec.structs.replace(MACHINES, rack=4, uplink=GBIT / 8)
     found = candidates_for(SLOW_LINKS, racks)
     near = min(one.step.seconds for one in found if "aggregator a rack" in one.name)
     flat = min(one.step.seconds for one in found if one.ours and "aggregator" not in one.name)

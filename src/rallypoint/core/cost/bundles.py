@@ -4,12 +4,12 @@ All servers of a group are alike, and neighbouring shards are placed on differen
 of a bundle travel at the same time, each on its own link. The cost model moves bundles, not shards: a model of 7e9
 parameters has 26,703 shards, and on 64 servers 418 bundles.
 
-Where there are few, whether a shard's gradient exists early or late matters more than time: `split` makes each server a
-group of its own.
+Where there are few, a bundle would wait for the last of its shards: `split` then makes smaller groups of servers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -18,8 +18,8 @@ from rallypoint.core.cost.site import Servers, Site, halves
 from rallypoint.core.cost.workload import Workload
 from rallypoint.core.layout import WORD_BYTES
 
-MOST_BUNDLES = 1024  # a step of more is computed with larger shards
-_FEWEST_RUNS, _MOST_GROUPS = 48, 16  # with fewer runs of shards than that, servers are told apart
+MOST_BUNDLES = 256  # a step of more is computed with larger shards
+_FEWEST_BUNDLES, _MOST_GROUPS = 32, 16
 
 
 class Bundle(msgspec.Struct, frozen=True):
@@ -41,12 +41,22 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 def split(workload: Workload, site: Site) -> Site:
-    """The site with its groups in two (see `halves`), or, if there are few shards for each, with all servers apart."""
-    count, apart = site.server_count, halves(site)
-    if site.beside or count > _MOST_GROUPS or workload.nbytes / workload.shard_bytes / count >= _FEWEST_RUNS:
+    """The site with its groups in two (see `halves`), or, if there are few bundles then, its servers in more groups."""
+    apart, count = halves(site), site.server_count
+    runs = workload.nbytes / workload.shard_bytes / count
+    groups = min(_MOST_GROUPS, count, math.ceil(_FEWEST_BUNDLES / runs))
+    if site.beside or groups <= len(apart.servers):
         return apart
-    servers = tuple(Servers(1, group.rate) for group in site.servers for _ in range(group.count))
-    return msgspec.structs.replace(apart, servers=servers)
+    servers = [
+        Servers(size, group.rate)
+        for group in site.servers
+        for size in _evenly(group.count, max(1, round(groups * group.count / count)))
+    ]
+    return msgspec.structs.replace(apart, servers=tuple(servers))
+
+
+def _evenly(count: int, parts: int) -> list[int]:
+    return [count * (part + 1) // parts - count * part // parts for part in range(parts)]
 
 
 def bundles_of(workload: Workload, servers: Sequence[Servers]) -> list[Bundle]:

@@ -18,7 +18,7 @@ _STATE = 12  # bytes of a parameter in a snapshot: the value and AdamW's moments
 _SAVED, _SAVED_BY_PEER = 0.12e-9, 0.83e-9  # seconds of training that a byte of a snapshot costs (docs/performance.md)
 _WORKER_STALL, _SERVER_STALL = 0.2, 0.3  # seconds, the same page: 20 kills of a worker, 8 of a server
 _RING_LATENCY = 1e-4  # of one hop of a collective
-_QUARTERS = (0.25, 0.5, 1.0, 1.25)  # of the servers' links that would match the workers'
+_PARTS = (0.25, 0.5, 1.0, 1.25, 2.0)  # of the servers' links that would match the workers'
 
 
 class Machines(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,18 +128,20 @@ def _sites(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
     """The sites to look at, with their words in the table."""
     server_rate = machines.server_rate or machines.rate
     matching = machines.hosts * machines.rate / server_rate
-    counts = machines.servers or tuple(sorted({max(1, round(part * matching)) for part in _QUARTERS}))
-    common = {"uneven": machines.uneven, "queue": machines.queue, "speeds": machines.speeds}
+    counts = machines.servers or tuple(sorted({max(1, round(part * matching)) for part in _PARTS}))
     several = machines.per_host > 1
     workers = machines.workers(grouped=several, replicas=replicas)
     inside = " (ranks of a host are one worker)" if several else ""
+    plain = Site(
+        workers=(workers,), servers=(), uneven=machines.uneven, queue=machines.queue, speeds=machines.speeds,
+    )  # fmt: skip
     for replication in (1, 2) if machines.mtbf < NEVER else (1,):
         for count in counts:
             if count < replication:
                 continue
-            base = Site(
-                workers=(workers,), servers=(Servers(count, server_rate),), replication=replication,
-                rack=machines.rack, uplink=machines.uplink, **common,
+            base = msgspec.structs.replace(
+                plain, servers=(Servers(count, server_rate),), replication=replication, rack=machines.rack,
+                uplink=machines.uplink,
             )  # fmt: skip
             yield base, inside
             if several and not machines.rack:
@@ -150,10 +152,9 @@ def _sites(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
                 site = msgspec.structs.replace(base, aggregators=True, aggregator_rate=nearby)
                 yield site, f"{inside} and an aggregator a rack"
         if machines.hosts >= max(2, replication) and not machines.rack:
-            yield Site(
-                workers=(workers,), servers=(Servers(machines.hosts, machines.rate),), beside=True,
-                replication=replication, **common,
-            ), f"{inside} on the workers' hosts"  # fmt: skip
+            own = (Servers(machines.hosts, machines.rate),)
+            beside = msgspec.structs.replace(plain, servers=own, beside=True, replication=replication)
+            yield beside, f"{inside} on the workers' hosts"
 
 
 def _ours(workload: Workload, machines: Machines, encoding: Encoding, site: Site, words: str) -> Candidate:

@@ -15,10 +15,13 @@ weight 1 on (any) worker's link and weight 4 on the server's::
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 _ENDS = 1e-9  # a transfer with so little left, of its bytes, has ended: rounding
+
+
+Kind = tuple[tuple[tuple[str, float], ...], float]  # the links that a transfer uses, how much of each; its share
 
 
 @dataclass(slots=True)
@@ -27,8 +30,7 @@ class Transfer:
 
     left: float
     nbytes: float
-    uses: Mapping[str, float]
-    share: float
+    kind: Kind
     rate: float = 0.0
 
 
@@ -40,6 +42,7 @@ class Network:
             raise ValueError("a link without capacity would never carry anything")
         self._capacity = dict(capacity)
         self._transfers: dict[Hashable, Transfer] = {}
+        self._known: dict[tuple[Kind, ...], dict[Kind, float]] = {}  # the rates of transfers of these kinds
         self._shared = True  # the rates are those of the transfers that are under way
 
     def __len__(self) -> int:
@@ -52,8 +55,8 @@ class Network:
         """
         if name in self._transfers:
             raise ValueError(f"{name} is under way already")
-        known = {link: weight for link, weight in uses.items() if link in self._capacity and weight > 0}
-        self._transfers[name] = Transfer(nbytes, nbytes, known, share)
+        known = tuple((link, weight) for link, weight in uses.items() if link in self._capacity and weight > 0)
+        self._transfers[name] = Transfer(nbytes, nbytes, (known, share))
         self._shared = False
 
     def rate(self, name: Hashable) -> float:
@@ -80,22 +83,30 @@ class Network:
         return ended
 
     def _share(self) -> None:
-        """Fill all transfers at one pace; whenever a link is full, those that use it stay at what they have."""
         if self._shared:
             return
         self._shared = True
+        kinds = tuple(sorted(one.kind for one in self._transfers.values()))
+        if (rates := self._known.get(kinds)) is None:
+            rates = self._known[kinds] = self._rates(kinds)
+        for one in self._transfers.values():
+            one.rate = rates[one.kind]
+
+    def _rates(self, kinds: Sequence[Kind]) -> dict[Kind, float]:
+        """Fill all transfers at one pace; whenever a link is full, those that use it stay at what they have."""
+        rates = dict.fromkeys(kinds, math.inf)
         left = dict(self._capacity)
-        users: dict[str, dict[Hashable, float]] = {}
-        for name, one in self._transfers.items():
-            one.rate = math.inf
-            for link, weight in one.uses.items():
-                users.setdefault(link, {})[name] = weight * one.share
+        users: dict[str, dict[int, float]] = {}
+        for number, (uses, share) in enumerate(kinds):
+            for link, weight in uses:
+                users.setdefault(link, {})[number] = weight * share
         while users:
             level, full = min((left[link] / sum(weights.values()), link) for link, weights in users.items())
-            for name in list(users[full]):
-                one = self._transfers[name]
-                one.rate = level * one.share
-                for link, weight in one.uses.items():
-                    left[link] = max(0.0, left[link] - one.rate * weight)
-                    users[link].pop(name, None)
+            for number in list(users[full]):
+                uses, share = kinds[number]
+                rates[kinds[number]] = level * share
+                for link, weight in uses:
+                    left[link] = max(0.0, left[link] - level * share * weight)
+                    users[link].pop(number, None)
             users = {link: weights for link, weights in users.items() if weights}
+        return rates

@@ -32,7 +32,7 @@ from rallypoint.core.layout import WORD_BYTES
 
 _UNSENT_BYTES = 512 << 10  # as in `net.tcp`
 _IDLE_S = 0.2  # the least retransmission time-out: an idle connection's window is small after that (RFC 2861)
-_STEPS = 4  # the last one is what a step takes: each begins as the one before it has left things
+_STEPS = 3  # the last one is what a step takes: each begins as the one before it has left things
 
 
 class StepCost(msgspec.Struct, frozen=True):

@@ -79,7 +79,7 @@ def _says(one: Candidate, priced: bool) -> str:
 
 
 def _hint(one: Candidate) -> str:
-    return "" if one.period == NEVER else f"; a snapshot every {one.period:,.0f} s"
+    return "" if one.period == NEVER else f"; a snapshot every {one.period:,.0f} s (--snapshot-seconds)"
 
 
 def _gb(nbytes: float) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from rallypoint.core.cost.candidates import Encoding, Machines
+from rallypoint.core.cost.failures import NEVER
 from rallypoint.core.cost.workload import Workload, layers_of, transformer
 from rallypoint.errors import ConfigError, UsageError, meant
 from rallypoint.launch.costing.measured import MeasuredRun
@@ -34,7 +35,9 @@ class CostOptions:
     model: Annotated[str, option(
         metavar="N", panel=_JOB, help="Its parameters, as 7e9, 7B or 350M: a transformer with as many blocks as usual.",
     )] = ""  # fmt: skip
-    depth: Annotated[int, option(min=0, metavar="N", panel=_JOB, help="Its blocks, if it is unusual.")] = 0
+    depth: Annotated[int, option(
+        min=0, metavar="N", panel=_JOB, show_default=False, help="Its blocks, if their number is unusual.",
+    )] = 0  # fmt: skip
     compute: Annotated[str, option(
         metavar="TIME", panel=_JOB, help="How long one GPU computes in a step, forward and backward, as 800ms or 2s;",
     )] = ""  # fmt: skip
@@ -42,10 +45,11 @@ class CostOptions:
         metavar="N", panel=_JOB, help="... or the tokens of a step on each GPU, which are 6 operations a parameter,",
     )] = ""  # fmt: skip
     tflops: Annotated[float, option(
-        min=0, metavar="N", panel=_JOB, help="... and the 10^12 operations a second that one GPU reaches in training.",
+        min=0, metavar="N", panel=_JOB, show_default=False,
+        help="... and the 10^12 operations a second that one GPU reaches in training.",
     )] = 0.0  # fmt: skip
     replicas: Annotated[int, option(
-        min=0, metavar="N", panel=_JOB, help="Replicas of the job; by default as many as GPUs.",
+        min=0, metavar="N", panel=_JOB, show_default=False, help="Replicas of the job; by default as many as GPUs.",
     )] = 0  # fmt: skip
     codec: Annotated[list[str] | None, option(
         metavar="NAME", panel=_JOB,
@@ -57,7 +61,8 @@ class CostOptions:
     clip: Annotated[bool, option("--clip", metavar=None, panel=_JOB, help="The job clips the gradient's norm.")] = False
     shard_kib: Annotated[int, option(min=1, metavar="KIB", panel=_JOB, help="The size of a shard.")] = 1024
     gpus: Annotated[int, option(
-        min=0, metavar="N", panel=_MACHINES, help="Processes that compute, one for each GPU (or each CPU worker).",
+        min=0, metavar="N", panel=_MACHINES, show_default=False,
+        help="Processes that compute, one for each GPU (or each CPU worker).",
     )] = 0  # fmt: skip
     gpus_per_host: Annotated[int, option(
         min=1, metavar="N", panel=_MACHINES, help="GPUs that share a host and its link.",
@@ -72,7 +77,9 @@ class CostOptions:
         "--servers", "-s", min=1, metavar="N", panel=_MACHINES,
         help="Look at so many servers; can be repeated. By default at numbers that suit the workers.",
     )] = None  # fmt: skip
-    rack: Annotated[int, option(min=0, metavar="N", panel=_MACHINES, help="Hosts of a rack that share")] = 0
+    rack: Annotated[int, option(
+        min=0, metavar="N", panel=_MACHINES, show_default=False, help="Hosts of a rack that share",
+    )] = 0  # fmt: skip
     uplink: Annotated[str, option(metavar="RATE", panel=_MACHINES, help="... an uplink of this rate.")] = ""
     memory: Annotated[str, option(
         metavar="SIZE", panel=_MACHINES, help="Of a GPU, as 80GB: what does not fit is not recommended.",
@@ -83,8 +90,12 @@ class CostOptions:
     restart: Annotated[str, option(
         metavar="TIME", panel=_WORTH, help="Until a job without servers trains again after one.",
     )] = "120s"  # fmt: skip
-    gpu_price: Annotated[float, option(min=0, metavar="PRICE", panel=_WORTH, help="Of an hour of one GPU, and")] = 0.0
-    server_price: Annotated[float, option(min=0, metavar="PRICE", panel=_WORTH, help="... of one server.")] = 0.0
+    gpu_price: Annotated[float, option(
+        min=0, metavar="PRICE", panel=_WORTH, show_default=False, help="Of an hour of one GPU, and",
+    )] = 0.0  # fmt: skip
+    server_price: Annotated[float, option(
+        min=0, metavar="PRICE", panel=_WORTH, show_default=False, help="... of one server.",
+    )] = 0.0  # fmt: skip
     rows: Annotated[int, option(
         min=1, metavar="N", panel=_OUTPUT, help="Rows of the table: the best so many, DDP and FSDP always.",
     )] = 12  # fmt: skip
@@ -131,7 +142,7 @@ def question_of(options: CostOptions, run: MeasuredRun | None = None) -> Questio
         uplink=rate_of(options.uplink, "--uplink") if options.uplink else 0.0,
         memory=bytes_of(options.memory, "--memory") if options.memory else 0.0,
         restart=seconds_of(options.restart, "--restart"), gpu_price=options.gpu_price,
-        server_price=options.server_price, **_mtbf_of(options, run, notes),
+        server_price=options.server_price, mtbf=_mtbf_of(options, run, notes),
     )  # fmt: skip
     return Question(workload, machines, _encodings_of(options), -(-replicas // gpus), notes)
 
@@ -190,16 +201,16 @@ def _link_of(options: CostOptions, run: MeasuredRun | None, notes: list[str]) ->
     return run.busiest
 
 
-def _mtbf_of(options: CostOptions, run: MeasuredRun | None, notes: list[str]) -> dict[str, float]:
+def _mtbf_of(options: CostOptions, run: MeasuredRun | None, notes: list[str]) -> float:
     if options.mtbf:
-        return {"mtbf": seconds_of(options.mtbf, "--mtbf")}
+        return seconds_of(options.mtbf, "--mtbf")
     if run is None or not run.losses:
-        return {}
+        return NEVER
     notes.append(
-        f"{run.losses} members were lost in {run.seconds_long:,.0f} s of the run: a machine fails every "
-        f"{run.mtbf / 3600:,.1f} h (--mtbf)"
+        f"in {run.seconds_long:,.0f} s of the run the number of lost members was {run.losses}: a machine fails every "
+        f"{run.mtbf / 3600:,.2g} h (--mtbf)"
     )
-    return {"mtbf": run.mtbf}
+    return run.mtbf
 
 
 def _encodings_of(options: CostOptions) -> tuple[Encoding, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -17,30 +18,32 @@ from rallypoint.core.cost.verdict import Verdict, called
 from rallypoint.launch.costing.measured import MeasuredRun
 from rallypoint.launch.costing.question import Question
 
+_LAYOUT_WIDTH = 22
 ASSUMED = (
-    "Assumed: fp32 gradients and parameters with AdamW, links that nobody else uses, processors and disks that keep "
-    "up, a standby for each machine that fails"
+    "assumed: fp32 gradients and parameters with AdamW, links that nobody else uses, a core for each server, a standby "
+    "for each machine that fails"
 )
 
 
 def told(question: Question, candidates: Sequence[Candidate], verdict: Verdict, rows: int) -> RenderableType:
     """What is printed."""
     failing, priced = question.machines.mtbf < NEVER, any(one.price for one in candidates)
-    table = Table("layout", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, highlight=False)
+    table.add_column("layout", min_width=_LAYOUT_WIDTH)
     for name in (
-        "s a step", "waiting", *(["goodput", "snapshot"] if failing else []), "GB GPU", "GB host", "GB server",
-        *(["1000 steps"] if priced else []),
+        "s/step", "waits", *(["goodput"] if failing else []), "GB", *(["1000 steps"] if priced else []),
     ):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
     for one in shown(candidates, verdict, rows):
-        period = "-" if one.period == NEVER else _time(one.period)
+        memory = one.memory
         table.add_row(
             called(one), f"{one.step.seconds:.3g}", f"{one.step.waited / one.step.seconds:.0%}",
-            *([f"{one.goodput:.1%}", period] if failing else []),
-            _gb(one.memory.device) + ("" if one.fits else " !"), _gb(one.memory.host), _gb(one.memory.server),
+            *([f"{one.goodput:.1%}"] if failing else []),
+            f"{'' if one.fits else '! '}{_gb(memory.device)}/{_gb(memory.host)}/{_gb(memory.server)}",
             *([f"{one.price:,.2f}"] if priced else []), style="bold" if one is verdict.best else "",
         )  # fmt: skip
-    notes = list(question.notes)
+    notes = ["GB: of a GPU, of its host for it, of a server; waits: the part of a step in which a GPU computes nothing"]
+    notes += question.notes
     if not all(one.fits for one in candidates):
         notes.append("! does not fit into a GPU's memory")
     lines = [Text(f"{_sentence(note)}", style="dim") for note in (*notes, ASSUMED)]
@@ -97,10 +100,5 @@ def _sentence(text: str) -> str:
 
 
 def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.3g}" if nbytes else ""
+    return f"{nbytes / 1e9:.2g}" if 0 < nbytes < 1e9 else f"{nbytes / 1e9:.3g}" if nbytes else "-"
 
-
-def _time(seconds: float) -> str:
-    if seconds < 600:
-        return f"{seconds:,.0f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 36_000 else f"{seconds / 3600:,.0f} h"
