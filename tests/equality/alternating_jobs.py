@@ -15,6 +15,8 @@ from rallypoint.config import JobConfig, resolve
 from rallypoint.core.order import SampleOrder, derive_seed
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.data.randomness import seed_everything
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind
 from rallypoint.testing.reference import copy_all, norm_of, tree_sum
 from rallypoint.worker.models import one_model
 from rallypoint.worker.tensors import ModelTensors, weights_hash
@@ -190,6 +192,39 @@ def train_case(job: rp.Job, name: str, replicas: int, changes: dict[str, Any] | 
             for loss in losses:
                 micro.backward(loss, more=loss is not losses[-1])
     return weights_hash(nn.ModuleDict(models))
+
+
+def bytes_of(job: rp.Job) -> dict[str, tuple[int, int, int]]:
+    """Of each model: the bytes that this worker has pushed, those of the versions that it got, and the model's."""
+    models = gan()
+    settings = CASES["dcgan"].all_settings(1)
+    one, named = one_model(models, settings)
+    shards = ModelTensors(one, resolve(named)).layout.shards
+    names = {0: "discriminator", 1: "discriminator", 2: "generator", 3: "generator"}  # by optimizer group
+    pushed, got = dict.fromkeys(models, 0), dict.fromkeys(models, 0)
+    send, receive = Channel.send, Channel.receive_header
+
+    def count(header: Header, into: dict[str, int], kind: Kind) -> None:
+        if header.kind is kind and shards[header.shard].group >= 0:
+            into[names[shards[header.shard].group]] += header.length
+
+    def counted_send(self: Channel, header: Header, *args: Any, **kwargs: Any) -> None:
+        count(header, pushed, Kind.PUSH)
+        send(self, header, *args, **kwargs)
+
+    def counted_receive(self: Channel) -> Header:
+        count(header := receive(self), got, Kind.VERSION)
+        return header
+
+    setattr(Channel, "send", counted_send)  # noqa: B010 - this process is only this job's
+    setattr(Channel, "receive_header", counted_receive)  # noqa: B010
+    for micro in job.train(models, dataset(), **settings):
+        with micro:
+            losses = list_of(gan_losses, models, micro)
+            for loss in losses:
+                micro.backward(loss, more=loss is not losses[-1])
+    sizes = {name: sum(s.nbytes for s in shards if names.get(s.group) == name) for name in models}
+    return {name: (pushed[name], got[name], sizes[name]) for name in models}
 
 
 def list_of(losses: Losses, models: Models, micro: rp.Micro) -> list[Tensor]:

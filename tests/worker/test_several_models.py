@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -119,6 +121,7 @@ def test_a_setting_of_one_optimizer_is_refused_where_each_model_has_its_own() ->
     _, settings = one_model(two(), BOTH)
     with pytest.raises(ConfigError, match=r"optimizer\.lr is set, and each model has .* set optimizers\.a\.lr"):
         resolve(settings, {"optimizer": {"lr": 0.5}})
+    assert resolve(settings, json.loads(msgspec.json.encode(resolve(settings)))) == resolve(settings)
     changed = resolve(settings, {"optimizers": {"b": {"lr": 0.5}}})
     assert changed.optimizers == {"a": rp.SGD(lr=0.1), "b": rp.Adam(lr=0.5)}
 
@@ -220,6 +223,37 @@ def test_passes_that_cannot_work_are_refused_with_a_sentence(
     with pytest.raises(RallypointError, match=sentence) as raised:
         loop(body, **settings)
     assert isinstance(raised.value, UsageError)
+
+
+def test_a_hidden_state_of_the_only_replica_may_be_a_buffer() -> None:
+    """As docs/loops.md says: a buffer belongs to the version, so whoever computes the next step begins with it."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.cell = nn.GRUCell(3, 5)
+            self.register_buffer("state", torch.zeros(4, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.cell(x, self.state.clone())
+            self.state.copy_(out.detach())
+            return out
+
+    model, plain = Recurrent(), Recurrent()
+    with EmbeddedJob() as job:
+        for micro in job.train(
+            model, DATA, batch=4, steps=6, order="sequential", optimizer=rp.SGD(lr=0.1), decay_1d=True
+        ):
+            with micro:
+                micro.backward(model(micro.batch[0]).square().mean())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        plain(VALUES[4 * step : 4 * step + 4]).square().mean().backward()
+        optimizer.step()
+    assert weights_hash(model) == weights_hash(plain)
+    assert bool(model.state.any())
 
 
 def test_torch_autograd_grad_leaves_nothing_behind() -> None:

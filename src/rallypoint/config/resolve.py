@@ -31,7 +31,7 @@ def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = N
     settings = by_model(settings)
     base = msgspec.to_builtins(JobConfig()) | {key: _as_data(key, value) for key, value in settings.items()}
     tree = merged(base, overrides or {})
-    if tree["optimizers"] and tree["optimizer"] != base["optimizer"]:
+    if tree["optimizers"] and msgspec.json.encode(tree["optimizer"]) != msgspec.json.encode(base["optimizer"]):
         key, name = _first_key(overrides or {}, "optimizer"), min(tree["optimizers"])
         instead = key.replace("optimizer", f"optimizers.{name}", 1)
         raise ConfigError(f"{key} is set, and each model has an optimizer of its own: set {instead}")
