@@ -157,6 +157,10 @@ def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bo
     structs = [part for part in _parts(hint) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
     if isinstance(value, Mapping) and structs:
         return _in_struct(value, structs, f"{path}.", partial)
+    if isinstance(value, Mapping) and typing.get_origin(hint) is dict:
+        of = typing.get_args(hint)[1]
+        found = (_in_value(one, of, None, f"{path}.{name}", partial) for name, one in value.items())
+        return next(filter(None, found), "")
     if isinstance(value, list | tuple) and hint == tuple[Group, ...]:
         groups = [(n, group) for n, group in enumerate(value) if isinstance(group, Mapping)]
         wrong = (_in_struct(group, [Group], f"{path}[{n}].", False) for n, group in groups)
@@ -202,7 +206,7 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-_PLURALS = {float: "numbers", str: "texts"}
+_PLURALS: dict[Any, str] = {float: "numbers", str: "texts", str | tuple[str, ...]: "names, or of lists of names"}
 
 
 def _described(hint: Any, limit: Limit | None) -> str:
