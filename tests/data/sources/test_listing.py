@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rallypoint.data.sources import patience
+from rallypoint.data.sources.listing import meant
 from rallypoint.data.sources.remote import File, Files
 from rallypoint.errors import DataError
 
@@ -82,6 +83,26 @@ def test_a_listing_that_always_fails_is_an_error(store: type[FailingStore]) -> N
             Files().found(f"failing://web{below}", ".tar")
 
 
+def test_a_folder_that_is_deleted_meanwhile_is_told(
+    store: type[FailingStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or is empty: some stores have no such folders, and list the object that stands for it."""
+    listing = FailingStore.ls
+
+    def listed(self: FailingStore, path: str, detail: bool = True, **more: Any) -> Any:
+        if path in gone:
+            raise FileNotFoundError(path)
+        return listing(self, path, detail=detail, **more)
+
+    monkeypatch.setattr(FailingStore, "ls", listed)
+    gone = {"/web/day=2"}
+    assert [file.name for file in Files().found("failing://web", ".tar")] == [n for n in MEANT if "day=2" not in n]
+    assert "/web/day=2 is not there, though its folder has it" in caplog.text
+    gone = {"/web"}
+    with pytest.raises(DataError, match="web cannot be read"):
+        Files().found("failing://web", ".tar")
+
+
 def test_what_was_written_meanwhile_is_found(store: type[FailingStore], monkeypatch: pytest.MonkeyPatch) -> None:
     """As with s3fs, which keeps what it has listed."""
     kept: dict[str, Any] = {}
@@ -119,6 +140,39 @@ def test_a_file_has_the_name_by_which_it_can_be_asked_for() -> None:
         ("/here", "/here/0.tar", "/here/0.tar"),
     ):
         assert str(File(url, path, "0.tar", 1, "")) == said
+
+
+class Web:
+    """As fsspec shows a web server: everything is a file, and a page with links can be listed."""
+
+    protocol = ("http", "https")
+
+    def __init__(self, host: str) -> None:
+        self.pages = {
+            f"{host}/data/": ["?C=N;O=D", f"{host}/data/", "a.tar", "_b.tar", "day=1/"],
+            f"{host}/data/day=1/": ["c.tar", f"{host}/data/day=1/d.tar"],
+        }
+
+    def info(self, path: str) -> dict[str, Any]:
+        page = path.rstrip("/") + "/" in self.pages
+        return {"name": path, "type": "file", "size": 5, **({"mimetype": "text/html"} if page else {})}
+
+    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]:
+        path = path.rstrip("/") + "/"
+        names = [name if "://" in name else path + name for name in self.pages[path]]
+        return [{"name": name, "type": "directory" if name.endswith("/") else "file", "size": None} for name in names]
+
+
+def test_a_web_servers_pages_are_listed() -> None:
+    host = "https://host:8443"
+    for url, names in (
+        ("/data", ["a.tar", "day=1/c.tar", "day=1/d.tar"]), ("/data/", ["a.tar", "day=1/c.tar", "day=1/d.tar"]),
+        ("/data/*/*.tar", ["day=1/c.tar", "day=1/d.tar"]), ("/data/a.tar", ["a.tar"]),
+        ("/data/a.tar?signed=4b/2*?", ["a.tar"]), ("/data/*.tar?signed=4b", []),
+    ):  # fmt: skip
+        found = meant(Web(host), host + url, ".tar")
+        assert [file.name for file in found] == names
+        assert all(file.path.startswith(f"{host}/data/") for file in found)
 
 
 class OfHttp(Exception):
