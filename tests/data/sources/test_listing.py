@@ -82,6 +82,26 @@ def test_a_listing_that_always_fails_is_an_error(store: type[FailingStore]) -> N
             Files().found(f"failing://web{below}", ".tar")
 
 
+def test_a_folder_that_is_deleted_meanwhile_is_told(
+    store: type[FailingStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or is empty: some stores have no such folders, and list the object that stands for it."""
+    listing = FailingStore.ls
+
+    def listed(self: FailingStore, path: str, detail: bool = True, **more: Any) -> Any:
+        if path in gone:
+            raise FileNotFoundError(path)
+        return listing(self, path, detail=detail, **more)
+
+    monkeypatch.setattr(FailingStore, "ls", listed)
+    gone = {"/web/day=2"}
+    assert [file.name for file in Files().found("failing://web", ".tar")] == [n for n in MEANT if "day=2" not in n]
+    assert "/web/day=2 is not there, though its folder has it" in caplog.text
+    gone = {"/web"}
+    with pytest.raises(DataError, match="web cannot be read"):
+        Files().found("failing://web", ".tar")
+
+
 def test_what_was_written_meanwhile_is_found(store: type[FailingStore], monkeypatch: pytest.MonkeyPatch) -> None:
     """As with s3fs, which keeps what it has listed."""
     kept: dict[str, Any] = {}

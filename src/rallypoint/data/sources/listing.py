@@ -138,7 +138,13 @@ class _Walk:
                 folders = deeper
 
     def _list(self, folder: Listed) -> list[Listed]:
-        inside = patiently(lambda: list(self._system.ls(folder.path, detail=True)), folder.path)
+        try:
+            inside = patiently(lambda: list(self._system.ls(folder.path, detail=True)), folder.path)
+        except DataError as error:
+            if not folder.name or not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            log.warning("%s is not there, though its folder has it: it is empty, or was deleted just now", folder.path)
+            return []
         return [
             _listed(about, path, f"{folder.name}/{_last(path)}".lstrip("/"))
             for about in inside

@@ -97,8 +97,8 @@ class Files:
     def _meant(self, url: str, suffix: str) -> list[File]:
         path = str(fsspec.core.url_to_fs(url, **self._options)[1])
         found = meant(self._system(url), path, suffix)
-        if len(found) == 1:
-            return [self._sized(url, found[0])]
+        if len(found) == 1 or all(listed.size is not None for listed in found):
+            return [self._sized(url, listed) for listed in found]
         with ThreadPoolExecutor(AT_ONCE, "asking for sizes") as pool:
             return list(pool.map(lambda listed: self._sized(url, listed), found))
 
