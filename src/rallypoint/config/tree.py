@@ -98,6 +98,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         in_flight_bytes: bytes that may be on their way to one machine at once, shared by its links; 0 leaves that to
             the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
             200 Mbit/s, 1 MiB at 1 Gbit/s). Not for links with a round trip of more than a few ms.
+        pace_mbit: Mbit/s that a worker or a server sends at most, in equal parts on its links; 0: as TCP likes. Of
+            flows that share a port TCP gives some more than others, and a shard's sum waits for the last of them. A
+            little less than the rate of the links: 970 for 1 Gbit/s. Linux only; not used where there are aggregators.
         item, items_per_sample: what the progress line counts ("tokens", 128).
         fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
             run's folder, for `rallypoint replay` and `rallypoint diff`; 0: never.
@@ -147,6 +150,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     overlap: bool = True
     hold_bytes: int = 256 << 20
     in_flight_bytes: int = 0
+    pace_mbit: float = 0.0
     item: str = "samples"
     items_per_sample: int = 1
     fingerprints: int = 0
@@ -330,6 +334,7 @@ class Settings(TypedDict, total=False):
     overlap: bool
     hold_bytes: int
     in_flight_bytes: int
+    pace_mbit: float
     item: str
     items_per_sample: int
     fingerprints: int
