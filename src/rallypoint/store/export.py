@@ -143,7 +143,8 @@ def _form_of(to: Path) -> Format:
 def _plain_optimizer(flat: _Flat, config: JobConfig, manifest: Manifest) -> dict[str, Any]:
     """The optimizer's part of a DCP checkpoint."""
     reductions = len(manifest.decided.reductions)
-    return optimizer_content(flat.optimizer(), config, manifest.job.layout, manifest.version, reductions)
+    scale = scale_at(manifest.scales, manifest.version)
+    return optimizer_content(flat.optimizer(), config, manifest.job.layout, manifest.version, reductions, scale)
 
 
 def best_of(store: SnapshotStore, newest: Manifest) -> tuple[Manifest, str]:

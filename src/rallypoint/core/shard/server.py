@@ -19,6 +19,7 @@ from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, Tell, Verdict
 from rallypoint.core.shard.machine import ShardMachine, summed
+from rallypoint.core.shard.ordering.hold import RateAwaited, RateHold
 from rallypoint.core.view import View, ViewNumber
 
 FILLS_AT_ONCE = 2  # whole states in transit to backups at a time: limits their share of bandwidth and memory
@@ -111,7 +112,7 @@ class On:
     effect: shard_effects.Effect
 
 
-Effect = Own | Disown | Restore | Report | Disproved | On | Tell | Verdict
+Effect = Own | Disown | Restore | Report | Disproved | On | Tell | Verdict | RateAwaited
 
 
 @dataclass(slots=True)
@@ -128,6 +129,7 @@ class ServerMachine:
     _filling: set[int] = field(default_factory=set)
     _linked: set[str] = field(default_factory=set)
     _refused: Verdict | None = None  # the verdict that stops the job
+    _rates: RateHold = field(default_factory=RateHold)
 
     def machine(self, index: int) -> ShardMachine | None:
         """The shard's machine; None if this server does not hold the shard."""
@@ -233,8 +235,8 @@ class ServerMachine:
         return [*effects]
 
     def report_again(self) -> list[Effect]:
-        """The verdict that stops the job, if there is one: a coordinator that was restarted may not know it."""
-        return [] if self._refused is None else [Report(self._refused)]
+        """What a coordinator that was restarted may not know: the verdict that stops the job, and which updates wait."""
+        return [*([] if self._refused is None else [Report(self._refused)]), *self._rates.again()]
 
     def decided(self, verdict: Verdict) -> list[Effect]:
         """Apply a verdict to every shard that waits for it.
@@ -269,6 +271,14 @@ class ServerMachine:
         """Adopt a view, if it is newer than the current one."""
         if self.view is not None and view.number <= self.view.number:
             return []
+        effects = self._adopt(view)
+        for index in self._rates.adopt(view, self._machines):
+            effects += self.handle(index, shard_events.GoOn())
+        return [*effects, *self._rates.again()]
+
+    # ---- views ----
+
+    def _adopt(self, view: View) -> list[Effect]:
         before, self.view = self.view, view
         stayed = {(member.id, member.incarnation) for member in before.servers} if before is not None else set()
         self._linked &= {member.id for member in view.servers if (member.id, member.incarnation) in stayed}
@@ -282,8 +292,6 @@ class ServerMachine:
         for index in sorted(held):
             effects += self._assign(index, view)
         return [*effects, *self._share(view), *self._fill_some(self.held)]
-
-    # ---- views ----
 
     def _new_generation(self, view: View, *, restore: bool) -> list[Effect]:
         """Release everything: after a roll-back, or because the coordinator had given this server up."""
@@ -376,6 +384,7 @@ class ServerMachine:
                 machine.validate()
             except AssertionError as error:
                 raise AssertionError(f"{me}, shard {index}: {error}") from None
+        self._rates.validate(self._machines)
         assert len(self._filling) <= FILLS_AT_ONCE, f"{me} fills {sorted(self._filling)} at once"
         for index in self._filling:
             assert self._machines[index].replication.replicating, f"{me} fills shard {index}, which does not replicate"

@@ -66,17 +66,17 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
 
 def optimizer_content(
     states: Mapping[str, Mapping[str, torch.Tensor | float]], config: JobConfig, layout: Layout, version: int,
-    reductions: int,
+    reductions: int, scale: float = 1.0,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the optimizer's part of a checkpoint: `states` by parameter name, and each parameter's settings.
 
-    A rate is that of the next update, number `version`, after so many `reductions` (``plateau=``).
+    A rate is that of the next update, number `version`, after so many `reductions` (``plateau=``), times `scale`.
     """
     content: dict[str, Any] = {
         f"state.{name}.{kind}": torch.tensor(value, dtype=torch.float32) if isinstance(value, float) else value
         for name, state in states.items() for kind, value in state.items()
     }  # fmt: skip
-    rate = rate_of(config, min(version, config.rounds - 1), reductions)
+    rate = rate_of(config, min(version, config.rounds - 1), reductions) * scale
     for entry in layout.entries:
         touched = layout.shards_touching(entry.start, entry.stop)
         if entry.spec.group < 0 or not touched:

@@ -1,0 +1,93 @@
+"""The learning rate of a running job is changed, then a server and the coordinator die: the bytes of plain PyTorch whose
+rate changes at the version that the run has recorded. The run is replayed, and resumed from before the change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_survival import AT, SCRIPT, STEPS, Cluster
+
+from rallypoint.config import resolve
+from rallypoint.core.view import Scale
+from rallypoint.testing.reference import train_reference
+from rallypoint.worker.tensors import weights_hash
+
+pytestmark = pytest.mark.programs
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    cluster.script.write_text(SCRIPT.replace("clip=0.5", "clip=0.5, fingerprints=1"))
+    yield cluster
+    cluster.close()
+
+
+def reference(scales: list[Scale]) -> str:
+    """The hash of plain PyTorch's weights, with the rate changed at these versions."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.Dropout(0.2), torch.nn.Linear(30, 3),
+                                torch.nn.Identity())  # fmt: skip
+    data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randn(50, 3))
+    config = resolve({
+        "replicas": 3, "batch": 4, "steps": STEPS, "clip": 0.5, "shard_bytes": 256,
+        "optimizer": {"type": "adamw", "lr": 1e-2},
+    })  # fmt: skip
+    loss_of = lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])  # noqa: E731
+    train_reference(model, data, loss_of, config, scales=scales)
+    return weights_hash(model)
+
+
+def scales_of(cluster: Cluster) -> list[Scale]:
+    """What the run has recorded."""
+    events = cluster.events("RateScaled")
+    return [Scale(event["step"], event["factor"], number) for number, event in enumerate(events, 1)]
+
+
+@pytest.mark.slow
+def test_the_rate_changes_at_the_recorded_version_whoever_dies_and_in_a_replay_and_a_resumed_run(
+    cluster: Cluster,
+) -> None:
+    cluster.run("--workers", "2", "--servers", "2", "--replication", "2", "--snapshot-steps", "4", "--keep-last", "9")
+    cluster.until_caught_up(AT)
+    cluster.until(lambda: cluster.members["exposed"] == 0)  # every shard is on both
+    assert cluster.ask("learning-rate", str(cluster.folder), "0.25") == 0, cluster.answer.read_text()
+    assert f"the learning rate is multiplied by 0.25 from step {AT}" in cluster.answer.read_text()
+    cluster.processes()["server0"].kill()
+    cluster.processes()["coordinator"].kill()
+    cluster.until_caught_up(AT + 4)
+    cluster.until(lambda: cluster.members["exposed"] == 0)
+    assert cluster.ask("learning-rate", str(cluster.folder), "2") == 0, cluster.answer.read_text()
+    cluster.processes()["server1"].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    scales = scales_of(cluster)
+    assert [scale.factor for scale in scales] == [0.25, 2.0]
+    assert AT <= scales[0].version <= AT + 1
+    assert AT + 4 <= scales[1].version <= AT + 5
+    wanted = reference(scales)
+    assert cluster.hash == wanted
+    assert wanted != reference([])
+    rates = {event["step"]: event["lr"] for event in cluster.events("StepDone")}
+    assert [rates[scale.version] for scale in scales] == [0.25e-2, 0.5e-2]
+
+    step = scales[1].version + 1
+    assert cluster.ask("replay", str(cluster.folder), "--step", str(step), "--json") == 0, cluster.answer.read_text()
+    replayed = json.loads(cluster.answer.read_text().splitlines()[-1])
+    assert replayed["version"]["equal"]
+    assert not replayed["version"]["differ"]
+    assert not replayed["departs"]
+
+    (cluster.folder / "hash").unlink()
+    kept = sorted((cluster.folder / "snapshots").glob("step-*"))
+    for newer in kept[1:] if int(kept[0].name.split("-")[1]) else kept[2:]:
+        shutil.rmtree(newer)  # as if everybody had been killed before these were stored
+    assert int(max(path.name for path in (cluster.folder / "snapshots").glob("step-*")).split("-")[1]) < AT
+    cluster.resume()
+    assert cluster.ended() == 0, cluster.output
+    assert cluster.hash == wanted
