@@ -1,5 +1,5 @@
-"""The learning rate of a running job is changed, then a server and the coordinator die: the bytes of plain PyTorch whose
-rate changes at the version that the run has recorded. The run is replayed, and resumed from before the change."""
+"""The learning rate of a running job is changed, then a server and the coordinator die: the bytes of plain PyTorch
+whose rate changes at the version that the run has recorded. The run is replayed, and resumed from before the change."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_survival import AT, SCRIPT, STEPS, Cluster
 
 from rallypoint.config import resolve
 from rallypoint.core.view import Scale
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
+from test_survival import AT, SCRIPT, STEPS, Cluster
 
 pytestmark = pytest.mark.programs
 

@@ -16,13 +16,12 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.deciding.scales import MOST_SCALES, merged, refused, scale_at, with_scale
 from rallypoint.core.modes import ModeName
-from rallypoint.core.policy import AllReduce, Async
+from rallypoint.core.policy import AllReduce, Async, Sync
+from rallypoint.core.shard.clip import Rule, Verdict
 from rallypoint.core.shard.effects import Apply, Finish
 from rallypoint.core.shard.events import Contribute, Initialise, Loaded, Replicated
 from rallypoint.core.shard.ordering.hold import RateAwaited as Awaited
 from rallypoint.core.shard.server import Effect, On, Plan, ServerMachine
-from rallypoint.core.shard.clip import Rule, Verdict
-from rallypoint.core.policy import Sync
 from rallypoint.core.view import Member, Scale, View, ViewNumber
 from rallypoint.net.ordering.messages import LearningRate, Ordered
 

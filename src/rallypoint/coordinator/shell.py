@@ -360,8 +360,8 @@ class CoordinatorShell:
         assert self.machine.record is not None
         step, course = self.announcer.config.steps_at(version), self.machine.course
         about = self.machine.record, self.evaluations.of(step), "" if course.view is None else course.view.origin
-        known = (course.views.stop, course.evaluations.decided_at(version), course.kept, course.views.scales)
-        return CommitSnapshot(snapshot, version, step, *about, *known)
+        known = (course.views.stop, course.evaluations.decided_at(version), course.kept)
+        return CommitSnapshot(snapshot, version, step, *about, *known, scales=course.views.scales)
 
     # ---- time and the end ----
 
@@ -369,7 +369,8 @@ class CoordinatorShell:
         if self.last_word is not None:
             return [Over(failure_of(self.last_word))] if self._now >= self._end_at else []
         acts = [act for newcomer in self._newcomers.allowed(self._now) for act in self._opened(newcomer)]
-        acts += [*self._resized(self._sizes.due(self._now)), *self._drive(cluster_events.Tick(self._awake.at(self._now)))]
+        acts += self._resized(self._sizes.due(self._now))
+        acts += self._drive(cluster_events.Tick(self._awake.at(self._now)))
         return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
 
     def _end(self, word: Finished | Aborted) -> list[Act]:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from rallypoint.config import JobConfig
 from rallypoint.config.plain import steps_plainly
 from rallypoint.config.resolve import parse
+from rallypoint.core.deciding.scales import scale_at
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Shard, TensorSpec
 from rallypoint.core.loss_scale import ENTRY

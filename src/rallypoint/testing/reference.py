@@ -51,7 +51,7 @@ def train_reference(
     """Train `model` in place for `config.steps` updates. Returns the mean loss of every step.
 
     `weight_of(step, replica)` is what the loop passes as ``micro.backward(loss, weight=...)``. `own(model)` returns the
-    optimizers and the schedules that the loop passes as `own_optimizer` and `own_schedule` (AllReduce). `scales` are the
+    optimizers and the schedules that the loop passes as `own_optimizer` and `own_schedule` (AllReduce). `scales`: the
     factors on the learning rate that an operator has ordered (`rallypoint learning-rate`), ascending.
     """
     reference = _Reference(model, dataset, loss_fn, config, weight_of or (lambda step, replica: 1.0))

@@ -19,7 +19,8 @@ from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, Tell, Verdict
 from rallypoint.core.shard.machine import ShardMachine, summed
-from rallypoint.core.shard.ordering.hold import RateAwaited, RateHold
+from rallypoint.core.shard.ordering.hold import RateAwaited as RateAwaited
+from rallypoint.core.shard.ordering.hold import RateHold
 from rallypoint.core.view import View, ViewNumber
 
 FILLS_AT_ONCE = 2  # whole states in transit to backups at a time: limits their share of bandwidth and memory
@@ -235,7 +236,7 @@ class ServerMachine:
         return [*effects]
 
     def report_again(self) -> list[Effect]:
-        """What a coordinator that was restarted may not know: the verdict that stops the job, and which updates wait."""
+        """What a coordinator that was restarted may not know: the verdict that stops the job, which updates wait."""
         return [*([] if self._refused is None else [Report(self._refused)]), *self._rates.again()]
 
     def decided(self, verdict: Verdict) -> list[Effect]:

@@ -44,7 +44,8 @@ def settled(course: Course, version: int) -> list[Effect]:
     course.awaiting_rate.clear()
     step, scale = record.steps_at(version), scale_at(views.scales, version)
     whole = "" if scale == factor else f": with earlier orders by {scale:g}"
-    return [RateScaled(f"the learning rate is multiplied by {factor:g} from step {step} on{whole}", step, factor, scale)]
+    said = f"the learning rate is multiplied by {factor:g} from step {step} on{whole}"
+    return [RateScaled(said, step, factor, scale)]
 
 
 def may_rescale(course: Course, factor: float) -> str:

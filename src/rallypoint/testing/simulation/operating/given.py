@@ -35,7 +35,7 @@ class Given:
         self._retry()
 
     def _receive(self, wire: Wire, message: Any) -> None:
-        if not isinstance(message, Ordered):
+        if not isinstance(message, Ordered) or message.kind != type(self._order).__name__:
             return
         wire.on_message[0], wire.on_close[0] = lambda _: None, lambda: None
         wire.close(0)

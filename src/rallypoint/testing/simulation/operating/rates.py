@@ -11,24 +11,32 @@ from rallypoint.testing.simulation.operating.given import Given
 
 
 class RateOperators:
-    """Change the learning rate, each by another factor. They add each answer to `told`."""
+    """Change the learning rate, one after the other, each by another factor. They add each answer to `told`."""
 
     def __init__(self, new_node: Callable[[], Node], told: list[str], *, forgets: bool) -> None:
         """`forgets`: the coordinator may forget an order, because its journal's disk is full for a time."""
         self._new_node, self._told, self._forgets = new_node, told, forgets
-        self._given = 0
+        self._given = self._waiting = 0
         self._kept: list[float] = []  # the factors that the coordinator said would count
 
     def change(self) -> None:
-        """Order one more factor. Any product of them, once or twice each, is another number."""
-        self._given += 1
-        node, factor = self._new_node(), 1.0 + 2.0**-self._given
+        """Order one more factor, after those before. (All observers hear each answer.)"""
+        self._waiting += 1
+        if self._waiting == 1:
+            self._begin()
 
-        def heard(answer: Ordered, again: bool) -> None:
+    def _begin(self) -> None:
+        self._given += 1
+        node, factor = self._new_node(), 1.0 + 2.0**-self._given  # any product of these is another number
+
+        def heard(answer: Ordered, _: bool) -> None:
             self._told.append(f"{node.world.now:.3f} {answer.text}")
             node.kill()
             if not answer.refused:
                 self._kept.append(factor)
+            self._waiting -= 1
+            if self._waiting:
+                self._begin()
 
         Given(node, LearningRate(factor), heard)
 
