@@ -50,6 +50,10 @@ class Plan:
         """The shard's own version at the end of the job."""
         return self.rounds if self.cadence.together else self.cadence.updates(index)
 
+    def clip(self, generation: ViewNumber) -> ClipMachine | None:
+        """A new machine for what all servers decide together in this generation; None if they decide nothing."""
+        return ClipMachine(sorted(self.decides), frozenset(), self.rule, generation) if self.decides else None
+
     def machine(self, index: int, *, primary: bool) -> ShardMachine:
         """A new machine for the shard."""
         policy = self.policy if self.buffer_policy is None or index in self.measured else self.buffer_policy
@@ -299,7 +303,7 @@ class ServerMachine:
         effects: list[Effect] = [self._disown(index) for index in sorted(self._machines)]
         self._filling.clear()
         self._refused = None
-        self._clip = self._new_clip(view.generation)
+        self._clip = self.plan.clip(view.generation)
         for index in sorted(s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))):
             effects += self._assign(index, view)
         effects += self._share(view)
@@ -344,11 +348,6 @@ class ServerMachine:
             return []
         self._clip.own = frozenset(view.shards_of(self.me)) & self.plan.decides
         return list(self._clip.retell())
-
-    def _new_clip(self, generation: ViewNumber) -> ClipMachine | None:
-        if not self.plan.decides:
-            return None
-        return ClipMachine(sorted(self.plan.decides), frozenset(), self.plan.rule, generation)
 
     def _fill_some(self, indices: Iterable[int]) -> list[Effect]:
         """Begin to send the whole state to some more of these shards' backups, at most FILLS_AT_ONCE at a time."""

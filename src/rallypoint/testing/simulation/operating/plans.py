@@ -37,11 +37,14 @@ def pauses(seed: int, *, kills: bool) -> list[Event]:
 
 
 def rates(seed: int, *, kills: bool) -> list[Event]:
-    """Up to four changes of the learning rate; with `kills`, faults strike at about the same time, most of all."""
+    """Up to four changes of the learning rate. A server is often slow to answer, and the others are in the middle of a
+    step; with `kills`, faults strike at about the same time, most of all."""
     rng, events = random.Random(seed * 7919 + 15), list[Event]()
     for _ in range(rng.randint(1, 4)):
         at = rng.uniform(0.3, 4.0)
         events.append((at, RESCALE, "operator", 0.0))
+        if rng.random() < 0.7:
+            events.append((at, "pause", "server", rng.uniform(0.1, 1.5)))
         for kind, role in rng.sample(_AROUND_A_RATE, rng.randint(0, 3)) if kills else ():
             events.append((at + rng.uniform(-0.02, rng.choice([0.03, 0.5])), kind, role, rng.uniform(0.1, 5.0)))
     return events
