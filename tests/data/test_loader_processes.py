@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,39 @@ def test_a_killed_process_costs_no_sample(loading: Any, tmp_path: Path) -> None:
             plan.touch()
         assert same(take(processes, place), place)
     assert not plan.exists(), "the process has died"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_process_killed_in_the_middle_of_a_large_message_is_replaced(
+    workers: int, loading: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it sends is no tensor, so it goes through the pipe, of which the rest never comes."""
+    once, whole = tmp_path / "once", Connection._send  # type: ignore[attr-defined]
+
+    def cut(self: Connection, data: memoryview, *more: Any) -> None:
+        if len(data) > 1 << 20 and multiprocessing.parent_process() is not None and once.exists():
+            once.unlink()
+            os.write(self.fileno(), data[:1000])
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(self, data, *more)
+
+    monkeypatch.setattr(Connection, "_send", cut)
+    processes = loading(Noisy(), collate=large, workers=workers)
+    indices = MicroBatches(Noisy(), CONFIG, CPU).indices
+    for number, place in enumerate(needed((1, 3))):
+        if number == 1:
+            once.touch()
+        assert take(processes, place)[0] == list(indices(*place))
+    assert not once.exists(), "the process has died"
+    until(lambda: bool(processes.said))
+    assert "a loader process died, and new ones go on at its samples" in processes.said[0]
+    for place in needed((1, 3))[:4]:
+        assert take(processes, place)[0] == list(indices(*place))
+    assert len(multiprocessing.active_children()) == workers
+
+
+def large(samples: list[Any]) -> Any:
+    return [sample["index"] for sample in samples], bytes(2 << 20)
 
 
 def run_on(processes: LoaderProcesses, places: Iterable[Place]) -> None:

@@ -15,6 +15,7 @@ from rallypoint.cli import (  # noqa: F401
     kubernetes,
     looking,
     ordering,
+    planner,
     report,
     running,
     slurm,

@@ -157,6 +157,9 @@ def import_(
     step: Annotated[int, typer.Option(
         "--step", min=-1, metavar="N", show_default=False, help="The steps of training in it, if it does not say.",
     )] = -1,
+    strict: Annotated[bool, typer.Option(
+        "--strict", help="Refuse a checkpoint that has weights, or optimizer states, that the script's model has not.",
+    )] = False,
 ) -> None:  # fmt: skip
     """Begin a run with a checkpoint of plain PyTorch: weights, optimizer's state by parameter name, and the step.
 
@@ -171,8 +174,13 @@ def import_(
     refuse_option(context, str(script), "script")
     check_script(script)
     hint_at_misplaced(context, context.args, f"{script}")
+    if options.or_resume:
+        raise UsageError(
+            "import has no --or-resume: it makes a run and does not start it. `rallypoint resume FOLDER` goes on with "
+            "the run that is there; --overwrite makes it anew of the checkpoint"
+        )
     plan = options.run([sys.executable, str(script), *context.args], script=str(script))
-    print(import_checkpoint(plan, checkpoint, step))
+    print(import_checkpoint(plan, checkpoint, step, strict=strict, overwrite=options.overwrite))
 
 
 def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings: list[str] | None = None) -> None:

@@ -56,7 +56,8 @@ class StepTally:
         weight = sum(r.weight for r in reports.values())
         loss = sum(reports[replica].loss * reports[replica].weight for replica in sorted(reports)) / weight
         items, figures = sum(r.items for r in reports.values()), _figures(list(reports.values()))
-        return StepDone(report.step, loss, items, self.again, figures=figures)
+        computed = round(max(r.seconds for r in reports.values()), 4)
+        return StepDone(report.step, loss, items, self.again, figures=figures, computed=computed)
 
     def counts(self, generation: ViewNumber) -> bool:
         """True if a claim made in that generation counts."""

@@ -128,8 +128,8 @@ def _other_data(first: DataIdentity, other: DataIdentity) -> str | None:
         )
     if first.shards and other.shards and first.shards != other.shards:
         return (
-            "a different data set: its shards (files, row groups) have other lengths or sizes: load the same files in "
-            "the same order on every worker"
+            "a different data set: its shards (files, row groups) have other lengths or sizes, or its files other "
+            "names, content or columns: load the same files in the same order, and the same columns, on every worker"
         )
     for (position, digest), (_, its) in zip(first.digests, other.digests, strict=False):
         if digest != its:

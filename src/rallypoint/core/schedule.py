@@ -126,6 +126,11 @@ def scaled(schedule: Schedule, factor: float) -> Schedule:
     return msgspec.structs.replace(schedule, peak=peak)
 
 
+def peak_of(schedule: Schedule) -> float:
+    """Return the rate that the others are a share of, the base rate of torch's schedulers; of a table its highest."""
+    return max(schedule.rates) if isinstance(schedule, Table) else schedule.peak
+
+
 def rate_at(schedule: Schedule, step: int, steps: int) -> float:
     """The rate of update number `step` (from 0) in a job of `steps` updates."""
     if isinstance(schedule, Table):

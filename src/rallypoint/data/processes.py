@@ -9,6 +9,7 @@ The forecast decides speed and nothing else: whatever is asked for comes, with t
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -20,7 +21,9 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Sampler
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from rallypoint.data.child import Begin, Loaded, Requests, same
 from rallypoint.data.loader import MicroBatches
@@ -58,6 +61,7 @@ class LoaderProcesses:
         self._ready: dict[Place, Loaded] = {}
         self._replicas: tuple[int, ...] = ()
         self._most = max(self._spec.ahead, self._spec.workers)
+        self._pins = self._spec.pin_memory and _can_pin()
         self._room = min(2 * self._spec.workers, self._most)  # how many may be ready
         self._processes: list[BaseProcess] = []
         self._failure: DataError | None = None
@@ -97,6 +101,7 @@ class LoaderProcesses:
         """End the processes and the thread."""
         with self._changed:
             self._over = True
+            self._end_survivors()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(END_S)
@@ -135,11 +140,22 @@ class LoaderProcesses:
             lambda: f"{self._spec.workers} loader processes to load step {step} of replica {replica}", self._say,
         )  # fmt: skip
         self._waits = False
+        self._end_survivors()
         if place in self._requested:  # else processes have died for the last time, and nothing is requested any more
             self._requested.remove(place)
 
     def _process_died(self) -> bool:
         return any(map(_is_dead, self._processes))
+
+    def _end_survivors(self) -> None:
+        """If a process has died, end the others. The caller holds the lock.
+
+        What the dead one was sending is cut off, perhaps, and the loader's thread then waits for the rest. Nobody else
+        can send meanwhile, and when nobody is left the thread sees the end.
+        """
+        if self._process_died():
+            for process in self._processes:
+                process.kill()
 
     def _forecast(self, places: Callable[[], Iterator[Place]]) -> None:
         """Replace the forecast; what is requested already and still needed is kept. The caller holds the lock."""
@@ -189,13 +205,13 @@ class LoaderProcesses:
         return DataLoader(
             Requests(self._batches), batch_size=None, sampler=_Places(self._next), num_workers=spec.workers,
             collate_fn=same,  # type: ignore[arg-type]
-            pin_memory=spec.pin_memory, worker_init_fn=Begin(spec.init), multiprocessing_context=start,
-            persistent_workers=True, timeout=LOOK_S,
+            worker_init_fn=Begin(spec.init), multiprocessing_context=start, persistent_workers=True, timeout=LOOK_S,
         )  # fmt: skip
 
     def _begin(self, loader: DataLoader[Loaded]) -> Iterator[Loaded]:
         before = multiprocessing.active_children()
         arriving = iter(loader)
+        _leave_writing(arriving)
         begun = [process for process in multiprocessing.active_children() if process not in before]
         with self._changed:
             self._processes, self._none = begun or self._processes, False  # the second time they are the same
@@ -222,6 +238,9 @@ class LoaderProcesses:
             return place
 
     def _arrived(self, loaded: Loaded) -> None:
+        if self._pins:  # here and not by the DataLoader: it would write into its processes' queue
+            place, batch, skipped, failure = loaded
+            loaded = place, pin_memory(batch), skipped, failure  # type: ignore[no-untyped-call]
         with self._changed:
             if loaded[0] in self._requested:
                 self._ready[loaded[0]] = loaded
@@ -258,6 +277,21 @@ class _Places(Sampler[Any]):
     def __iter__(self) -> Iterator[Place]:
         while (place := self._following()) is not None:
             yield place
+
+
+def _leave_writing(arriving: Any) -> None:
+    """Close this process's own end of the queue into which its loader processes write.
+
+    Else there is no end to see when all of them have died, one of them in the middle of a message.
+    """
+    with contextlib.suppress(AttributeError):  # torch's own affair: another version may do it otherwise
+        arriving._worker_result_queue._writer.close()
+
+
+def _can_pin() -> bool:
+    """As torch's DataLoader decides it."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found is not None and found.type != "mps"
 
 
 def _is_dead(process: BaseProcess) -> bool:

@@ -312,7 +312,8 @@ class StepDone(AnyMessage, frozen=True):
     """All replicas have reported `step` (under local steps: the round that ends with it).
 
     `loss` is their weighted mean. `again` counts repeated reports so far: work that was done twice.
-    `lr` is its learning rate (None: the script's own optimizer steps); `figures` are those of `micro.log`.
+    `lr` is its learning rate (None: the script's own optimizer steps); `figures` are those of `micro.log`. `computed`
+    is how many seconds the slowest replica computed, without waiting for parameters; 0: not known.
     """
 
     step: int
@@ -321,6 +322,7 @@ class StepDone(AnyMessage, frozen=True):
     again: int = 0
     lr: float | None = None
     figures: dict[str, float] = msgspec.field(default_factory=dict)
+    computed: float = 0.0
 
 
 class Waiting(Shown, frozen=True):

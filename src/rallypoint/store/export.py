@@ -5,38 +5,24 @@ As a safetensors or torch.save file, as the weights in a Hugging Face folder, as
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from rallypoint.config import JobConfig
-from rallypoint.config.plain import steps_plainly
-from rallypoint.config.resolve import parse
-from rallypoint.core.deciding.scales import scale_at
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Shard, TensorSpec
 from rallypoint.core.loss_scale import ENTRY
-from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
-from rallypoint.store.checkpoints.dcp import optimizer_content, write_dcp
-from rallypoint.store.checkpoints.format import MODEL_FILE, Format
+from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError
+from rallypoint.store.checkpoints.format import Format
+from rallypoint.store.checkpoints.writing import WRITERS, Content, OptimizerState
 from rallypoint.store.manifest import Manifest, age
 from rallypoint.store.record import AVERAGE, AVERAGED, ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.store.state import MASTER, OWN
 
 _NAMED = 3  # frozen parameters named in the summary
-
-OptimizerState = dict[str, dict[str, torch.Tensor | float]]
-
 
 def model_state(store: SnapshotStore, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by name, in their own dtype and shape.
@@ -92,42 +78,19 @@ def export_snapshot(
     Raises ConfigError for another ending, SnapshotError when nothing has been averaged, when no figure says which is
     the best, or when there is no usable snapshot, SnapshotFailed when `to` cannot be written.
     """
-    form = format or _form_of(to)
-    if form == "dcp" and (to.is_symlink() or to.exists()):
-        raise SnapshotFailed(f"{to} is there already: a checkpoint of this format is a new folder")
+    writer = WRITERS[format or _form_of(to)]
+    writer.check(to)
     store, manifest, said = _find(location)
     if best:
         manifest, judged = best_of(store, manifest)
         said = [judged, *said]
     job = manifest.job
-    steps = min(manifest.version * job.steps_per_round, int(job.config.get("steps", manifest.version)))
-    config = parse(job.config) if form == "dcp" else None
-    plain = config is not None and steps_plainly(config)
-    moments = form == "pt" or plain
+    moments = writer.takes_optimizer(job)
     wanted = {MASTER, AVERAGE} if average else {MASTER}
     flat = _Flat(store, manifest, lambda name: name in wanted or (moments and name != AVERAGE))
     model = flat.average() if average else flat.model()
-    if form == "pt":
-        content = {"model": model, "optimizer": flat.optimizer(), "step": steps}
-        _write(to, lambda path: _save_all(content, path))
-    elif config is not None:
-        whole: dict[str, Any] = {"model": model, "step": torch.tensor(steps)}
-        if plain:
-            whole["optimizer"] = _plain_optimizer(flat, config, manifest)
-        else:
-            said = ["without the optimizer's state, which is not one of plain training", *said]
-        _write(to, lambda path: write_dcp(whole, path))
-    else:
-        about = {"format": "pt", "version": str(manifest.version), "fingerprint": job.layout.fingerprint}
-        about |= {"average": str(job.config["average"]["type"])} if average else {}
-        # Safetensors accepts no shared memory
-        tied = {name: model[name].clone() for name in job.tied if name in model}
-        apart = model | tied
-        if form == "hf":
-            apart = {name: tensor for name, tensor in model.items() if name not in tied}
-        _write(to / MODEL_FILE if form == "hf" else to, lambda path: _save_model(apart, path, about))
-        if form == "hf" and not (to / "config.json").exists():
-            said = [f"it has no config.json yet, which model.config.save_pretrained({str(to)!r}) writes", *said]
+    content = Content(manifest, model, flat.optimizer() if moments else None, average)
+    said = [*writer.write(content, to), *said]
     what = f"the average of {_counted(model)}" if average else _counted(model)
     return "; ".join([f"wrote {what} of {manifest.id} to {to}", *_frozen(job), *said])
 
@@ -139,13 +102,6 @@ def _form_of(to: Path) -> Format:
             f"one of {', '.join(get_args(Format))}"
         )
     return "pt" if to.suffix == ".pt" else "safetensors"
-
-
-def _plain_optimizer(flat: _Flat, config: JobConfig, manifest: Manifest) -> dict[str, Any]:
-    """The optimizer's part of a DCP checkpoint."""
-    reductions = len(manifest.decided.reductions)
-    scale = scale_at(manifest.scales, manifest.version)
-    return optimizer_content(flat.optimizer(), config, manifest.job.layout, manifest.version, reductions, scale)
 
 
 def best_of(store: SnapshotStore, newest: Manifest) -> tuple[Manifest, str]:
@@ -278,44 +234,6 @@ def _find(location: str) -> tuple[SnapshotStore, Manifest, list[str]]:
             return store, manifest, said
     why = "".join(f"; {sentence}" for sentence in said)
     raise SnapshotError(f"{location} holds no usable snapshot: give a snapshot's folder or that of a run{why}")
-
-
-def _save_all(content: dict[str, object], path: Path) -> None:
-    """Write a torch file, the same bytes every time: given a path, torch writes its name into the file."""
-    with open(path, "wb") as file:
-        torch.save(content, file)
-
-
-def _save_model(model: dict[str, torch.Tensor], path: Path, about: dict[str, str]) -> None:
-    """Write a safetensors file, the same bytes every time.
-
-    The library writes metadata in any order. So this function sorts it, in the header: 8 bytes with its length, then
-    JSON, which spaces may fill up.
-    """
-    save_file(model, path, metadata=about)
-    with open(path, "r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(about.items()))
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        if len(text) <= length:
-            file.seek(8)
-            file.write(text.ljust(length))
-
-
-def _write(to: Path, write: Callable[[Path], None]) -> None:
-    """Write `to` as a whole: under another name first, then renamed."""
-    partial = to.with_name(f".{to.name}.{uuid.uuid4().hex}.partial")
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        write(partial)
-        os.replace(partial, to)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as RuntimeError
-        raise SnapshotFailed(f"{to} cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 def _counted(model: dict[str, torch.Tensor]) -> str:

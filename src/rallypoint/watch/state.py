@@ -33,6 +33,7 @@ from rallypoint.watch.series import Series
 from rallypoint.watch.steps import Pace, StepTimes
 
 _MOST_MARKS, _MOST_SENTENCES, _MOST_SNAPSHOTS = 1000, 300, 50
+_MOST_COMPUTED = 256
 _MOST_CURVES = 64  # names of figures and metrics
 _LATE_OVER = 0.95  # how much of a worker's lateness stays from step to step
 
@@ -59,6 +60,7 @@ class RunState:
     sentences: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_SENTENCES))
     snapshots: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_SNAPSHOTS))
     times: StepTimes = field(default_factory=StepTimes)
+    computed: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_COMPUTED))  # s, of slowest replicas
     stalled: dict[str, Any] | None = None  # the last stall, with what was said or has happened meanwhile
     accounted: Accounted | None = None  # what the first shard's primary has counted
     late: dict[str, float] = field(default_factory=dict)  # worker -> mean seconds behind the first, of late
@@ -117,6 +119,8 @@ class RunState:
 
     def _step(self, done: StepDone) -> None:
         back = done.step + 1 <= self.step
+        if done.computed > 0.0:
+            self.computed.append(done.computed)
         self.step, self.again = done.step + 1, done.again
         for name, value in {"loss": done.loss, "lr": done.lr, **done.figures}.items():
             if value is not None:

@@ -19,7 +19,8 @@ from rallypoint.data.dataset import fetch
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.processes import LoaderProcesses
-from rallypoint.data.sources import shards
+from rallypoint.data.sources import parquet, shards
+from rallypoint.data.sources.parquet import TableRows
 from rallypoint.errors import DataError
 
 pa = pytest.importorskip("pyarrow")
@@ -86,6 +87,48 @@ def test_values_that_are_no_numbers_or_are_missing_are_what_pyarrow_makes_of_the
     for row, expected in zip(found, [rows[2], rows[0], rows[1]], strict=True):
         assert isinstance(row["list"], np.ndarray)
         assert {**row, "list": row["list"].tolist()} == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        (pa.int64(), [1, None, 3], np.int64), (pa.uint8(), [1, None, 3], np.uint8),
+        (pa.float32(), [1, None, 3], np.float32), (pa.list_(pa.int32()), [[1], None, [2, 3]], np.ndarray),
+        (pa.large_list(pa.int32()), [[1], None, []], np.ndarray),
+        (pa.list_(pa.float32(), 2), [[1, 2], None, [3, 4]], np.ndarray),
+        (pa.string(), ["a", None, "b"], str), (pa.bool_(), [True, None, False], bool),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_missing_value_changes_no_row_but_its_own(kind: Any, values: Any, expected: type, tmp_path: Path) -> None:
+    (tmp_path / "d.parquet").write_bytes(file_of(pa.table({"x": pa.array([*values, values[0]], kind)}), 3))
+    rows = [row["x"] for row in fetch(rp.Parquet(tmp_path / "d.parquet"), range(4))]
+    assert rows[1] is None
+    assert [type(row) for row in rows[::2]] == [expected] * 2
+    assert type(rows[3]) is expected, "of a row group without a missing value"
+    assert [np.asarray(row).tolist() for row in rows] == [*values, values[0]]
+    assert {np.asarray(row).dtype for row in rows[::2]} == {np.asarray(rows[3]).dtype}
+
+
+def test_a_missing_element_changes_no_list_but_its_own() -> None:
+    values = pa.array([[9], [1, 2], [3, None], None, [4]], pa.list_(pa.int32()))
+    for chunks in ([values], [values[:2], values[2:4], values[4:]], [values[:0], values[:4], values[4:]]):
+        rows = TableRows(pa.table({"x": pa.chunked_array(chunks).slice(1)}))
+        found = [rows.row(number)["x"] for number in range(4)]
+        assert [type(row) for row in found] == [np.ndarray, list, type(None), np.ndarray]
+        assert [found[0].tolist(), found[1], found[2], found[3].tolist()] == [[1, 2], [3, None], None, [4]]
+
+
+def test_columns_with_a_dot_and_parts_of_nested_ones(tmp_path: Path) -> None:
+    rows = pa.Table.from_pylist([{"user.id": 7, "user": {"id": 1, "age": 2}, "user.name": "n"}])
+    (tmp_path / "d.parquet").write_bytes(file_of(rows, 1))
+    for columns, expected in (
+        (["user.id"], {"user.id": 7}), (["user.age"], {"user": {"age": 2}}), (["user"], {"user": {"id": 1, "age": 2}}),
+        (["user.name", "user.id"], {"user.id": 7, "user.name": "n"}), (None, rows.to_pylist()[0]),
+    ):  # fmt: skip
+        assert rp.Parquet(tmp_path, columns=columns)[0] == expected
+    with pytest.raises(DataError, match=r"has no column user\.sex"):
+        rp.Parquet(tmp_path, columns=["user.sex"])
 
 
 def test_slices_of_lists_are_rows_of_their_own(tmp_path: Path) -> None:
@@ -158,6 +201,37 @@ def test_workers_compare_data_sets_without_reading_row_groups(store: type[Failin
     assert store.requests == 0
 
 
+def test_files_of_equal_sizes_and_other_columns_are_told_apart(tmp_path: Path) -> None:
+    def identity(folder: str, begin: int, columns: Any = None, name: str = "0.parquet") -> Any:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for old in (tmp_path / folder).iterdir():
+            old.unlink()
+        plain = table(begin, begin + 20).drop_columns(["name"]).append_column("y", pa.array(range(20)))
+        (tmp_path / folder / name).write_bytes(file_of(plain, 10))
+        return identity_of(rp.Parquet(tmp_path / folder, columns=columns)), (tmp_path / folder / name).stat().st_size
+
+    first, size = identity("first", 100)
+    assert identity("copy", 100) == (first, size), "files may lie elsewhere"
+    assert identity("first", 100, ["y", "id", "x"])[0] == first, "all columns, one by one"
+    other, of_other = identity("other", 200)
+    assert of_other == size
+    for found in (
+        other, identity("names", 100, name="1.parquet")[0], identity("columns", 100, ["id", "x"])[0],
+        identity("columns", 100, ["y", "x"])[0],
+    ):  # fmt: skip
+        assert found != first
+    assert identity("columns", 100, ["y", "x"])[0] == identity("columns", 100, ["x", "y"])[0]
+
+
+def test_a_footer_longer_than_what_is_read_of_a_file_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "0.parquet").write_bytes(file_of(table(0, 60), 2))
+    whole = rp.Parquet(tmp_path)
+    monkeypatch.setattr(parquet, "END_BYTES", 100)
+    again = rp.Parquet(tmp_path)
+    assert identity_of(again) == identity_of(whole)
+    assert [int(row["id"]) for row in fetch(again, range(60))] == list(range(60))
+
+
 def test_it_pickles_without_what_it_has_read(folder: Path) -> None:
     data = rp.Parquet(folder, cache_bytes=1 << 20)
     before = len(pickle.dumps(data))
@@ -169,10 +243,12 @@ def test_it_pickles_without_what_it_has_read(folder: Path) -> None:
 
 def test_a_cache_that_is_too_small_is_told_once(folder: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(shards, "TOO_OFTEN", 4)
+    fetch(rp.Parquet(folder, cache_bytes=1, threads=1), range(120))
     data = rp.Parquet(folder, cache_bytes=1, threads=1)
-    fetch(data, range(120))
+    for index in (0, 119, 0, 119, 0):
+        data[index]
     assert not caplog.messages
-    for index in (0, 119) * 6:
+    for index in (119, 60, 11, 21, 105, *(0, 119) * 3):  # some for the first time
         data[index]
     assert len([line for line in caplog.messages if "cache_bytes=1" in line]) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import random
 import tarfile
@@ -16,6 +17,7 @@ import torch
 import rallypoint as rp
 from rallypoint.config import JobConfig
 from rallypoint.data.dataset import fetch
+from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
 from rallypoint.data.sources import tars
@@ -91,6 +93,83 @@ def test_tars_are_indexed_once(store: type[FailingStore], tmp_path: Path) -> Non
     index.write_bytes(b"cut off")
     assert len(rp.WebDataset("failing://web/*.tar", index=index)) == 260
     assert [path.name for path in index.parent.iterdir()] == ["index"]
+
+
+def test_a_tar_that_was_written_again_with_its_size_is_indexed_again(tmp_path: Path) -> None:
+    tar, index = tmp_path / "0.tar", tmp_path / "index"
+    tar.write_bytes(tar_of({"a.txt": b"first", "b.txt": b"other"}))
+    assert fetch(rp.WebDataset(tar, index=index), [0])[0] == {"__key__": "a", "txt": b"first"}
+    before = tar.stat()
+    tar.write_bytes(tar_of({"c.txt": b"third", "a.txt": b"first"}))
+    assert tar.stat().st_size == before.st_size
+    os.utime(tar, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+    assert fetch(rp.WebDataset(tar, index=index), [0])[0] == {"__key__": "c", "txt": b"third"}
+
+
+def test_a_tar_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+    """Or while a store tells no time of its files: the header before a member is looked at."""
+    tar, index = tmp_path / "0.tar", tmp_path / "index"
+    tar.write_bytes(tar_of({"a.txt": b"first", "b.txt": b"other"}))
+    before = tar.stat()
+    found = rp.WebDataset(tar, index=index)
+    tar.write_bytes(tar_of({"c.txt": b"third", "b.txt": b"other"}))
+    os.utime(tar, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for data in (found, rp.WebDataset(tar, index=index)):
+        assert data[1] == {"__key__": "b", "txt": b"other"}, "this one is where it was"
+        with pytest.raises(DataError, match=r"0\.tar is another tar than .* a\.txt is no longer at byte 2048"):
+            data[0]
+
+
+def test_tars_of_equal_sizes_are_told_apart(tmp_path: Path) -> None:
+    def identity(name: str, members: dict[str, bytes]) -> Any:
+        (tmp_path / "0.tar").write_bytes(tar_of(members))
+        (tmp_path / "0.tar").rename(tmp_path / name)
+        found = identity_of(rp.WebDataset(tmp_path / name))
+        (tmp_path / name).unlink()
+        return found
+
+    first = identity("a.tar", {"a.txt": b"1", "b.txt": b"22"})
+    assert identity("a.tar", {"a.txt": b"1", "b.txt": b"22"}) == first
+    for name, members in (
+        ("a.tar", {"b.txt": b"1", "a.txt": b"22"}), ("a.tar", {"a.txt": b"11", "b.txt": b"2"}),
+        ("a.tar", {"a.png": b"1", "b.txt": b"22"}), ("b.tar", {"a.txt": b"1", "b.txt": b"22"}),
+    ):  # fmt: skip
+        assert identity(name, members) != first
+
+
+@pytest.mark.parametrize("long", [90, 300])
+@pytest.mark.parametrize("kind", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_names_and_those_of_other_languages_are_read(kind: int, long: int, tmp_path: Path) -> None:
+    name = f"folder/{'ü' * long}"
+    with tarfile.open(tmp_path / "0.tar", "w", format=kind) as tar:
+        for number in range(3):
+            info = tarfile.TarInfo(f"{name}{number}.txt")
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"%d" % number))
+    data = rp.WebDataset(tmp_path)
+    assert [data[n] for n in range(3)] == [{"__key__": f"{name}{n}", "txt": b"%d" % n} for n in range(3)]
+
+
+def test_names_that_are_not_utf_8_and_sparse_files_are_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
+        tar.addfile(tarfile.TarInfo("über.txt"))
+    with pytest.raises(DataError, match=r"0\.tar has a member whose name is not UTF-8 \(b'\\xfcber\.txt'\)"):
+        rp.WebDataset(tmp_path)
+    (tmp_path / "0.tar").write_bytes(sparse())
+    with pytest.raises(DataError, match=r"0\.tar has a\.bin as a sparse file"):
+        rp.WebDataset(tmp_path)
+
+
+def sparse() -> bytes:
+    """A tar with 4 bytes at 1000 of a file of 2000, as `tar --sparse --format=gnu` writes it."""
+    info = tarfile.TarInfo("a.bin")
+    info.size, info.type = 4, tarfile.GNUTYPE_SPARSE
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[386:410] = b"%011o\0%011o\0" % (1000, 4)
+    header[483:495] = b"%011o\0" % 2000
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + b"data".ljust(512, b"\0") + bytes(10240 - 1024)
 
 
 def test_what_is_no_tar_is_named(tmp_path: Path) -> None:

@@ -138,14 +138,30 @@ class Course:
 
     def state(self) -> ClusterState:
         """What the next coordinator needs to go on."""
+        evaluations = self.evaluations
         return ClusterState(
-            self.record, self.view, tuple(sorted(self.views.caught_up)), self.members.incarnations, self.views.epoch,
-            self.begun, self.furthest, self.workers_max, self.last_word, dict(self.recovery.reached),
-            self.failing, dict(self.evaluations.results), self.evaluations.decided,
-            tuple(self.evaluations.stored), self.evaluations.periods, self.evaluations.high, self.evaluations.stops,
-            self.ordered_period, self.view is not None and self.view.paused is not None and self.views.paused is None,
-            self.views.rescale, self.views.scales,
-        )  # fmt: skip
+            record=self.record,
+            view=self.view,
+            caught_up=tuple(sorted(self.views.caught_up)),
+            incarnations=self.members.incarnations,
+            epoch=self.views.epoch,
+            begun=self.begun,
+            furthest=self.furthest,
+            workers_max=self.workers_max,
+            last_word=self.last_word,
+            state_holders=dict(self.recovery.reached),
+            failing=self.failing,
+            results=dict(evaluations.results),
+            decided=evaluations.decided,
+            stored=tuple(evaluations.stored),
+            periods=evaluations.periods,
+            high=evaluations.high,
+            stops=evaluations.stops,
+            ordered_period=self.ordered_period,
+            goes_on=self.view is not None and self.view.paused is not None and self.views.paused is None,
+            rescale=self.views.rescale,
+            scales=self.views.scales,
+        )
 
     def dismiss_aggregators(self) -> list[Effect]:
         """Remove and refuse all aggregators if the job's mode has no use for them. Returns the effects to run."""

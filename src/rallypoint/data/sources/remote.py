@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
+from rallypoint.data.sources.listing import AT_ONCE, Listed, mark_of, meant
+from rallypoint.data.sources.patience import patiently
 from rallypoint.errors import DataError, UsageError
-
-log = logging.getLogger("rallypoint")
-
-PAUSES_S = (0.1, 0.4, 1.6, 6.4)  # before each further try
-LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ImportError)
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a store: its path there, and the URL that led to it."""
+    """A file of a store.
+
+    Attributes:
+        url: the URL that led to it.
+        path: its path in the store.
+        name: its path below the folder (or the pattern's first folder) of that URL; a file's own name.
+        size: its bytes.
+        mark: another text when it is written again; "" if the store does not say.
+    """
 
     url: str
     path: str
+    name: str
+    size: int
+    mark: str
 
     def __str__(self) -> str:
-        protocol, separator, _ = self.url.rpartition("://")
-        return f"{protocol}{separator}{self.path.lstrip('/')}" if separator else self.path
+        protocol, separator, _ = self.url.partition("://")
+        whole = not separator or "://" in self.path  # HTTP's paths are whole URLs
+        return self.path if whole else f"{protocol}{separator}{self.path.lstrip('/')}"
 
 
 class Files:
@@ -49,22 +55,21 @@ class Files:
     def found(self, urls: str | Path | Sequence[str | Path], suffix: str) -> list[File]:
         """Return the files that are meant: files, patterns (`*`), and folders with all their files of this suffix.
 
-        The files of a pattern or a folder are in the order of their names.
+        The files of a pattern or a folder are in the order of their names; see `listing.meant` for those left out.
+        Raises DataError when there are none, and when a store fails several times.
         """
         if isinstance(urls, Mapping) or not isinstance(urls, (str, Path, Sequence)):
             raise UsageError(
                 f"a {type(urls).__name__} was given as the files: give a URL, a pattern, or a list of them"
             )
         given = [str(url) for url in ([urls] if isinstance(urls, (str, Path)) else urls)]
-        found = [file for url in given for file in self._meant(url, suffix)]
+        for system in {id(system): system for system in map(self._system, given)}.values():
+            system.invalidate_cache()  # what this process had listed before
+        with ThreadPoolExecutor(AT_ONCE, "listing files") as pool:
+            found = [file for of in pool.map(lambda url: self._meant(url, suffix), given) for file in of]
         if not found:
             raise DataError(f"there are no files {suffix} in {', '.join(given) or 'an empty list'}")
         return found
-
-    def size(self, file: File) -> int:
-        """Return how many bytes a file has."""
-        system = self._system(file.url)
-        return int(patiently(lambda: system.info(file.path)["size"], str(file)))
 
     def read(self, file: File, start: int, stop: int) -> bytes:
         """Return the bytes `start..stop` of a file: one request. For any thread."""
@@ -82,23 +87,31 @@ class Files:
         """Return the path of a file on this machine's own disks; None for one of a store."""
         return file.path if type(self._system(file.url)) is LocalFileSystem else None
 
-    def open(self, file: File, size: int) -> RangedFile:
-        """Return the file as one to seek and read in; `size` is its length in bytes."""
-        return RangedFile(lambda start, stop: self.read(file, start, stop), size)
+    def open(self, file: File) -> RangedFile:
+        """Return the file as one to seek and read in."""
+        return RangedFile(lambda start, stop: self.read(file, start, stop), file.size)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": (0, {})}
 
     def _meant(self, url: str, suffix: str) -> list[File]:
-        system = self._system(url)
         path = str(fsspec.core.url_to_fs(url, **self._options)[1])
-        if any(sign in path for sign in "*?["):
-            matching = patiently(lambda: system.glob(path), url)
-            return [File(url, str(name)) for name in sorted(matching)]
-        if path.endswith(suffix) or not patiently(lambda: system.isdir(path), url):
-            return [File(url, path)]
-        inside = patiently(lambda: system.find(path), url)
-        return [File(url, str(name)) for name in sorted(inside) if str(name).endswith(suffix)]
+        found = meant(self._system(url), path, suffix)
+        if len(found) == 1 or all(listed.size is not None for listed in found):
+            return [self._sized(url, listed) for listed in found]
+        with ThreadPoolExecutor(AT_ONCE, "asking for sizes") as pool:
+            return list(pool.map(lambda listed: self._sized(url, listed), found))
+
+    def _sized(self, url: str, listed: Listed) -> File:
+        """The file, with its size from the store if its listing (a web server's page) does not tell it."""
+        file = File(url, listed.path, listed.name, listed.size or 0, listed.mark)
+        if listed.size is not None:
+            return file
+        system = self._system(url)
+        about = patiently(lambda: system.info(file.path), str(file))
+        if about.get("size") is None:
+            raise DataError(f"{file} cannot be read: its server does not tell its size")
+        return File(url, listed.path, listed.name, int(about["size"]), mark_of(about))
 
     def _system(self, url: str) -> Any:
         process, systems = self._made
@@ -110,27 +123,6 @@ class Files:
             except (ValueError, ImportError) as error:
                 raise DataError(f"{url} cannot be read: {error}") from None
         return systems[url]
-
-
-def patiently(call: Callable[[], _T], what: str) -> _T:
-    """Return `call()`, repeated with growing pauses where a store fails; not where a file is missing or forbidden.
-
-    Raises DataError, which names `what`, after as many pauses as there are.
-    """
-    for pause in PAUSES_S:
-        try:
-            return call()
-        except LASTING as error:
-            raise DataError(f"{what} cannot be read: {error or type(error).__name__}") from error
-        except Exception as error:  # stores raise exceptions of any type
-            log.info("%s: %s: %s; trying again in %g s", what, type(error).__name__, error, pause)
-        time.sleep(pause)
-    try:
-        return call()
-    except Exception as error:
-        raise DataError(
-            f"{what} cannot be read: {type(error).__name__}: {error} ({len(PAUSES_S) + 1} tries)"
-        ) from error
 
 
 class RangedFile(io.RawIOBase):

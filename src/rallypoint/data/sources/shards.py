@@ -46,7 +46,6 @@ class ShardedDataset(ABC):
             if number < 1:
                 raise UsageError(f"{type(self).__name__}({name}={number}): give 1 or more")
         self._cache_bytes, self._threads, self._transform = cache_bytes, threads, transform
-        self._sizes: list[int] = []  # of the files, in bytes
         self._forget()
         self._index([])
 
@@ -86,9 +85,12 @@ class ShardedDataset(ABC):
         """Return how many samples each shard has."""
         return self._lengths
 
+    @abstractmethod
     def fingerprint(self) -> bytes:
-        """Return what the workers of a job compare beside the lengths: the sizes of the files."""
-        return np.asarray(self._sizes, "<i8").tobytes()
+        """Return what the workers of a job compare beside the lengths: a digest of what the files tell of themselves.
+
+        It does not depend on where the files lie, and no sample is read for it.
+        """
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_dropped", "_again")}
@@ -120,8 +122,9 @@ class ShardedDataset(ABC):
                     yield shard, self._keep(shard, rows)
 
     def _keep(self, shard: int, rows: Rows) -> Rows:
-        self._again += shard in self._dropped
-        if self._again == TOO_OFTEN:
+        again = shard in self._dropped
+        self._again += again
+        if again and self._again == TOO_OFTEN:
             log.warning(
                 "shards of the data set are read again soon after they were dropped, because those that are needed at "
                 'a time take more than cache_bytes=%d in this process: order="windowed", fewer mixed_shards, or a '

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from rallypoint.data.sources.remote import Files
 from rallypoint.data.sources.shards import Rows, ShardedDataset, Transform
@@ -21,6 +26,10 @@ HEADERS_BYTES = 1 << 20  # of a store's tar, read at once for the index
 
 Member = tuple[str, int, int]  # the extension, where its bytes begin in the tar, how many they are
 Sample = tuple[str, list[Member]]  # the key
+Tar = tuple[str, int, str]  # its name, its bytes, its mark: see `remote.File`
+
+_HEADER = tarfile.BLOCKSIZE  # bytes of a member's header, just before its own
+_SUMS = np.dtype("<u4")  # of their checksums
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -32,6 +41,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
         stop: where they end.
         count: how many they are.
         samples: their members, packed, because a data set may have 10^8 of them.
+        headers: a checksum of each member's header, packed: that of another member has another one.
     """
 
     tar: int
@@ -39,6 +49,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     stop: int
     count: int
     samples: bytes
+    headers: bytes
 
 
 class WebDataset(ShardedDataset):
@@ -54,13 +65,13 @@ class WebDataset(ShardedDataset):
             of their names; or several of these.
         transform: makes a sample of the dict; what it draws from the global random generators is seeded.
         index: a file on this machine that keeps where the samples are: if it exists and is of these tars, they are not
-            read for that again.
+            read for that again. A tar that was written again, as its size, its time or its ETag tells, is.
         cache_bytes: of samples that each process keeps.
         threads: tars, or pieces of them, that are read at once.
         storage_options: what fsspec needs for the store: keys, endpoints.
 
-    Raises DataError when there are no such files, when one is no tar, is compressed, damaged or cut, and when a
-    store fails five times in a row.
+    Raises DataError when there are no such files; when one is no tar, is compressed, damaged or cut, has sparse files,
+    or names that are not UTF-8; when a tar is another one than it was; and when a store fails five times in a row.
     """
 
     def __init__(
@@ -72,8 +83,7 @@ class WebDataset(ShardedDataset):
         self._store = Files(storage_options)
         self._files = self._store.found(urls, ".tar")
         with ThreadPoolExecutor(threads, "reading tars") as pool:
-            self._sizes = list(pool.map(self._store.size, self._files))
-            tars = [(str(file), size) for file, size in zip(self._files, self._sizes, strict=True)]
+            tars = [(str(file), file.size, file.mark) for file in self._files]
             found = None if index is None else _kept(Path(index), tars)
             if found is None:
                 found = [piece for of in pool.map(self._pieces_of, range(len(tars))) for piece in of]
@@ -84,23 +94,41 @@ class WebDataset(ShardedDataset):
         if not len(self):
             raise DataError(f"there are no samples in {self._files[0]}" + " and the other tars" * (len(tars) > 1))
 
+    def fingerprint(self) -> bytes:
+        """Return a digest of the tars' names and sizes, and of the names, sizes and places of the samples in them."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(msgspec.msgpack.encode([(file.name, file.size) for file in self._files]))
+        for piece in self._pieces:
+            digest.update(msgspec.msgpack.encode((piece.tar, piece.samples)))
+        return digest.digest()
+
     def _read(self, shard: int) -> Rows:
         piece = self._pieces[shard]
-        data = self._store.read(self._files[piece.tar], piece.start, piece.stop)
-        return PieceRows(data, piece.start, msgspec.msgpack.decode(piece.samples, type=list[Sample]))
+        file, start = self._files[piece.tar], piece.start - _HEADER
+        data = self._store.read(file, start, piece.stop)
+        samples = msgspec.msgpack.decode(piece.samples, type=list[Sample])
+        return PieceRows(str(file), data, start, samples, np.frombuffer(piece.headers, _SUMS))
 
     def _pieces_of(self, number: int) -> list[Piece]:
         file, pieces = self._files[number], list[Piece]()
-        opened = io.BufferedReader(self._store.open(file, self._sizes[number]), HEADERS_BYTES)
+        opened = io.BufferedReader(self._store.open(file), HEADERS_BYTES)
+        samples, sums = list[Sample](), list[int]()
+
+        def end_piece() -> None:
+            (_, start, _), (_, last, size) = samples[0][1][0], samples[-1][1][-1]
+            packed, headers = msgspec.msgpack.encode(samples), np.asarray(sums, _SUMS).tobytes()
+            pieces.append(Piece(number, start, last + size, len(samples), packed, headers))
+            samples.clear()
+            sums.clear()
+
         try:
-            samples = list[Sample]()
-            for sample in _samples(opened):
+            for sample, headers in _samples(opened, str(file)):
                 if samples and sample[1][-1][1] + sample[1][-1][2] - samples[0][1][0][1] > PIECE_BYTES:
-                    pieces.append(_piece(number, samples))
-                    samples = []
+                    end_piece()
                 samples.append(sample)
+                sums += headers
             if samples:
-                pieces.append(_piece(number, samples))
+                end_piece()
         except (tarfile.TarError, EOFError) as error:
             raise DataError(
                 f"{file} cannot be read as a tar: {error}; one that is compressed must be unpacked: samples are read "
@@ -110,53 +138,91 @@ class WebDataset(ShardedDataset):
 
 
 class PieceRows:
-    """Samples of one piece, in memory."""
+    """Samples of one piece, in memory. `data` begins at the byte `start` of the tar."""
 
-    def __init__(self, data: bytes, start: int, samples: list[Sample]) -> None:
+    def __init__(
+        self, tar: str, data: bytes, start: int, samples: list[Sample], headers: npt.NDArray[np.uint32]
+    ) -> None:
         self.nbytes = len(data)
-        self._data, self._start, self._samples = data, start, samples
+        self._tar, self._data, self._start, self._samples, self._headers = tar, data, start, samples, headers
+        self._firsts = list(accumulate((len(members) for _, members in samples), initial=0))  # of `headers`
 
     def row(self, number: int) -> dict[str, Any]:
-        """Return one sample: its key, and the bytes of its members by their extensions."""
+        """Return one sample: its key, and the bytes of its members by their extensions.
+
+        Raises DataError if its members are not where they were.
+        """
         key, members = self._samples[number]
         found: dict[str, Any] = {"__key__": key}
-        for extension, begin, size in members:
-            found[extension] = self._data[begin - self._start : begin - self._start + size]
+        headers = self._headers[self._firsts[number] : self._firsts[number + 1]]
+        for (extension, begin, size), header in zip(members, headers, strict=True):
+            at = begin - self._start
+            if zlib.crc32(self._data[at - _HEADER : at]) != header:
+                raise DataError(
+                    f"{self._tar} is another tar than it was when it was indexed: {key}.{extension} is no longer at "
+                    f"byte {begin}. Begin again, and delete the file of index= before, if there is one"
+                )
+            found[extension] = self._data[at : at + size]
         return found
 
 
-def _samples(opened: Any) -> Iterator[Sample]:
-    key, members = "", list[Member]()
-    with tarfile.open(fileobj=opened, mode="r:") as tar:
+class _Header(tarfile.TarInfo):
+    """A member, with the checksum of its header."""
+
+    sum: int
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
+        found = super().frombuf(buf, encoding, errors)
+        found.sum = zlib.crc32(buf)
+        return found
+
+
+def _samples(opened: Any, tar_name: str) -> Iterator[tuple[Sample, list[int]]]:
+    """Each sample, with the checksums of its members' headers."""
+    key, members, sums = "", list[Member](), list[int]()
+    with tarfile.open(fileobj=opened, mode="r:", tarinfo=_Header, encoding="utf-8") as tar:
         while (info := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
             folder, slash, name = info.name.rpartition("/")
             stem, dot, extension = name.partition(".")
             if not info.isfile() or not dot or not stem:
                 continue
+            _check_member(info, tar_name)
             if members and key != folder + slash + stem:
-                yield key, members
-                members = []
+                yield (key, members), sums
+                members, sums = [], []
             key = folder + slash + stem
             members.append((extension, info.offset_data, info.size))
+            sums.append(cast(_Header, info).sum)
         opened.seek(tar.offset)
         if opened.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:  # what `next` takes for the end too
             raise tarfile.ReadError(f"it is damaged, or cut, at byte {tar.offset}")
     if members:
-        yield key, members
+        yield (key, members), sums
 
 
-def _piece(tar: int, samples: list[Sample]) -> Piece:
-    (_, start, _), (_, last, size) = samples[0][1][0], samples[-1][1][-1]
-    return Piece(tar, start, last + size, len(samples), msgspec.msgpack.encode(samples))
+def _check_member(info: tarfile.TarInfo, tar_name: str) -> None:
+    try:
+        info.name.encode()
+    except UnicodeEncodeError:
+        raw = info.name.encode(errors="surrogateescape")
+        raise DataError(
+            f"{tar_name} has a member whose name is not UTF-8 ({raw!r}): write it with another name"
+        ) from None
+    if info.issparse():
+        raise DataError(
+            f"{tar_name} has {info.name} as a sparse file, of which the holes are left out: write the tar without "
+            "(tar without --sparse)"
+        )
 
 
 class _Index(msgspec.Struct):
-    tars: list[tuple[str, int]]
+    tars: list[Tar]
     pieces: list[Piece]
 
 
-def _kept(path: Path, tars: list[tuple[str, int]]) -> list[Piece] | None:
+def _kept(path: Path, tars: list[Tar]) -> list[Piece] | None:
     """The index that this file keeps; None if there is none, or it is of other tars."""
     try:
         found = msgspec.msgpack.decode(path.read_bytes(), type=_Index)
@@ -165,7 +231,7 @@ def _kept(path: Path, tars: list[tuple[str, int]]) -> list[Piece] | None:
     return found.pieces if found.tars == tars else None
 
 
-def _keep(path: Path, tars: list[tuple[str, int]], pieces: list[Piece]) -> None:
+def _keep(path: Path, tars: list[Tar], pieces: list[Piece]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(msgspec.msgpack.encode(_Index(tars, pieces)))

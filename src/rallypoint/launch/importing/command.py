@@ -12,34 +12,45 @@ import msgspec
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.folder import locked, not_begun, refuse_an_old_run
-from rallypoint.launch.importing.task import Task
+from rallypoint.launch.folder import clear, locked, not_begun, refuse_an_old_run, refuse_used_snapshots
+from rallypoint.launch.importing.task import Answer, Task
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.store.snapshots import SnapshotStore
 
 
-def import_checkpoint(plan: Launch, checkpoint: Path, step: int) -> str:
-    """Make the folder of a run that goes on from `checkpoint`, and return a sentence that says how.
+def import_checkpoint(
+    plan: Launch, checkpoint: Path, step: int = -1, *, strict: bool = False, overwrite: bool = False
+) -> str:
+    """Make the folder of a run that goes on from `checkpoint`, and return lines that say how: warnings, a sentence.
 
-    `step`: the steps of training in it; -1: as the checkpoint says itself.
+    `step`: the steps of training in it; -1: as the checkpoint says itself. With `strict` a checkpoint that has more
+    than the script's model is refused. `overwrite` deletes the run that the folder holds, before the script runs.
 
     Raises UsageError when the folder holds a run already, or the script does not come to its `job.train`.
     """
+    if not checkpoint.exists():
+        raise UsageError(f"there is no checkpoint {checkpoint}")
     folder = Path(plan.folder)
     if not plan.snapshots:
         raise UsageError("--snapshots none: a checkpoint becomes a snapshot, so it needs a place for one")
     fresh = not folder.exists()
     with locked(folder), not_begun(folder) if fresh else contextlib.nullcontext():
-        refuse_an_old_run(folder, plan.snapshots)
-        said = _imported(plan, checkpoint.resolve(), step)
+        said = []
+        if overwrite:
+            said.append(clear(folder))
+            refuse_used_snapshots(plan.snapshots)
+        else:
+            refuse_an_old_run(folder, plan.snapshots)
+        answer = _imported(plan, checkpoint.resolve(), step, strict=strict)
         write_plan(plan)
-    return f"{said}; go on with `rallypoint resume {plan.folder}`"
+    warnings = [f"warning: {sentence}" for sentence in (*said, *answer.warnings) if sentence]
+    return "\n".join([*warnings, f"{answer.said}; go on with `rallypoint resume {plan.folder}`"])
 
 
-def _imported(plan: Launch, checkpoint: Path, step: int) -> str:
+def _imported(plan: Launch, checkpoint: Path, step: int, *, strict: bool) -> Answer:
     with tempfile.TemporaryDirectory(prefix="rallypoint-import-") as place:
         task, answer = Path(place) / "task.json", Path(place) / "answer"
-        order = Task(str(checkpoint), step, plan.snapshots, str(answer), plan.folder, plan.overrides)
+        order = Task(str(checkpoint), step, plan.snapshots, str(answer), plan.folder, plan.overrides, strict)
         task.write_bytes(msgspec.json.encode(order))
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}
         ours |= {environment.IMPORT: str(task)}
@@ -49,4 +60,4 @@ def _imported(plan: Launch, checkpoint: Path, step: int) -> str:
             raise UsageError(f"the script cannot be started: {plan.worker[0]}: {error.strerror}") from None
         if not answer.exists() or not SnapshotStore(plan.snapshots).holds_any():
             raise UsageError(f"the script ended with status {done.returncode} before it had a snapshot: see above")
-        return answer.read_text()
+        return msgspec.json.decode(answer.read_bytes(), type=Answer)

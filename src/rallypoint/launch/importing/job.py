@@ -13,7 +13,8 @@ from rallypoint.data.identity import identity_of
 from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import ConfigError, DataError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.launch.importing.task import Task
+from rallypoint.launch.importing.task import Answer, Task
+from rallypoint.observe.lines import printable
 from rallypoint.parallel.plan import Parallel
 from rallypoint.store.checkpoints.beginning import begin_from
 from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint
@@ -23,6 +24,8 @@ from rallypoint.worker.loop.session import OwnOptimizer, OwnSchedule
 from rallypoint.worker.streamed.building import prepare
 from rallypoint.worker.streamed.first_values import Init
 from rallypoint.worker.tensors import ModelTensors
+
+_NAMED = 8  # tensors that are left out
 
 
 class ImportJob(EmbeddedJob):
@@ -45,7 +48,10 @@ class ImportJob(EmbeddedJob):
         task, data = self._task, given(dataset, collate_fn, loader)
         config = resolve({**data.settings, **settings}, task.overrides)
         tensors = ModelTensors(model, config, prepare(model, config, init))
-        checkpoint = read_checkpoint(Path(task.checkpoint))
+        checkpoint = read_checkpoint(Path(task.checkpoint)).named_as(model.state_dict().keys())
+        warnings = _left_out(tensors, model, checkpoint)
+        if task.strict and warnings:
+            raise DataError(f"--strict: {'; '.join(warnings)}")
         _check_frozen(tensors, checkpoint)
         record = record_of(
             config, tensors.layout, tensors.frozen_hashes(), data=identity_of(data.dataset), tied=tensors.tied
@@ -53,7 +59,8 @@ class ImportJob(EmbeddedJob):
         step = _step_of(task, checkpoint)
         manifest = begin_from(checkpoint, step, record, config, SnapshotStore(task.snapshots))
         what = "with its optimizer's state" if checkpoint.optimizer else "without an optimizer's state (it begins anew)"
-        Path(task.answer).write_text(f"{task.checkpoint}, {what}, is snapshot {manifest.id} of {task.folder}")
+        said = f"{task.checkpoint}, {what}, is snapshot {manifest.id} of {task.folder}"
+        Path(task.answer).write_bytes(msgspec.json.encode(Answer(said, tuple(warnings))))
         raise SystemExit(0)  # what the script does after its loop is no part of the import
 
 
@@ -71,6 +78,23 @@ def _step_of(task: Task, checkpoint: Checkpoint) -> int:
     if len(said) != 1:
         raise DataError(f"{task.checkpoint} does not say of which step it is: give --step N")
     return int(said.pop())
+
+
+def _left_out(tensors: ModelTensors, model: torch.nn.Module, checkpoint: Checkpoint) -> list[str]:
+    """Sentences about what the checkpoint has and the script's model has not."""
+    trained = {placed.entry.spec.name for placed in tensors.parameters}
+    trained |= {name for name, first in tensors.tied.items() if first in trained}
+    said = []
+    for what, names in (
+        ("weights", checkpoint.model.keys() - model.state_dict().keys()),
+        ("optimizer states", checkpoint.optimizer.keys() - trained),
+    ):
+        if names:
+            some = [printable(name) for name in sorted(names)[:_NAMED]]
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            why = "the script's model does not have" if what == "weights" else "the script's model does not train"
+            said.append(f"the checkpoint has {what} that {why}, and they are left out: {', '.join(some)}{more}")
+    return said
 
 
 def _check_frozen(tensors: ModelTensors, checkpoint: Checkpoint) -> None:

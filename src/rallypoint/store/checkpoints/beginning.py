@@ -59,6 +59,11 @@ def _refuse(record: JobRecord, config: JobConfig, step: int) -> None:
             raise ConfigError(f"a job with {feature.value} cannot begin from a checkpoint: {why}")
     if not steps_plainly(config):
         raise ConfigError("only jobs with sync=rp.Sync() or rp.AllReduce(), without a quorum, begin from a checkpoint")
+    if config.plateau is not None and step > 0:
+        raise ConfigError(
+            f"a job with plateau= cannot begin from a checkpoint of step {step}: nothing says how often the rate was "
+            "reduced before. Begin at step 0 (--step 0), or leave plateau= out"
+        )
     if not 0 <= step < config.rounds:
         raise DataError(f"the checkpoint is of step {step}, and the job has {config.rounds}: give it more steps")
 
@@ -131,12 +136,25 @@ class _States:
         return arrays, scalars
 
     def _of(self, by_name: Mapping[str, _T], entry: Entry, what: str) -> _T:
-        """What the checkpoint has for a tensor, under its name or that of one tied to it."""
+        """What the checkpoint has for a tensor, under its name or that of one tied to it. All must be equal."""
         name = entry.spec.name
-        for known in (name, *(other for other, first in self._others.items() if first == name)):
-            if known in by_name:
-                return by_name[known]
-        raise DataError(f"the checkpoint has no {what} of {name}")
+        names = [name, *(other for other, first in self._others.items() if first == name)]
+        found = [(known, by_name[known]) for known in names if known in by_name]
+        if not found:
+            raise DataError(f"the checkpoint has no {what} of {name}")
+        for known, other in found[1:]:
+            if not _same(found[0][1], other):
+                raise DataError(
+                    f"the checkpoint has other {what} of {known} than of {found[0][0]}, which are one tensor in the "
+                    "script's model: does the script tie them, and did the training not?"
+                )
+        return found[0][1]
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
 
 
 def _check_finite(tensor: torch.Tensor, what: str) -> None:

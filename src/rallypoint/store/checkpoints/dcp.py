@@ -24,6 +24,7 @@ from rallypoint.config import JobConfig, settings_of
 from rallypoint.config.tree import rate_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.optimizer import of_shard
+from rallypoint.core.schedule import peak_of
 from rallypoint.optim.flat import build_optimizer
 
 METADATA = ".metadata"  # the file in the folder of every checkpoint of this kind
@@ -71,12 +72,14 @@ def optimizer_content(
     """Return the optimizer's part of a checkpoint: `states` by parameter name, and each parameter's settings.
 
     A rate is that of the next update, number `version`, after so many `reductions` (``plateau=``), times `scale`.
+    Its base rate is there too, as torch's schedulers look for it (`initial_lr`).
     """
     content: dict[str, Any] = {
         f"state.{name}.{kind}": torch.tensor(value, dtype=torch.float32) if isinstance(value, float) else value
         for name, state in states.items() for kind, value in state.items()
     }  # fmt: skip
-    rate = rate_of(config, min(version, config.rounds - 1), reductions) * scale
+    rate, base = rate_of(config, min(version, config.rounds - 1), reductions), peak_of(config.applied_schedule)
+    rate *= scale
     for entry in layout.entries:
         touched = layout.shards_touching(entry.start, entry.stop)
         if entry.spec.group < 0 or not touched:
@@ -85,7 +88,7 @@ def optimizer_content(
         settings = settings_of(config, entry.spec.group)
         like = torch.nn.Parameter(torch.zeros(1, 1))  # two dimensions, as Muon asks
         [group] = build_optimizer(spec, [([like], settings)]).param_groups
-        group |= {"lr": rate * settings.lr_scale} | _OF_THIS_PROCESS
+        group |= {"lr": rate * settings.lr_scale, "initial_lr": base * settings.lr_scale} | _OF_THIS_PROCESS
         content |= {f"param_groups.{entry.spec.name}.{key}": group[key] for key in group if key != "params"}
     return content
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from rallypoint.store.checkpoints.format import MODEL_FILE
 
 _INDEX = f"{MODEL_FILE}.index.json"  # of a Hugging Face folder with several files
 _OF_DDP = "module."
-_BY_NUMBER = (
-    "its optimizer's state is by number, as optimizer.state_dict() has it: write it by parameter name, with "
-    "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)"
+_STATE = "state."
+_RIGHT = (
+    "write it by parameter name, as torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) returns it"
 )
+_BY_NUMBER = f"its optimizer's state is by number, as optimizer.state_dict() has it: {_RIGHT}"
+_NO_STATES = f"its optimizer's state is not one of each parameter: {_RIGHT}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,13 @@ class Checkpoint:
     model: dict[str, torch.Tensor]
     optimizer: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     step: int = -1
+
+    def named_as(self, names: Collection[str]) -> Checkpoint:
+        """The checkpoint with DistributedDataParallel's prefix again, if it lacks it and all of `names` have it."""
+        if not names or not all(name.startswith(_OF_DDP) for name in names) or not self.model.keys().isdisjoint(names):
+            return self
+        model = {f"{_OF_DDP}{name}": tensor for name, tensor in self.model.items()}
+        return Checkpoint(model, {f"{_OF_DDP}{name}": state for name, state in self.optimizer.items()}, self.step)
 
 
 def read_checkpoint(place: Path) -> Checkpoint:
@@ -90,12 +99,8 @@ def _of_keys(tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
     weights = {key.removeprefix("model."): value for key, value in tensors.items() if key.startswith("model.")}
     if not any(key.startswith("optimizer.") for key in tensors) and len(weights) < len(tensors) - ("step" in tensors):
         return Checkpoint(_plain({key: value for key, value in tensors.items() if key != "step"}), step=step)
-    optimizer: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        if key.startswith("optimizer.state."):
-            name, _, kind = key.removeprefix("optimizer.state.").rpartition(".")
-            optimizer.setdefault(name.removeprefix(_OF_DDP), {})[kind] = value
-    return Checkpoint(_plain(weights), _by_name(optimizer, weights), step)
+    flat = {key.removeprefix("optimizer."): value for key, value in tensors.items() if key.startswith("optimizer.")}
+    return Checkpoint(_plain(weights), _by_name(_nested(flat), weights), step)
 
 
 def _of_torch(content: Any) -> Checkpoint:
@@ -103,24 +108,42 @@ def _of_torch(content: Any) -> Checkpoint:
         raise DataError(f"it holds a {type(content).__name__}, not a dict of tensors")
     if not isinstance(content.get("model"), Mapping):
         return Checkpoint(_plain(content))
-    states: dict[Any, Any] = content.get("optimizer") or {}
-    states = states.get("state", states)
+    whole = content.get("optimizer") or {}
+    states = whole.get("state", whole) if isinstance(whole, Mapping) else whole
+    if isinstance(states, Mapping) and any(str(key).startswith(_STATE) for key in states):
+        states = _nested(states)
+    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+        raise DataError(_NO_STATES)
     optimizer = {
-        str(name).removeprefix(_OF_DDP): {
-            kind: value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
-            for kind, value in state.items() if value is not None
-        }
+        str(name): {kind: _tensor(value) for kind, value in state.items() if value is not None}
         for name, state in states.items()
-    }  # fmt: skip
+    }
     return Checkpoint(_plain(content["model"]), _by_name(optimizer, content["model"]), int(content.get("step", -1)))
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The states in ``state.NAME.KIND``: parameter name -> kind -> value. Settings (``param_groups.``) are left out."""
+    states: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        if key.startswith(_STATE):
+            name, _, kind = key.removeprefix(_STATE).rpartition(".")
+            states.setdefault(name, {})[kind] = value
+    return states
 
 
 def _by_name(
     optimizer: dict[str, dict[str, torch.Tensor]], weights: Mapping[str, object]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    known = {name.removeprefix(_OF_DDP) for name in weights}
+    """The states that have something; without DistributedDataParallel's prefix, if all have it and the weights not."""
+    known = set(_plain(weights))
     if any(name.isdecimal() and name not in known for name in optimizer):
         raise DataError(_BY_NUMBER)
+    if all(name.startswith(_OF_DDP) for name in optimizer) and not known.issuperset(optimizer):
+        optimizer = {name.removeprefix(_OF_DDP): state for name, state in optimizer.items()}
     return {name: state for name, state in optimizer.items() if state}
 
 

@@ -1,0 +1,215 @@
+"""Is the planner right? Random jobs on links of known rates, as `core.cost` says they go and as they went.
+
+    python benchmarks/planned.py                       # 40 cases (netlab: needs root), about half a minute each
+    python benchmarks/planned.py --cases 2             # the first two
+    python benchmarks/planned.py --only 7 --only 12    # these
+    python benchmarks/planned.py --dry                 # what the planner says, without running anything
+
+Each case draws a GPT, workers, servers, a link's rate, how long computing takes (blocks sleep, as if an accelerator
+computed them), and a shard's size. It trains with Rallypoint and with DDP over Gloo, as `train.py` does. Cases with an
+even number were there to fit the model's constants; those with an odd one are the test.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from cluster import Case, main, report, site, table
+from rallypoint.core.cost.peers import Ring, ddp_cost
+from rallypoint.core.cost.pipeline import step_cost
+from rallypoint.core.cost.site import Servers, Site, Speeds, Workers
+from rallypoint.core.cost.workload import Layer, Workload
+from rallypoint.recipes.gpt_model import GPT, GPTConfig
+from train import Plan, run_once
+from train_member import Design
+
+CASES, SEED = 40, 21
+TIE = 1.03  # a lead below that is none: either verdict is right
+_BLOCK = 8  # bytes in a sample: next to nothing is really computed
+_WARM_UP, _STEPS = 5, 6  # steps 0, 1, 2, 4, 8 wait for all of a version
+_QUEUE_BYTES, _QUEUE_S = 512 * 1024, 0.010  # what `testing.netlab` lets wait at a port
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """One case: see the module. `wire` is K/B, `sleep` what a block sleeps in its forward pass (s), rates in Mbit/s."""
+
+    number: int
+    workers: int
+    servers: int
+    layers: int
+    width: int
+    rate: float
+    wire: float
+    sleep: float
+    shard_kib: int
+
+    @property
+    def model(self) -> GPTConfig:
+        return GPTConfig(layers=self.layers, heads=8, width=self.width, block=_BLOCK)
+
+    @property
+    def name(self) -> str:
+        ratio = 3 * self.layers * self.sleep / self.wire
+        links = f"{self.workers}+{self.servers}, {self.rate:.0f} Mbit/s"
+        return f"{self.number}: {links}, K/B {self.wire:.2f} s, C {ratio:.1f} K/B"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Seconds a step, measured and planned, of Rallypoint and of DDP; `compute` as measured without communication."""
+
+    case: Drawn
+    compute: float
+    ours: float
+    ours_planned: float
+    ddp: float
+    ddp_planned: float
+
+    @property
+    def right(self) -> bool:
+        """The planner names the faster one, or it makes no difference."""
+        lead = self.ddp / self.ours
+        return 1 / TIE < lead < TIE or (lead > 1) == (self.ddp_planned > self.ours_planned)
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """How far the planned steps are from the measured ones: 0.1 is 10 % too long."""
+        return self.ours_planned / self.ours - 1, self.ddp_planned / self.ddp - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What the planner says: seconds a step."""
+
+    ours: float
+    ddp: float
+
+
+def draw(number: int, seed: int = SEED) -> Drawn:
+    """Draw case `number`: the same one every time."""
+    dice = random.Random(f"{seed}/{number}")
+    workers = dice.randint(2, 4)
+    servers = dice.randint(1, workers + 1)
+    layers, width = dice.randint(2, 6), dice.choice([128, 192, 256, 320])
+    wire = 0.15 * 4 ** dice.random()
+    words = sum(words_of(GPTConfig(layers=layers, heads=8, width=width, block=_BLOCK)))
+    rate = min(300.0, max(30.0, 4 * words * 8 / wire / 1e6))
+    wire = 4 * words * 8 / (rate * 1e6)
+    sleep = wire * 0.1 * 30 ** dice.random() / (3 * layers)
+    return Drawn(number, workers, servers, layers, width, round(rate, 1), wire, sleep, dice.choice([256, 512, 1024]))
+
+
+def words_of(config: GPTConfig) -> list[int]:
+    """The parameters of the model's parts, as its forward pass needs them: embeddings, then attention and MLP of each
+    block. (The last norm is counted with the embeddings.)"""
+    model = GPT(config)
+    sizes = [sum(p.numel() for name, p in model.named_parameters() if not name.startswith("blocks."))]
+    for block in model.blocks:
+        named = list(block.named_parameters())
+        attention = sum(p.numel() for name, p in named if "attention" in name)
+        sizes += [attention, sum(p.numel() for _, p in named) - attention]
+    return sizes
+
+
+def workload_of(case: Drawn, compute: float) -> Workload:
+    """The case for the cost model. What `compute` has beyond the blocks' sleeps is shared out by size."""
+    sizes = words_of(case.model)
+    more = max(0.0, compute - 3 * case.layers * case.sleep) / sum(sizes)
+    asleep = [0.0, *([case.sleep / 3, case.sleep * 2 / 3] * case.layers)]
+    layers = tuple(
+        Layer(size, slept + size * more / 3, 2 * slept + 2 * size * more / 3)
+        for size, slept in zip(sizes, asleep, strict=True)
+    )
+    return Workload(layers=layers, shard_bytes=case.shard_kib << 10)
+
+
+def planned(case: Drawn, compute: float) -> Planned:
+    """What the planner says of a case."""
+    work, rate = workload_of(case, compute), case.rate * 1e6 / 8
+    workers = Workers(case.workers, rate)
+    there = Site(
+        workers=(workers,), servers=(Servers(case.servers, rate),), queue=max(_QUEUE_BYTES, _QUEUE_S * rate)
+    )  # fmt: skip
+    ring = Ring.of(workers, there.speeds.latency)
+    return Planned(step_cost(work, there).seconds, ddp_cost(work, workers, ring, Speeds()).seconds)
+
+
+def measure(case: Drawn, console: Console) -> Outcome:
+    """Run a case with each design on the same links."""
+    plan = Plan(
+        case.model, 1, 3e-4, _STEPS, _WARM_UP, 1, {"shard_bytes": case.shard_kib << 10}, accelerator=case.sleep,
+    )  # fmt: skip
+    designs: tuple[Design, ...] = ("alone", "rallypoint", "ddp")
+    with site(Case(case.workers, case.servers, case.rate)) as at:
+        found = {design: statistics.median(run_once(at, plan, design).steps) for design in designs}
+    said = planned(case, found["alone"])
+    outcome = Outcome(case, found["alone"], found["rallypoint"], said.ours, found["ddp"], said.ddp)
+    console.print(" | ".join(row(outcome)), style="dim")
+    return outcome
+
+
+COLUMNS = (
+    "case", "shard KiB", "compute", "Rallypoint", "planned", "DDP", "planned", "faster", "the planner says",
+)  # fmt: skip
+
+
+def row(found: Outcome) -> list[str]:
+    """A line of the table."""
+    errors = [f"{error:+.0%}" for error in found.errors]
+    faster, says = found.ddp / found.ours, found.ddp_planned / found.ours_planned
+    return [
+        found.case.name, str(found.case.shard_kib), f"{found.compute:.3f}", f"{found.ours:.3f}",
+        f"{found.ours_planned:.3f} {errors[0]}", f"{found.ddp:.3f}", f"{found.ddp_planned:.3f} {errors[1]}",
+        f"{'ours' if faster > 1 else 'DDP'} {max(faster, 1 / faster):.2f}",
+        f"{'ours' if says > 1 else 'DDP'} {max(says, 1 / says):.2f}{'' if found.right else ' WRONG'}",
+    ]  # fmt: skip
+
+
+def summary(name: str, found: Sequence[Outcome]) -> str:
+    """How often the planner was right, and how near."""
+    if not found:
+        return f"{name}: no case"
+    ours, ddp = ([abs(one.errors[kind]) for one in found] for kind in (0, 1))
+    return (
+        f"{name}: the verdict is right in {sum(one.right for one in found)} of {len(found)}; a step of ours is off by "
+        f"{statistics.median(ours):.1%} in the median, {max(ours):.0%} at most, within 10 % in "
+        f"{sum(error <= 0.1 for error in ours)}; one of DDP's by {statistics.median(ddp):.1%}, {max(ddp):.0%}, "
+        f"{sum(error <= 0.1 for error in ddp)}"
+    )
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def command(
+    cases: Annotated[int, typer.Option(min=1, help="The first so many cases.")] = CASES,
+    only: Annotated[list[int] | None, typer.Option(min=0, help="Only this case; repeatable.")] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="Only what the planner says; computing is the sleeps.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
+) -> None:
+    """Compare the planner's verdict (ours or DDP) and its step times with measured ones, on random jobs."""
+    console = Console(highlight=False)
+    drawn = [draw(number) for number in (only or range(cases))]
+    if dry:
+        for case in drawn:
+            said = planned(case, 3 * case.layers * case.sleep)
+            console.print(f"{case.name}: ours {said.ours:.3f}, DDP {said.ddp:.3f} ({said.ddp / said.ours:.2f})")
+        return
+    found = [measure(case, console) for case in drawn]
+    lines = table("seconds a step, measured and planned", COLUMNS, [row(one) for one in found])
+    report(console, [lines], found, json)
+    console.print(summary("cases to fit", [one for one in found if one.case.number % 2 == 0]))
+    console.print(summary("cases to test", [one for one in found if one.case.number % 2 == 1]))
+
+
+if __name__ == "__main__":
+    main(app)

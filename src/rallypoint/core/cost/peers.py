@@ -1,0 +1,95 @@
+"""A step without servers: DDP and FSDP among the workers themselves, as what a user would pick instead.
+
+DDP (Li et al., VLDB 2020) reduces buckets of 25 MiB, in backward order, the first one of 1 MiB; the optimizer steps
+when the last has come. FSDP (Zhao et al., VLDB 2023) gathers each unit before its forward and its backward pass, one
+ahead, and scatters its gradients after the latter. Collectives go one at a time, as rings over the hosts' links.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rallypoint.core.cost.closed import fsdp_bytes, ring_bytes
+from rallypoint.core.cost.pipeline import StepCost
+from rallypoint.core.cost.site import PAYLOAD, Speeds, Workers
+from rallypoint.core.cost.workload import Workload
+from rallypoint.core.layout import WORD_BYTES
+
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # torch's defaults, bytes of gradient
+INSIDE_RATE = 50e9  # bytes a second between the GPUs of one host, where no link of the cluster is used
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """All ranks in a ring: on each host it enters once and leaves once, so a host's link carries one rank's bytes."""
+
+    members: int
+    rate: float
+    latency: float
+
+    @classmethod
+    def of(cls, workers: Workers, latency: float, uplink: float = 0.0) -> Ring:
+        """The ring of a group of workers; a rack's `uplink` is passed once each way too."""
+        if workers.count <= workers.per_host:
+            return cls(workers.count, INSIDE_RATE, latency)
+        return cls(workers.count, PAYLOAD * min(workers.rate, uplink or math.inf), latency)
+
+    def seconds(self, nbytes: float, passes: int = 2) -> float:
+        """Reduce-scatter and all-gather of so many bytes, or only one of them (`passes` = 1)."""
+        if self.members < 2:
+            return 0.0
+        hops = min(self.members - 1, 2 * math.ceil(math.log2(self.members)))  # NCCL: trees where there are many
+        return passes * (ring_bytes(nbytes, self.members) / 2 / self.rate + hops * self.latency)
+
+
+def ddp_cost(workload: Workload, workers: Workers, ring: Ring, speeds: Speeds, word_bytes: float = 4.0) -> StepCost:
+    """DDP's step. `word_bytes`: 2 where a communication hook sends bf16."""
+    free = _replicas_before(workload, workers) + workload.forward * workers.slowness
+    now = free
+    size, filled, full = word_bytes, 0.0, FIRST_BUCKET / WORD_BYTES
+    for layer in reversed(workload.layers):
+        now += layer.backward * workers.slowness
+        filled += layer.words
+        while filled >= full:
+            free, filled, full = max(free, now) + ring.seconds(size * full), filled - full, BUCKET / WORD_BYTES
+    if filled:
+        free = max(free, now) + ring.seconds(size * filled)
+    seconds = max(free, now) + speeds.step * workload.nbytes
+    moved = 2 * ring_bytes(size * workload.words, ring.members)
+    return StepCost(seconds, seconds - _busy(workload, workers), moved)
+
+
+def fsdp_cost(workload: Workload, workers: Workers, ring: Ring, speeds: Speeds, word_bytes: float = 4.0) -> StepCost:
+    """FSDP's step, parameters gathered twice; each layer of the workload is a unit."""
+    layers, now, free = workload.layers, 0.0, 0.0
+    here = [0.0] * len(layers)  # when a unit has been gathered
+
+    def gather(index: int) -> None:
+        nonlocal free
+        if 0 <= index < len(layers):
+            free = max(free, now) + ring.seconds(word_bytes * layers[index].words, 1)
+            here[index] = free
+
+    gather(0)
+    for index, layer in enumerate(layers):
+        gather(index + 1)
+        now = max(now, here[index]) + layer.forward * workers.slowness
+    now += _replicas_before(workload, workers)
+    gather(len(layers) - 1)
+    for index in reversed(range(len(layers))):
+        gather(index - 1)
+        now = max(now, here[index]) + layers[index].backward * workers.slowness
+        free = max(free, now) + ring.seconds(word_bytes * layers[index].words, 1)
+    seconds = max(free, now) + speeds.step * workload.nbytes / ring.members
+    moved = 2 * fsdp_bytes(word_bytes * workload.words, ring.members)
+    return StepCost(seconds, seconds - _busy(workload, workers), moved)
+
+
+def _replicas_before(workload: Workload, workers: Workers) -> float:
+    """Seconds of the replicas that a worker adds up without sending (`no_sync`), before the last one."""
+    return (workers.replicas - 1) * workload.compute * workers.slowness
+
+
+def _busy(workload: Workload, workers: Workers) -> float:
+    return workers.replicas * workload.compute * workers.slowness

@@ -1,0 +1,172 @@
+"""The machines and links of a layout, as the cost model sees them, and which links each kind of transfer uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+PAYLOAD = 1 / 1.046  # of Ethernet's rate at an MTU of 1500 bytes: headers take the rest
+ACKNOWLEDGED = 1.015  # where both directions carry data, acknowledgements of one take so much of the other
+UNEVEN = 0.35  # how far connections that share a link are from equal parts of it: 0.65 and 1.35 of them
+AGGREGATOR_RATE = 2.5e9  # bytes a second between processes of one machine, a direction (this machine's loopback: 1.7)
+
+
+class Speeds(msgspec.Struct, frozen=True, kw_only=True):
+    """What processors and links of a machine do, measured on the machine of docs/performance.md.
+
+    Attributes:
+        add: seconds that a server's core takes to add a byte of a contribution to a sum (158 us for 1 MiB).
+        apply: seconds that it takes to update a byte of parameters (fp32): AdamW, `foreach`.
+        step: the same of a worker's own optimizer, under DDP and FSDP.
+        latency: seconds from the last byte of a message sent to its use at the other end: half a round trip, threads
+            that wake up.
+    """
+
+    add: float = 1.5e-10
+    apply: float = 5.2e-10
+    step: float = 1.8e-10
+    latency: float = 0.5e-3
+
+
+class Servers(msgspec.Struct, frozen=True):
+    """Equal servers: how many, and the rate of each one's link (bytes a second, each direction)."""
+
+    count: int
+    rate: float
+
+
+class Workers(msgspec.Struct, frozen=True):
+    """Equal workers: how many, the rate of the link of their host, how many share that link, and how many times slower
+    than the workload says they compute. Each computes `replicas` of them one after the other."""
+
+    count: int
+    rate: float
+    per_host: int = 1
+    slowness: float = 1.0
+    replicas: int = 1
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is there.
+
+    Attributes:
+        workers, servers: groups of equal ones.
+        beside: the servers run on the workers' hosts, one on each, and share their links.
+        replication: 2: each shard has a backup.
+        aggregators: one for the workers of each host (or, with `rack`, of each rack).
+        rack: workers of a rack. They share `uplink` (bytes a second each way) to everything outside.
+        uplink: 0: no limit.
+        uneven: connections that share a link get parts of it between 1 - uneven and 1 + uneven of what is fair. Half of
+            the workers have the larger part to half of the servers, and the other half to the other servers.
+        queue: bytes that wait in the queue of a busy link: so much later does everything come.
+    """
+
+    workers: tuple[Workers, ...]
+    servers: tuple[Servers, ...]
+    beside: bool = False
+    replication: int = 1
+    aggregators: bool = False
+    aggregator_rate: float = AGGREGATOR_RATE
+    rack: int = 0
+    uplink: float = 0.0
+    uneven: float = UNEVEN
+    queue: float = 0.0
+    speeds: Speeds = Speeds()
+
+    @property
+    def worker_count(self) -> int:
+        return sum(group.count for group in self.workers)
+
+    @property
+    def server_count(self) -> int:
+        return sum(group.count for group in self.servers)
+
+
+class Wiring:
+    """Which links a transfer uses, and how much of each a byte of it takes; see `core.cost.fluid`.
+
+    One host of each group of workers, one server of each group of servers, one rack stand for all others: by symmetry
+    what leaves one leaves each. So a transfer from *each* worker of group i to *each of n* servers of group j has, on a
+    worker's host, weight n times the workers of that host; and on a server weight of the number of all these workers.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        carried = PAYLOAD / ACKNOWLEDGED
+        self.capacity: dict[str, float] = {}
+        for i, workers in enumerate(site.workers):
+            self.capacity |= {f"host{i} out": carried * workers.rate, f"host{i} in": carried * workers.rate}
+        for j, servers in enumerate(site.servers if not site.beside else ()):
+            self.capacity |= {f"server{j} out": carried * servers.rate, f"server{j} in": carried * servers.rate}
+        if site.rack and site.uplink:
+            self.capacity |= {"rack out": carried * site.uplink, "rack in": carried * site.uplink}
+        for i in range(len(site.workers) if site.aggregators else 0):
+            rate = carried * site.aggregator_rate
+            self.capacity |= {f"aggregator{i} out": rate, f"aggregator{i} in": rate}
+
+    def senders(self, i: int) -> int:
+        """How many members of group i send to servers: its workers, or their aggregators."""
+        workers = self._site.workers[i]
+        return -(-workers.count // self._near) if self._site.aggregators else workers.count
+
+    @property
+    def _near(self) -> int:
+        """Workers of one aggregator."""
+        return self._site.rack or self._site.workers[0].per_host
+
+    def push(self, i: int, j: int, shards: int) -> Mapping[str, float]:
+        """From each worker (or aggregator) of group i, to so many servers of group j: a shard to each."""
+        return self._across(i, j, shards, "out", "in")
+
+    def publish(self, i: int, j: int, shards: int) -> Mapping[str, float]:
+        """From so many servers of group j to each worker (or aggregator) of group i."""
+        return self._across(i, j, shards, "in", "out")
+
+    def share(self, i: int, j: int) -> float:
+        """The part of a link that a connection between these groups gets, 1 being a fair one."""
+        return 1.0 - self._site.uneven if (i + j) % 2 == 0 else 1.0 + self._site.uneven
+
+    def _across(self, i: int, j: int, shards: int, here: str, there: str) -> dict[str, float]:
+        site, workers = self._site, self._site.workers[i]
+        if site.aggregators:
+            uses = {f"aggregator{i} {here}": float(shards), f"server{j} {there}": float(self.senders(i))}
+            return {**uses, f"rack {here}": float(shards)} if site.rack else {**uses, f"host{i} {here}": float(shards)}
+        if site.beside:  # what goes to the server on the sender's own host crosses no link
+            near = workers.per_host if i == j else 0
+            away = workers.count - near
+            sent = workers.per_host * shards * away / workers.count
+            return {f"host{i} {here}": sent, f"host{j} {there}": float(away)}
+        uses = {f"host{i} {here}": float(workers.per_host * shards), f"server{j} {there}": float(workers.count)}
+        return {**uses, f"rack {here}": float(site.rack * shards)} if site.rack else uses
+
+    def replicate(self, j: int, to: int) -> Mapping[str, float]:
+        """From each server of group j to a backup in group `to`, a shard each."""
+        kind = "host" if self._site.beside else "server"
+        return {f"{kind}{j} out": 1.0, f"{kind}{to} in": 1.0}
+
+    def gather(self, i: int) -> Mapping[str, float]:
+        """From each worker of group i to its aggregator: one shard."""
+        inside = {} if not self._site.rack else {f"host{i} out": float(self._site.workers[i].per_host)}
+        return {**inside, f"aggregator{i} in": float(self._near)}
+
+    def spread(self, i: int) -> Mapping[str, float]:
+        """From each aggregator to each of its workers: one shard."""
+        inside = {} if not self._site.rack else {f"host{i} in": float(self._site.workers[i].per_host)}
+        return {**inside, f"aggregator{i} out": float(self._near)}
+
+
+def halves(site: Site) -> Site:
+    """The same site with each group in two, so that the connections of one half can differ from those of the other."""
+    if site.uneven == 0:
+        return site
+    workers = [
+        msgspec.structs.replace(group, count=hosts * group.per_host)
+        for group in site.workers for hosts in _in_two(group.count // group.per_host)
+    ]  # fmt: skip
+    servers = [Servers(count, group.rate) for group in site.servers for count in _in_two(group.count)]
+    return msgspec.structs.replace(site, workers=tuple(workers), servers=tuple(servers))
+
+
+def _in_two(count: int) -> list[int]:
+    return [half for half in (count - count // 2, count // 2) if half]

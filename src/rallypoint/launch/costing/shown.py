@@ -1,0 +1,104 @@
+"""The planner's answer, for people as a table and a sentence, for programs as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rallypoint.core.cost.candidates import Candidate
+from rallypoint.core.cost.failures import NEVER
+from rallypoint.core.cost.verdict import Verdict, called
+from rallypoint.launch.costing.measured import MeasuredRun
+from rallypoint.launch.costing.question import Question
+
+_LAYOUT_WIDTH = 22
+ASSUMED = (
+    "assumed: fp32 gradients and parameters with AdamW, links that nobody else uses, a core for each server, a standby "
+    "for each machine that fails"
+)
+
+
+def told(question: Question, candidates: Sequence[Candidate], verdict: Verdict, rows: int) -> RenderableType:
+    """What is printed."""
+    failing, priced = question.machines.mtbf < NEVER, any(one.price for one in candidates)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, highlight=False)
+    table.add_column("layout", min_width=_LAYOUT_WIDTH)
+    for name in (
+        "s/step", "waits", *(["goodput"] if failing else []), "GB", *(["1000 steps"] if priced else []),
+    ):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in shown(candidates, verdict, rows):
+        memory = one.memory
+        table.add_row(
+            called(one), f"{one.step.seconds:.3g}", f"{one.step.waited / one.step.seconds:.0%}",
+            *([f"{one.goodput:.1%}"] if failing else []),
+            f"{'' if one.fits else '! '}{_gb(memory.device)}/{_gb(memory.host)}/{_gb(memory.server)}",
+            *([f"{one.price:,.2f}"] if priced else []), style="bold" if one is verdict.best else "",
+        )  # fmt: skip
+    notes = ["GB: of a GPU, of its host for it, of a server; waits: the part of a step in which a GPU computes nothing"]
+    notes += question.notes
+    if not all(one.fits for one in candidates):
+        notes.append("! does not fit into a GPU's memory")
+    lines = [Text(f"{_sentence(note)}", style="dim") for note in (*notes, ASSUMED)]
+    return Group(Text(_title(question)), table, *lines, Text(f"\n{_sentence(verdict.why)}", style="bold"))
+
+
+def shown(candidates: Sequence[Candidate], verdict: Verdict, rows: int) -> list[Candidate]:
+    """The rows of the table, the quickest first: DDP and FSDP always, of the others the best so many."""
+    ranked = sorted(candidates, key=lambda one: (one.seconds, one.servers))
+    kept = ranked[:rows]
+    return [one for one in ranked if one in kept or not one.ours or one is verdict.best]
+
+
+def compared(run: MeasuredRun, seconds: float) -> str:
+    """A note on how the model's figure for the run's own layout compares with the measured one."""
+    if not run.step:
+        return f"{run.name} has done too few steps to compare with"
+    return (
+        f"{run.name}, {run.workers} workers and {run.servers} servers: a step took {run.step:.3g} s, of which a "
+        f"replica computed {run.computed:.3g}; the model says {seconds:.3g} ({seconds / run.step - 1:+.0%})"
+    )
+
+
+def as_json(question: Question, candidates: Sequence[Candidate], verdict: Verdict) -> bytes:
+    """All candidates, the verdict and the notes; a time that is infinite is null."""
+    told: dict[str, Any] = {
+        "recommendation": _sentence(verdict.why), "servers": verdict.ours, "notes": question.notes,
+        "best": _fields(verdict.best), "other": None if verdict.other is None else _fields(verdict.other),
+        "layouts": [_fields(one) for one in candidates],
+    }  # fmt: skip
+    return msgspec.json.format(msgspec.json.encode(told), indent=2)
+
+
+def _fields(one: Candidate) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(one)
+    seconds = None if math.isinf(one.seconds) else one.seconds
+    return {**fields, "period": None if one.period == NEVER else one.period, "seconds": seconds}
+
+
+def _title(question: Question) -> str:
+    work, machines = question.workload, question.machines
+    hosts = "" if machines.per_host == 1 else f" on {machines.hosts} hosts"
+    each = "" if question.replicas == 1 else f", {question.replicas} replicas each"
+    rounds = "" if work.steps == 1 else f", synchronised every {work.steps} steps"
+    return (
+        f"{work.words / 1e6:,.4g} M parameters (K = {work.nbytes / 1e9:.3g} GB), {machines.gpus} GPUs{hosts}{each}, "
+        f"computing {work.compute * question.replicas:.3g} s a step{rounds}; "
+        f"{machines.rate * 8 / 1e9:.3g} Gbit/s: K/B = {work.nbytes / machines.rate:.3g} s"
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2g}" if 0 < nbytes < 1e9 else f"{nbytes / 1e9:.3g}" if nbytes else "-"
+

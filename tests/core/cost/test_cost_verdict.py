@@ -1,0 +1,105 @@
+"""What the planner recommends: also that servers would not pay."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rallypoint.core.cost.candidates import Encoding, Machines, candidates_for
+from rallypoint.core.cost.verdict import verdict_of
+from rallypoint.core.cost.workload import Workload, transformer
+
+GBIT = 1e9 / 8
+MACHINES = Machines(gpus=8, rate=GBIT / 8)
+SLOW_LINKS = Workload(layers=transformer(1.25e7, 1.0))  # K/B is 3.2 s
+
+
+def test_with_as_many_server_links_as_workers_and_little_to_compute_servers_win() -> None:
+    verdict = verdict_of(candidates_for(SLOW_LINKS, MACHINES))
+    assert verdict.ours
+    assert verdict.best.servers in (8, 10)
+    assert "times as fast as DDP" in verdict.why
+
+
+def test_few_servers_do_not_pay() -> None:
+    verdict = verdict_of(candidates_for(SLOW_LINKS, msgspec.structs.replace(MACHINES, servers=(2,))))
+    assert not verdict.ours
+    assert "servers would not pay" in verdict.why
+
+
+def test_servers_do_not_pay_inside_one_host_or_where_computing_hides_the_ring() -> None:
+    one_host = msgspec.structs.replace(MACHINES, per_host=8)
+    assert not verdict_of(candidates_for(SLOW_LINKS, one_host)).ours
+    slow = verdict_of(candidates_for(Workload(layers=transformer(1.25e7, 300.0)), MACHINES))
+    assert not slow.ours
+    assert "computing hides all but" in slow.why
+
+
+def test_failures_make_a_job_that_goes_back_nowhere_worth_it() -> None:
+    """Computing hides everything; a machine fails every ten days, and a restart takes half an hour."""
+    work, gpus = Workload(layers=transformer(1.25e7, 60.0), shard_bytes=64 << 10), 64
+    calm = msgspec.structs.replace(MACHINES, gpus=gpus, servers=(64,))
+    rough = msgspec.structs.replace(calm, mtbf=10 * 86400.0, restart=1800.0)
+    assert not verdict_of(candidates_for(work, calm)).ours
+    verdict = verdict_of(candidates_for(work, rough))
+    assert verdict.ours
+    assert verdict.best.replication == 2
+    assert verdict.other is not None
+    assert verdict.other.goodput < 0.9 < verdict.best.goodput
+
+
+def test_prices_decide_where_they_are_known() -> None:
+    """Servers halve the step, and cost as much as the workers: they do not pay. At a tenth of it they do."""
+    dear, cheap = (
+        verdict_of(candidates_for(SLOW_LINKS, msgspec.structs.replace(MACHINES, gpu_price=1.0, server_price=price)))
+        for price in (3.0, 0.1)
+    )
+    assert not dear.ours
+    assert cheap.ours
+    assert "for 1000 steps" in cheap.why
+
+
+def test_what_does_not_fit_is_not_recommended() -> None:
+    """1e9 parameters: DDP needs 16 GB a device, a worker with servers 4 and a layer's gradients."""
+    work = Workload(layers=transformer(1e9, 1.0), shard_bytes=8 << 20)
+    small = msgspec.structs.replace(MACHINES, memory=6e9, servers=(8,))
+    found = candidates_for(work, small)
+    fits = {one.name: one.fits for one in found}
+    assert fits["DDP"] is False
+    assert fits["FSDP"] is True
+    assert all(one.fits for one in found if one.ours)
+    nothing = verdict_of(candidates_for(work, msgspec.structs.replace(small, memory=1e9)))
+    assert nothing.why.startswith("nothing fits")
+
+
+def test_a_codec_that_a_collective_could_use_too_is_granted_to_it() -> None:
+    found = candidates_for(SLOW_LINKS, MACHINES, [Encoding("bf16", 2.0, 2.0, True), Encoding("int8", 1.0, 1.0, False)])
+    assert {one.codec for one in found if one.name == "DDP"} == {"raw", "bf16"}
+    assert {one.codec for one in found if one.ours} == {"raw", "bf16", "int8"}
+    ddp = {one.codec: one.step.seconds for one in found if one.name == "DDP"}
+    assert ddp["bf16"] < 0.7 * ddp["raw"]
+
+
+def test_several_devices_of_a_host_are_ranks_of_a_worker_or_have_an_aggregator() -> None:
+    names = {one.name for one in candidates_for(SLOW_LINKS, msgspec.structs.replace(MACHINES, gpus=32, per_host=8))}
+    assert {
+        "4 servers (ranks of a host are one worker)", "4 servers and an aggregator a host",
+        "4 servers (ranks of a host are one worker) on the workers' hosts",
+    } <= names  # fmt: skip
+
+
+def test_racks_get_an_aggregator_each() -> None:
+    """Uplinks that carry a quarter of what a rack could send: without aggregators the uplink takes four times K/B."""
+    racks = msgspec.structs.replace(MACHINES, rack=4, uplink=GBIT / 8)
+    found = candidates_for(SLOW_LINKS, racks)
+    near = min(one.step.seconds for one in found if "aggregator a rack" in one.name)
+    flat = min(one.step.seconds for one in found if one.ours and "aggregator" not in one.name)
+    assert near < 0.6 * flat
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 64])
+def test_any_number_of_devices_gets_a_verdict(gpus: int) -> None:
+    verdict = verdict_of(candidates_for(SLOW_LINKS, msgspec.structs.replace(MACHINES, gpus=gpus)))
+    assert verdict.why
+    if gpus == 1:
+        assert not verdict.ours  # nobody to add up with

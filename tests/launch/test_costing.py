@@ -1,0 +1,251 @@
+"""``rallypoint plan``: what it is asked, about a model or about a run, and what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from rallypoint import cli
+from rallypoint.config import JobConfig, record_of, resolve
+from rallypoint.coordinator.events import line_of
+from rallypoint.coordinator.journal import Journal
+from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.errors import ConfigError, RallypointError, UsageError
+from rallypoint.launch.costing.measured import measured_run, sizes_of
+from rallypoint.launch.costing.quantities import bytes_of, count_of, rate_of, seconds_of
+from rallypoint.launch.costing.question import CostOptions, question_of
+from rallypoint.launch.plan import Launch, write_plan
+from rallypoint.net.messages import Members, Planned, StepDone
+from rallypoint.net.sampling.messages import Sampled
+
+MODEL = ["plan", "--model", "1e8", "--gpus", "8", "--link", "1Gbit", "--compute", "1s"]
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+def said(*arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(cli.app, list(arguments))
+    if isinstance(result.exception, RallypointError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+# ---- numbers with units ----
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("7e9", 7e9), ("7B", 7e9), ("350M", 350e6), ("16384", 16384.0), ("1.5k", 1500.0)]
+)
+def test_counts(text: str, number: float) -> None:
+    assert count_of(text, "--model") == pytest.approx(number)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("25Gbit", 3.125e9), ("100Mbit/s", 12.5e6), ("10gbps", 1.25e9), ("3GB/s", 3e9), ("1 Gbit", 125e6)],
+)
+def test_rates_are_bytes_a_second_of_one_direction(text: str, rate: float) -> None:
+    assert rate_of(text, "--link") == pytest.approx(rate)
+
+
+def test_sizes_and_times() -> None:
+    assert bytes_of("80GB", "--memory") == 80e9
+    assert [seconds_of(text, "--mtbf") for text in ("90d", "2000h", "10min", "30s", "800ms", "5")] == [
+        pytest.approx(each) for each in (7_776_000, 7_200_000, 600, 30, 0.8, 5)
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1Gbit", "0Gbit", "25G", "25Gbyte", "1e999Gbit", "nan", "٣Gbit"])
+def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--link .*as 25Gbit or 3GB/s"):
+        rate_of(text, "--link")
+
+
+# ---- what is asked ----
+
+
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        ({}, "what is to be trained"),
+        ({"model": "1e8"}, "how long does a GPU compute"),
+        ({"model": "1e8", "tokens": "100"}, "how long does a GPU compute"),
+        ({"model": "1e8", "compute": "1s"}, "how many GPUs"),
+        ({"model": "1e8", "compute": "1s", "gpus": 8}, "how fast are the links"),
+        ({"model": "1e8", "compute": "1s", "gpus": 8, "gpus_per_host": 3, "link": "1Gbit"}, "whole number of hosts"),
+        ({"model": "1e8", "compute": "1s", "gpus": 8, "link": "1Gbit", "rack": 4}, "belong together"),
+        ({"model": "1e8", "compute": "1s", "gpus": 8, "link": "1Gbit", "replicas": 4}, "would stand by"),
+    ],
+)
+def test_what_is_missing_is_asked_for(options: dict[str, object], missing: str) -> None:
+    with pytest.raises(UsageError, match=missing):
+        question_of(CostOptions(**options))  # type: ignore[arg-type]
+
+
+def test_tokens_and_operations_a_second_say_how_long_a_gpu_computes() -> None:
+    """6 operations a parameter and token: 6 x 7e9 x 16384 / 400e12 = 1.72 s."""
+    asked = question_of(CostOptions(model="7B", gpus=64, link="100Gbit", tokens="16384", tflops=400.0))
+    assert asked.workload.compute == pytest.approx(1.72, rel=0.01)
+    assert asked.workload.words == pytest.approx(7e9, rel=1e-3)
+    assert len(asked.workload.layers) == 2 * 33
+
+
+def test_a_codec_that_the_planner_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean bf16"):
+        question_of(CostOptions(model="1e8", compute="1s", gpus=8, link="1Gbit", codec=["bf61"]))
+
+
+# ---- what is said ----
+
+
+def test_a_table_and_a_recommendation_are_printed() -> None:
+    text = said(*MODEL, "--mtbf", "30d", "--gpu-price", "2", "--server-price", "0.1", "--codec", "bf16")
+    for word in ("8 servers", "DDP", "FSDP", "goodput", "1000 steps", "bf16", "replication 2", "Use "):
+        assert word in text
+    assert text.rstrip().endswith(".")
+
+
+def test_few_rows_still_have_ddp_and_fsdp() -> None:
+    text = said(*MODEL, "--rows", "1")
+    assert [len(re.findall(rf"(?m)^ *{name} ", text)) for name in ("DDP", "FSDP")] == [1, 1]
+    assert text.count("\n") < said(*MODEL).count("\n")
+
+
+def test_as_json_everything_is_told() -> None:
+    told = json.loads(said(*MODEL, "--json"))
+    assert told["servers"] is True
+    assert told["best"]["name"] in {one["name"] for one in told["layouts"]}
+    assert all(one["step"]["seconds"] > 0 for one in told["layouts"])
+    assert told["recommendation"].startswith("Use ")
+
+
+def test_help_teaches_with_examples() -> None:
+    text = said("plan", "--help")
+    assert "rallypoint plan --model 7B --gpus 64" in " ".join(text.split())
+
+
+@pytest.mark.skipif(HAS_MATPLOTLIB, reason="matplotlib is installed")
+def test_without_matplotlib_a_plot_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"pip install 'rallypoint\[plot\]'"):
+        said(*MODEL, "--plot", str(tmp_path / "plan.png"))
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib (rallypoint[plot])")
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    said(*MODEL, "--plot", str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match="ends with"):
+        said(*MODEL, "--plot", str(tmp_path / "plan.jpg"))
+
+
+# ---- a run ----
+
+SPECS = [
+    TensorSpec("tokens.weight", (256, 64), "float32", 0), TensorSpec("blocks.0.up.weight", (64, 256), "float32", 0),
+    TensorSpec("blocks.0.up.bias", (256,), "float32", 1), TensorSpec("blocks.1.up.weight", (64, 512), "float32", 0),
+    TensorSpec("blocks.1.up.bias", (512,), "float32", 1), TensorSpec("norm.mean", (64,), "float32", -1),
+]  # fmt: skip
+
+
+def test_modules_come_in_the_order_of_the_forward_pass_with_their_biases() -> None:
+    """Weights and biases are in two optimizer groups, each in backward order; buffers are no parameters."""
+    assert sizes_of(build_layout(SPECS)) == (256 * 64, 65 * 256, 65 * 512)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run of 3 workers and 2 servers, in which a worker was lost; a step took 2 s."""
+    config = resolve({"replicas": 3, "steps": 40, "clip": 1.0, "shard_bytes": 65536, "down": {"type": "bf16"}})
+    with closing(Journal(str(tmp_path))) as journal:
+        journal.save(ClusterState(record_of(config, build_layout(SPECS)), None, (), 0, 1, False, -1, 2))
+    write_plan(Launch(worker=("python", "t.py"), folder=str(tmp_path), servers=2, replication=2))
+    everybody = ("worker0", "worker1", "worker2")
+    events: list[tuple[float, msgspec.Struct]] = [
+        (0.0, Planned(40, 3, "samples", 100, 3, everybody, ("server0", "server1"))),
+        (0.0, Members("1.1", everybody, (), ("server0", "server1"))),
+        *((2.0 * step, StepDone(step, 1.0, 8, computed=1.5)) for step in range(1, 20)),
+        (39.0, Members("1.2", everybody[:2], (), ("server0", "server1"))),
+        *((2.0 * step, StepDone(step, 1.0, 8, computed=1.5)) for step in range(20, 30)),
+    ]
+    with (tmp_path / "events.jsonl").open("wb") as log:
+        for t, event in events:
+            log.write(line_of(event, t))
+    return tmp_path
+
+
+def sampled(run: Path, *hosts: str, rate: float = 5e6) -> None:
+    with (run / "events.jsonl").open("ab") as log:
+        for number, host in enumerate(hosts):
+            about = Sampled(5.0, 0.5, 1, 2, network_sent=rate, member=f"worker{number}", host=host)
+            log.write(line_of(about, 58.5))
+
+
+def test_a_run_tells_its_model_its_settings_and_its_times(run: Path) -> None:
+    seen = measured_run(run)
+    assert (seen.replicas, seen.workers, seen.servers, seen.replication) == (3, 3, 2, 2)
+    assert seen.step == pytest.approx(2.0, rel=0.03)
+    assert seen.computed == 1.5
+    assert seen.losses == 1
+    assert seen.mtbf == pytest.approx(58.0 * 5)
+    assert seen.workload.clip
+    assert (seen.workload.shard_bytes, seen.workload.up, seen.workload.down) == (65536, 4.0, 2.0)
+
+
+def test_the_plan_of_a_run_says_what_the_model_makes_of_it_first(run: Path) -> None:
+    text = " ".join(said("plan", str(run), "--link", "10Mbit").split())
+    assert "3 workers and 2 servers: a step took 2" in text
+    assert "the model says" in text
+    assert "the number of lost members was 1" in text
+    assert "Use " in text
+
+
+def test_the_link_of_a_run_is_what_its_machines_have_sent_unless_it_ran_on_one(run: Path) -> None:
+    with pytest.raises(UsageError, match="how fast are the links"):
+        said("plan", str(run))
+    sampled(run, "a")
+    with pytest.raises(UsageError, match="how fast are the links"):
+        said("plan", str(run))
+    sampled(run, "a", "b")
+    assert "the most that a machine" in " ".join(said("plan", str(run)).split())
+
+
+def test_the_plan_of_a_run_can_be_for_other_machines(run: Path) -> None:
+    asked = question_of(CostOptions(gpus=3, link="1Gbit", compute="2s", mtbf="90d", shard_kib=256), measured_run(run))
+    assert asked.workload.compute == pytest.approx(2.0)
+    assert asked.workload.shard_bytes == 256 << 10
+    assert asked.machines.mtbf == 90 * 86400
+    with pytest.raises(UsageError, match="are the run's own"):
+        question_of(CostOptions(model="1e8"), measured_run(run))
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no events\.jsonl"):
+        said("plan", str(tmp_path), "--link", "1Gbit")
+    (tmp_path / "events.jsonl").write_bytes(b"")
+    with pytest.raises(UsageError, match="does not say what is trained"):
+        said("plan", str(tmp_path), "--link", "1Gbit")
+
+
+def test_a_run_that_has_not_recorded_how_long_it_computed_needs_to_be_told(run: Path) -> None:
+    log = run / "events.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"computed":1.5', b'"computed":0.0'))
+    with pytest.raises(UsageError, match="--compute"):
+        said("plan", str(run), "--link", "1Gbit")
+    assert "Use " in said("plan", str(run), "--link", "1Gbit", "--compute", "1s")
+
+
+def test_all_settings_of_a_job_can_be_read_whatever_they_are(tmp_path: Path) -> None:
+    """The defaults of the configuration, as the journal has them."""
+    with closing(Journal(str(tmp_path))) as journal:
+        journal.save(ClusterState(record_of(JobConfig(), build_layout(SPECS)), None, (), 0, 1, False, -1, 2))
+    (tmp_path / "events.jsonl").write_bytes(b"")
+    seen = measured_run(tmp_path)
+    assert (seen.workload.up, seen.workload.down, seen.workload.clip, seen.replication) == (4.0, 4.0, False, 1)

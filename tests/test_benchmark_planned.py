@@ -1,0 +1,49 @@
+"""The benchmark that asks whether the planner is right draws the same cases every time, and judges fairly."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # its modules import one another by name
+
+from planned import CASES, Drawn, Outcome, draw, planned, summary, workload_of
+
+
+def test_cases_are_the_same_every_time_and_differ_from_each_other() -> None:
+    assert draw(3) == draw(3)
+    drawn = [draw(number) for number in range(6)]
+    assert len({one.name for one in drawn}) == len(drawn)
+    for one in drawn:
+        assert 2 <= one.workers <= 4
+        assert 30 <= one.rate <= 300
+    assert CASES == 40
+
+
+def test_a_case_computes_as_long_as_it_was_measured_to() -> None:
+    case = draw(1)
+    slept = 3 * case.layers * case.sleep
+    assert workload_of(case, slept + 0.3).compute == pytest.approx(slept + 0.3)
+    assert workload_of(case, 0.0).compute == pytest.approx(slept)
+    said = planned(case, slept)
+    assert min(said.ours, said.ddp) > max(slept, 0.9 * case.wire)
+
+
+def outcome(ours: float, ours_planned: float, ddp: float, ddp_planned: float, number: int = 0) -> Outcome:
+    case = Drawn(number, 4, 4, 2, 128, 100.0, 0.5, 0.01, 1024)
+    return Outcome(case, 0.1, ours, ours_planned, ddp, ddp_planned)
+
+
+def test_a_verdict_is_right_when_the_faster_one_is_named_or_it_makes_no_difference() -> None:
+    assert outcome(1.0, 1.1, 2.0, 1.2).right
+    assert not outcome(1.0, 1.3, 2.0, 1.2).right
+    assert outcome(1.0, 1.3, 1.02, 1.2).right
+
+
+def test_the_summary_counts_steps_within_ten_percent() -> None:
+    text = summary("all", [outcome(1.0, 1.05, 2.0, 2.5), outcome(1.0, 1.2, 2.0, 2.1)])
+    assert "right in 2 of 2" in text
+    assert "off by 12.5% in the median, 20% at most, within 10 % in 1" in text
+    assert summary("none", []) == "none: no case"
