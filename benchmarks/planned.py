@@ -97,14 +97,14 @@ def draw(number: int, seed: int = SEED) -> Drawn:
     """Draw case `number`: the same one every time."""
     dice = random.Random(f"{seed}/{number}")
     workers = dice.randint(2, 4)
-    servers = dice.randint(1, workers + 1)
-    layers, width = dice.randint(2, 6), dice.choice([128, 192, 256, 320])
-    wire = 0.15 * 4 ** dice.random()
+    servers = dice.choice([1, workers - 1, workers, workers, workers + 1])
+    layers, width = dice.randint(3, 6), dice.choice([192, 256, 320, 384])
+    wire = 0.2 * 4 ** dice.random()
     words = sum(words_of(GPTConfig(layers=layers, heads=8, width=width, block=_BLOCK)))
     rate = min(300.0, max(30.0, 4 * words * 8 / wire / 1e6))
     wire = 4 * words * 8 / (rate * 1e6)
     sleep = wire * 0.1 * 30 ** dice.random() / (3 * layers)
-    return Drawn(number, workers, servers, layers, width, round(rate, 1), wire, sleep, dice.choice([256, 512, 1024]))
+    return Drawn(number, workers, servers, layers, width, round(rate, 1), wire, sleep, dice.choice([128, 256, 512]))
 
 
 def words_of(config: GPTConfig) -> list[int]:

@@ -127,6 +127,13 @@ def test_as_json_everything_is_told() -> None:
     assert told["recommendation"].startswith("Use ")
 
 
+def test_a_model_of_few_shards_is_told_that_smaller_ones_would_be_quicker() -> None:
+    """K = 4 MB on 8 servers: 4 of them have nothing."""
+    small = ["plan", "--model", "1e6", "--gpus", "8", "--link", "100Mbit", "--compute", "100ms"]
+    assert "With shards of 256 KiB" in said(*small)
+    assert "With shards of" not in said(*small, "--shard-kib", "32")
+
+
 def test_help_teaches_with_examples() -> None:
     text = said("plan", "--help")
     assert "rallypoint plan --model 7B --gpus 64" in " ".join(text.split())
@@ -201,7 +208,7 @@ def test_a_run_tells_its_model_its_settings_and_its_times(run: Path) -> None:
 
 def test_the_plan_of_a_run_says_what_the_model_makes_of_it_first(run: Path) -> None:
     text = " ".join(said("plan", str(run), "--link", "10Mbit").split())
-    assert "3 workers and 2 servers: a step took 2" in text
+    assert "with 3 workers and 2 servers a step took 2" in text
     assert "the model says" in text
     assert "the number of lost members was 1" in text
     assert "Use " in text

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rallypoint.data.sources import patience
+from rallypoint.data.sources.listing import meant
 from rallypoint.data.sources.remote import File, Files
 from rallypoint.errors import DataError
 
@@ -139,6 +140,39 @@ def test_a_file_has_the_name_by_which_it_can_be_asked_for() -> None:
         ("/here", "/here/0.tar", "/here/0.tar"),
     ):
         assert str(File(url, path, "0.tar", 1, "")) == said
+
+
+class Web:
+    """As fsspec shows a web server: everything is a file, and a page with links can be listed."""
+
+    protocol = ("http", "https")
+
+    def __init__(self, host: str) -> None:
+        self.pages = {
+            f"{host}/data/": ["?C=N;O=D", f"{host}/data/", "a.tar", "_b.tar", "day=1/"],
+            f"{host}/data/day=1/": ["c.tar", f"{host}/data/day=1/d.tar"],
+        }
+
+    def info(self, path: str) -> dict[str, Any]:
+        page = path.rstrip("/") + "/" in self.pages
+        return {"name": path, "type": "file", "size": 5, **({"mimetype": "text/html"} if page else {})}
+
+    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]:
+        path = path.rstrip("/") + "/"
+        names = [name if "://" in name else path + name for name in self.pages[path]]
+        return [{"name": name, "type": "directory" if name.endswith("/") else "file", "size": None} for name in names]
+
+
+def test_a_web_servers_pages_are_listed() -> None:
+    host = "https://host:8443"
+    for url, names in (
+        ("/data", ["a.tar", "day=1/c.tar", "day=1/d.tar"]), ("/data/", ["a.tar", "day=1/c.tar", "day=1/d.tar"]),
+        ("/data/*/*.tar", ["day=1/c.tar", "day=1/d.tar"]), ("/data/a.tar", ["a.tar"]),
+        ("/data/a.tar?signed=4b/2*?", ["a.tar"]), ("/data/*.tar?signed=4b", []),
+    ):  # fmt: skip
+        found = meant(Web(host), host + url, ".tar")
+        assert [file.name for file in found] == names
+        assert all(file.path.startswith(f"{host}/data/") for file in found)
 
 
 class OfHttp(Exception):

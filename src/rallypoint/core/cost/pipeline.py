@@ -72,11 +72,12 @@ class Parcel(msgspec.Struct):
 class Lane:
     """The connections between two groups, or one connection of each member of a group.
 
-    They send one parcel after the other. Which one is next is settled as soon as there is room in the kernel's buffer:
-    from then on no other can overtake it. Connections that were idle begin anew with small windows, and some get larger
-    parts of a link than others then, for as long as they have something to send.
+    They send one parcel after the other. Which one is next is settled as soon as there is room in the kernel's buffer,
+    and in the queue of the link: from then on no other can overtake it. Connections that were idle begin anew with
+    small windows, and some get larger parts of a link than others then, for as long as they have something to send.
     """
 
+    ahead: float  # bytes that may be settled on each connection
     waiting: list[tuple[int, int, Parcel]] = field(default_factory=list)  # by rank
     settled: deque[Parcel] = field(default_factory=deque)
     busy: bool = False
@@ -119,8 +120,7 @@ class Pipeline:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._now = 0.0
-        slowest = min((*(group.rate for group in site.workers), *(group.rate for group in site.servers)))
-        self._delay = site.speeds.latency + site.queue / slowest
+        self._queued = site.queue / site.server_count  # of each connection of a worker
         self._arrived: dict[tuple[int, int], int] = {}  # (bundle, step) -> groups whose contributions have come
         self._clipped: dict[int, list[int]] = {}  # step -> bundles that wait for the norm
         self._free = [0.0] * len(site.servers)  # when the thread that owns a server's shards has done all it has
@@ -156,19 +156,20 @@ class Pipeline:
 
     def _send(self, lane: Hashable, rank: int, parcel: Parcel) -> None:
         """Send when everything of a lower rank, and what is settled, has been sent."""
-        queue = self._lanes.setdefault(lane, Lane())
+        if (queue := self._lanes.get(lane)) is None:
+            queue = self._lanes[lane] = Lane(_UNSENT_BYTES + self._queued)
         heapq.heappush(queue.waiting, (rank, next(self._numbers), parcel))
         self._feed(queue)
 
     def _feed(self, lane: Lane) -> None:
-        while lane.waiting and sum(parcel.left for parcel in lane.settled) <= _UNSENT_BYTES:
+        while lane.waiting and sum(parcel.left for parcel in lane.settled) <= lane.ahead:
             lane.settled.append(heapq.heappop(lane.waiting)[2])
         if lane.busy or not lane.settled:
             return
         if self._now - lane.idle > _IDLE_S:
             lane.even = False
         parcel = lane.settled[0]
-        beyond = sum(one.left for one in lane.settled) - _UNSENT_BYTES  # when so much is sent, there is room
+        beyond = sum(one.left for one in lane.settled) - lane.ahead  # when so much is sent, there is room
         piece = beyond if 0 < beyond < parcel.left else parcel.left
         lane.busy = True
         self._done[parcel.name] = lambda: self._sent(lane, parcel, piece)
@@ -179,7 +180,7 @@ class Pipeline:
         parcel.left -= piece
         if parcel.left <= 0:
             lane.settled.popleft()
-            self._after(self._delay, parcel.arrived)
+            self._after(self._site.speeds.latency, parcel.arrived)
         self._feed(lane)
 
     def _parcel(

@@ -59,7 +59,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
         uplink: 0: no limit.
         uneven: connections that share a link get parts of it between 1 - uneven and 1 + uneven of what is fair. Half of
             the workers have the larger part to half of the servers, and the other half to the other servers.
-        queue: bytes that wait in the queue of a busy link: so much later does everything come.
+        queue: bytes that wait in the queue of a busy link; what is sent later cannot overtake them.
     """
 
     workers: tuple[Workers, ...]

@@ -52,7 +52,8 @@ class Plan:
 
     def clip(self, generation: ViewNumber) -> ClipMachine | None:
         """A new machine for what all servers decide together in this generation; None if they decide nothing."""
-        return ClipMachine(sorted(self.decides), frozenset(), self.rule, generation) if self.decides else None
+        decided = sorted(self.decides)
+        return ClipMachine(decided, frozenset(), self.rule, generation, self.cadence) if decided else None
 
     def machine(self, index: int, *, primary: bool) -> ShardMachine:
         """A new machine for the shard."""
@@ -148,13 +149,11 @@ class ServerMachine:
     @property
     def caught_up(self) -> dict[int, ViewNumber]:
         """The shards whose backup may be promoted, and for each the view that paired it with this server."""
-        machines = sorted(self._machines.items())
-        return {index: self._backups[index][1] for index, machine in machines if machine.replication.caught_up}
+        return {i: self._backups[i][1] for i, one in sorted(self._machines.items()) if one.replication.caught_up}
 
     def is_primary(self, index: int) -> bool:
         """Is this server the shard's primary?"""
-        machine = self._machines.get(index)
-        return machine is not None and machine.primary
+        return (machine := self._machines.get(index)) is not None and machine.primary
 
     def takes_from(self, index: int, sender: str) -> bool:
         """Is `sender` the shard's primary and this server its backup, in the current view? (I10)"""
@@ -210,7 +209,7 @@ class ServerMachine:
         return [e for index in self.held if self.is_primary(index) for e in self.handle(index, event)]
 
     def measured(self, step: int, measure: Measure) -> list[Effect]:
-        """One of this server's shards has finished its sum, and this is what was found in it.
+        """One of this server's shards has finished its sum, and this is what was found in it; `step`: its own version.
 
         A shard that does not wait for a decision of all servers is decided here and now.
         """
@@ -219,7 +218,8 @@ class ServerMachine:
         if measure.at >= 0 and not measure.gradients and len(contributions) == 1:
             measure = msgspec.structs.replace(measure, gradients=(contributions[0][1],))
         if measure.shard in self.plan.decides:
-            return [] if self._clip is None else self._remember(self._clip.measured(step, measure))
+            round = self.plan.cadence.round_of(measure.shard, step)
+            return [] if self._clip is None else self._remember(self._clip.measured(round, measure))
         if machine is None or not machine.awaiting or self.view is None:
             return []
         begun = contributions[0][0] if contributions else machine.version
@@ -253,8 +253,8 @@ class ServerMachine:
             return []
         effects: list[Effect] = []
         for index in self.held:
-            if index in self.plan.decides:
-                effects += self.handle(index, shard_events.Decide(verdict.step, verdict.scale))
+            if index in self.plan.decides and self.plan.cadence.due(index, verdict.step):
+                effects += self.handle(index, _for_shard(index, verdict, self.plan))
         return effects
 
     def peer_linked(self, server: str) -> list[Effect]:
@@ -277,8 +277,7 @@ class ServerMachine:
         if self.view is not None and view.number <= self.view.number:
             return []
         effects = self._adopt(view)
-        for index in self._rates.adopt(view, self._machines):
-            effects += self.handle(index, shard_events.GoOn())
+        effects += [e for i in self._rates.adopt(view, self._machines) for e in self.handle(i, shard_events.GoOn())]
         return [*effects, *self._rates.again()]
 
     # ---- views ----
@@ -331,9 +330,10 @@ class ServerMachine:
             machine.opinions.view = view
         machine.pinned = -1 if view.lease is None else self.plan.cadence.updates_before(index, view.lease.version)
         done = machine.handle(shard_events.Assigned(primary, backup is not None, fresh))
-        verdict = self._clip.verdict(machine.version) if self._clip is not None else None
+        round = self.plan.cadence.round_of(index, machine.version)
+        verdict = self._clip.verdict(round) if self._clip is not None else None
         if verdict is not None and index in self.plan.decides and not verdict.stops:
-            done += machine.handle(shard_events.Decide(verdict.step, verdict.scale))  # decided before we held the shard
+            done += machine.handle(_for_shard(index, verdict, self.plan))  # decided before we held the shard
         return effects + [On(index, effect) for effect in done]
 
     def _disown(self, index: int) -> Disown:
@@ -393,3 +393,8 @@ class ServerMachine:
             assert self._clip.own == own, f"{me} measures shards {sorted(self._clip.own)} instead of {sorted(own)}"
             assert self._clip.generation == view.generation, f"{me} decides for a generation that is over"
             self._clip.validate()
+
+
+def _for_shard(index: int, verdict: Verdict, plan: Plan) -> shard_events.Decide:
+    """The verdict as an event for one shard, which counts its own updates."""
+    return shard_events.Decide(plan.cadence.updates_before(index, verdict.step), verdict.scale)

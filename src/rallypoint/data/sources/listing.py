@@ -60,7 +60,7 @@ def meant(system: Any, path: str, suffix: str) -> list[Listed]:
     first = _first_wildcard(system, path)
     if first is None:
         about = patiently(lambda: system.info(path), path)
-        found = _listed(about, path, _last(path))
+        found = _listed(about, path, _last(_plain(system, path)))
         page = about.get("mimetype") == "text/html" and not path.endswith(suffix)  # with links, as a web server lists
         if found.kind != _FOLDER and not page:
             return [found]
@@ -187,11 +187,15 @@ def _last(path: str) -> str:
 
 
 def _first_wildcard(system: Any, path: str) -> int | None:
-    signs = "*[" if _is_web(system) else "*[?"
-    return min((at for at in map(path.find, signs) if at >= 0), default=None)
+    return min((at for at in map(_plain(system, path).find, "*[?") if at >= 0), default=None)
+
+
+def _plain(system: Any, path: str) -> str:
+    """On the web without what follows a question mark: it is no wildcard there, and may sign a URL for a while."""
+    return path.partition("?")[0] if _is_web(system) else path
 
 
 def _is_web(system: Any) -> bool:
-    """True for HTTP, where a question mark is no wildcard."""
+    """True for HTTP."""
     protocols = (system.protocol,) if isinstance(system.protocol, str) else tuple(system.protocol)
     return bool({"http", "https"}.intersection(protocols))

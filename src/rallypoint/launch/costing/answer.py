@@ -11,11 +11,13 @@ from rich.console import Console
 from rallypoint.core.cost.candidates import candidates_for
 from rallypoint.core.cost.pipeline import step_cost
 from rallypoint.core.cost.site import Servers, Site, Workers
-from rallypoint.core.cost.verdict import verdict_of
+from rallypoint.core.cost.verdict import Verdict, called, verdict_of
 from rallypoint.launch.costing.chart import check_chart, draw
 from rallypoint.launch.costing.measured import MeasuredRun, measured_run
 from rallypoint.launch.costing.question import CostOptions, Question, question_of
 from rallypoint.launch.costing.shown import as_json, compared, shown, told
+
+_LEAST_SHARD, _WORTH = 16 << 10, 1.05  # smaller ones cost more time than they save; less is not worth a note
 
 
 def answer(options: CostOptions, folder: Path | None, console: Console) -> None:
@@ -28,12 +30,32 @@ def answer(options: CostOptions, folder: Path | None, console: Console) -> None:
         question.notes.append(compared(run, _own_seconds(question, run)))
     candidates = candidates_for(question.workload, question.machines, question.encodings, question.replicas)
     verdict = verdict_of(candidates)
+    question.notes.extend(_smaller_shards(question, verdict))
     if options.json:
         sys.stdout.write(as_json(question, candidates, verdict).decode() + "\n")
     else:
         console.print(told(question, candidates, verdict, options.rows))
     if options.plot is not None:
         draw(shown(candidates, verdict, options.rows), verdict.why.partition(":")[0], options.plot)
+
+
+def _smaller_shards(question: Question, verdict: Verdict) -> list[str]:
+    """A note if the best layout with servers would be quicker with shards of a quarter of the size: the first one of a
+    version travels up alone, and the last one down."""
+    ours = verdict.best if verdict.ours else verdict.other
+    if ours is None:
+        return []
+    size = question.workload.shard_bytes // 4
+    smaller = msgspec.structs.replace(question.workload, shard_bytes=size)
+    machines = msgspec.structs.replace(question.machines, servers=(ours.servers,))
+    again = candidates_for(smaller, machines, question.encodings, question.replicas)
+    same = [one for one in again if (one.name, one.replication, one.codec) == (ours.name, ours.replication, ours.codec)]
+    if size < _LEAST_SHARD or not same or same[0].step.seconds * _WORTH > ours.step.seconds:
+        return []
+    return [
+        f"with shards of {size >> 10} KiB (shard_bytes, --shard-kib) {called(ours)} would take "
+        f"{same[0].step.seconds:.3g} s instead of {ours.step.seconds:.3g}"
+    ]
 
 
 def _own_seconds(question: Question, run: MeasuredRun) -> float:
@@ -44,4 +66,4 @@ def _own_seconds(question: Question, run: MeasuredRun) -> float:
         workers=(workers,), servers=(Servers(run.servers, machines.server_rate or machines.rate),),
         replication=min(run.replication, run.servers), uneven=machines.uneven, speeds=machines.speeds,
     )  # fmt: skip
-    return step_cost(msgspec.structs.replace(question.workload), site).seconds
+    return step_cost(question.workload, site).seconds

@@ -60,10 +60,11 @@ def shown(candidates: Sequence[Candidate], verdict: Verdict, rows: int) -> list[
 def compared(run: MeasuredRun, seconds: float) -> str:
     """A note on how the model's figure for the run's own layout compares with the measured one."""
     if not run.step:
-        return f"{run.name} has done too few steps to compare with"
+        return f"the run {run.name} has done too few steps to compare with"
+    links = "on such links the model says" if run.busiest else "on one machine; on such links the model says"
     return (
-        f"{run.name}, {run.workers} workers and {run.servers} servers: a step took {run.step:.3g} s, of which a "
-        f"replica computed {run.computed:.3g}; the model says {seconds:.3g} ({seconds / run.step - 1:+.0%})"
+        f"in {run.name} with {run.workers} workers and {run.servers} servers a step took {run.step:.3g} s, of which a "
+        f"replica computed {run.computed:.3g}, {links} {seconds:.3g} ({seconds / run.step - 1:+.0%})"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.operating import plans as operating
 from rallypoint.testing.simulation.operating.plans import PAUSE
 from rallypoint.testing.simulation.policies import (
+    Alternating,
     Audited,
     AuditedWrong,
     CodecState,
@@ -35,6 +37,7 @@ from rallypoint.testing.simulation.policies import (
     Tables,
 )
 from rallypoint.testing.simulation.replicas.audited import AuditedJob
+from rallypoint.testing.simulation.replicas.layouts import models_in, some_alternate
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
@@ -92,16 +95,13 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
         return _paused(make_plan(seed, played.of))
     if isinstance(played, Rescaled):
         return _rescaled(make_plan(seed, played.of))
-    if isinstance(played, Scaled):
-        return _scaled(_plan_of(seed, _SYNC))
-    if isinstance(played, Evaluating):
-        return _evaluating(_plan_of(seed, _SYNC))
-    if isinstance(played, Deciding):
-        return _deciding(_plan_of(seed, _SYNC))
+    changes: dict[type, Callable[[Plan], Plan]] = {
+        Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding, Flipped: _flipped,
+    }  # fmt: skip
+    if isinstance(played, Alternating | Scaled | Evaluating | Deciding | Flipped):
+        return changes[type(played)](_plan_of(seed, _SYNC))
     if isinstance(played, Audited | AuditedWrong):
         return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, AuditedWrong))
-    if isinstance(played, Flipped):
-        return _flipped(_plan_of(seed, _SYNC))
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
     if isinstance(played, Poisoned):
@@ -174,13 +174,10 @@ def _paused(plan: Plan) -> Plan:
 
 
 def _rescaled(plan: Plan) -> Plan:
-    """An operator changes the learning rate up to four times, amid faults where the plan has any.
-
-    Where evaluations decide, the journal has room, as in `_deciding`.
-    """
-    added = [Fault(*event) for event in operating.rates(plan.seed, kills=bool(plan.faults))]
-    kept = [fault for fault in added if not (plan.job.rules.steers and fault.kind == "journal full")]
-    return replace(plan, job=replace(plan.job, scales=None), faults=(*plan.faults, *kept))
+    """An operator changes the learning rate up to four times, amid faults where the plan has any."""
+    events = operating.rates(plan.seed, kills=bool(plan.faults), fills=not plan.job.rules.steers)  # see `_deciding`
+    faults = (*plan.faults, *(Fault(*event) for event in events))
+    return replace(plan, job=replace(plan.job, scales=None), faults=faults)
 
 
 def _evaluating(plan: Plan) -> Plan:
@@ -247,6 +244,13 @@ def _scaled(plan: Plan) -> Plan:
     """There is a shard of buffers more, which has the loss scale."""
     job = plan.job
     return replace(plan, job=replace(job, shards=job.shards + 1, buffers=job.buffers + 1, skip=True, fp16=True))
+
+
+def _alternating(plan: Plan) -> Plan:
+    """Several models, each of which has a shard or more."""
+    job, alternate = plan.job, some_alternate(random.Random(plan.seed * 7919 + 15))
+    shards, steps = max(job.shards, job.buffers + len(models_in(alternate))), max(job.steps, len(alternate))
+    return replace(plan, job=replace(job, shards=shards, steps=steps, alternate=alternate))
 
 
 def _with_tables(plan: Plan) -> Plan:
@@ -380,8 +384,10 @@ def played_by(plan: Plan) -> Played:
         return AuditedWrong() if job.audits.wrong else Audited()
     if isinstance(job, FlippedJob):
         return Flipped()
-    if job.fp16 or job.every:
-        return Scaled() if job.fp16 else Deciding() if job.rules.steers else Evaluating()
+    if job.alternate or job.fp16:
+        return Alternating() if job.alternate else Scaled()
+    if job.every:
+        return Deciding() if job.rules.steers else Evaluating()
     if job.tables:
         assert not isinstance(job.sync, LocalSteps | AllReduce)
         return Tables(job.sync)

@@ -36,9 +36,9 @@ def pauses(seed: int, *, kills: bool) -> list[Event]:
     return events
 
 
-def rates(seed: int, *, kills: bool) -> list[Event]:
+def rates(seed: int, *, kills: bool, fills: bool) -> list[Event]:
     """Up to four changes of the learning rate. A server is often slow to answer, and the others are in the middle of a
-    step; with `kills`, faults strike at about the same time, most of all."""
+    step; with `kills`, faults strike at about the same time, most of all; with `fills`, the journal is full too."""
     rng, events = random.Random(seed * 7919 + 15), list[Event]()
     for _ in range(rng.randint(1, 4)):
         at = rng.uniform(0.3, 4.0)
@@ -47,4 +47,4 @@ def rates(seed: int, *, kills: bool) -> list[Event]:
             events.append((at, "pause", "server", rng.uniform(0.1, 1.5)))
         for kind, role in rng.sample(_AROUND_A_RATE, rng.randint(0, 3)) if kills else ():
             events.append((at + rng.uniform(-0.02, rng.choice([0.03, 0.5])), kind, role, rng.uniform(0.1, 5.0)))
-    return events
+    return [event for event in events if fills or event[1] != "journal full"]
