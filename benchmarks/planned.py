@@ -26,7 +26,7 @@ from rich.console import Console
 from cluster import Case, main, report, site, table
 from rallypoint.core.cost.peers import Ring, ddp_cost
 from rallypoint.core.cost.pipeline import step_cost
-from rallypoint.core.cost.site import Servers, Site, Speeds, Workers
+from rallypoint.core.cost.site import ON_CPU, Servers, Site, Speeds, Workers
 from rallypoint.core.cost.workload import Layer, Workload
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from train import Plan, run_once
@@ -139,7 +139,7 @@ def planned(case: Drawn, compute: float) -> Planned:
         workers=(workers,), servers=(Servers(case.servers, rate),), queue=max(_QUEUE_BYTES, _QUEUE_S * rate)
     )  # fmt: skip
     ring = Ring.of(workers, there.speeds.latency)
-    return Planned(step_cost(work, there).seconds, ddp_cost(work, workers, ring, Speeds()).seconds)
+    return Planned(step_cost(work, there).seconds, ddp_cost(work, workers, ring, Speeds(step=ON_CPU)).seconds)
 
 
 def measure(case: Drawn, console: Console) -> Outcome:

@@ -115,8 +115,8 @@ def candidates_for(
     found: list[Candidate] = []
     for encoding in (Encoding("raw", 4.0, 4.0, True), *encodings):
         sent = msgspec.structs.replace(workload, up=encoding.up, down=encoding.down)
-        if encoding.cast and workload.steps == 1:
-            found += _peers(sent, machines, encoding, replicas)
+        if encoding.cast:  # which synchronise at every step
+            found += _peers(msgspec.structs.replace(sent, steps=1), machines, encoding, replicas)
         found += [
             _ours(sent, machines, encoding, site, words)
             for site, words in _sites(machines, replicas)
