@@ -262,6 +262,7 @@ def command(
     in_flight_kib: Annotated[
         int | None, typer.Option(min=0, help="KiB on their way to one machine at once; 0: the kernel's own windows.")
     ] = None,
+    pace: Annotated[float | None, typer.Option(min=0.0, help="Rallypoint's pace_mbit.")] = None,
     durable: Annotated[bool, typer.Option("--durable", help="Also with replication 2, snapshots, and both.")] = False,
     accelerator: Annotated[
         list[float] | None,
@@ -284,6 +285,7 @@ def command(
     """
     sets = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
     sets["in_flight_bytes"] = in_flight_kib and in_flight_kib * 1024
+    sets["pace_mbit"] = pace
     designs = DURABLE if durable else ACCELERATED if accelerator or ratio else DESIGNS
     if design:
         if unknown := set(design) - set(ALL):

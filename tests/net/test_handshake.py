@@ -59,6 +59,7 @@ class Tapped:
         self.peer, self.secured = self.inner.peer, self.inner.secured
         self.set_timeout, self.set_deadline = self.inner.set_timeout, self.inner.set_deadline
         self.limit_in_flight, self.close = self.inner.limit_in_flight, self.inner.close
+        self.pace = self.inner.pace
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         self.sent += head + bytes(payload or b"")

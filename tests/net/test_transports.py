@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 
 from rallypoint.errors import LinkError, UsageError
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.tcp import TcpTransport, split_address
+from rallypoint.net.tcp import _SO_MAX_PACING_RATE, TcpConnection, TcpTransport, split_address
 from rallypoint.net.tls.files import TlsFiles
 from rallypoint.net.tls.making import make_certificates
 from rallypoint.net.tls.transport import TlsTransport
-from rallypoint.net.transport import LEAST_IN_FLIGHT, Transport, share_of
+from rallypoint.net.transport import LEAST_IN_FLIGHT, LEAST_PACE, Limits, Transport
 from rallypoint.testing.contracts.transports import TransportContract
 
 PATIENCE_S = 20.0
@@ -135,7 +136,28 @@ def _accepted(limit: int) -> int:
     [(0, 4, 0), (256 << 10, 8, 32 << 10), (1 << 20, 0, 1 << 20), (1, 8, LEAST_IN_FLIGHT)],
 )
 def test_links_share_what_may_be_in_flight(nbytes: int, links: int, share: int) -> None:
-    assert share_of(nbytes, links) == share
+    assert Limits(in_flight=nbytes).shared(links).in_flight == share
+
+
+@pytest.mark.parametrize(("mbit", "links", "share"), [(0.0, 4, 0), (8.0, 4, 250_000), (0.01, 8, LEAST_PACE)])
+def test_links_share_a_pace(mbit: float, links: int, share: int) -> None:
+    assert Limits.of(0, mbit).shared(links).pace == share
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pacing is Linux's")
+def test_the_kernel_knows_a_connections_pace() -> None:
+    transport = TcpTransport()
+    listener = transport.listen("127.0.0.1:0")
+    near, far = transport.connect(listener.address, 5.0), listener.accept()
+    assert isinstance(near, TcpConnection)
+    rate = lambda: near._socket.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE)  # noqa: E731
+    Limits(pace=1_000_000).set_on(near)
+    assert rate() == 1_000_000
+    Limits().set_on(near, before=Limits(pace=1_000_000))
+    assert rate() == -1
+    for end in (near, far, listener):
+        end.close()
+    near.pace(5)  # a closed one
 
 
 class Hesitating:

@@ -44,6 +44,7 @@ class FakeChannel:
     """A worker's, that keeps what it is sent."""
 
     name, number = "w", 1
+    connection = None  # limits of links are set on it: there are none
 
     def __init__(self) -> None:
         self.frames: list[Header] = []

@@ -222,6 +222,15 @@ def test_links_share_what_may_be_in_flight_to_one_machine(monkeypatch: pytest.Mo
     assert set(shares) == {64 << 10, 128 << 10}  # the worker has two links, each server one
 
 
+def test_links_share_a_machines_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    paces: list[int] = []
+    monkeypatch.setattr(InprocConnection, "pace", lambda self, rate: paces.append(rate))
+    train(torch.nn.Linear(3, 2))
+    assert paces == []
+    train(torch.nn.Linear(3, 2), pace_mbit=80.0)
+    assert set(paces) == {5_000_000, 10_000_000}  # the worker has two links, each server one
+
+
 def test_what_may_be_in_flight_is_not_negative() -> None:
     with pytest.raises(ConfigError, match="in_flight_bytes is -1: it must be a whole number of at least 0"):
         train(torch.nn.Linear(3, 2), in_flight_bytes=-1)

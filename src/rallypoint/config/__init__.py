@@ -12,10 +12,12 @@ from rallypoint.config.groups import (
     codec_of,
     group_of,
     matrices_of,
+    of_group,
     ranks_of,
     settings_applied,
     settings_of,
 )
+from rallypoint.config.models import batch_at, iteration_of, updated_at
 from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
 from rallypoint.config.tree import Group, JobConfig, Settings, audits_of
 
@@ -25,10 +27,13 @@ __all__ = [
     "JobConfig",
     "Settings",
     "audits_of",
+    "batch_at",
     "cadence_of",
     "codec_of",
     "group_of",
+    "iteration_of",
     "matrices_of",
+    "of_group",
     "overrides_from",
     "parse",
     "ranks_of",
@@ -36,5 +41,6 @@ __all__ = [
     "resolve",
     "settings_applied",
     "settings_of",
+    "updated_at",
     "with_own_optimizer",
 ]

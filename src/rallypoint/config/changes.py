@@ -18,6 +18,8 @@ _MODE = "a snapshot can only go on in the mode in which it was taken"
 _FIXED = {
     "replicas": _SAMPLES, "batch": _SAMPLES, "seed": _SAMPLES, "order": _SAMPLES,
     "shard_bytes": _LAYOUT, "groups": _LAYOUT, "decay_1d": _LAYOUT, "optimizer.adamw": _LAYOUT,
+    "alternate": "the versions of each model's shards in the snapshot follow from it", "batch_for": _SAMPLES,
+    "optimizers": "the snapshot holds these models",
     "precision": "the loss scale of fp16 is in the snapshot, or is not",
     "loss_scale.init_scale": "it is for the first step, which the job has made",
     "codec": "what workers have not sent yet is in the snapshot, as this codec keeps it",
@@ -74,6 +76,8 @@ def _why_not(change: Change, config: JobConfig) -> str:
     if change.key == "steps" and config.staggered:
         return "rounds are staggered, and which shards the snapshot has at which version depends on it"
     parts = change.key.split(".")
+    if parts[0] == "optimizers" and len(parts) > 2:
+        parts = ["optimizer", *parts[2:]]
     path = [".".join(parts[: n + 1]) for n in range(len(parts))]
     if change.key == "precision" and "fp16" not in (change.before, change.after):
         return ""

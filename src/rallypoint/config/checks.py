@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from rallypoint.codec.spec import DGC, PowerSGD
-from rallypoint.config.tree import JobConfig
+from rallypoint.config.models import check_models
+from rallypoint.config.tree import JobConfig, optimizers_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.optimizer import SGD, Adagrad, Muon, Optimizer
@@ -22,6 +23,7 @@ def check(config: JobConfig) -> None:
     _check_mode(config)
     _check_rates(config)
     _check_periods(config)
+    check_models(config)
     if why := refusal(config.mode.name, config.features):
         raise ConfigError(why)
     if config.hold == "bf16" and config.precision != "bf16":
@@ -37,14 +39,14 @@ def check(config: JobConfig) -> None:
         )
     if config.precision == "fp16" and config.nonfinite == "continue":
         raise ConfigError('precision="fp16" skips steps that overflow: set nonfinite to "stop" or "skip"')
-    for optimizer in (config.optimizer, config.applied):
+    for optimizer in optimizers_of(config):
         _check_optimizer(optimizer)
-    plain = isinstance(config.applied, SGD) and not config.applied.momentum
+    applied = optimizers_of(config) if config.optimizers else (config.applied,)
+    plain = all(isinstance(optimizer, SGD) and not optimizer.momentum for optimizer in applied)
     if not plain and any(isinstance(codec, DGC) for codec in config.codecs):
         raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
-
-
-    if isinstance(config.optimizer, Muon) and any(isinstance(codec, PowerSGD) for codec in config.codecs):
+    muon = any(isinstance(optimizer, Muon) for optimizer in optimizers_of(config))
+    if muon and any(isinstance(codec, PowerSGD) for codec in config.codecs):
         raise ConfigError("codec powersgd cuts matrices by rows, and rp.Muon steps whole ones: use another codec")
 
 

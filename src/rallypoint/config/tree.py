@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Literal, TypedDict
 
@@ -50,6 +50,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         steps: updates to make.
         optimizer: the optimizer on the servers (under LocalSteps: the workers' between two synchronisations; under
             AllReduce: every worker's, which steps with the mean gradient).
+        optimizers: the optimizer of each model, by name, where a job trains several; `optimizer` has no effect then.
+        alternate: the models that each step updates: step t entry ``t % len(alternate)``, a name or several. Empty:
+            every step updates all.
+        batch_for: "iteration": all steps of one pass through `alternate` use the same samples; "step": each its own.
         sync: the mode: how workers and servers synchronise.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
         scale_lr: "linear" multiplies the rates of `optimizer` by replicas * batch / base_batch, "sqrt" by its root.
@@ -94,6 +98,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         in_flight_bytes: bytes that may be on their way to one machine at once, shared by its links; 0 leaves that to
             the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
             200 Mbit/s, 1 MiB at 1 Gbit/s). Not for links with a round trip of more than a few ms.
+        pace_mbit: Mbit/s that a worker or a server sends at most, in equal parts on its links; 0: as TCP likes. Of
+            flows that share a port TCP gives some more than others, and a shard's sum waits for the last of them. A
+            little less than the rate of the links: 970 for 1 Gbit/s. Linux only; not used where there are aggregators.
         item, items_per_sample: what the progress line counts ("tokens", 128).
         fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
             run's folder, for `rallypoint replay` and `rallypoint diff`; 0: never.
@@ -109,6 +116,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch: int = 32
     steps: int = 100
     optimizer: Optimizer = AdamW()
+    optimizers: dict[str, Optimizer] = {}
+    alternate: tuple[str | tuple[str, ...], ...] = ()
+    batch_for: Literal["iteration", "step"] = "iteration"
     sync: Mode = Sync()
     accumulate: int = 1
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
@@ -140,6 +150,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     overlap: bool = True
     hold_bytes: int = 256 << 20
     in_flight_bytes: int = 0
+    pace_mbit: float = 0.0
     item: str = "samples"
     items_per_sample: int = 1
     fingerprints: int = 0
@@ -288,7 +299,10 @@ class Settings(TypedDict, total=False):
     replicas: int
     batch: int
     steps: int
-    optimizer: Optimizer
+    optimizer: Optimizer | Mapping[str, Optimizer]
+    optimizers: dict[str, Optimizer]
+    alternate: Sequence[str | Sequence[str]]
+    batch_for: Literal["iteration", "step"]
     sync: Mode
     accumulate: int
     scale_lr: Literal["none", "linear", "sqrt"]
@@ -320,6 +334,7 @@ class Settings(TypedDict, total=False):
     overlap: bool
     hold_bytes: int
     in_flight_bytes: int
+    pace_mbit: float
     item: str
     items_per_sample: int
     fingerprints: int
@@ -336,6 +351,11 @@ def audits_of(config: JobConfig) -> Audits | None:
     return Audits(config.seed, config.audit, config.replicas) if config.audit > 0 else None
 
 
+def optimizers_of(config: JobConfig) -> tuple[Optimizer, ...]:
+    """Return all optimizers of the job, on workers or servers."""
+    return tuple(config.optimizers.values()) or (config.optimizer, config.applied)
+
+
 def features_of(config: JobConfig) -> frozenset[Feature]:
     """Return the features that the settings need beside the mode."""
     local, policy, groups = config.local, config.policy, config.groups
@@ -346,7 +366,9 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.SKIP: config.nonfinite == "skip",
         Feature.ACCUMULATE: config.accumulate > 1,
         Feature.GROUPS: any(group.weight_decay is not None or group.lr_scale != 1.0 for group in groups),
-        Feature.MUON: any(isinstance(optimizer, Muon) for optimizer in (config.optimizer, config.applied)),
+        Feature.MODELS: bool(config.optimizers),
+        Feature.ALTERNATE: bool(config.alternate),
+        Feature.MUON: any(isinstance(optimizer, Muon) for optimizer in optimizers_of(config)),
         Feature.CODEC: any(codec != Raw() for codec in config.codecs),
         Feature.CODEC_STATE: any(has_state(codec) for codec in config.codecs),
         Feature.DOWN: config.down != Raw(),

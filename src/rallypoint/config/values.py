@@ -66,7 +66,8 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
         **dict.fromkeys(("replicas", "batch", "steps", "accumulate", "window", "items_per_sample"), _FROM_1),
         "mixed_shards": _FROM_1,
         **dict.fromkeys(("table_std", "presum_bytes", "hold_bytes", "in_flight_bytes", "base_batch"), _FROM_0),
-        "prefetch_bytes": _FROM_0, "fingerprints": _FROM_0, "audit": _SHARE_OR_0, "audit_servers": _FROM_0,
+        "pace_mbit": _FROM_0, "prefetch_bytes": _FROM_0, "fingerprints": _FROM_0, "audit": _SHARE_OR_0,
+        "audit_servers": _FROM_0,
         "clip": _ABOVE_0, "shard_bytes": _SHARD,
     },
     LossScaling: {
@@ -157,6 +158,10 @@ def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bo
     structs = [part for part in _parts(hint) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
     if isinstance(value, Mapping) and structs:
         return _in_struct(value, structs, f"{path}.", partial)
+    if isinstance(value, Mapping) and typing.get_origin(hint) is dict:
+        of = typing.get_args(hint)[1]
+        found = (_in_value(one, of, None, f"{path}.{name}", partial) for name, one in value.items())
+        return next(filter(None, found), "")
     if isinstance(value, list | tuple) and hint == tuple[Group, ...]:
         groups = [(n, group) for n, group in enumerate(value) if isinstance(group, Mapping)]
         wrong = (_in_struct(group, [Group], f"{path}[{n}].", False) for n, group in groups)
@@ -202,7 +207,7 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-_PLURALS = {float: "numbers", str: "texts"}
+_PLURALS: dict[Any, str] = {float: "numbers", str: "texts", str | tuple[str, ...]: "names, or of lists of names"}
 
 
 def _described(hint: Any, limit: Limit | None) -> str:

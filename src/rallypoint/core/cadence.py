@@ -1,5 +1,5 @@
 """The shards that each round updates: all of them, or in a *staggered* round only some (streaming DiLoCo, Douillard et
-al., 2025; layers with a frequency of their own).
+al., 2025; layers with a frequency of their own; models that are updated alternately).
 
 A shard's own version counts its own updates; workers and the coordinator count rounds. A shard is *due* in the rounds
 that update it. Example: a shard is due in rounds 1, 3 and 5.
@@ -21,14 +21,30 @@ EVERY_ROUND = -1  # in place of a period: for buffers, which are due in every ro
 
 
 class Period(msgspec.Struct, frozen=True):
-    """Due in round `first`, and in every `every`-th round after it. `first` is below `every`."""
+    """Due in round `first`, and in every `every`-th round after it. `first` is below `every`.
+
+    `more`: further rounds of the first `every` ones, ascending, after `first`. Example: every = 6, first = 0,
+    more = (1, 2, 3, 4): due in rounds 0 to 4, 6 to 10, ...
+    """
 
     every: int
     first: int
+    more: tuple[int, ...] = ()
 
     def has(self, round: int) -> bool:
         """True if `round` is one of the period's rounds. Ignores that all shards are due in the job's last round."""
-        return round % self.every == self.first
+        place = round % self.every
+        return place == self.first or place in self.more
+
+    def before(self, round: int) -> int:
+        """The number of the period's rounds before `round`."""
+        whole, place = divmod(round, self.every)
+        return whole * (1 + len(self.more)) + sum(first < place for first in (self.first, *self.more))
+
+    def number(self, index: int) -> int:
+        """The period's round with this index: the inverse of `before`."""
+        whole, place = divmod(index, 1 + len(self.more))
+        return whole * self.every + (self.first, *self.more)[place]
 
 
 class Cadence(msgspec.Struct, frozen=True):
@@ -40,14 +56,16 @@ class Cadence(msgspec.Struct, frozen=True):
     At least one shard with a period must be due in each round (see `first_empty`): workers wait for each other at it.
 
     Attributes:
-        periods: the different periods; empty if all shards are due in every round. In the last round all are due.
+        periods: the different periods; empty if all shards are due in every round.
         rounds: the number of rounds of the job.
         period_of: for each shard an index into `periods`, or EVERY_ROUND; not used where `periods` is empty.
+        closes: all shards are due in the last round.
     """
 
     periods: tuple[Period, ...] = ()
     rounds: int = 0
     period_of: tuple[int, ...] = ()
+    closes: bool = True
 
     @property
     def together(self) -> bool:
@@ -59,18 +77,21 @@ class Cadence(msgspec.Struct, frozen=True):
         return self.next_due(shard, round) == round
 
     def next_due(self, shard: int, round: int) -> int:
-        """The first round from `round` on in which the shard is due; `round` itself at and after the job's end."""
+        """The first round from `round` on in which the shard is due; the number of rounds if there is none.
+
+        At and after the job's end: `round` itself.
+        """
         if round < 0 or round >= self.rounds or (period := self._period(shard)) is None:
             return round
-        return min(round + (period.first - round) % period.every, self.rounds - 1)
+        return min(period.number(period.before(round)), self._end)
 
     def updates_before(self, shard: int, round: int) -> int:
         """The shard's own version that `round` uses: its number of updates before that round."""
         if round <= 0 or (period := self._period(shard)) is None:
             return round
         if round >= self.rounds:
-            return self.updates_before(shard, self.rounds - 1) + 1 + round - self.rounds
-        return max(0, -((period.first - round) // period.every))
+            return period.before(self._end) + self.closes + round - self.rounds
+        return period.before(round)
 
     def updates(self, shard: int) -> int:
         """The shard's own version at the end of the job."""
@@ -85,7 +106,7 @@ class Cadence(msgspec.Struct, frozen=True):
             return version
         if (beyond := version - self.updates(shard)) >= 0:
             return self.rounds + beyond
-        return min(period.first + version * period.every, self.rounds - 1)
+        return min(period.number(version), self._end)
 
     def begun(self, shard: int, version: int) -> int:
         """The first round that uses this version of the shard."""
@@ -97,10 +118,15 @@ class Cadence(msgspec.Struct, frozen=True):
 
     def witness(self, round: int) -> int:
         """The shard whose update the ledger counts as the round's: the first shard with a period that is due."""
-        if round < 0 or round >= self.rounds - 1:
+        if round < 0 or round >= self._end:
             return 0  # everything is
         return min((self.period_of.index(index) for index, period in enumerate(self.periods) if period.has(round)),
             default=0)
+
+    @property
+    def _end(self) -> int:
+        """The first round in which all shards are due, also those whose period does not have it."""
+        return self.rounds - self.closes
 
     def _period(self, shard: int) -> Period | None:
         """The shard's period; None where it is due in every round."""

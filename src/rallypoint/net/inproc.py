@@ -97,6 +97,9 @@ class InprocConnection:
     def limit_in_flight(self, nbytes: int) -> None:
         """Does nothing: no bytes are in flight."""
 
+    def pace(self, rate: int) -> None:
+        """Does nothing."""
+
     def finish(self) -> None:
         self._outgoing.end()
 

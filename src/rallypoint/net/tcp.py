@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 
@@ -25,6 +26,7 @@ from rallypoint.observe.traffic import Traffic
 
 DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
 _UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
+_SO_MAX_PACING_RATE = 47  # asm-generic/socket.h: bytes a second; all ones: no limit
 _BACKLOG = 256
 _FULL = {errno.EMFILE, errno.ENFILE}
 _PAUSE_S = 0.05
@@ -176,6 +178,14 @@ class TcpConnection:
     def limit_in_flight(self, nbytes: int) -> None:
         with contextlib.suppress(OSError):  # the kernel may allow less (net.core.rmem_max)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
+
+    def pace(self, rate: int) -> None:
+        if not sys.platform.startswith("linux"):
+            return
+        unsent = min(max(rate // 100, 64 << 10), _UNSENT_BYTES) if rate else _UNSENT_BYTES  # 10 ms of a slow one
+        with contextlib.suppress(OSError):  # closed
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate if 0 < rate < 1 << 31 else -1)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
 
     def finish(self) -> None:
         with self._lock, contextlib.suppress(OSError):

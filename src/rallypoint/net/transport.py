@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,10 @@ class Connection(Protocol):
 
     def limit_in_flight(self, nbytes: int) -> None:
         """From now on, buffer only about `nbytes` received bytes here; the other side waits when the buffer is full."""
+
+    def pace(self, rate: int) -> None:
+        """From now on, send at most `rate` bytes a second; 0: as fast as the other side takes them. A system that
+        cannot do that does nothing."""
 
     def finish(self) -> None:
         """Send no more. What was sent still arrives, and then the other side sees the end; receiving goes on."""
@@ -119,8 +123,30 @@ def receive_bytes(connection: Connection, count: int, first_piece: int = FIRST_P
 
 
 LEAST_IN_FLIGHT = 16 << 10  # bytes; with less, a link would wait after every packet
+LEAST_PACE = 16 << 10  # bytes a second
 
 
-def share_of(nbytes: int, links: int) -> int:
-    """The share of each of `links` links in `nbytes` bytes in flight to one machine. 0: there is no limit."""
-    return max(LEAST_IN_FLIGHT, nbytes // max(1, links)) if nbytes else 0
+class Limits(NamedTuple):
+    """How much a machine's links may carry, or one of them (`shared`): `in_flight` bytes to the machine at once, and
+    `pace` bytes a second from it. 0: no limit."""
+
+    in_flight: int = 0
+    pace: int = 0
+
+    @classmethod
+    def of(cls, in_flight: int, pace_mbit: float) -> Limits:
+        """Those of a whole machine, with the pace in Mbit/s."""
+        return cls(in_flight, round(pace_mbit * 1e6 / 8))
+
+    def shared(self, links: int) -> Limits:
+        """The share of each of `links` links."""
+        links = max(1, links)
+        in_flight = max(LEAST_IN_FLIGHT, self.in_flight // links) if self.in_flight else 0
+        return Limits(in_flight, max(LEAST_PACE, self.pace // links) if self.pace else 0)
+
+    def set_on(self, connection: Connection, before: Limits | None = None) -> None:
+        """Set them on a connection on which `before` are set (None: it is new)."""
+        if self.in_flight:
+            connection.limit_in_flight(self.in_flight)
+        if self.pace != (0 if before is None else before.pace):
+            connection.pace(self.pace)

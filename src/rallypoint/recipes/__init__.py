@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 RECIPES = {
     "gpt": "rallypoint.recipes.gpt",
+    "gan": "rallypoint.recipes.gan",
     "resnet": "rallypoint.recipes.resnet",
 }
 """The module of each recipe; its `main(argv)` trains and returns the exit status."""
 
 DESCRIPTIONS = {
     "gpt": "A byte-level GPT on any folder of text (default: Python's own standard library).",
+    "gan": "A small DCGAN on the same digits: two models that are updated alternately.",
     "resnet": "A small ResNet with BatchNorm on scikit-learn's handwritten digits.",
 }
 """What each recipe does, in one sentence."""

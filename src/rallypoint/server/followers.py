@@ -9,7 +9,7 @@ from rallypoint.core.shard.server import Effect
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
-from rallypoint.net.transport import share_of
+from rallypoint.net.transport import Limits
 from rallypoint.server.shards.held import HeldShard
 
 
@@ -27,7 +27,7 @@ class Followers:
     ) -> None:  # fmt: skip
         self._shell, self._owned, self._newest_is_enough = shell, owned, newest_is_enough
         self._ranks = ranks
-        self._in_flight = 0  # bytes, on each worker's link; 0: no limit
+        self._limits = Limits()  # of each worker's link
 
     def linked(self, channel: Channel, worker: str) -> Sequence[Effect]:
         """A worker connected (again). Returns the effects to run.
@@ -38,20 +38,16 @@ class Followers:
         effects = self._shell.linked(channel, worker)
         if effects is None:
             return []
-        self._limit(channel)
+        self._limits.set_on(channel.connection)
         if older is not None:
             older.connection.close()
         return effects
 
-    def share(self, nbytes: int, workers: int) -> None:
-        """Let `nbytes` bytes be in flight to this server from `workers` workers together. 0: no limit."""
-        self._in_flight = share_of(nbytes, workers)
+    def share(self, limits: Limits, workers: int) -> None:
+        """Set what `workers` workers may have in flight to this server, and get from it, together."""
+        before, self._limits = self._limits, limits.shared(workers)
         for channel in self._shell.workers.values():
-            self._limit(channel)
-
-    def _limit(self, channel: Channel) -> None:
-        if self._in_flight:
-            channel.connection.limit_in_flight(self._in_flight)
+            self._limits.set_on(channel.connection, before)
 
     def publish(self, shard: int, version: int) -> None:
         """Send a version to all followers."""

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rallypoint.config import JobConfig, group_of, matrices_of, ranks_of
+from rallypoint.config import JobConfig, group_of, matrices_of, of_group, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
 from rallypoint.core.loss_scale import ENTRY
 from rallypoint.core.modes import Feature, why_not
 from rallypoint.errors import ModelError
 from rallypoint.optim.rows import refusal
+from rallypoint.worker.models import check_optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class ModelTensors:
         """`made` are the names of streamed parameters that have no values yet."""
         _check_model(model)
         tables = _tables(model, config)
+        check_optimizers(model, config)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables}
         _check_parameters({name: p for name, p in trained.items() if name not in made})
         self.frozen: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if not p.requires_grad}
@@ -205,14 +207,14 @@ def _tables(model: torch.nn.Module, config: JobConfig) -> dict[str, list[torch.n
     for module in model.modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             name = names[id(module.weight)]
-            if why := _refused(module, config):
+            if why := _refused(module, name, config):
                 raise ModelError(f"{name} cannot be a table: {why}")
             assert isinstance(module, torch.nn.Embedding)
             tables.setdefault(name, []).append(module)
     return tables
 
 
-def _refused(module: torch.nn.Embedding | torch.nn.EmbeddingBag, config: JobConfig) -> str:
+def _refused(module: torch.nn.Embedding | torch.nn.EmbeddingBag, name: str, config: JobConfig) -> str:
     """Why this embedding cannot be a table; "" if it can."""
     if isinstance(module, torch.nn.EmbeddingBag):
         return "a sparse gradient is supported of torch.nn.Embedding only; use one and reduce its rows, or sparse=False"
@@ -222,7 +224,8 @@ def _refused(module: torch.nn.Embedding | torch.nn.EmbeddingBag, config: JobConf
         return "it must be fp32, trainable and not empty"
     if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
         return "padding_idx, max_norm and scale_grad_by_freq are not supported with sparse=True"
-    return why_not(config.mode.name, Feature.TABLES, config.features) or refusal(config.optimizer)
+    why = why_not(config.mode.name, Feature.TABLES, config.features)
+    return why or refusal(of_group(config, group_of(config, name, 2)).optimizer)
 
 
 def _spec(name: str, tensor: torch.Tensor, group: int) -> TensorSpec:

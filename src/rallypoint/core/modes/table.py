@@ -103,6 +103,22 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     _F.PLATEAU: _row(_DECIDES_NOT, {_M.SYNC: YES}),
     _F.ACCUMULATE: _row(),
     _F.GROUPS: _row(),
+    _F.MODELS: _row(
+        YES,
+        {
+            **_local(No("workers step one optimizer between two rounds; use one optimizer, or sync=rp.Sync()")),
+            _M.ALL_REDUCE: No(
+                "workers step: give one for each model as own_optimizer=[...], or use sync=rp.Sync()"
+            ),
+        },
+    ),
+    _F.ALTERNATE: _row(
+        No(
+            "which models a version updates follows from its number, and all of them have to be at that version; use "
+            "sync=rp.Sync() without a quorum, or leave it out"
+        ),
+        {_M.SYNC: YES, _M.ALL_REDUCE: No("workers step all models at once; use sync=rp.Sync(), or leave it out")},
+    ),
     _F.MUON: _row(
         YES,
         {
@@ -306,6 +322,24 @@ CONFLICTS = (
         _F.AGGREGATORS: "contributions come by another way than the views that decide; leave --aggregators out",
         _F.BACKUP_TASKS: "a contribution may come from who does not wait for what is decided; leave --backup-tasks out",
     }.items()),
+    *(Conflict(_F.ALTERNATE, other, f"{why}, or leave alternate out") for other, why in {
+        _F.PLATEAU: "its reductions count steps, and each model counts its own updates; use a schedule",
+        _F.HOLD: "the last version of a model that the last step does not update would stay rounded; use fp32",
+        _F.DOWN: "the last version of each model goes raw, and which one that is depends on where the job ends; use "
+                 "down=rp.codec.Raw()",
+        _F.FP16: "the loss scale would change with each model's steps; use precision=\"bf16\"",
+        _F.STREAMED: "streamed gradients leave as they are made, and those of models that a step does not update are "
+                     "dropped; use parameters=local",
+        _F.FINGERPRINTS: "digests of contributions are of all shards at each step; leave fingerprints out",
+        _F.AUDIT: "audited steps are counted by each shard, and models count different ones; leave audit out",
+        _F.TABLES: "rows are pulled at the version of the step, and a model that is not updated has an older one; use "
+                   "sparse=False",
+        _F.RANKS: "the ranks of a worker hear of one model; use workers of one process",
+    }.items()),
+    Conflict(
+        _F.MODELS, _F.RANKS,
+        "the ranks of a worker share one model; use workers of one process, or give one model and one optimizer",
+    ),
     Conflict(
         _F.AUDIT, _F.BY_SPEED,
         "it may leave one worker with all replicas, whom nobody could audit; replicas are assigned evenly",

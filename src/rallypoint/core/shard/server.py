@@ -203,7 +203,7 @@ class ServerMachine:
         return [e for index in self.held if self.is_primary(index) for e in self.handle(index, event)]
 
     def measured(self, step: int, measure: Measure) -> list[Effect]:
-        """One of this server's shards has finished its sum, and this is what was found in it.
+        """One of this server's shards has finished its sum, and this is what was found in it; `step`: its own version.
 
         A shard that does not wait for a decision of all servers is decided here and now.
         """
@@ -212,7 +212,8 @@ class ServerMachine:
         if measure.at >= 0 and not measure.gradients and len(contributions) == 1:
             measure = msgspec.structs.replace(measure, gradients=(contributions[0][1],))
         if measure.shard in self.plan.decides:
-            return [] if self._clip is None else self._remember(self._clip.measured(step, measure))
+            round = self.plan.cadence.round_of(measure.shard, step)
+            return [] if self._clip is None else self._remember(self._clip.measured(round, measure))
         if machine is None or not machine.awaiting or self.view is None:
             return []
         begun = contributions[0][0] if contributions else machine.version
@@ -246,8 +247,8 @@ class ServerMachine:
             return []
         effects: list[Effect] = []
         for index in self.held:
-            if index in self.plan.decides:
-                effects += self.handle(index, shard_events.Decide(verdict.step, verdict.scale))
+            if index in self.plan.decides and self.plan.cadence.due(index, verdict.step):
+                effects += self.handle(index, _for_shard(index, verdict, self.plan))
         return effects
 
     def peer_linked(self, server: str) -> list[Effect]:
@@ -318,9 +319,10 @@ class ServerMachine:
             machine.opinions.view = view
         machine.pinned = -1 if view.lease is None else self.plan.cadence.updates_before(index, view.lease.version)
         done = machine.handle(shard_events.Assigned(primary, backup is not None, fresh))
-        verdict = self._clip.verdict(machine.version) if self._clip is not None else None
+        round = self.plan.cadence.round_of(index, machine.version)
+        verdict = self._clip.verdict(round) if self._clip is not None else None
         if verdict is not None and index in self.plan.decides and not verdict.stops:
-            done += machine.handle(shard_events.Decide(verdict.step, verdict.scale))  # decided before we held the shard
+            done += machine.handle(_for_shard(index, verdict, self.plan))  # decided before we held the shard
         return effects + [On(index, effect) for effect in done]
 
     def _disown(self, index: int) -> Disown:
@@ -339,7 +341,7 @@ class ServerMachine:
     def _new_clip(self, generation: ViewNumber) -> ClipMachine | None:
         if not self.plan.decides:
             return None
-        return ClipMachine(sorted(self.plan.decides), frozenset(), self.plan.rule, generation)
+        return ClipMachine(sorted(self.plan.decides), frozenset(), self.plan.rule, generation, self.plan.cadence)
 
     def _fill_some(self, indices: Iterable[int]) -> list[Effect]:
         """Begin to send the whole state to some more of these shards' backups, at most FILLS_AT_ONCE at a time."""
@@ -384,3 +386,8 @@ class ServerMachine:
             assert self._clip.own == own, f"{me} measures shards {sorted(self._clip.own)} instead of {sorted(own)}"
             assert self._clip.generation == view.generation, f"{me} decides for a generation that is over"
             self._clip.validate()
+
+
+def _for_shard(index: int, verdict: Verdict, plan: Plan) -> shard_events.Decide:
+    """The verdict as an event for one shard, which counts its own updates."""
+    return shard_events.Decide(plan.cadence.updates_before(index, verdict.step), verdict.scale)

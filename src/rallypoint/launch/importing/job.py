@@ -19,8 +19,9 @@ from rallypoint.parallel.plan import Parallel
 from rallypoint.store.checkpoints.beginning import begin_from
 from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.loop.session import OwnOptimizer, OwnSchedule
+from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.streamed.building import prepare
 from rallypoint.worker.streamed.first_values import Init
 from rallypoint.worker.tensors import ModelTensors
@@ -36,7 +37,7 @@ class ImportJob(EmbeddedJob):
         super().__init__()
 
     def train(
-        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
+        self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
         parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
     ) -> Run:  # fmt: skip
@@ -46,7 +47,8 @@ class ImportJob(EmbeddedJob):
         if parallel is not None:
             raise ConfigError("a checkpoint is imported by one process: leave parallel= out, and give --ranks later")
         task, data = self._task, given(dataset, collate_fn, loader)
-        config = resolve({**data.settings, **settings}, task.overrides)
+        model, by_name = one_model(model, settings)
+        config = resolve({**data.settings, **by_name}, task.overrides)
         tensors = ModelTensors(model, config, prepare(model, config, init))
         checkpoint = read_checkpoint(Path(task.checkpoint)).named_as(model.state_dict().keys())
         warnings = _left_out(tensors, model, checkpoint)
@@ -56,7 +58,7 @@ class ImportJob(EmbeddedJob):
         record = record_of(
             config, tensors.layout, tensors.frozen_hashes(), data=identity_of(data.dataset), tied=tensors.tied
         )
-        step = _step_of(task, checkpoint)
+        step = _step_of(task, checkpoint, counts=not config.alternate)
         manifest = begin_from(checkpoint, step, record, config, SnapshotStore(task.snapshots))
         what = "with its optimizer's state" if checkpoint.optimizer else "without an optimizer's state (it begins anew)"
         said = f"{task.checkpoint}, {what}, is snapshot {manifest.id} of {task.folder}"
@@ -69,13 +71,14 @@ def import_job(path: str) -> ImportJob:
     return ImportJob(msgspec.json.decode(Path(path).read_bytes(), type=Task))
 
 
-def _step_of(task: Task, checkpoint: Checkpoint) -> int:
+def _step_of(task: Task, checkpoint: Checkpoint, *, counts: bool) -> int:
+    """The checkpoint's step. `counts`: an update of a parameter is a step."""
     if task.step >= 0:
         return task.step
     if checkpoint.step >= 0:
         return checkpoint.step
     said = {float(state["step"]) for state in checkpoint.optimizer.values() if "step" in state}
-    if len(said) != 1:
+    if len(said) != 1 or not counts:
         raise DataError(f"{task.checkpoint} does not say of which step it is: give --step N")
     return int(said.pop())
 

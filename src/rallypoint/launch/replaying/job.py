@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import msgspec
-import torch
 
 from rallypoint.config import Settings
 from rallypoint.config.changes import changed_record
@@ -23,8 +22,9 @@ from rallypoint.parallel.plan import Parallel
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.worker.evaluating.evaluations import Evaluation
 from rallypoint.worker.loop.micro import Micro
+from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.loop.session import OwnOptimizer, OwnSchedule
+from rallypoint.worker.models import Model
 from rallypoint.worker.streamed.first_values import Init
 
 
@@ -109,7 +109,7 @@ class ReplayJob(EmbeddedJob):
         )
 
     def train(
-        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
+        self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
         parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
     ) -> Run:  # fmt: skip

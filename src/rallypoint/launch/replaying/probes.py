@@ -19,10 +19,14 @@ class Probe(Micro):
 
     loss = math.nan
     failed = False
+    _begun = False
 
-    def backward(self, loss: torch.Tensor, *, weight: float = 1.0) -> None:
-        """Note the loss."""
-        self.loss, self._finished = float(loss.detach().mean()), True
+    def backward(
+        self, loss: torch.Tensor, *, weight: float = 1.0, more: bool = False, retain_graph: bool = False
+    ) -> None:
+        """Note the loss; of several, their sum."""
+        one = float(loss.detach().mean())
+        self.loss, self._begun, self._finished = self.loss + one if self._begun else one, True, not more
 
     def log(self, **figures: float | torch.Tensor) -> None:
         """Nobody is shown figures of a probe."""
@@ -81,7 +85,7 @@ class Probes:
         self.found = Probed(replica, tuple(index for index, _ in samples), tuple(map(repr, means)), repr(alone))
 
     def _probe(self, step: int, replica: int, micro: int, batch: Any) -> Probe:
-        return Probe(self._loop, step=step, replica=replica, index=micro, batch=batch)
+        return Probe(self._loop, self._batches.config, step=step, replica=replica, index=micro, batch=batch)
 
 
 def _badness(loss: float) -> float:

@@ -251,6 +251,9 @@ class TlsConnection:
     def limit_in_flight(self, nbytes: int) -> None:
         self._stream.limit_in_flight(nbytes)
 
+    def pace(self, rate: int) -> None:
+        self._stream.pace(rate)
+
     def finish(self) -> None:
         self._stream.finish()
 

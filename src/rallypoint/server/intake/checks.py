@@ -8,6 +8,7 @@ import msgspec
 
 from rallypoint.codec.base.rows import gradient_bytes
 from rallypoint.codec.state import ShardCodecStates
+from rallypoint.config import of_group
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.clip import Measure
 from rallypoint.core.sums.tree import Block, is_block
@@ -151,6 +152,7 @@ class FrameChecks:
         if state.shard != header.shard or not 0 <= state.shard < len(self._shards):
             raise ProtocolError(f"a state of shard {state.shard} under the name of shard {header.shard}")
         place = self._shards[state.shard]
-        if not (fits if place.part is None else fits_rows)(state, place, self._job.config):
+        config = of_group(self._job.config, place.group)
+        if not (fits if place.part is None else fits_rows)(state, place, config):
             raise ProtocolError(f"a state of shard {state.shard} that does not fit this job's layout and optimizer")
         return state

@@ -18,6 +18,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header
 from rallypoint.net.messages import CaughtUp, Say
 from rallypoint.net.pool import Buffer
+from rallypoint.net.transport import Limits
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.audits import AuditReports
@@ -161,7 +162,9 @@ class Reducer:
             self._ledger.rolled_back()
             self._restores.cancel()
         computing = view.assignments[-1].replicas if view.assignments else {}
-        self._followers.share(self.job.config.in_flight_bytes, sum(map(bool, computing.values())))
+        config = self.job.config
+        limits = Limits.of(config.in_flight_bytes, 0.0 if view.aggregators else config.pace_mbit)
+        self._followers.share(limits, sum(map(bool, computing.values())))
         if self._codec_states is not None:
             self._codec_states.adopt(view)
         self._effects.run(self.shell.adopt(view))

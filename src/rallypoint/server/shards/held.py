@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rallypoint.codec.base.scratch import Scratch
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, of_group
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.modes import Holder
 from rallypoint.core.shard.effects import Apply
@@ -117,16 +117,18 @@ class Shelf:
     def __init__(self, config: JobConfig, layout: Layout, pool: BufferPool, pools: BufferPools) -> None:
         self._config, self._layout, self._pool, self._pools = config, layout, pool, pools
         self._parameters = _PARAMETERS[config.mode.holder]
+        self._of_groups: dict[int, JobConfig] = {}
         self._nothing = pools.take(0)
         self._scratch = Scratch()  # for encoding versions, on the owner's thread
 
     def hold(self, index: int) -> HeldShard:
         """Allocate room for a shard."""
         place = self._layout.shards[index]
+        config = self._of_groups.setdefault(place.group, of_group(self._config, place.group))
         if place.part is not None:
-            return OwnedRows(place, self._layout.tables[place.part.table].name, self._config, self._pools)
-        if place.role == "parameters" and self._config.streamed:
-            return StreamedShard(place, self._config, self._pool, self._scratch, self._nothing)
+            return OwnedRows(place, self._layout.tables[place.part.table].name, config, self._pools)
+        if place.role == "parameters" and config.streamed:
+            return StreamedShard(place, config, self._pool, self._scratch, self._nothing)
         if place.role == "parameters":
-            return self._parameters(place, self._config, self._pool, self._scratch)
-        return OwnedShard(place, self._config, self._pool, self._scratch, self._layout.entries)
+            return self._parameters(place, config, self._pool, self._scratch)
+        return OwnedShard(place, config, self._pool, self._scratch, self._layout.entries)

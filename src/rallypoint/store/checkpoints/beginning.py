@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, of_group
 from rallypoint.config.plain import steps_plainly
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Layout, Shard
@@ -47,7 +47,7 @@ def begin_from(
     _refuse(record, config, step)
     states = _States(checkpoint, record)
     name = snapshot_id(step, 1)
-    part = store.write_part(name, "checkpoint", states.records(step, config), "none")
+    part = store.write_part(name, "checkpoint", states.records(step, record, config), "none")
     manifest = Manifest(name, step, msgspec.to_builtins(record), time.time(), {}, "none", part.shards, part.files)
     store.commit(manifest)
     return store.load(name)
@@ -87,19 +87,22 @@ class _States:
         for entry in trained:
             _check_finite(self._weights[entry.spec.name], entry.spec.name)
 
-    def records(self, step: int, config: JobConfig) -> Iterator[ShardRecord]:
-        """Yield the state of each shard at version `step`."""
+    def records(self, step: int, record: JobRecord, config: JobConfig) -> Iterator[ShardRecord]:
+        """Yield the state of each shard at the job's version `step`."""
         for shard in self._layout.shards:
+            version = record.version_at(shard.index, step)
+            assert version is not None, "only jobs in which all replicas begin a step together begin from a checkpoint"
             master = _cut(self._layout, shard, self._weights)
             if shard.role == "buffers":
-                yield ShardRecord(shard.index, step, {MASTER: master.numpy()}, {})
+                yield ShardRecord(shard.index, version, {MASTER: master.numpy()}, {})
                 continue
-            optimizer = ShardOptimizer(config, shard.group, shard.words, shard.columns)
+            own = of_group(config, shard.group)
+            optimizer = ShardOptimizer(own, shard.group, shard.words, shard.columns)
             if self._moments:
-                optimizer.load(*self._moments_of(shard, config))
+                optimizer.load(*self._moments_of(shard, own))
             arrays, scalars = optimizer.state()
             plain = {MASTER: master.numpy()} | {name: values.numpy() for name, values in arrays.items()}
-            yield ShardRecord(shard.index, step, plain, scalars)
+            yield ShardRecord(shard.index, version, plain, scalars)
 
     def _moments_of(self, shard: Shard, config: JobConfig) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         inside = [e for e in self._layout.entries if e.start < shard.stop and shard.start < e.stop]

@@ -121,6 +121,13 @@ class TransportContract:
             assert receive(far, 4 + _BULK) == b"head" + payload
             sending.raise_if_failed()
 
+    def test_what_is_paced_arrives(self, pair: tuple[Connection, Connection]) -> None:
+        near, far = pair
+        near.pace(64 << 20)
+        with Beside(lambda: near.send(b"head", memoryview(bytes(1 << 20)))) as sending:
+            assert receive(far, 4 + (1 << 20)) == b"head" + bytes(1 << 20)
+            sending.raise_if_failed()
+
     def test_a_limit_in_flight_on_a_closed_connection_is_fine(self, pair: tuple[Connection, Connection]) -> None:
         pair[0].close()
         pair[0].limit_in_flight(16 << 10)

@@ -14,6 +14,7 @@ import typer
 from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.testing.simulation.policies import (
     WORDS,
+    Alternating,
     Audited,
     AuditedWrong,
     Deciding,
@@ -52,7 +53,7 @@ def main(
     failures = [failure for failure in _play(range(first, first + seeds), sync) if failure]
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
-    same = sync in (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped())
+    same = sync in (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped(), Alternating())
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well
     print(f"{policy}: {seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")

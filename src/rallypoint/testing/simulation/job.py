@@ -15,15 +15,15 @@ from rallypoint.config import Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.deciding.decisions import Rules
 from rallypoint.core.job import JobRecord
-from rallypoint.core.layout import Layout, Shard, TensorSpec
+from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Holder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
-from rallypoint.core.table import Part
 from rallypoint.testing.simulation.replicas import scale as loss_scale
 from rallypoint.testing.simulation.replicas.audited import AuditedJob
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
 from rallypoint.testing.simulation.replicas.decided import Undisturbed
+from rallypoint.testing.simulation.replicas.layouts import Alternate, layout_of, models_in, several_models
 from rallypoint.testing.simulation.replicas.names import combine, tree
 from rallypoint.testing.simulation.replicas.rounds import Names, Rounds, Trained
 from rallypoint.testing.simulation.replicas.script import ScriptStops
@@ -55,6 +55,7 @@ class SimulatedJob:
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)  # states that were under way
     audits: AuditedJob | None = None
+    alternate: Alternate = ()  # the models that each step updates
     fp16: bool = False  # it scales losses: the last shard of buffers has the loss scale, and `skip` is set
     buffer_shards: frozenset[int] = field(init=False)
     scale_shard: int = field(init=False)  # -1: none
@@ -104,22 +105,15 @@ class SimulatedJob:
             nonfinite="skip" if self.skip else "stop", sync=self.sync, codec=self.codec,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
             plateau=self.rules.plateau, keep_best=self.rules.best.metric if self.rules.best else "",
-            audit=self.audits.share if self.audits else 0.0,
+            audit=self.audits.share if self.audits else 0.0, **several_models(self.alternate),
         )  # fmt: skip
         return msgspec.structs.replace(config, steps=self.steps * config.steps_per_round)
 
     @cached_property
     def layout(self) -> Layout:
         """Shards of 16 words, the last of which are buffers."""
-        groups = (0, *range(2, 2 + len(self.periods)))
-        of = [-1 if i in self.buffer_shards else groups[i % len(groups)] for i in range(self.shards)]
-        parts = {i: Part(0, part, self.tables, 1) for part, i in enumerate(sorted(self.table_shards))}
-        shards = tuple(
-            Shard(i, group, 16 * i, 16 * i + 16) if i not in parts else Shard(i, group, 0, 0, 16, parts[i])
-            for i, group in enumerate(of)
-        )
-        tables = (TensorSpec("table", (self.tables, 16), "float32", 0),) if self.tables else ()
-        return Layout((), shards, 16 * self.shards, "simulated", tables)
+        own = [2 * model for model in models_in(self.alternate)] or [0, *range(2, 2 + len(self.periods))]
+        return layout_of(self.shards, self.buffer_shards, sorted(self.table_shards), own)
 
     @cached_property
     def cadence(self) -> Cadence:
@@ -282,8 +276,9 @@ class SimulatedJob:
         return ("loss", "gradient", "gradient" if seen or self.same_bytes else "unseen")[(step + replica) % 3]
 
     def flags(self, shard: int, step: int, replica: int) -> tuple[bool, bool]:
-        """What a worker says of its contribution: that nothing of it is not finite; that its values are finite."""
-        match self.defect(step, replica):
+        """What a worker says of its contribution to the shard's own version `step`: that nothing of it is not finite;
+        that its values are finite."""
+        match self.defect(self.cadence.round_of(shard, step), replica):
             case "loss":
                 return False, True
             case "gradient" if shard not in self.buffer_shards:
@@ -384,7 +379,8 @@ class SimulatedJob:
         return [trained[replica].contributions(round, replica, version) for replica in range(self.replicas)]
 
     def _scale(self, step: int, finished: list[Content], scale: float) -> float | None:
-        norms = [self.norm(shard, finished[shard]) for shard in range(self.shards) if shard not in self.buffer_shards]
+        measured = [s for s in range(self.shards) if s not in self.buffer_shards and self.cadence.due(s, step)]
+        norms = [self.norm(shard, finished[shard]) for shard in measured]
         losses = not any(self.defect(step, replica) for replica in range(self.replicas))
         whole = losses and all(map(math.isfinite, norms))
         return clip_scale(total_norm(norms) / scale, self.clip) / scale if whole or not self.skip else None

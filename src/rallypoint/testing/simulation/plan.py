@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from rallypoint.core.policy import AllReduce, LocalSteps, Sync
 from rallypoint.testing.simulation.flips.job import FlippedJob, with_audits
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.policies import (
+    Alternating,
     Audited,
     AuditedWrong,
     CodecState,
@@ -32,6 +34,7 @@ from rallypoint.testing.simulation.policies import (
     Tables,
 )
 from rallypoint.testing.simulation.replicas.audited import AuditedJob
+from rallypoint.testing.simulation.replicas.layouts import models_in, some_alternate
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 PAUSE = "the operator pauses"  # the kind of a fault that is none
@@ -88,16 +91,13 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
     if isinstance(played, Paused):
         return _paused(make_plan(seed, played.of))
-    if isinstance(played, Scaled):
-        return _scaled(_plan_of(seed, _SYNC))
-    if isinstance(played, Evaluating):
-        return _evaluating(_plan_of(seed, _SYNC))
-    if isinstance(played, Deciding):
-        return _deciding(_plan_of(seed, _SYNC))
+    changes: dict[type, Callable[[Plan], Plan]] = {
+        Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding, Flipped: _flipped,
+    }  # fmt: skip
+    if isinstance(played, Alternating | Scaled | Evaluating | Deciding | Flipped):
+        return changes[type(played)](_plan_of(seed, _SYNC))
     if isinstance(played, Audited | AuditedWrong):
         return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, AuditedWrong))
-    if isinstance(played, Flipped):
-        return _flipped(_plan_of(seed, _SYNC))
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
     if isinstance(played, Poisoned):
@@ -249,6 +249,13 @@ def _scaled(plan: Plan) -> Plan:
     return replace(plan, job=replace(job, shards=job.shards + 1, buffers=job.buffers + 1, skip=True, fp16=True))
 
 
+def _alternating(plan: Plan) -> Plan:
+    """Several models, each of which has a shard or more."""
+    job, alternate = plan.job, some_alternate(random.Random(plan.seed * 7919 + 15))
+    shards, steps = max(job.shards, job.buffers + len(models_in(alternate))), max(job.steps, len(alternate))
+    return replace(plan, job=replace(job, shards=shards, steps=steps, alternate=alternate))
+
+
 def _with_tables(plan: Plan) -> Plan:
     """One shard or more of the parameters are parts of a table. (In a streaming mode its gradient is not clipped.)"""
     job, rng = plan.job, random.Random(plan.seed * 7919 + 5)
@@ -376,8 +383,10 @@ def played_by(plan: Plan) -> Played:
         return AuditedWrong() if job.audits.wrong else Audited()
     if isinstance(job, FlippedJob):
         return Flipped()
-    if job.fp16 or job.every:
-        return Scaled() if job.fp16 else Deciding() if job.rules.steers else Evaluating()
+    if job.alternate or job.fp16:
+        return Alternating() if job.alternate else Scaled()
+    if job.every:
+        return Deciding() if job.rules.steers else Evaluating()
     if job.tables:
         assert not isinstance(job.sync, LocalSteps | AllReduce)
         return Tables(job.sync)

@@ -11,7 +11,7 @@ WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
     "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped, "
-    "paused or paused:WORD"
+    "alternating, paused or paused:WORD"
 )
 
 
@@ -80,10 +80,15 @@ class Flipped:
     """A synchronous job whose servers audit themselves, and in whose servers' memory bits flip."""
 
 
-_Alone = Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped
+@dataclass(frozen=True)
+class Alternating:
+    """A synchronous job of several models that steps update alternately."""
+
+
+_Alone = Alternating | Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped
 _ALONE: dict[str, type[_Alone]] = {
     "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "audited": Audited, "audited:wrong": AuditedWrong,
-    "flipped": Flipped,
+    "flipped": Flipped, "alternating": Alternating,
 }  # fmt: skip
 _Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped
 
@@ -155,7 +160,7 @@ def _parse_mode(text: str) -> Mode:
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
     match policy:
-        case Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong() | Flipped():
+        case Alternating() | Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong() | Flipped():
             return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
         case Paused(of=played):
             of = word_for(played)

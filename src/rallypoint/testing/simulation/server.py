@@ -349,7 +349,7 @@ class SimulatedServer:
             self._codec_states.complete(index, at_last=True)
         shard = self.machine.machine(index)
         if shard is not None and shard.primary and index in self.machine.plan.decides:
-            server_checks.check_alike(self, index, apply.step, apply.scale)
+            server_checks.check_alike(self, index, round, apply.scale)
         averages = self.job.averages(index)
         if index == self.job.scale_shard:
             held.master = loss_scale.after(held.master, skipped=apply.scale is None)

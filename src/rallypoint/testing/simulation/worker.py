@@ -291,8 +291,9 @@ class SimulatedWorker:
 
     def _compute(self, replica: int) -> None:
         self._replica, self._began, self._generation = replica, self.node.world.now, self.shell.view.generation
-        self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
         self._step = step = self.machine.reads
+        own = [s for s in range(self.job.shards) if replica == 0 or s not in self.machine.buffer_shards]
+        self._todo = deque(shard for shard in own if self.job.cadence.due(shard, step))
         paused = self.shell.view.paused
         assert paused is None or self.machine.step < paused, f"it begins step {self.machine.step} of a paused job"
         if looked_up := self.job.looked_up(step, replica):

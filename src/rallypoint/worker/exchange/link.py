@@ -17,7 +17,7 @@ from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.handshake import Credentials
 from rallypoint.net.messages import Refused, expect
 from rallypoint.net.outbox import Rank
-from rallypoint.net.transport import Transport
+from rallypoint.net.transport import Limits, Transport
 from rallypoint.observe.trace import Tracer
 
 AGGREGATOR_SILENT_S = 2.0  # an aggregator gives a sign of life far more often: one that does not, hangs
@@ -106,7 +106,7 @@ class ServerLink:
         self._window = window
         self._receiver, self._tracer = receiver, tracer
         self._channel: Channel | None = None
-        self._credits, self._in_flight = 0, 0
+        self._credits, self._limits = 0, Limits()
         self._overdraws = False
         self._busy = False  # the channel has a contribution that it has not sent
         self._feeding = False  # a thread gives the channel what may leave
@@ -187,12 +187,13 @@ class ServerLink:
         """
         self._send(Header(Kind.FOLLOW if on else Kind.UNFOLLOW, number, step=step))
 
-    def limit_in_flight(self, nbytes: int) -> None:
-        """Limit the bytes of versions that are on their way to this worker at once, approximately (0: no limit)."""
+    def limit(self, limits: Limits) -> None:
+        """Limit, approximately, the bytes of versions that are on their way to this worker at once, and the rate at
+        which it sends."""
         with self._lock:
-            self._in_flight, channel = nbytes, self._channel
-        if channel is not None and nbytes:
-            channel.connection.limit_in_flight(nbytes)
+            before, self._limits, channel = self._limits, limits, self._channel
+        if channel is not None:
+            limits.set_on(channel.connection, before)
 
     def close(self) -> None:
         """End the link and its threads, and drop what waits for credit.
@@ -211,9 +212,8 @@ class ServerLink:
     def _up(self, channel: Channel) -> None:
         with self._lock:
             self._channel, self._credits, self._busy = channel, self._window, False
-            in_flight = self._in_flight
-        if in_flight:
-            channel.connection.limit_in_flight(in_flight)
+            limits = self._limits
+        limits.set_on(channel.connection)
         if self.role == "aggregator":
             channel.connection.set_timeout(AGGREGATOR_SILENT_S)
         self._receiver.link_up(self.server)

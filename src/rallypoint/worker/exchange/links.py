@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rallypoint.config import JobConfig, audits_of
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.handshake import Credentials
-from rallypoint.net.transport import Transport, share_of
+from rallypoint.net.transport import Limits, Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.link import Receiver, ServerLink
 
@@ -49,16 +49,17 @@ class Links:
 
     def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
         """Start to connect to these servers and aggregators of `view`. `receiver` gets what arrives."""
-        share = share_of(self._config.in_flight_bytes, len(view.servers))
+        pace = 0.0 if view.aggregators else self._config.pace_mbit  # an aggregator gets all of what others get in parts
+        share = Limits.of(self._config.in_flight_bytes, pace).shared(len(view.servers))
         for link in self._links.values():
-            link.limit_in_flight(share)
+            link.limit(share)
         for server in servers:
             link = self._links[server.id] = ServerLink(
                 transport=self._context.transport, server=server, credentials=self._context.credentials,
                 window=self._config.window, receiver=receiver, view=self._view, tracer=self._context.tracer,
                 role="aggregator" if server in view.aggregators else "server",
             )  # fmt: skip
-            link.limit_in_flight(share)
+            link.limit(share)
             with self._lock:
                 link.overdraw(self._overdraws)
             link.start()  # last: what arrives at once looks up its link here

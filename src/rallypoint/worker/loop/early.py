@@ -59,6 +59,7 @@ class EarlyForward:
         self._starts = self._runs = False
         self._lock = threading.RLock()  # one thread installs at a time, and may wait for shards meanwhile
         self._in_model: dict[int, None] = {}  # the shards that the model holds of the version, in the order of need
+        self._swapped: list[int] = []  # those of them that it did not hold before
         self._buffers: list[torch.Tensor] = []  # the buffers' values in the version
         self._why_not: str | None = None  # why no forward pass may begin early; None: not looked yet
         self._said = False
@@ -140,7 +141,7 @@ class EarlyForward:
         """Give up the forward pass: the model holds the version before again."""
         self._starts = False
         if self._runs:
-            self._swap([shard for shard in self._in_model if shard not in self._buffer_shards])
+            self._swap(self._swapped)
             self._synchronize()
             self._end()
             with temporarily_clear_interpreter_stack():  # as in `_swap`
@@ -149,6 +150,7 @@ class EarlyForward:
     def _end(self) -> None:
         self._runs = False
         self._in_model.clear()
+        self._swapped.clear()
         self._none_is_late()
 
     def _none_is_late(self) -> None:
@@ -173,7 +175,9 @@ class EarlyForward:
         with self._lock:
             if left := [shard for shard in shards if shard not in self._in_model]:
                 with self._parts.tracer.span("install", shards=len(left)):
-                    self._swap(self._forward.take(left))
+                    new = self._forward.take(left)
+                    self._swap(new)
+                    self._swapped += new
                     self._in_model.update(dict.fromkeys(left))
 
     @torch.no_grad()

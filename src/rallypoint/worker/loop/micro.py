@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rallypoint.config import JobConfig, iteration_of, updated_at
 from rallypoint.core.typed import LONGEST_NAME, MOST_METRICS, can_name
 from rallypoint.errors import UsageError
 from rallypoint.parallel.holdings import whole_of
@@ -27,8 +28,10 @@ class Loop(Protocol):
     def exit_micro(self) -> None:
         """End ``with micro:``."""
 
-    def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
-        """Back-propagate one micro-batch."""
+    def backward_micro(
+        self, micro: Micro, loss: torch.Tensor, weight: float, *, last: bool = True, retain_graph: bool = False
+    ) -> None:
+        """Back-propagate one loss of a micro-batch; the `last` one ends it."""
 
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
         """The script has back-propagated one micro-batch by itself."""
@@ -43,13 +46,20 @@ class Micro:
     Attributes:
         batch: the collated samples, on the model's device.
         step, replica, index: which micro-batch of the job this is.
+        updates: where a job trains several models, the names of those that this step updates; else empty.
+        iteration: the pass through `alternate` that the step is in; without it, the step.
+        losses: the sum of the losses back-propagated so far; None before the first.
     """
 
+    losses: torch.Tensor | None = None
+
     def __init__(
-        self, run: Loop, *, step: int, replica: int, index: int, batch: Any, scale: torch.Tensor | None = None
+        self, run: Loop, config: JobConfig, *, step: int, replica: int, index: int, batch: Any,
+        scale: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self._run, self._scale = run, scale
         self.step, self.replica, self.index, self.batch = step, replica, index, batch
+        self.updates, self.iteration = updated_at(config, step), iteration_of(config, step)
         self._inside = self._finished = self.abandoned = False
         self._failure: BaseException | None = None  # the error that `backward` raised
 
@@ -80,16 +90,23 @@ class Micro:
         except Rewound:
             self.abandoned = True
         else:
-            raise UsageError(f"{self._where}: the micro-batch ended without micro.backward(loss)")
+            begun = "" if self.losses is None else ": the last backward pass has no more=True"
+            raise UsageError(f"{self._where}: the micro-batch ended without micro.backward(loss){begun}")
 
-    def backward(self, loss: torch.Tensor, *, weight: float = 1.0) -> None:
-        """Back-propagate `loss` (a tensor of one element: the mean over this micro-batch). Call it once.
+    def backward(
+        self, loss: torch.Tensor, *, weight: float = 1.0, more: bool = False, retain_graph: bool = False
+    ) -> None:
+        """Back-propagate `loss` (a tensor of one element: the mean over this micro-batch).
+
+        Call it once; or several times, all but the last with ``more=True``: their gradients add up, as in plain
+        PyTorch, and the micro-batch's loss is the sum. `retain_graph` is as in ``Tensor.backward``.
 
         `weight` is the replica's weight in the mean over replicas, for example its number of tokens. All micro-batches
         of one replica must pass the same.
 
-        Raises UsageError when it is called twice or outside of ``with micro:``, for a loss without a gradient, and for
-        a weight that is not positive. Raises NonFiniteLoss when the loss is not finite and the job is to stop on that.
+        Raises UsageError when it is called after the last or outside of ``with micro:``, for a loss without a gradient,
+        and for a weight that is not positive. Raises NonFiniteLoss when the loss is not finite and the job is to stop
+        on that.
         """
         self._check_place("backward")
         if not isinstance(loss, torch.Tensor):
@@ -104,7 +121,11 @@ class Micro:
                 f"{self._where}: the loss depends on no trained parameter: it was computed under torch.no_grad(), "
                 "detached, or with another model than the one that job.train has got"
             )
-        self._end(lambda: self._run.backward_micro(self, loss.reshape(()), weight), weight)
+        one = loss.reshape(())
+        self._end(
+            lambda: self._run.backward_micro(self, one, weight, last=not more, retain_graph=retain_graph), weight,
+            last=not more,
+        )  # fmt: skip
 
     def computed(self, loss: torch.Tensor | None = None, *, weight: float = 1.0) -> None:
         """Say that the script has run forward and backward by itself, as a pipeline's schedule does. Call it once.
@@ -119,17 +140,20 @@ class Micro:
 
     def _check_place(self, called: str) -> None:
         if self._finished:
-            raise UsageError(f"{self._where}: micro.{called} came twice: add the losses")
+            raise UsageError(
+                f"{self._where}: micro.{called} came twice: add the losses, or give all but the last more=True "
+                "(micro.backward(loss, more=True))"
+            )
         if not self._inside:
             raise UsageError(
                 f"{self._where}: micro.{called} was called outside of `with micro:`: put forward and backward inside "
                 "it, as it seeds the replica's randomness and unwinds what is to be computed again"
             )
 
-    def _end(self, call: Callable[[], None], weight: float) -> None:
+    def _end(self, call: Callable[[], None], weight: float, *, last: bool = True) -> None:
         if not (weight > 0 and math.isfinite(weight)):
             raise UsageError(f"a weight of {weight}: weights are positive and finite")
-        self._finished = True
+        self._finished = last
         try:
             call()
         except BaseException as error:

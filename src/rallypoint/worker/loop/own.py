@@ -25,6 +25,9 @@ from rallypoint.store.state import OWN
 from rallypoint.worker.loop.allreduce import SpecifiedStepper, WorkerOptimizer
 from rallypoint.worker.tensors import ModelTensors, Placed
 
+OwnOptimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+OwnSchedule = torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_scheduler.LRScheduler]
+
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,

@@ -78,20 +78,38 @@ class Passes:
         self.autocast.leave()
         self._early.inside = self._exchange.rows.in_micro = False
 
-    def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
-        """Back-propagate one micro-batch (called by Micro)."""
+    def backward_micro(
+        self, micro: Micro, loss: torch.Tensor, weight: float, *, last: bool = True, retain_graph: bool = False
+    ) -> None:
+        """Back-propagate one loss of a micro-batch (called by Micro). The gradients of those before it are kept."""
+        if not last or micro.losses is not None:
+            self._check_several(micro)
         if self._early.finish(loss):
             self._installed_early(micro.step)
-        if micro.index == 0:
+        if micro.index == 0 and micro.losses is None:
             self._check_no_gradient(micro)
-        self._count(micro, loss, weight)
-        last = micro.index == self._config.accumulate - 1 and self.ends_round(micro.step)
-        self._parts.source.begin_backward(mean_of(self.weights), finite=self.losses.finite, last=last)
+        micro.losses = loss.detach() if micro.losses is None else micro.losses + loss.detach()
+        if last:
+            self._count(micro, micro.losses, weight)
+            weight = mean_of(self.weights)
+        ends = last and micro.index == self._config.accumulate - 1 and self.ends_round(micro.step)
+        self._parts.source.begin_backward(weight, finite=self.losses.finite, last=ends)
         with self._parts.tracer.span("backward", step=micro.step, replica=micro.replica), self.autocast.off():
             loss = loss / self._config.accumulate if self._config.accumulate > 1 else loss
             scale = self._parts.tensors.loss_scale
-            (loss if scale is None else loss * scale[0]).backward()  # type: ignore[no-untyped-call]
+            scaled = loss if scale is None else loss * scale[0]
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._parts.source.end_backward()
+
+    def _check_several(self, micro: Micro) -> None:
+        where = f"step {micro.step}, replica {micro.replica}"
+        if self._streamed is not None:
+            raise UsageError(
+                f'{where}: micro.backward(more=True) with parameters="streamed" is not supported: gradients leave as '
+                "they are made; add the losses"
+            )
+        if not self._parts.alone:
+            raise UsageError(f"{where}: micro.backward(more=True) is for workers of one process: add the losses")
 
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
         """The script has back-propagated one micro-batch by itself (called by Micro)."""
@@ -118,7 +136,8 @@ class Passes:
             if placed.tensor.grad is not None:
                 raise UsageError(
                     f"parameter {placed.entry.spec.name} has a gradient before micro.backward at step {micro.step}: "
-                    "the script has called backward() itself. Give micro.backward the sum of all losses, once"
+                    "the script has called backward() itself. Give micro.backward the sum of all losses, or each of "
+                    "them, all but the last with more=True; torch.autograd.grad leaves no gradient behind"
                 )
 
     def ends_round(self, step: int) -> bool:

@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
@@ -52,10 +51,11 @@ from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context
-from rallypoint.worker.loop.own import several, worker_optimizer
+from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
+from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.ranks.followers import NoFollowers
 from rallypoint.worker.ranks.lead import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
@@ -70,9 +70,6 @@ from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
 _TOO_LATE = "the job was over before this worker took part in it"
-
-OwnOptimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-OwnSchedule = torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_scheduler.LRScheduler]
 
 
 class Job:
@@ -118,11 +115,12 @@ class Job:
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
 
     def train(
-        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
+        self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
         parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
     ) -> Run:  # fmt: skip
-        """Train `model` (in place) on `dataset` with the settings of `JobConfig`; iterate over the result.
+        """Train `model` (in place) on `dataset` with the settings of `JobConfig`; iterate over the result. Several
+        models are a dict, and so are their optimizers: see `config.models`.
 
         `dataset` is map-style, or a DataLoader: see `given` for what it decides. `collate_fn` makes a batch of a list
         of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how samples are loaded.
@@ -146,7 +144,8 @@ class Job:
             raise ConfigError("optimizer= and own_optimizer= are both given: the job steps only one; leave one out")
         kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
         overrides, data = self._link.welcome.overrides, given(dataset, collate_fn, loader)
-        config = with_own_optimizer(resolve({**data.settings, **settings}, overrides), kinds, overrides)
+        model, by_name = one_model(model, settings)
+        config = with_own_optimizer(resolve({**data.settings, **by_name}, overrides), kinds, overrides)
         lead = None if self._group is None else Lead(self._group, config, model, parallel, self._link.welcome.folder)
         made = prepare(model, config, init)
         tensors = ModelTensors(model, config, made) if lead is None else lead.tensors(data.dataset)

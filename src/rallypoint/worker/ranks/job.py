@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, Unpack
 
 import msgspec
-import torch
 
 from rallypoint.config import JobConfig, Settings, parse
 from rallypoint.data.loader import MicroBatches
@@ -15,6 +14,7 @@ from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import UsageError, sentence_of
 from rallypoint.parallel.group import RankGroup, is_of_another_rank
 from rallypoint.parallel.plan import Parallel
+from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.ranks.followers import LEFT_LOOP
 from rallypoint.worker.ranks.run import RankRun
 from rallypoint.worker.ranks.spread import SpreadModel
@@ -47,7 +47,7 @@ class RankJob:
         return self._group.size
 
     def train(
-        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
+        self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: object = None, own_schedule: object = None, parallel: Parallel | None = None,
         **settings: Unpack[Settings],
     ) -> RankRun:  # fmt: skip
@@ -56,7 +56,7 @@ class RankJob:
             raise UsageError("this job has its run already: one job.train for one rp.join")
         self._group.at("in job.train, comparing the model with the other ranks'")
         config, folder = heard(self._group)
-        spread = SpreadModel(self._group, model, parallel or Parallel())
+        spread = SpreadModel(self._group, one_model(model, {})[0], parallel or Parallel())
         data = given(dataset, collate_fn, loader)
         spread.check_data(data.dataset)
         for tensor in spread.frozen:

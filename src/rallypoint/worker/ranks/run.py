@@ -154,7 +154,7 @@ class RankRun:
             self._computed = 0
             for index in range(self._config.accumulate):
                 batch = self._batches.load(step, replica, index)
-                yield Micro(self, step=step, replica=replica, index=index, batch=batch)
+                yield Micro(self, self._config, step=step, replica=replica, index=index, batch=batch)
                 if self._computed == index:
                     raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
         group.at(COMPUTED)
@@ -183,11 +183,17 @@ class RankRun:
         self._activations.leave()
         self._autocast.leave()
 
-    def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
+    def backward_micro(
+        self, micro: Micro, loss: torch.Tensor, weight: float, *, last: bool = True, retain_graph: bool = False
+    ) -> None:
         """Back-propagate one micro-batch."""
+        if not last:
+            raise UsageError("micro.backward(more=True) is for workers of one process: add the losses")
         self._count(loss, weight)
         with self._autocast.off():
-            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward(  # type: ignore[no-untyped-call]
+                retain_graph=retain_graph
+            )
 
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
         """The script has back-propagated one micro-batch by itself."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, cadence_of
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.sources.delayed import DelayedSource
 from rallypoint.worker.sources.fragments import FragmentsSource
@@ -29,7 +29,10 @@ def source_for(
     if config.streamed:
         return StreamedGradients(tensors, exchange, staging)
     if config.local is None:
-        return GradientHooks(tensors, exchange, staging, clip=None if config.clips_on_servers else config.clip)
+        return GradientHooks(
+            tensors, exchange, staging, clip=None if config.clips_on_servers else config.clip,
+            cadence=cadence_of(config, tensors.layout.shards),
+        )  # fmt: skip
     if not config.staggered:
         return LocalStepsSource(model, tensors, config, exchange, staging, say)
     kind = DelayedSource if config.local.delay else FragmentsSource
