@@ -200,8 +200,8 @@ def test_a_step_beside_an_accelerator_takes_what_was_measured(mbit: float, kib: 
 
 
 def test_pacing_makes_a_step_shorter_by_what_was_measured() -> None:
-    """The same page: 62.5 Mbit/s, width 256, shards of 256 KiB, 4.16 s without and 3.59 with `--pace 60.5`. Neither was
-    used to fit anything."""
+    """The same page: 62.5 Mbit/s, width 256, shards of 256 KiB, 4.16 s without and 3.59 with `--pace 60.5`.
+    `UNEVEN` was chosen with the first one in sight; the second does not depend on it."""
     work = gpt(62.5, 1.0, kib=256, width=256)
     plain = step_cost(work, site(4, 4, 62.5, queue=NETLAB_QUEUE)).seconds
     paced = step_cost(work, site(4, 4, PACED * 62.5, queue=NETLAB_QUEUE, uneven=0.0)).seconds
