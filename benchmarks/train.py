@@ -283,7 +283,7 @@ def command(
     A third run only computes (forward and backward in as many processes at once). The limit of a step is the greater
     of that and K/B, the time the busiest link takes: servers that replicate carry the gradients once more.
     """
-    sets = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
+    sets: dict[str, float | None] = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
     sets["in_flight_bytes"] = in_flight_kib and in_flight_kib * 1024
     sets["pace_mbit"] = pace
     designs = DURABLE if durable else ACCELERATED if accelerator or ratio else DESIGNS

@@ -18,7 +18,7 @@ def test_cases_are_the_same_every_time_and_differ_from_each_other() -> None:
     assert len({one.name for one in drawn}) == len(drawn)
     for one in drawn:
         assert 2 <= one.workers <= 4
-        assert 30 <= one.rate <= 300
+        assert 30 <= one.rate <= 200
     assert CASES == 40
 
 

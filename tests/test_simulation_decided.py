@@ -44,7 +44,7 @@ def test_a_worker_that_does_not_wait_for_a_decision_is_found(monkeypatch: pytest
 
 
 def test_a_server_that_does_not_hear_of_a_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "reductions_at", lambda reductions, version: 0)
+    monkeypatch.setattr(server, "rate_in", lambda view, step: 0)
     assert "other bytes" in first_failure(Deciding(), range(10))
 
 

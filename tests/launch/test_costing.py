@@ -134,6 +134,12 @@ def test_a_model_of_few_shards_is_told_that_smaller_ones_would_be_quicker() -> N
     assert "With shards of" not in said(*small, "--shard-kib", "32")
 
 
+def test_a_job_that_links_hold_up_is_told_to_pace_them() -> None:
+    waits = ["plan", "--model", "1e7", "--gpus", "4", "--servers", "4", "--link", "100Mbit", "--compute", "3s"]
+    assert "With pace_mbit=97 (--pace) 4 servers would take" in said(*waits)
+    assert "pace_mbit" not in said(*waits, "--pace")
+
+
 def test_help_teaches_with_examples() -> None:
     text = said("plan", "--help")
     assert "rallypoint plan --model 7B --gpus 64" in " ".join(text.split())

@@ -456,8 +456,8 @@ def test_reductions_of_the_rates_after_the_snapshot_are_in_the_journal(tmp_path:
     decided = Decided(9, reductions=(3, 6, 12))
     manifest = Manifest("step-00000010-1", 10, record, 0.0, {}, "none", {}, {}, decided=decided)
     with pytest.raises(UsageError, match=rf"has no {JOURNAL}, which says at which steps the rates were reduced"):
-        command._reductions(manifest, tmp_path)
+        command._reductions(manifest, tmp_path, kept_state(tmp_path))
     journal = Journal(str(tmp_path))
     journal.save(ClusterState(job, None, (), 3, 1, True, 5, 2, decided=Decided(15, reductions=(3, 6, 12, 15))))
     journal.close()
-    assert command._reductions(manifest, tmp_path) == (3, 6, 12, 15)
+    assert command._reductions(manifest, tmp_path, kept_state(tmp_path)) == (3, 6, 12, 15)

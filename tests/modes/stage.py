@@ -18,7 +18,7 @@ from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import SnapshotWanted
+from rallypoint.net.messages import Message
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.processes import Process, ProcessCluster, aggregator_main, server_main, worker_main
@@ -103,8 +103,8 @@ class Stage(ProcessCluster):
         """Has the coordinator said this?"""
         return any(text in event["text"] for event in self.events("Say"))
 
-    def ask_for_a_snapshot(self) -> None:
-        """As `rallypoint snapshot` does."""
+    def order(self, wanted: Message) -> None:
+        """As `rallypoint snapshot` and commands like it do."""
         said: queue.SimpleQueue[object] = queue.SimpleQueue()
         link = CoordinatorLink(
             transport=TcpTransport(), address=self.address, me=Identity("observer", "asking", self.token),
@@ -112,7 +112,7 @@ class Stage(ProcessCluster):
         )  # fmt: skip
         link.start()
         try:
-            link.send(SnapshotWanted())
+            link.send(wanted)
         finally:
             link.close()
 

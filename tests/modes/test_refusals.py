@@ -46,7 +46,7 @@ def _refused(job: CellJob) -> str:
             layout = ModelTensors(torch.nn.Embedding(9, 2, sparse=True, device="meta"), job.config).layout
         if job.has(Feature.BUFFERS):
             layout = ModelTensors(torch.nn.BatchNorm1d(40), job.config).layout
-        asks = {Feature.STOP, Feature.STOP_WHEN} & {*job.features}
+        asks = {Feature.STOP, Feature.STOP_WHEN, Feature.RESCALE} & {*job.features}
         of_script = frozenset({*asks, Feature.RANKS} if asks else ()) & {*job.features}
         return record_of(job.config, layout).refusal_of(terms | of_script)
     except (ConfigError, ModelError) as error:

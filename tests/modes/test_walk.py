@@ -12,10 +12,14 @@ import torch
 
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.modes import TABLE, Bytes, Feature, Holder, ModeName, No
+from rallypoint.core.view import Scale
+from rallypoint.net.messages import SnapshotWanted
+from rallypoint.net.ordering.messages import LearningRate
 from rallypoint.store.export import average_state
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.processes import ProcessCluster
-from rallypoint.testing.reference import average_reference
+from rallypoint.testing.reference import average_reference, train_reference
+from rallypoint.worker.tensors import weights_hash
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import cell_jobs.py by name
 
@@ -152,7 +156,7 @@ def a_snapshot_is_asked_for_and_a_worker_is_killed(walk: Walk) -> None:
     stage.until_held("worker0", "worker1")
     stage.kill("worker1")
     stage.until(lambda: "worker1" not in stage.events("Members")[-1]["workers"], "worker1 is given up")
-    stage.ask_for_a_snapshot()
+    stage.order(SnapshotWanted())
     stage.open()
     stage.until(lambda: any(taken["version"] > 0 for taken in stage.events("Snapshotted")), "a snapshot is taken")
     (walk.home / "gate" / "stored").touch()
@@ -245,8 +249,24 @@ def the_script_stops_the_job_after_a_kill(walk: Walk) -> None:
     assert STOPS_AT < finished["stopped_at"] < walk.job.config.steps
 
 
+def the_rate_is_changed_and_a_worker_is_killed(walk: Walk) -> None:
+    stage = walk.begin()
+    stage.until_held("worker0", "worker1")
+    stage.order(LearningRate(0.5))
+    stage.until(lambda: stage.events("RateScaled") != [], "it is known from which step on the rate changes")
+    stage.kill("worker1")
+    stage.open()
+    (scaled,) = stage.events("RateScaled")
+    assert HELD_AT <= scaled["step"] <= HELD_AT + 1
+    model = Net(walk.job)
+    scales = [Scale(scaled["step"], 0.5, 1)]
+    train_reference(model, dataset(), loss_of, walk.job.config, scales=scales)
+    assert stage.result("worker0") == weights_hash(model)
+
+
 PLAYS: dict[Feature, Callable[[Walk], None]] = {
     Feature.STOP: the_script_stops_the_job_after_a_kill,
+    Feature.RESCALE: the_rate_is_changed_and_a_worker_is_killed,
     Feature.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,
     Feature.REPLICATION: a_server_with_a_backup_is_killed,
     Feature.SNAPSHOTS: everybody_with_the_state_is_killed,

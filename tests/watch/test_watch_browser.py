@@ -120,9 +120,16 @@ def test_the_buttons_pause_the_job_change_its_period_of_snapshots_and_stop_it(
         assert "how often?" in press(tab, "period")
         assert press(tab, "period", "steps=2") == "the operator has snapshots taken every 2 steps"
         opened(tmp_path, STEPS)
+        assert "give a factor" in press(tab, "rate")
+        assert press(tab, "rate", "factor=0.5").startswith("the learning rate is multiplied by 0.5 from step ")
+        tab.until("run.marks.some((mark) => mark.kind === 'rate')")
         assert press(tab, "continue") == "the operator lets the job go on"
         tab.until("run.ended === 'finished'")
         told = [json.loads(line) for line in (tmp_path / "job" / EVENTS).read_text().splitlines()]
+        (scaled,) = [one for one in told if one["type"] == "RateScaled"]
+        assert scaled["step"] >= 5
+        rates = [one["lr"] for one in told if one["type"] == "StepDone" and one["step"] in (0, STEPS - 1)]
+        assert rates[1] == rates[0] / 2
         taken = {one["version"] for one in told if one["type"] == "Snapshotted"}
         assert len(taken - {0, STEPS}) >= 1, "by time none would have been taken"
         assert tab.errors == []

@@ -1,4 +1,4 @@
-"""Orders to a running job: pause, continue, stop, drain, snapshot-every."""
+"""Orders to a running job: pause, continue, stop, drain, snapshot-every, learning-rate."""
 
 from __future__ import annotations
 
@@ -91,3 +91,17 @@ def snapshot_every(
     if steps is None and seconds is None:
         raise UsageError("how often? give --steps or --seconds; --steps 0 is: only at the end and when somebody asks")
     print(order(run, SnapshotEvery(steps or 0, seconds or 0.0)))
+
+
+@app.command("learning-rate", rich_help_panel=RUNNING)
+def learning_rate(run: RunFolder, factor: Annotated[float, typer.Argument(help="Such as 0.5: half of it.")]) -> None:
+    """Multiply the learning rate of a running job, from the next step on that all servers can begin with it.
+
+    It works on top of the schedule, and orders multiply: 0.5 twice is a quarter, 4 then is the schedule's again. It is
+    a part of the job: a roll-back, a resumed run and a replay change it at the same step. With sync=rp.Sync() only.
+
+    Example: [bold]rallypoint learning-rate runs/20260131-235959 0.5[/bold]
+    """
+    from rallypoint.launch.ask import change_rate
+
+    print(change_rate(run, factor))

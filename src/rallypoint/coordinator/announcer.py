@@ -15,6 +15,7 @@ from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, 
 from rallypoint.coordinator.recording.samples import Samples
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.deciding.decisions import reductions_at
+from rallypoint.core.deciding.scales import scale_at
 from rallypoint.core.job import JobRecord
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards, pieces_of
@@ -171,6 +172,7 @@ class Announcer:
         rate = None if config.own_optimizer else rate_at(own.schedule, update, own.steps)
         if rate is not None and config.plateau is not None:
             rate = config.plateau.reduced(rate, reductions_at(self._machine.course.views.reductions, step))
+        rate = None if rate is None else rate * scale_at(self._machine.course.views.scales, done.step)
         return self.announce(msgspec.structs.replace(done, step=step, lr=rate), now)
 
     def _recorded(self, member: str, claim: Fingerprint) -> list[Act]:

@@ -25,6 +25,7 @@ from rallypoint.coordinator.acts import (
 )
 from rallypoint.coordinator.agreement import Agreement
 from rallypoint.coordinator.announcer import Announcer, Told
+from rallypoint.coordinator.awake import AwakeTime
 from rallypoint.coordinator.claims import Claims, Early, claim_of, own_part
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.joining.newcomers import Newcomers, taken
@@ -32,7 +33,6 @@ from rallypoint.coordinator.joining.take_over import TakeOver, late_view, needed
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.coordinator.ordering.orders import Orders
 from rallypoint.coordinator.ordering.sizes import Sizes
-from rallypoint.coordinator.owner import TICKS
 from rallypoint.coordinator.progress import EVALUATED, Evaluations
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
@@ -66,7 +66,6 @@ from rallypoint.observe.lines import Once
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
 # anything. Usually they do within a tenth of a second.
 _RETURN_S, _RETURN = 3.0, 0.5
-_LATE_TICK = 2  # time between two ticks beyond so many tick intervals was a pause of this process
 
 
 class CoordinatorShell:
@@ -98,7 +97,7 @@ class CoordinatorShell:
             self.evaluations.add(self.announcer.config.steps_at(version), figures)
         self._agreement, self._claims, self._newcomers = Agreement(), Claims(), Newcomers.of(terms, now)
         self._sizes, self._orders = Sizes(now), Orders(now)
-        self._terms, self._now, self._ticked, self._awake = terms, now, now, now
+        self._terms, self._now, self._awake = terms, now, AwakeTime(now, now, terms.heartbeat)
         self._written, self._end_at = 0, 0.0
         self._said = Once()
         self._capture: Capture | None = None  # the last snapshot that was asked for
@@ -134,9 +133,9 @@ class CoordinatorShell:
         """Go on from what members know, with the events that waited for it."""
         self._take_over = None
         state = take_over.state()
-        start = self._awake  # who does not come back has been silent since then
+        start = self._awake.seconds  # who does not come back has been silent since then
         acts = self._drive(cluster_events.TookOver(state, take_over.is_complete))
-        for when in (start, self._time_awake()):
+        for when in (start, self._awake.at(self._now)):
             acts += self._drive(cluster_events.Tick(when))
         for event in take_over.waiting:
             acts += self._handle(event)
@@ -158,7 +157,8 @@ class CoordinatorShell:
             case inbox.SnapshotFailed(snapshot=snapshot, reason=reason):
                 return self._drive(cluster_events.SnapshotLost(snapshot, reason))
             case inbox.SnapshotFound():
-                return self._drive(cluster_events.Found(event.snapshot, event.version, event.stop, event.decided))
+                known = (event.stop, event.decided, event.scales)
+                return self._drive(cluster_events.Found(event.snapshot, event.version, *known))
             case inbox.Ended(reason=reason):
                 return self._end(Aborted(reason))
             case inbox.Said(text=text):
@@ -229,7 +229,7 @@ class CoordinatorShell:
                 return acts
             case Report():
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
-                acts += self._drive(cluster_events.Progress(*done, now=self._time_awake()))
+                acts += self._drive(cluster_events.Progress(*done, now=self._awake.at(self._now)))
                 acts += self.announcer.report(message, self._now)
                 current = self.machine.course.is_current(message.generation)
                 if current and (why := self._agreement.difference(hello.id, message)) is not None:
@@ -312,7 +312,10 @@ class CoordinatorShell:
                 return self._publish(view, members)
             case cluster_effects.Assist(worker=worker, step=step, replica=replica):
                 return self._send(Assist(step, replica), worker)
-            case cluster_effects.Say() | cluster_effects.ServerMismatch() | cluster_effects.Hold():
+            case (
+                cluster_effects.Say() | cluster_effects.ServerMismatch() | cluster_effects.Hold()
+                | cluster_effects.RateScaled()
+            ):  # fmt: skip
                 return self._announce(sentence_of(effect))
             case cluster_effects.Note(text=text):
                 return [Log(Say(text))]
@@ -358,7 +361,7 @@ class CoordinatorShell:
         step, course = self.announcer.config.steps_at(version), self.machine.course
         about = self.machine.record, self.evaluations.of(step), "" if course.view is None else course.view.origin
         known = (course.views.stop, course.evaluations.decided_at(version), course.kept)
-        return CommitSnapshot(snapshot, version, step, *about, *known)
+        return CommitSnapshot(snapshot, version, step, *about, *known, scales=course.views.scales)
 
     # ---- time and the end ----
 
@@ -366,14 +369,9 @@ class CoordinatorShell:
         if self.last_word is not None:
             return [Over(failure_of(self.last_word))] if self._now >= self._end_at else []
         acts = [act for newcomer in self._newcomers.allowed(self._now) for act in self._opened(newcomer)]
-        acts += [*self._resized(self._sizes.due(self._now)), *self._drive(cluster_events.Tick(self._time_awake()))]
+        acts += self._resized(self._sizes.due(self._now))
+        acts += self._drive(cluster_events.Tick(self._awake.at(self._now)))
         return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
-
-    def _time_awake(self) -> float:
-        """The time without pauses of this process (stopped, or a slow disk): nobody is silent in those."""
-        self._awake += min(self._now - self._ticked, _LATE_TICK * self._terms.heartbeat / TICKS)
-        self._ticked = self._now
-        return self._awake
 
     def _end(self, word: Finished | Aborted) -> list[Act]:
         if self.last_word is not None:

@@ -82,7 +82,7 @@ class SnapshotKeeper:
         manifest = Manifest(
             id=act.snapshot, version=act.version, record=msgspec.to_builtins(act.record), created=time.time(),
             metrics=dict(act.metrics), compression=self._compression, shards=parts.shards, files=parts.files,
-            stop=act.stop, decided=act.decided,
+            stop=act.stop, decided=act.decided, scales=act.scales,
         )  # fmt: skip
         began = parts.began
         self._tasks.put((f"the manifest of snapshot {manifest.id}", lambda: self._commit(act, manifest, began)))
@@ -151,7 +151,8 @@ class SnapshotKeeper:
         if manifest is None:
             self._put(inbox.SnapshotFound(""))
         else:
-            self._put(inbox.SnapshotFound(manifest.id, manifest.version, manifest.stop, manifest.decided))
+            known = (manifest.stop, manifest.decided, manifest.scales)
+            self._put(inbox.SnapshotFound(manifest.id, manifest.version, *known))
 
 
 def _sentence(error: Exception) -> str:

@@ -16,9 +16,10 @@ from rallypoint.net.handshake import Identity
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Members, Message, Resize, Snapshotted, SnapshotWanted
-from rallypoint.net.ordering.messages import AnyOrder, Ordered
+from rallypoint.net.ordering.messages import AnyOrder, LearningRate, Ordered, RateScaled
 
 _PATIENCE_S, _ORDER_S = 600.0, 30.0
+_LEAST, _MOST = 1e-9, 1e9  # factors
 
 Answers = queue.SimpleQueue[Message | RallypointError]
 
@@ -74,13 +75,34 @@ def order(run: Path, wanted: AnyOrder) -> str:
     Raises DataError when nothing runs there, UsageError when the coordinator refuses.
     """
     with _asking(run, "order") as (link, answers):
-        link.send(wanted)
-        while True:
-            answer = _next(answers, "no answer", _ORDER_S)
-            if isinstance(answer, Ordered) and answer.kind == type(wanted).__name__:
-                if answer.refused:
-                    raise UsageError(answer.text)
-                return answer.text
+        return _ordered(link, answers, wanted)
+
+
+def change_rate(run: Path, factor: float) -> str:
+    """Let the run in this folder multiply its learning rate. Returns a sentence that says from which step on.
+
+    Raises DataError when nothing runs there, UsageError for a factor that cannot be and when the coordinator refuses.
+    """
+    if not _LEAST <= factor <= _MOST:
+        raise UsageError(f"by what? give a factor from {_LEAST:g} to {_MOST:g}, such as 0.5")
+    with _asking(run, "order") as (link, answers):
+        said = _ordered(link, answers, LearningRate(factor))
+        try:
+            while not isinstance(answer := _next(answers, "no answer", _ORDER_S), RateScaled):
+                pass
+        except LinkError:  # a server is silent, or the coordinator is killed: the order stands
+            return f"{said}, from the step on that the run will say"
+        return answer.text
+
+
+def _ordered(link: CoordinatorLink, answers: Answers, wanted: AnyOrder) -> str:
+    link.send(wanted)
+    while True:
+        answer = _next(answers, "no answer", _ORDER_S)
+        if isinstance(answer, Ordered) and answer.kind == type(wanted).__name__:
+            if answer.refused:
+                raise UsageError(answer.text)
+            return answer.text
 
 
 def _missing(now: Members, workers: int, servers: int) -> str:

@@ -37,7 +37,7 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import Drain, Ordered
+from rallypoint.net.ordering.messages import Drain, Ordered, RateScaled
 from rallypoint.observe.lines import Once
 from rallypoint.observe.unhurried import Unhurried
 from rallypoint.store.manifest import age
@@ -149,7 +149,8 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case Say(text=text) | Waiting(text=text) | ServerMismatch(text=text) | Ordered(text=text, refused=False):
+            case (Say(text=text) | Waiting(text=text) | ServerMismatch(text=text) | RateScaled(text=text)
+                  | Ordered(text=text, refused=False)):  # fmt: skip
                 self.say(escape(text))
             case Held(text=text):
                 self.holding = True

@@ -22,7 +22,7 @@ from rallypoint.net.greetings import Challenge as Challenge
 from rallypoint.net.greetings import Hello as Hello
 from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
-from rallypoint.net.ordering.messages import Drain, Ordered, Pause, SnapshotEvery, StopWanted
+from rallypoint.net.ordering.messages import OfOrders
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.observe.lines import printable
@@ -358,7 +358,7 @@ Message = (
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
     Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
-    AuditFound | OfAudits | Sampled | Pause | StopWanted | Drain | SnapshotEvery | Ordered
+    AuditFound | OfAudits | Sampled | OfOrders
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -24,15 +24,16 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=10_000)]
 
 class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One press of a button. `member` is for ``drain``, `reason` for ``stop``, numbers (0: keep it) for ``resize``,
-    `steps` and `seconds` (0: not by that) for ``period``."""
+    `steps` and `seconds` (0: not by that) for ``period``, `factor` for ``rate``."""
 
-    order: Literal["snapshot", "pause", "continue", "stop", "drain", "resize", "period"]
+    order: Literal["snapshot", "pause", "continue", "stop", "drain", "resize", "period", "rate"]
     member: Name = ""
     reason: Name = ""
     workers: _Number = 0
     servers: _Number = 0
     steps: Count = 0
     seconds: Seconds = 0.0
+    factor: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
 
 
 _wishes = msgspec.json.Decoder(Wish)

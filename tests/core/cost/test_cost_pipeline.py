@@ -8,7 +8,7 @@ import pytest
 from rallypoint.core.cost.bundles import bundles_of, split
 from rallypoint.core.cost.closed import servers_seconds
 from rallypoint.core.cost.pipeline import step_cost
-from rallypoint.core.cost.site import ACKNOWLEDGED, PAYLOAD, Servers, Site, Speeds, Workers
+from rallypoint.core.cost.site import ACKNOWLEDGED, PACED, PAYLOAD, UNEVEN, Servers, Site, Speeds, Workers
 from rallypoint.core.cost.workload import Layer, Workload, layers_of, transformer
 
 MBIT = 1e6 / 8
@@ -21,9 +21,9 @@ def site(workers: int, servers: int, mbit: float, **more: object) -> Site:
     return Site(workers=(Workers(workers, rate),), servers=(Servers(servers, rate),), **more)  # type: ignore[arg-type]
 
 
-def gpt(mbit: float, ratio: float, *, kib: int = 1024, clip: bool = False) -> Workload:
+def gpt(mbit: float, ratio: float, *, kib: int = 1024, clip: bool = False, width: int = 512) -> Workload:
     """The GPT of `benchmarks/train.py`, whose blocks sleep for `ratio` times K/B."""
-    width, block = 512, 8
+    block = 8
     sizes = [(256 + block) * width, *([4 * width**2 + 6 * width, 8 * width**2 + 7 * width] * 6)]
     seconds = ratio * 4 * sum(sizes) / (mbit * MBIT)
     return Workload(
@@ -184,7 +184,7 @@ def test_a_large_model_is_moved_in_few_bundles_and_costs_the_same() -> None:
 def test_one_synchronisation_takes_what_was_measured(workers: int, mbit: float, kib: int, seconds: float) -> None:
     """docs/performance.md, "One synchronisation": K = 100 MB. The third had `in_flight_bytes`: flows are even."""
     work = Workload(layers=(Layer(25_000_000),), shard_bytes=kib << 10)
-    uneven = 0.0 if workers == 8 else 0.35
+    uneven = 0.0 if workers == 8 else UNEVEN
     got = step_cost(work, site(workers, workers, mbit, queue=NETLAB_QUEUE, uneven=uneven)).seconds
     assert got == pytest.approx(seconds, rel=0.04)
 
@@ -197,3 +197,13 @@ def test_a_step_beside_an_accelerator_takes_what_was_measured(mbit: float, kib: 
     Gbit/s is left out, because there the two cores are what binds."""
     got = step_cost(gpt(mbit, 1.0, kib=kib), site(4, 4, mbit, queue=NETLAB_QUEUE)).seconds
     assert got == pytest.approx(seconds, rel=0.1)
+
+
+def test_pacing_makes_a_step_shorter_by_what_was_measured() -> None:
+    """The same page: 62.5 Mbit/s, width 256, shards of 256 KiB, 4.16 s without and 3.59 with `--pace 60.5`.
+    `UNEVEN` was chosen with the first one in sight; the second does not depend on it."""
+    work = gpt(62.5, 1.0, kib=256, width=256)
+    plain = step_cost(work, site(4, 4, 62.5, queue=NETLAB_QUEUE)).seconds
+    paced = step_cost(work, site(4, 4, PACED * 62.5, queue=NETLAB_QUEUE, uneven=0.0)).seconds
+    assert plain == pytest.approx(4.16, rel=0.05)
+    assert paced == pytest.approx(3.59, rel=0.05)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.ordering.pause import may_pause
+from rallypoint.core.cluster.ordering.rate import may_rescale
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.terms import SnapshotPeriod
 from rallypoint.core.modes import Feature
 from rallypoint.net.messages import Message
-from rallypoint.net.ordering.messages import Drain, Order, Ordered, Pause, SnapshotEvery, StopWanted
+from rallypoint.net.ordering.messages import Drain, LearningRate, Order, Ordered, Pause, SnapshotEvery, StopWanted
 from rallypoint.observe.lines import Allowance
 
 _BURST, _EVERY_S = 16, 2.0  # orders that are followed at once; then one in so many seconds
@@ -47,6 +48,11 @@ class Orders:
                 return self._drain(order, course, member)
             case SnapshotEvery():
                 return self._period(order, course)
+            case LearningRate(factor=factor):
+                if why := may_rescale(course, factor):
+                    return _refused(order, why)
+                said = f"the operator multiplies the learning rate by {factor:g}"
+                return Answer([events.Rescaled(factor)], news=[_ordered(order, said)])
             case _:
                 return _refused(order, "nobody here knows that order")
 

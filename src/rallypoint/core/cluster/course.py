@@ -9,6 +9,7 @@ import msgspec
 from rallypoint.core.audits.suspects import Suspects
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
 from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
+from rallypoint.core.cluster.events import RateAwaited
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.recovery import Recovery
 from rallypoint.core.cluster.state import ClusterState, Failing, Phase
@@ -41,6 +42,7 @@ class Course:
         members: the workers and servers that are here.
         evaluating: the workers that evaluate now, after their beats.
         evaluations: the script's evaluations, and their results.
+        awaiting_rate: what servers have said of an order that changes the learning rate (`ordering.rate`), by server.
         ordered_period: how often an operator wants snapshots; None: as the terms say.
         suspects: the servers that audits have found something about.
         record: the job's record; None before a worker has proposed one.
@@ -62,6 +64,7 @@ class Course:
     members: Membership = field(default_factory=Membership)
     evaluating: set[str] = field(default_factory=set)
     evaluations: EvaluationLedger = field(default_factory=EvaluationLedger)
+    awaiting_rate: dict[str, RateAwaited] = field(default_factory=dict)
     ordered_period: SnapshotPeriod | None = None
     suspects: Suspects = field(default_factory=Suspects)
     record: JobRecord | None = None
@@ -156,6 +159,8 @@ class Course:
             stops=evaluations.stops,
             ordered_period=self.ordered_period,
             goes_on=self.view is not None and self.view.paused is not None and self.views.paused is None,
+            rescale=self.views.rescale,
+            scales=self.views.scales,
         )
 
     def dismiss_aggregators(self) -> list[Effect]:

@@ -99,6 +99,16 @@ class ServerMismatch:
 
 
 @dataclass(frozen=True, slots=True)
+class RateScaled:
+    """Tell the observers that the learning rate changes, and when: see `net.ordering.messages.RateScaled`."""
+
+    text: str
+    step: int
+    factor: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """Write a sentence into the event log only."""
 
@@ -131,5 +141,5 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 Effect = (
     Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | ServerMismatch
-    | Note | Hold | Finish | Abort
+    | RateScaled | Note | Hold | Finish | Abort
 )  # fmt: skip

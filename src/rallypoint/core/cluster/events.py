@@ -9,7 +9,7 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import SnapshotPeriod
 from rallypoint.core.deciding.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import Member, Stop, ViewNumber
+from rallypoint.core.view import Member, Scale, Stop, ViewNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +265,22 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
+class Rescaled:
+    """The operator multiplies the learning rate by `factor`, from a version on that the servers settle."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class RateAwaited:
+    """Under view `number`, no shard that is primary on `server` is updated from version `at` on."""
+
+    server: str
+    number: ViewNumber
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotsEvery:
     """From now on snapshots are taken with this period, as the operator has ordered."""
 
@@ -310,19 +326,22 @@ class Committed:
 class Found:
     """The answer to `FindSnapshot`: the newest usable snapshot; "" if there is none.
 
-    It knows the job's early end, and what was decided from evaluations of versions up to it.
+    It knows the job's early end, what was decided from evaluations of versions up to it, and the operator's factors on
+    the learning rate.
     """
 
     snapshot: str
     version: int = -1
     stop: Stop | None = None
     decided: Decided = field(default_factory=Decided)
+    scales: tuple[Scale, ...] = ()
 
 
 Event = (
     Joined | Proposed | Progress | Applied | CaughtUp | Disproved | StateChanged | Leaving | Done | Left | Unlinked
     | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
-    | Outrun | Released | Paused | SnapshotsEvery | Stopped | Evaluates | Evaluated | NotKept | AuditFound
+    | Outrun | Released | Paused | Rescaled | RateAwaited | SnapshotsEvery | Stopped | Evaluates | Evaluated | NotKept
+    | AuditFound
 )  # fmt: skip
 
 OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time

@@ -6,6 +6,7 @@ Pure: events go in (`core.cluster.events`), effects come out (`core.cluster.effe
     membership  the workers and servers that are here
     succession  which view follows the one in force
     snapshots   when to take a snapshot
+    ordering    what an operator orders
     completion  the end of a job that goes well; ending: the last snapshot of one that fails
     assigner    which worker computes which replicas
 
@@ -29,7 +30,7 @@ from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.health.waiting import waiting_for
 from rallypoint.core.cluster.invariants import check_course
-from rallypoint.core.cluster.ordering.pause import pause
+from rallypoint.core.cluster.ordering.orders import Ordering
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
@@ -37,6 +38,7 @@ from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
+from rallypoint.core.deciding.scales import merged
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.view import Member, View
 
@@ -61,6 +63,7 @@ class ClusterMachine:
     _ending: LastSnapshot = field(init=False)
     _succession: Succession = field(init=False)
     _completion: Completion = field(init=False)
+    _ordering: Ordering = field(init=False)
     _deciding: Deciding = field(init=False)
     _auditing: Auditing = field(init=False)
     _silence: Silence = field(init=False)
@@ -76,6 +79,7 @@ class ClusterMachine:
         self._ending = LastSnapshot(self.course, self._snapshots)
         self._succession = Succession(self.course, self._snapshots, self._assigner)
         self._completion = Completion(self.course, self._snapshots, self._succession)
+        self._ordering = Ordering(self.course, self._succession)
         self._deciding = Deciding(self.course, self._completion)
         self._auditing = Auditing(self.course, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
@@ -84,6 +88,7 @@ class ClusterMachine:
             self.course.describe(self.resume.record)
             self.course.furthest, self.course.begun = self.resume.version - 1, True
             self.course.views.stop, self.course.evaluations.decided = self.resume.stop, self.resume.decided
+            self.course.views.scales = self.resume.scales
             self._snapshots.duty.last = (self.resume.version, 0.0)
         if self.recovered is not None:
             self._recover(self.recovered)
@@ -92,8 +97,9 @@ class ClusterMachine:
         course = self.course
         course.members.incarnations = state.incarnations
         course.changed()
-        if self.resume is not None:
-            return  # a resumed job has new members; only the incarnations count on
+        if self.resume is not None:  # a resumed job has new members; the incarnations count on, and what was ordered
+            course.views.rescale, course.views.scales = state.rescale, merged(state.scales, course.views.scales)
+            return
         # Without a record, all members had left before anything was computed: do not use their view.
         view = state.view if state.record is not None else None
         course.views.go_on_from(view, state.caught_up, goes_on=state.goes_on)
@@ -180,7 +186,7 @@ class ClusterMachine:
         course = self.course
         if course.phase is Phase.OVER:
             return [Refuse(event.member.id, "the job is over")] if isinstance(event, events.Joined) else []
-        if course.phase is Phase.FAILING:
+        if course.phase is Phase.FAILING and not isinstance(event, events.RateAwaited):
             return self._ending.handle(event)
         match event:
             case events.Heard(member=member) | events.Beat(member=member):
@@ -211,12 +217,8 @@ class ClusterMachine:
                 return self._completion.handle(event)
             case events.Evaluates() | events.Evaluated() | events.NotKept():
                 return self._deciding.handle(event, self._left)
-            case events.Resized(workers=workers):
-                course.workers_max = max(1, workers)
-                course.changed()
-                return self._succession.advance()
-            case events.Paused(on=on):
-                return self._succession.advance() if pause(course, on=on) else []
+            case events.Resized() | events.Paused() | events.Rescaled() | events.RateAwaited():
+                return self._ordering.handle(event)
             case events.Failed():
                 return self._failed(event)
             case events.Left(member=member, reason=reason):

@@ -11,7 +11,7 @@ from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
 from rallypoint.core.deciding.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import Stop, View
+from rallypoint.core.view import Scale, Stop, View
 
 
 class Phase(enum.Enum):
@@ -53,7 +53,7 @@ class Resumed(msgspec.Struct, frozen=True):
     """A job begins with the `snapshot` of an earlier run, of this `version`, and with this `record`.
 
     `stop`: the job's early end, if that run's script had said it before the snapshot was complete. `decided`: what was
-    decided from evaluations of versions up to this one.
+    decided from evaluations of versions up to this one. `scales`: the operator's factors on the learning rate.
     """
 
     record: JobRecord
@@ -61,6 +61,7 @@ class Resumed(msgspec.Struct, frozen=True):
     version: int
     stop: Stop | None = None
     decided: Decided = Decided()
+    scales: tuple[Scale, ...] = ()
 
 
 class ClusterState(msgspec.Struct, frozen=True):
@@ -85,6 +86,8 @@ class ClusterState(msgspec.Struct, frozen=True):
     stops: tuple[StopWhen, ...] = ()
     ordered_period: SnapshotPeriod | None = None
     goes_on: bool = False  # the operator lets the job go on, and the view does not say so yet
+    rescale: float | None = None
+    scales: tuple[Scale, ...] = ()
 
 
 def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, servers: int) -> str | None:

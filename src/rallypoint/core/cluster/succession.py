@@ -12,10 +12,12 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
 from rallypoint.core.cluster.evaluating.leases import lease_noted, rolled_back, wanted_lease, wanted_limit
+from rallypoint.core.cluster.ordering.rate import settled
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.view_change import says_nothing_new
+from rallypoint.core.deciding.scales import merged
 from rallypoint.core.view import Assignment, View, ViewNumber
 
 
@@ -80,6 +82,11 @@ class Succession:
             return []
         course.changed()
         return self.advance()
+
+    def rescaled(self) -> list[Effect]:
+        """Publish what is known of the learning rate by now, also of a job that fails: its last step may wait for it.
+        """
+        return self._publish(self.course.views.rescaled(), abandon=False)
 
     # ---- assignments ----
 
@@ -170,6 +177,7 @@ class Succession:
         course.phase = Phase.RUNNING
         course.furthest = event.version - 1
         course.views.stop = course.views.stop or event.stop  # the journal may have had no room for it
+        course.views.scales = merged(course.views.scales, event.scales)
         course.evaluations.go_back_to(event.decided)
         self.snapshots.duty.last = (event.version, course.now)
         said = Say(f"going on from snapshot {event.snapshot}: version {event.version}")
@@ -196,11 +204,12 @@ class Succession:
         writers = course.recovery.first_writers(first, list(course.members.servers))
         fresh = origin == "" and uploader == "" and course.terms.snapshots
         capture = self.snapshots.capture(0, writers) if fresh else []
+        said = settled(course, course.furthest + 1)  # no update of this generation is made yet
         # Do not start from the old assignment: all replicas are computed again in any case.
         view = course.views.first(
             course.record.layout.shards, course.members, self._assignments(None), uploader=first, origin=origin
         )
-        return [*self._publish(msgspec.structs.replace(view, ending=ending), abandon=False), *capture]
+        return [*self._publish(msgspec.structs.replace(view, ending=ending), abandon=False), *said, *capture]
 
     def _publish(self, view: View, *, abandon: bool) -> list[Effect]:
         course = self.course

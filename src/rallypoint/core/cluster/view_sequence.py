@@ -20,7 +20,7 @@ from rallypoint.core.cluster.view_change import (
     surviving_primaries,
 )
 from rallypoint.core.layout import Shard
-from rallypoint.core.view import Assignment, Dispute, Lease, Member, Stop, View, ViewNumber
+from rallypoint.core.view import Assignment, Dispute, Lease, Member, Scale, Stop, View, ViewNumber
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class ViewSequence:
         lease: the evaluation lease that the next view of this generation has.
         limit, reductions: what is decided from evaluations: see `View`. The first view of a generation has no limit
             yet: workers wait for the next one.
-        paused: see `View`.
+        paused, rescale, scales: see `View`. The first view of a generation has no `rescale`: see `ordering.rate`.
         disputes: those that the next view of this generation has.
     """
 
@@ -53,6 +53,8 @@ class ViewSequence:
     limit: int | None = None
     reductions: tuple[int, ...] = ()
     paused: int | None = None
+    rescale: float | None = None
+    scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     _last: ViewNumber = field(default_factory=ViewNumber)
 
@@ -72,6 +74,7 @@ class ViewSequence:
         self.stop, self.lease, self.limit = (None, None, None) if view is None else (view.stop, view.lease, view.limit)
         self.reductions, self.disputes = ((), ()) if view is None else (view.reductions, view.disputes)
         self.paused = None if view is None or goes_on else view.paused
+        self.rescale, self.scales = (None, ()) if view is None else (view.rescale, view.scales)
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
@@ -87,7 +90,8 @@ class ViewSequence:
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader, stop=self.stop,
-            reductions=self.reductions, paused=self.paused, **self._aggregation(members, assignments),
+            reductions=self.reductions, paused=self.paused, scales=self.scales,
+            **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, None)
 
@@ -108,7 +112,8 @@ class ViewSequence:
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
             stop=self.stop, lease=self.lease, limit=self.limit, reductions=self.reductions,
-            disputes=self.disputes, paused=self.paused, **self._aggregation(members, assignments),
+            disputes=self.disputes, paused=self.paused, rescale=self.rescale, scales=self.scales,
+            **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, before)
 
@@ -122,6 +127,13 @@ class ViewSequence:
         more = {**self.view.contributors, worker: tuple(sorted((*own, replica)))}
         view = msgspec.structs.replace(self.view, number=self._next_number(), contributors=more)
         return msgspec.structs.replace(view, contributors=contributors(view, view), gaps=self._gaps(self.view))
+
+    def rescaled(self) -> View:
+        """Make the view in force once more, with what is known of the learning rate by now."""
+        assert self.view is not None
+        return msgspec.structs.replace(
+            self.view, number=self._next_number(), gaps=self._gaps(self.view), rescale=self.rescale, scales=self.scales
+        )
 
     def _gaps(self, before: View) -> tuple[tuple[ViewNumber, ViewNumber], ...]:
         """The gaps in the history of the view that follows `before`."""

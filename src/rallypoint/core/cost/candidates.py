@@ -11,7 +11,7 @@ from rallypoint.core.cost.failures import NEVER, daly_period, elastic_goodput, g
 from rallypoint.core.cost.memory import Memory, ddp_memory, fsdp_memory, servers_memory
 from rallypoint.core.cost.peers import Ring, ddp_cost, fsdp_cost
 from rallypoint.core.cost.pipeline import StepCost, step_cost
-from rallypoint.core.cost.site import UNEVEN, Servers, Site, Speeds, Workers
+from rallypoint.core.cost.site import PACED, UNEVEN, Servers, Site, Speeds, Workers
 from rallypoint.core.cost.workload import Workload
 
 _STATE = 12  # bytes of a parameter in a snapshot: the value and AdamW's moments
@@ -35,6 +35,8 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
         restart: seconds until a job without servers trains again after a failure.
         gpu_price, server_price: of an hour of one device, and of one server.
         slowness: how many times slower than the others the slowest device is.
+        paced: the job sets `pace_mbit`, a little below the links' rate.
+        uneven, queue, speeds: see `core.cost.site`.
     """
 
     gpus: int
@@ -50,6 +52,7 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
     gpu_price: float = 0.0
     server_price: float = 0.0
     slowness: float = 1.0
+    paced: bool = False
     uneven: float = UNEVEN
     queue: float = 0.0
     speeds: Speeds = Speeds()
@@ -115,8 +118,8 @@ def candidates_for(
     found: list[Candidate] = []
     for encoding in (Encoding("raw", 4.0, 4.0, True), *encodings):
         sent = msgspec.structs.replace(workload, up=encoding.up, down=encoding.down)
-        if encoding.cast and workload.steps == 1:
-            found += _peers(sent, machines, encoding, replicas)
+        if encoding.cast:  # which synchronise at every step
+            found += _peers(msgspec.structs.replace(sent, steps=1), machines, encoding, replicas)
         found += [
             _ours(sent, machines, encoding, site, words)
             for site, words in _sites(machines, replicas)
@@ -131,9 +134,12 @@ def _sites(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
     counts = machines.servers or tuple(sorted({max(1, round(part * matching)) for part in _PARTS}))
     several = machines.per_host > 1
     workers = machines.workers(grouped=several, replicas=replicas)
+    if machines.paced:
+        workers, server_rate = msgspec.structs.replace(workers, rate=PACED * workers.rate), PACED * server_rate
     inside = " (ranks of a host are one worker)" if several else ""
     plain = Site(
-        workers=(workers,), servers=(), uneven=machines.uneven, queue=machines.queue, speeds=machines.speeds,
+        workers=(workers,), servers=(), uneven=0.0 if machines.paced else machines.uneven, queue=machines.queue,
+        speeds=machines.speeds,
     )  # fmt: skip
     for replication in (1, 2) if machines.mtbf < NEVER else (1,):
         for count in counts:
@@ -152,7 +158,7 @@ def _sites(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
                 site = msgspec.structs.replace(base, aggregators=True, aggregator_rate=nearby)
                 yield site, f"{inside} and an aggregator a rack"
         if machines.hosts >= max(2, replication) and not machines.rack:
-            own = (Servers(machines.hosts, machines.rate),)
+            own = (Servers(machines.hosts, workers.rate),)
             beside = msgspec.structs.replace(plain, servers=own, beside=True, replication=replication)
             yield beside, f"{inside} on the workers' hosts"
 

@@ -8,8 +8,10 @@ import msgspec
 
 PAYLOAD = 1 / 1.046  # of Ethernet's rate at an MTU of 1500 bytes: headers take the rest
 ACKNOWLEDGED = 1.015  # where both directions carry data, acknowledgements of one take so much of the other
-UNEVEN = 0.35  # how far connections that share a link are from equal parts of it: 0.65 and 1.35 of them
+UNEVEN = 0.4  # how far connections that share a link are from equal parts of it: 0.6 and 1.4 of them
+PACED = 0.97  # of a link's rate, where connections are paced (`pace_mbit`): then their parts are equal
 AGGREGATOR_RATE = 2.5e9  # bytes a second between processes of one machine, a direction (this machine's loopback: 1.7)
+ON_CPU = 1.8e-10  # fused AdamW on one thread, seconds a byte (188 us for 1 MiB, docs/performance.md)
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,14 +20,15 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         add: seconds that a server's core takes to add a byte of a contribution to a sum (158 us for 1 MiB).
         apply: seconds that it takes to update a byte of parameters (fp32): AdamW, `foreach`.
-        step: the same of a worker's own optimizer, under DDP and FSDP.
+        step: the same of a worker's own optimizer, under DDP and FSDP: on a GPU 28 bytes of memory traffic for each
+            parameter at 2 TB/s; ON_CPU where workers compute on processors.
         latency: seconds from the last byte of a message sent to its use at the other end: half a round trip, threads
             that wake up.
     """
 
     add: float = 1.5e-10
     apply: float = 5.2e-10
-    step: float = 1.8e-10
+    step: float = 3.5e-12
     latency: float = 0.5e-3
 
 

@@ -10,6 +10,7 @@ from rallypoint.core.cost.candidates import Candidate
 from rallypoint.core.cost.failures import NEVER
 
 MARGIN = 1.03  # a lead that is smaller is not one: what nobody has to change is better
+_MOST = 100  # of a ratio that is told
 _CLOSE = 1.02  # among servers, fewer of them are preferred when they come so near to the best
 
 
@@ -41,7 +42,8 @@ def verdict_of(candidates: Sequence[Candidate]) -> Verdict:
     ratio = key(peers) / key(ours)
     if ratio >= MARGIN:
         lead = "times as cheap as" if priced else "times as fast as"
-        beside = f"{ratio:.2f} {lead} {called(peers)} ({_says(peers, priced)})"
+        times = f"{ratio:.2f}" if ratio < _MOST else f"more than {_MOST}"
+        beside = f"{times} {lead} {called(peers)} ({_says(peers, priced)})"
         return Verdict(ours, peers, f"use {called(ours)}: {_says(ours, priced)}, {beside}{_hint(ours)}")
     waits = peers.step.waited / peers.step.seconds
     reason = f": computing hides all but {waits:.0%} of its step" if waits < 0.1 else ""

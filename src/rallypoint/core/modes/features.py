@@ -10,7 +10,7 @@ class Feature(enum.Enum):
 
     A job's features come from its configuration, its model, the terms of its cluster and its script. A feature that
     only the script decides cannot be refused before the script runs: `EVALUATION` works in every mode, and `STOP` and
-    `STOP_WHEN` are refused when the script asks for it.
+    `STOP_WHEN` are refused when the script asks for it. What an operator orders is refused then.
     """
 
     # the configuration
@@ -55,6 +55,8 @@ class Feature(enum.Enum):
     AGGREGATORS = "--aggregators"
     RANKS = "--ranks (a worker that is a group of ranks)"
     BY_SPEED = "assignment by speed"
+    # the operator
+    RESCALE = "rallypoint learning-rate"
     # the script
     EVALUATION = "run.every"
     STOP = "run.stop or break"

@@ -251,6 +251,16 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             _M.STAGGERED: _STAYS,
         },
     ),
+    _F.RESCALE: _row(
+        No(
+            "it counts from a version on that all replicas compute from, and that servers make of a whole step; use "
+            "sync=rp.Sync() without a quorum, or give the schedule before the start"
+        ),
+        {
+            _M.SYNC: YES,
+            _M.ALL_REDUCE: No("workers step: use own_schedule=, or sync=rp.Sync()"),
+        },
+    ),
     _F.EVALUATION: _row(),
     _F.STOP: _row(
         YES,
@@ -324,6 +334,7 @@ CONFLICTS = (
     }.items()),
     *(Conflict(_F.ALTERNATE, other, f"{why}, or leave alternate out") for other, why in {
         _F.PLATEAU: "its reductions count steps, and each model counts its own updates; use a schedule",
+        _F.RESCALE: "it counts from a step on, and each model counts its own updates; use a schedule",
         _F.HOLD: "the last version of a model that the last step does not update would stay rounded; use fp32",
         _F.DOWN: "the last version of each model goes raw, and which one that is depends on where the job ends; use "
                  "down=rp.codec.Raw()",

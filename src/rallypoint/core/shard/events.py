@@ -8,6 +8,7 @@ from rallypoint.core.sums.tree import Block
 
 Ticket = int  # names a payload; the shell maps it to a buffer
 EVERYTHING = -1  # in place of a replica: the follower wants the last version of the job
+NEVER = 1 << 62  # no version is so high
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,11 @@ class FillBackup:
 
 
 @dataclass(frozen=True, slots=True)
+class GoOn:
+    """An update that has waited for its learning rate may be made."""
+
+
+@dataclass(frozen=True, slots=True)
 class CaptureAt:
     """A snapshot needs the shard's state at `version`."""
 
@@ -142,5 +148,5 @@ class CaptureAt:
 
 Event = (
     Initialise | Contribute | Want | Unfollowed | Fold | Decide | Loaded | Replicated | Chosen | Acked | Assigned
-    | FillBackup | CaptureAt
+    | FillBackup | CaptureAt | GoOn
 )  # fmt: skip

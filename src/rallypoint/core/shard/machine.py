@@ -81,6 +81,7 @@ class ShardMachine:
     pinned: int = -1  # the version whose evaluation is leased: it is kept, whatever its age
     first: int = 0  # the version that was loaded here: none before it may be kept
     awaiting: bool = False  # the sum is finished and waits for the decision
+    waits_at: int = events.NEVER  # an update of this version or a later one waits for its rate: see `ordering.hold`
     chosen: tuple[int, ...] = ()  # the round in progress takes these, as an earlier primary had chosen; empty: any
     clocks: Clocks = field(default_factory=Clocks)  # none under an aligned policy
     tally: Tally = field(default_factory=Tally)
@@ -148,8 +149,9 @@ class ShardMachine:
             case events.FillBackup():
                 return self._fill()
             case events.CaptureAt(version=version):
-                any_version = bool(self.clocks)  # no version is common to all shards
-                return [*self._capture.ask(version, self.version, primary=self.primary, any_version=any_version)]
+                return [*self._capture.ask(version, self.version, primary=self.primary, any_version=bool(self.clocks))]
+            case events.GoOn():
+                return self._finish_when_complete()
 
     # ---- the primary: contributions ----
 
@@ -205,7 +207,7 @@ class ShardMachine:
         return effects
 
     def _finish_when_complete(self) -> list[Effect]:
-        if not self._sum.added or self.awaiting or self._choice.pending:
+        if not self._sum.added or self.awaiting or self._choice.pending or self.version >= self.waits_at:
             return []
         bad = self._sum.losses or self._sum.gradients
         alone = self.clocks and (self.replication.replicating or (self.skips and bad))

@@ -19,6 +19,8 @@ from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, Tell, Verdict
 from rallypoint.core.shard.machine import ShardMachine, summed
+from rallypoint.core.shard.ordering.hold import RateAwaited as RateAwaited
+from rallypoint.core.shard.ordering.hold import RateHold
 from rallypoint.core.view import View, ViewNumber
 
 FILLS_AT_ONCE = 2  # whole states in transit to backups at a time: limits their share of bandwidth and memory
@@ -47,6 +49,11 @@ class Plan:
     def rounds_of(self, index: int) -> int:
         """The shard's own version at the end of the job."""
         return self.rounds if self.cadence.together else self.cadence.updates(index)
+
+    def clip(self, generation: ViewNumber) -> ClipMachine | None:
+        """A new machine for what all servers decide together in this generation; None if they decide nothing."""
+        decided = sorted(self.decides)
+        return ClipMachine(decided, frozenset(), self.rule, generation, self.cadence) if decided else None
 
     def machine(self, index: int, *, primary: bool) -> ShardMachine:
         """A new machine for the shard."""
@@ -111,7 +118,7 @@ class On:
     effect: shard_effects.Effect
 
 
-Effect = Own | Disown | Restore | Report | Disproved | On | Tell | Verdict
+Effect = Own | Disown | Restore | Report | Disproved | On | Tell | Verdict | RateAwaited
 
 
 @dataclass(slots=True)
@@ -128,6 +135,7 @@ class ServerMachine:
     _filling: set[int] = field(default_factory=set)
     _linked: set[str] = field(default_factory=set)
     _refused: Verdict | None = None  # the verdict that stops the job
+    _rates: RateHold = field(default_factory=RateHold)
 
     def machine(self, index: int) -> ShardMachine | None:
         """The shard's machine; None if this server does not hold the shard."""
@@ -141,13 +149,11 @@ class ServerMachine:
     @property
     def caught_up(self) -> dict[int, ViewNumber]:
         """The shards whose backup may be promoted, and for each the view that paired it with this server."""
-        machines = sorted(self._machines.items())
-        return {index: self._backups[index][1] for index, machine in machines if machine.replication.caught_up}
+        return {i: self._backups[i][1] for i, one in sorted(self._machines.items()) if one.replication.caught_up}
 
     def is_primary(self, index: int) -> bool:
         """Is this server the shard's primary?"""
-        machine = self._machines.get(index)
-        return machine is not None and machine.primary
+        return (machine := self._machines.get(index)) is not None and machine.primary
 
     def takes_from(self, index: int, sender: str) -> bool:
         """Is `sender` the shard's primary and this server its backup, in the current view? (I10)"""
@@ -234,8 +240,8 @@ class ServerMachine:
         return [*effects]
 
     def report_again(self) -> list[Effect]:
-        """The verdict that stops the job, if there is one: a coordinator that was restarted may not know it."""
-        return [] if self._refused is None else [Report(self._refused)]
+        """What a coordinator that was restarted may not know: the verdict that stops the job, which updates wait."""
+        return [*([] if self._refused is None else [Report(self._refused)]), *self._rates.again()]
 
     def decided(self, verdict: Verdict) -> list[Effect]:
         """Apply a verdict to every shard that waits for it.
@@ -270,6 +276,13 @@ class ServerMachine:
         """Adopt a view, if it is newer than the current one."""
         if self.view is not None and view.number <= self.view.number:
             return []
+        effects = self._adopt(view)
+        effects += [e for i in self._rates.adopt(view, self._machines) for e in self.handle(i, shard_events.GoOn())]
+        return [*effects, *self._rates.again()]
+
+    # ---- views ----
+
+    def _adopt(self, view: View) -> list[Effect]:
         before, self.view = self.view, view
         stayed = {(member.id, member.incarnation) for member in before.servers} if before is not None else set()
         self._linked &= {member.id for member in view.servers if (member.id, member.incarnation) in stayed}
@@ -284,14 +297,12 @@ class ServerMachine:
             effects += self._assign(index, view)
         return [*effects, *self._share(view), *self._fill_some(self.held)]
 
-    # ---- views ----
-
     def _new_generation(self, view: View, *, restore: bool) -> list[Effect]:
         """Release everything: after a roll-back, or because the coordinator had given this server up."""
         effects: list[Effect] = [self._disown(index) for index in sorted(self._machines)]
         self._filling.clear()
         self._refused = None
-        self._clip = self._new_clip(view.generation)
+        self._clip = self.plan.clip(view.generation)
         for index in sorted(s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))):
             effects += self._assign(index, view)
         effects += self._share(view)
@@ -338,11 +349,6 @@ class ServerMachine:
         self._clip.own = frozenset(view.shards_of(self.me)) & self.plan.decides
         return list(self._clip.retell())
 
-    def _new_clip(self, generation: ViewNumber) -> ClipMachine | None:
-        if not self.plan.decides:
-            return None
-        return ClipMachine(sorted(self.plan.decides), frozenset(), self.plan.rule, generation, self.plan.cadence)
-
     def _fill_some(self, indices: Iterable[int]) -> list[Effect]:
         """Begin to send the whole state to some more of these shards' backups, at most FILLS_AT_ONCE at a time."""
         effects: list[Effect] = []
@@ -378,6 +384,7 @@ class ServerMachine:
                 machine.validate()
             except AssertionError as error:
                 raise AssertionError(f"{me}, shard {index}: {error}") from None
+        self._rates.validate(self._machines)
         assert len(self._filling) <= FILLS_AT_ONCE, f"{me} fills {sorted(self._filling)} at once"
         for index in self._filling:
             assert self._machines[index].replication.replicating, f"{me} fills shard {index}, which does not replicate"

@@ -150,7 +150,7 @@ def _start_of(resume: str, about: JoinInfo) -> tuple[Resumed | None, list[Change
     stop, decided = manifest.stop, manifest.decided
     if any(change.key == "steps" for change in changes):
         stop, decided = None, decided.going_on()
-    return Resumed(record, manifest.id, manifest.version, stop, decided), changes
+    return Resumed(record, manifest.id, manifest.version, stop, decided, manifest.scales), changes
 
 
 @contextlib.contextmanager

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from rallypoint.core.cost.candidates import candidates_for
+from rallypoint.core.cost.candidates import Candidate, candidates_for
 from rallypoint.core.cost.pipeline import step_cost
-from rallypoint.core.cost.site import Servers, Site, Workers
+from rallypoint.core.cost.site import PACED, Servers, Site, Workers
 from rallypoint.core.cost.verdict import Verdict, called, verdict_of
 from rallypoint.launch.costing.chart import check_chart, draw
 from rallypoint.launch.costing.measured import MeasuredRun, measured_run
@@ -30,7 +30,7 @@ def answer(options: CostOptions, folder: Path | None, console: Console) -> None:
         question.notes.append(compared(run, _own_seconds(question, run)))
     candidates = candidates_for(question.workload, question.machines, question.encodings, question.replicas)
     verdict = verdict_of(candidates)
-    question.notes.extend(_smaller_shards(question, verdict))
+    question.notes.extend(_quicker(question, verdict))
     if options.json:
         sys.stdout.write(as_json(question, candidates, verdict).decode() + "\n")
     else:
@@ -39,31 +39,42 @@ def answer(options: CostOptions, folder: Path | None, console: Console) -> None:
         draw(shown(candidates, verdict, options.rows), verdict.why.partition(":")[0], options.plot)
 
 
-def _smaller_shards(question: Question, verdict: Verdict) -> list[str]:
-    """A note if the best layout with servers would be quicker with shards of a quarter of the size: the first one of a
-    version travels up alone, and the last one down."""
+def _quicker(question: Question, verdict: Verdict) -> list[str]:
+    """A note for each setting that would make the best layout with servers quicker: shards of a quarter of the size
+    (the last one comes down alone), and pacing."""
     ours = verdict.best if verdict.ours else verdict.other
     if ours is None:
         return []
-    size = question.workload.shard_bytes // 4
-    smaller = msgspec.structs.replace(question.workload, shard_bytes=size)
-    machines = msgspec.structs.replace(question.machines, servers=(ours.servers,))
-    again = candidates_for(smaller, machines, question.encodings, question.replicas)
-    same = [one for one in again if (one.name, one.replication, one.codec) == (ours.name, ours.replication, ours.codec)]
-    if size < _LEAST_SHARD or not same or same[0].step.seconds * _WORTH > ours.step.seconds:
-        return []
-    return [
-        f"with shards of {size >> 10} KiB (shard_bytes, --shard-kib) {called(ours)} would take "
-        f"{same[0].step.seconds:.3g} s instead of {ours.step.seconds:.3g}"
-    ]
+    workload, machines = question.workload, question.machines
+    size, pace = workload.shard_bytes // 4, round(PACED * machines.rate * 8 / 1e6)
+    tried = [
+        (f"shards of {size >> 10} KiB (shard_bytes, --shard-kib)", size >= _LEAST_SHARD,
+         msgspec.structs.replace(workload, shard_bytes=size), machines),
+        (f"pace_mbit={pace} (--pace)", not machines.paced, workload, msgspec.structs.replace(machines, paced=True)),
+    ]  # fmt: skip
+    notes = []
+    for words, possible, other, there in tried:
+        there = msgspec.structs.replace(there, servers=(ours.servers,))
+        again = candidates_for(other, there, question.encodings, question.replicas)
+        same = [one for one in again if _key(one) == _key(ours)]
+        if possible and same and same[0].step.seconds * _WORTH < ours.step.seconds:
+            seconds = f"{same[0].step.seconds:.3g} s instead of {ours.step.seconds:.3g}"
+            notes.append(f"with {words} {called(ours)} would take {seconds}")
+    return notes
+
+
+def _key(one: Candidate) -> tuple[str, int, str]:
+    return one.name, one.replication, one.codec
 
 
 def _own_seconds(question: Question, run: MeasuredRun) -> float:
     """What the model says of the run's own layout."""
     machines = question.machines
-    workers = Workers(run.workers, machines.rate, 1, 1.0, question.replicas)
+    part = PACED if machines.paced else 1.0
+    workers = Workers(run.workers, part * machines.rate, replicas=question.replicas)
     site = Site(
-        workers=(workers,), servers=(Servers(run.servers, machines.server_rate or machines.rate),),
-        replication=min(run.replication, run.servers), uneven=machines.uneven, speeds=machines.speeds,
+        workers=(workers,), servers=(Servers(run.servers, part * (machines.server_rate or machines.rate)),),
+        replication=min(run.replication, run.servers), uneven=0.0 if machines.paced else machines.uneven,
+        speeds=machines.speeds,
     )  # fmt: skip
     return step_cost(question.workload, site).seconds

@@ -32,6 +32,7 @@ class MeasuredRun:
         replicas, workers, servers, replication: of the job, the members at the most.
         step: the median step, in seconds; 0 before there are enough.
         computed: seconds that the slowest replica of a step computed, the median; 0: not recorded.
+        paced: the job sets `pace_mbit`.
         busiest: bytes a second that a machine has sent, or received, at the most; 0: unknown, or one machine only.
         losses: members that were lost, and `seconds_long` of what the run has lasted.
     """
@@ -45,6 +46,7 @@ class MeasuredRun:
     replication: int
     step: float
     computed: float
+    paced: bool
     busiest: float
     losses: int
     seconds_long: float
@@ -70,7 +72,8 @@ def measured_run(folder: Path) -> MeasuredRun:
         name=folder.resolve().name, sizes=sizes_of(record.layout), workload=_workload_of(record),
         replicas=int(record.config.get("replicas", 1)), workers=counts["computing"] or 1,
         servers=counts["server"] or 1, replication=_replication_of(folder), step=seen.times.quantile(0.5),
-        computed=statistics.median(seen.computed) if seen.computed else 0.0, busiest=_busiest(seen),
+        computed=statistics.median(seen.computed) if seen.computed else 0.0,
+        paced=bool(record.config.get("pace_mbit")), busiest=_busiest(seen),
         losses=sum(mark["kind"] == "loss" for mark in seen.marks), seconds_long=seen.now,
     )  # fmt: skip
 

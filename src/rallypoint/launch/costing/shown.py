@@ -86,14 +86,23 @@ def _fields(one: Candidate) -> dict[str, Any]:
 
 def _title(question: Question) -> str:
     work, machines = question.workload, question.machines
-    hosts = "" if machines.per_host == 1 else f" on {machines.hosts} hosts"
+    gpus = "1 GPU" if machines.gpus == 1 else f"{machines.gpus} GPUs"
+    hosts = "" if machines.per_host == 1 else " on 1 host" if machines.hosts == 1 else f" on {machines.hosts} hosts"
     each = "" if question.replicas == 1 else f", {question.replicas} replicas each"
     rounds = "" if work.steps == 1 else f", synchronised every {work.steps} steps"
     return (
-        f"{work.words / 1e6:,.4g} M parameters (K = {work.nbytes / 1e9:.3g} GB), {machines.gpus} GPUs{hosts}{each}, "
+        f"{_short(work.words).replace('G', 'B')} parameters (K = {_short(work.nbytes)}B), {gpus}{hosts}{each}, "
         f"computing {work.compute * question.replicas:.3g} s a step{rounds}; "
-        f"{machines.rate * 8 / 1e9:.3g} Gbit/s: K/B = {work.nbytes / machines.rate:.3g} s"
+        f"{_short(machines.rate * 8)}bit/s: K/B = {work.nbytes / machines.rate:.3g} s"
     )
+
+
+def _short(number: float) -> str:
+    """``7 G`` for 7e9, as units follow it."""
+    for unit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= 0.9995 * unit:
+            return f"{number / unit:.3g} {prefix}"
+    return f"{number:.3g} "
 
 
 def _sentence(text: str) -> str:

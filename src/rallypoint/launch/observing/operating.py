@@ -22,6 +22,8 @@ def follow(run: Path, wish: Wish) -> str:
             if not wish.workers and not wish.servers:
                 raise UsageError("to what size? give a number of workers or of servers")
             return ask.resize(run, wish.workers, wish.servers, lambda text: None)
+        case "rate":
+            return ask.change_rate(run, wish.factor)
         case _:
             return ask.order(run, _order(wish))
 

@@ -16,6 +16,8 @@ import msgspec
 
 from rallypoint.coordinator.journal import JOURNAL, kept_state
 from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
+from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.deciding.scales import merged
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
 from rallypoint.errors import UsageError
@@ -101,12 +103,14 @@ def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
     if plan.ranks > 1:
         raise UsageError(f"the workers of {run} were groups of {plan.ranks} ranks: replays start one process only")
     argv = _argv(plan, run, current=wanted.current)
-    reductions = _reductions(manifest, run)
+    state = kept_state(run)
+    reductions = _reductions(manifest, run, state)
     say(f"from snapshot {printable(manifest.id)}: {_steps(step - manifest.version)} to step {step}")
     with tempfile.TemporaryDirectory(prefix="rallypoint-replay-") as folder:
         task = Task(
             snapshots=_place(plan.snapshots), snapshot=manifest.id, step=step, replica=wanted.replica,
             settings=_settings(manifest.job), reductions=reductions, folder=folder,
+            scales=merged(() if state is None else state.scales, manifest.scales),
             answer=str(Path(folder) / "answer.json"), debug=wanted.debug, probe=spike is not None,
         )  # fmt: skip
         answer = _computed(argv, task, plan.threads, wanted)
@@ -169,11 +173,10 @@ def _settings(job: JobRecord) -> dict[str, Any]:
     return settings
 
 
-def _reductions(manifest: Manifest, run: Path) -> tuple[int, ...]:
+def _reductions(manifest: Manifest, run: Path, state: ClusterState | None) -> tuple[int, ...]:
     """From which versions on the run has reduced its rates (`plateau`): the snapshot says it of earlier ones alone."""
     if manifest.job.config.get("plateau") is None:
         return ()
-    state = kept_state(run)
     if state is None:
         raise UsageError(f"{run} has no {JOURNAL}, which says at which steps the rates were reduced (plateau=)")
     return tuple(sorted({*manifest.decided.reductions, *state.decided.reductions}))

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from rallypoint.core.typed import Count, Name, Seconds
+from typing import Annotated
+
+import msgspec
+
+from rallypoint.core.typed import Count, Index, Name, Seconds
+from rallypoint.core.view import ViewNumber
 from rallypoint.net.greetings import AnyMessage, Shown
+
+Factor = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
 
 
 class Order(AnyMessage, frozen=True):
@@ -36,7 +43,13 @@ class SnapshotEvery(Order, frozen=True):
     seconds: Seconds = 0.0
 
 
-AnyOrder = Pause | StopWanted | Drain | SnapshotEvery
+class LearningRate(Order, frozen=True):
+    """Multiply the learning rate by `factor` from now on: from one version on, which `RateScaled` says."""
+
+    factor: Factor
+
+
+AnyOrder = Pause | StopWanted | Drain | SnapshotEvery | LearningRate
 
 
 class Ordered(Shown, frozen=True):
@@ -45,3 +58,22 @@ class Ordered(Shown, frozen=True):
     kind: Name
     text: str
     refused: bool = False
+
+
+class RateAwaited(AnyMessage, frozen=True):
+    """From a server, under view `number`, which changes the learning rate: see `core.shard.ordering.hold`."""
+
+    number: ViewNumber
+    at: Index
+
+
+class RateScaled(Shown, frozen=True):
+    """To observers: from `step` on the learning rate is multiplied by `factor`, and with earlier orders by `scale`."""
+
+    text: str
+    step: Index
+    factor: Factor
+    scale: Factor
+
+
+OfOrders = AnyOrder | Ordered | RateAwaited | RateScaled

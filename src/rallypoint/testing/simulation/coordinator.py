@@ -152,7 +152,8 @@ class SimulatedCoordinator:
                 self.outcome.aborted = reason
 
     def _commit(self, act: acts.CommitSnapshot) -> None:
-        if self.store.commit(act.snapshot, act.version, self._versions(act.version), act.stop, act.decided):
+        known = (act.stop, act.decided, act.scales)
+        if self.store.commit(act.snapshot, act.version, self._versions(act.version), known):
             self._handle(inbox.SnapshotCommitted(act.snapshot, act.version, 0, 0.0))
         else:
             self._handle(inbox.SnapshotFailed(act.snapshot, "no space left"))

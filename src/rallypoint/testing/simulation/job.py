@@ -19,6 +19,7 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Holder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
+from rallypoint.core.view import Scale
 from rallypoint.testing.simulation.replicas import scale as loss_scale
 from rallypoint.testing.simulation.replicas.audited import AuditedJob
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
@@ -52,6 +53,7 @@ class SimulatedJob:
     stop: ScriptStops | None = None  # same bytes only
     every: int = 0  # an evaluation is due after so many steps; 0: never
     rules: Rules = field(default_factory=Rules)  # by which evaluations decide
+    scales: tuple[Scale, ...] | None = ()  # that operators order, with what comes of it; None: it is not known yet
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)  # states that were under way
     audits: AuditedJob | None = None
@@ -215,12 +217,10 @@ class SimulatedJob:
 
     def check_version(self, shard: int, version: int, content: Content) -> None:
         """AssertionError unless this is the shard's version `version`: every contribution that is due, once."""
-        if self.same_bytes and self.may_differ:
-            return
-        if self.same_bytes:
+        if self.same_bytes and not (self.may_differ or self.scales is None):
             round = self.cadence.begun(shard, version)
             assert content == self.trajectory[round][shard], f"other bytes in shard {shard} at version {version}"
-        elif isinstance(self.sync, LocalSteps):
+        elif not self.same_bytes and isinstance(self.sync, LocalSteps):
             due = [round for round in range(self.steps) if self.cadence.due(shard, round)][:version]
             wanted = frozenset((round, replica) for round in due for replica in range(self.expected(shard)))
             wrong = f"missing {sorted(wanted - content)}, too many {sorted(content - wanted)}"
@@ -313,9 +313,9 @@ class SimulatedJob:
         """A gradient after clipping."""
         return finished if scale == 1.0 or not self.same_bytes else combine(finished, int(scale * 2**40))
 
-    def update(self, master: Content, finished: Content, step: int, reductions: int = 0) -> Content:
-        """The optimizer, whose rate is reduced so often."""
-        return combine(master, finished, step, 99 + reductions) if self.same_bytes else self._both(master, finished)
+    def update(self, master: Content, finished: Content, step: int, rate: int = 0) -> Content:
+        """The optimizer; the rate is called so (`rate_in`)."""
+        return combine(master, finished, step, 99 + rate) if self.same_bytes else self._both(master, finished)
 
     def undisturbed(self) -> list[Content]:
         """Every shard at the last version, computed without any cluster."""
@@ -323,7 +323,7 @@ class SimulatedJob:
 
     @cached_property
     def undisturbed_decisions(self) -> Undisturbed:
-        return Undisturbed(self.rules, self.every, self.steps)
+        return Undisturbed(self.rules, self.every, self.steps, self.scales or ())
 
     @cached_property
     def trajectory(self) -> list[list[Content]]:
@@ -342,7 +342,7 @@ class SimulatedJob:
             scale = self._scale(step, finished, loss_scale.scale_of(model[-1]) if self.fp16 else 1.0)
             models.append([
                 self._next(shard, master, finished[shard], self.cadence.updates_before(shard, step), scale,
-                           decisions.reductions(step))
+                           decisions.rate(step))
                 if self.cadence.due(shard, step) else master for shard, master in enumerate(model)
             ])  # fmt: skip
             for replica in range(self.replicas if self.keeps_inner else 0):
@@ -386,11 +386,11 @@ class SimulatedJob:
         return clip_scale(total_norm(norms) / scale, self.clip) / scale if whole or not self.skip else None
 
     def _next(self, shard: int, master: Content, finished: Content, step: int, scale: float | None,
-              reductions: int) -> Content:  # fmt: skip
+              rate: int) -> Content:  # fmt: skip
         if shard == self.scale_shard:
             return loss_scale.after(master, skipped=scale is None)
         decided = self.skip or shard not in self.buffer_shards
         if decided and scale is None:
             return master
         scaled = self.scaled(finished, scale if decided and scale is not None else 1.0)
-        return self.update(master, scaled, step, reductions)
+        return self.update(master, scaled, step, rate)

@@ -27,6 +27,7 @@ from rallypoint.net.messages import (
     Resize,
     Stored,
 )
+from rallypoint.net.ordering.messages import RateAwaited
 from rallypoint.testing.simulation.network import Node, Wire
 
 COORDINATOR = "coordinator"
@@ -175,6 +176,8 @@ def to_coordinator(said: Any) -> Message:
             return CaughtUp(backups)
         case ("leaving",):
             return Leaving()
+        case ("rate awaited", number, at):
+            return RateAwaited(number, at)
         case ("done", generation, version):
             return Done(generation, version)
         case ("captured", id, indices):

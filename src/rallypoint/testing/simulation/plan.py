@@ -16,6 +16,8 @@ from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
 from rallypoint.testing.simulation.flips.job import FlippedJob, with_audits
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.operating import plans as operating
+from rallypoint.testing.simulation.operating.plans import PAUSE
 from rallypoint.testing.simulation.policies import (
     Alternating,
     Audited,
@@ -29,6 +31,7 @@ from rallypoint.testing.simulation.policies import (
     Paused,
     Played,
     Poisoned,
+    Rescaled,
     Scaled,
     Stopped,
     Tables,
@@ -37,7 +40,6 @@ from rallypoint.testing.simulation.replicas.audited import AuditedJob
 from rallypoint.testing.simulation.replicas.layouts import models_in, some_alternate
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
-PAUSE = "the operator pauses"  # the kind of a fault that is none
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
 CUT_S = 60.0  # longer than any job takes; but where there is only one worker and one server, only its end helps
 _SYNC = Sync()
@@ -91,6 +93,8 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
     if isinstance(played, Paused):
         return _paused(make_plan(seed, played.of))
+    if isinstance(played, Rescaled):
+        return _rescaled(make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
         Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding, Flipped: _flipped,
     }  # fmt: skip
@@ -162,25 +166,18 @@ def _stopped(plan: Plan) -> Plan:
     return replace(plan, terms=terms, job=replace(plan.job, stop=ScriptStops(step, replica, rng.random() < 0.4)))
 
 
-# While the job is paused, most of all: what must not be forgotten, and what goes back.
-_IN_A_PAUSE = (
-    ("crash", "coordinator"), ("crash", "coordinator"), ("crash", "server"), ("crash", "server"), ("crash", "worker"),
-    ("everything", "server"), ("resize", "launcher"), ("half said", "coordinator"), ("drop", "worker"),
-    ("leave", "server"), ("join", "worker"),
-)  # fmt: skip
-
-
 def _paused(plan: Plan) -> Plan:
     """An operator pauses the job up to three times. Faults strike in a pause, where the plan has any that kill."""
-    rng = random.Random(plan.seed * 7919 + 14)
     kills = bool(plan.faults) and not plan.job.inner and not has_state(plan.job.codec)
-    added = []
-    for _ in range(rng.randint(1, 3)):
-        at, seconds = rng.uniform(0.6, 3.5), rng.uniform(0.3, 5.0)
-        added.append(Fault(at, PAUSE, "operator", seconds))
-        for kind, role in rng.sample(_IN_A_PAUSE, rng.randint(0, 3)) if kills else ():
-            added.append(Fault(at + rng.uniform(0.0, seconds), kind, role, rng.uniform(0.1, 5.0)))
+    added = (Fault(*event) for event in operating.pauses(plan.seed, kills=kills))
     return replace(plan, faults=(*plan.faults, *added))
+
+
+def _rescaled(plan: Plan) -> Plan:
+    """An operator changes the learning rate up to four times, amid faults where the plan has any."""
+    events = operating.rates(plan.seed, kills=bool(plan.faults), fills=not plan.job.rules.steers)  # see `_deciding`
+    faults = (*plan.faults, *(Fault(*event) for event in events))
+    return replace(plan, job=replace(plan.job, scales=None), faults=faults)
 
 
 def _evaluating(plan: Plan) -> Plan:
@@ -376,9 +373,13 @@ def hesitates(seed: int) -> bool:
 def played_by(plan: Plan) -> Played:
     """What a plan was made for."""
     job, faults = plan.job, tuple(fault for fault in plan.faults if fault.kind != PAUSE)
+    if job.scales != ():
+        played = played_by(replace(plan, job=replace(job, scales=())))
+        assert not isinstance(played, Rescaled)
+        return Rescaled(played)
     if len(faults) < len(plan.faults):
         played = played_by(replace(plan, faults=faults))
-        assert not isinstance(played, Paused)
+        assert not isinstance(played, Paused | Rescaled)
         return Paused(played)
     if job.audits is not None:
         return AuditedWrong() if job.audits.wrong else Audited()

@@ -11,7 +11,7 @@ WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
     "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped, "
-    "alternating, paused or paused:WORD"
+    "alternating, paused or paused:WORD, rescaled or rescaled:WORD"
 )
 
 
@@ -86,6 +86,7 @@ class Alternating:
 
 
 _Alone = Alternating | Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped
+_Together = Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped  # whose steps are those of all shards
 _ALONE: dict[str, type[_Alone]] = {
     "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "audited": Audited, "audited:wrong": AuditedWrong,
     "flipped": Flipped, "alternating": Alternating,
@@ -100,7 +101,14 @@ class Paused:
     of: _Played = field(default_factory=Sync)
 
 
-Played = _Played | Paused
+@dataclass(frozen=True)
+class Rescaled:
+    """What `of` plays, and an operator changes the learning rate some times, amid more faults."""
+
+    of: _Played | Paused = field(default_factory=Sync)
+
+
+Played = _Played | Paused | Rescaled
 
 
 def parse_policy(text: str) -> Played:
@@ -110,8 +118,14 @@ def parse_policy(text: str) -> Played:
         return _ALONE[text]()
     if name == "paused":
         of = parse_policy(number) if colon else Sync()
-        if not isinstance(of, Paused):
+        if not isinstance(of, Paused | Rescaled):
             return Paused(of)
+    if name == "rescaled":
+        of = parse_policy(number) if colon else Sync()
+        whole = of.of if isinstance(of, Paused) else of
+        mode = whole.sync if isinstance(whole, Stopped) else whole
+        if not isinstance(of, Rescaled) and (mode == Sync() or isinstance(mode, _Together)):
+            return Rescaled(of)
     if name == "codec-state":
         sync = parse_policy(number) if colon else Sync()
         if isinstance(sync, Sync | BoundedStaleness | Async | LocalSteps):
@@ -165,6 +179,9 @@ def word_for(policy: Played) -> str | None:
         case Paused(of=played):
             of = word_for(played)
             return None if of is None else "paused" if played == Sync() else f"paused:{of}"
+        case Rescaled(of=played):
+            of = word_for(played)
+            return None if of is None else "rescaled" if played == Sync() else f"rescaled:{of}"
         case CodecState(sync=sync):
             of = word_for(sync)
             return None if of is None else "codec-state" if sync == Sync() else f"codec-state:{of}"

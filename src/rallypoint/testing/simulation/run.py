@@ -22,7 +22,9 @@ from rallypoint.testing.simulation.flips.server import AuditedServer
 from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.operating.pauses import Operators
-from rallypoint.testing.simulation.plan import PAUSE, Fault, Plan, make_plan, played_by
+from rallypoint.testing.simulation.operating.plans import PAUSE, RESCALE
+from rallypoint.testing.simulation.operating.rates import RateOperators
+from rallypoint.testing.simulation.plan import Fault, Plan, make_plan, played_by
 from rallypoint.testing.simulation.policies import Played, replay_line
 from rallypoint.testing.simulation.replicas.evaluated import check_evaluations
 from rallypoint.testing.simulation.replicas.script import ScriptStops
@@ -61,6 +63,7 @@ class Simulation:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.world, self.store, self.disk = plan, World(plan.seed), SimulatedStore(), Disk()
         plan.job.lost.clear()
+        self._replay = replay_line(plan.seed, played_by(plan))
         self.outcome = Outcome()
         self.workers: dict[str, SimulatedWorker] = {}
         self.servers: dict[str, SimulatedServer] = {}
@@ -70,10 +73,10 @@ class Simulation:
         self._named = Counter[str]()
         self._told_to_leave: set[str] = set()
         self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
-        self._operators = Operators(
-            lambda: Node(self.world, self._name("operator")), self.events, lambda: _period(self.coordinator),
-            forgets=any(fault.kind == "journal full" for fault in plan.faults),
-        )  # fmt: skip
+        operator = lambda: Node(self.world, self._name("operator"))  # noqa: E731
+        forgets = any(fault.kind == "journal full" for fault in plan.faults)
+        self._operators = Operators(operator, self.events, lambda: _period(self.coordinator), forgets=forgets)
+        self._rates = RateOperators(operator, self.events, forgets=forgets)
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
@@ -91,8 +94,7 @@ class Simulation:
             self.world.run(LIMIT_S, lambda: self.outcome.finished or bool(self.outcome.aborted))
             self._check()
         except AssertionError as error:
-            replay = replay_line(self.plan.seed, played_by(self.plan))
-            raise SimulationFailed("\n".join([replay, str(error), *self.events])) from error
+            raise SimulationFailed("\n".join([self._replay, str(error), *self.events])) from error
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
         return Result(
             self.plan, self.outcome, self.world.now, len(self.outcome.computed) - len(steps),
@@ -156,6 +158,8 @@ class Simulation:
                 self._resize()
             case kind if kind == PAUSE:
                 self._operators.pause(fault.seconds)
+            case kind if kind == RESCALE:
+                self._rates.change()
             case "join":
                 self._again("worker" if fault.role == "coordinator" else fault.role)
             case "everything":
@@ -256,6 +260,10 @@ class Simulation:
             self.plan = _ended_earlier(self.plan, self.plan.job.stop, view)
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, self._stuck()
+        if self.plan.job.scales is None and self.coordinator is not None:
+            views = self.coordinator.machine.course.views
+            self._rates.check(views.scales, views.rescale)
+            self.plan = replace(self.plan, job=replace(self.plan.job, scales=views.scales))
         self._check_size()
         check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
         job = self.plan.job

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rallypoint.core.deciding.decisions import reductions_at
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard import server as machine
@@ -29,6 +28,7 @@ from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.replicas import scale as loss_scale
 from rallypoint.testing.simulation.replicas.audited import with_digest
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
+from rallypoint.testing.simulation.replicas.decided import rate_in
 from rallypoint.testing.simulation.server_checks import Held
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.tables.pulls import ServerPulls
@@ -225,6 +225,8 @@ class SimulatedServer:
                     wire.send(1, ("ack", shard, acked, self.shell.fence.number, self._digest(shard)))
                 case machine.Disproved():
                     self.membership.send(Disproved(effect.shard, effect.version, effect.paired))
+                case machine.RateAwaited(number=number, at=at):
+                    self.membership.send(("rate awaited", number, at))
                 case machine.Own(shard=shard):
                     self.held[shard] = Held()
                 case machine.Disown(shard=shard):
@@ -355,9 +357,7 @@ class SimulatedServer:
             held.master = loss_scale.after(held.master, skipped=apply.scale is None)
         elif apply.scale is not None:
             held.parts[0] = self.job.scaled(held.parts[0], apply.scale)
-            view = self.machine.view
-            reductions = 0 if view is None else reductions_at(view.reductions, apply.step)
-            update = self.job.update(held.master, held.parts[0], apply.step, reductions)
+            update = self.job.update(held.master, held.parts[0], apply.step, rate_in(self.machine.view, apply.step))
             held.master = Mean(held.parts[0]) if averages else update
         elif averages:
             held.master = Mean(None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from rallypoint.core.deciding.decisions import Decided
-from rallypoint.core.view import Stop
+from rallypoint.core.view import Scale, Stop
 from rallypoint.testing.simulation.replicas.contents import Content
 
-Committed = tuple[str, int, Stop | None, Decided]
+Known = tuple[Stop | None, Decided, tuple[Scale, ...]]  # the job's early end and decisions, and what was ordered
+Committed = tuple[str, int, Stop | None, Decided, tuple[Scale, ...]]
 
 
 class SimulatedStore:
@@ -24,15 +25,13 @@ class SimulatedStore:
         self._parts.setdefault(id, {})[shard] = (version, content)
         return True
 
-    def commit(
-        self, id: str, version: int, wanted: list[int | None], stop: Stop | None, decided: Decided
-    ) -> bool:
+    def commit(self, id: str, version: int, wanted: list[int | None], known: Known) -> bool:
         """The manifest; False when there is no room. Of each shard that version is wanted (None: any)."""
         if self.full:
             return False
         assert len(self._parts[id]) == len(wanted), f"snapshot {id} is committed with {len(self._parts[id])} shards"
         assert all(self._parts[id][shard][0] == v for shard, v in enumerate(wanted) if v is not None)
-        self._committed.append((id, version, stop, decided))
+        self._committed.append((id, version, *known))
         return True
 
     def tear(self) -> None:
@@ -41,8 +40,8 @@ class SimulatedStore:
             self._committed.pop()
 
     def newest(self) -> Committed:
-        """The newest usable snapshot, its version, and what its manifest knows of the job's early end and decisions."""
-        return self._committed[-1] if self._committed else ("", -1, None, Decided())
+        """The newest usable snapshot, its version, and what its manifest knows."""
+        return self._committed[-1] if self._committed else ("", -1, None, Decided(), ())
 
     def read(self, id: str, shard: int) -> tuple[int, Content]:
         """A shard's version and content."""

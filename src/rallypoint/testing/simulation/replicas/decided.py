@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rallypoint.core.deciding.decisions import Decided, Rules, reductions_at
+from rallypoint.core.deciding.scales import scale_at
+from rallypoint.core.view import Scale, View
+from rallypoint.testing.simulation.replicas.names import combine
 
 
 def figure_of(model: Sequence[Any]) -> float:
@@ -13,11 +16,20 @@ def figure_of(model: Sequence[Any]) -> float:
     return float(hash(tuple(model)) % (1 << 52))
 
 
-class Undisturbed:
-    """The decisions of a job of so many steps that evaluates after each `every` steps."""
+def rate_in(view: View | None, step: int) -> int:
+    """What the learning rate of the update of that step is called, by the view: 0 if nothing has changed it."""
+    return 0 if view is None else _called(reductions_at(view.reductions, step), scale_at(view.scales, step))
 
-    def __init__(self, rules: Rules, every: int, steps: int) -> None:
-        self._rules, self._every, self._steps = rules, every, steps
+
+def _called(reductions: int, scale: float) -> int:
+    return reductions if scale == 1.0 else combine(reductions, int(scale * 2**60))
+
+
+class Undisturbed:
+    """The decisions of a job of so many steps that evaluates after each `every` steps, with these orders."""
+
+    def __init__(self, rules: Rules, every: int, steps: int, scales: Sequence[Scale]) -> None:
+        self._rules, self._every, self._steps, self._scales = rules, every, steps, scales
         self.decided = Decided()
 
     @property
@@ -34,6 +46,6 @@ class Undisturbed:
                 self._rules, version, figures, following if following > version else None
             )
 
-    def reductions(self, step: int) -> int:
-        """How often the rate is reduced for the update of that step."""
-        return reductions_at(self.decided.reductions, step)
+    def rate(self, step: int) -> int:
+        """As `rate_in`."""
+        return _called(reductions_at(self.decided.reductions, step), scale_at(self._scales, step))

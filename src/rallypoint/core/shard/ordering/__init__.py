@@ -1,0 +1,1 @@
+"""What an operator may order, as a server's machine does it."""
