@@ -279,3 +279,23 @@ def test_torch_autograd_grad_leaves_nothing_behind() -> None:
         (loss + slope.square().sum() + sum((g.square().sum() for g in own), torch.zeros(()))).backward()
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), model.parameters(), strict=True))
+
+
+def test_evaluations_decide_when_a_job_of_several_models_ends() -> None:
+    def ended(**settings: Any) -> str:
+        models = two()
+        with EmbeddedJob(servers=2) as job:
+            run = job.train(models, DATA, **{"batch": 4, "steps": 12, "shard_bytes": 64, **BOTH, **settings})
+            if "steps" not in settings:
+                run.stop_when("value", above=3.0)
+
+            @run.every(2)
+            def value(step: int) -> dict[str, float]:
+                return {"value": float(step)}
+
+            for micro in run:
+                with micro:
+                    micro.backward(models["b"](models["a"](micro.batch[0])).square().mean())
+        return weights_hash(nn.ModuleDict(models))
+
+    assert ended() == ended(steps=6), "step 4 decides, and counts from step 6 on"
