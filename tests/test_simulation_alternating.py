@@ -9,6 +9,7 @@ from rallypoint.core.shard.clip import Verdict
 from rallypoint.testing.simulation.plan import make_plan, played_by
 from rallypoint.testing.simulation.policies import Alternating, parse_policy, word_for
 from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.worker.exchange.rows.pull import Pull
 
 FIXED = range(3, 10)
 ENOUGH = range(40)  # seeds within which a planted bug has to be found
@@ -37,6 +38,12 @@ def test_a_server_that_takes_a_step_of_the_job_for_a_shard_s_own_is_found(monkey
         return events.Decide(verdict.step, verdict.scale)
 
     monkeypatch.setattr(server, "_for_shard", under_the_job_s)
+    assert first_failure(Alternating(), ENOUGH)
+
+
+def test_an_evaluator_that_asks_a_shard_for_the_job_s_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the version whose evaluation is leased is pulled under the job's number: it may never come."""
+    monkeypatch.setattr(Pull, "version_of", lambda pull, shard: pull.version)
     assert first_failure(Alternating(), ENOUGH)
 
 

@@ -54,6 +54,21 @@ def plain_hash() -> str:
     return weights_hash(model)
 
 
+def test_a_worker_that_stands_by_evaluates_each_version_that_is_due(tmp_path: Path) -> None:
+    """It pulls a version of the job, which has another number in each model's shards."""
+    walk = Walk(tmp_path, CellJob(ModeName.SYNC, (Feature.ALTERNATE, Feature.EVALUATION)))
+    try:
+        stage = walk.begin(workers=3, at_most=2)
+        stage.until_held("worker0", "worker1")
+        assert stage.events("Members")[-1]["standby"] == ["worker2"]
+        walk.ends(stage, "worker0", "worker1", "worker2")
+        stage.until_over()
+        assert [event["step"] for event in stage.events("Metrics")] == [4, 8, 12]
+        assert stage.said("is evaluated by worker2")
+    finally:
+        walk.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("happens", [
     a_server_with_a_backup_is_killed, everybody_with_the_state_is_killed, the_whole_job_is_killed_and_resumed,

@@ -35,7 +35,8 @@ class Measured(msgspec.Struct, frozen=True):
 class Ledger(msgspec.Struct, frozen=True):
     """Every round of the run, as the holders of the first shard recorded it: how often, with how many contributions.
 
-    A round is one step, or several under local steps. `samples` is the number that all rounds use.
+    A round is one step, or several under local steps. `samples` is the number that all rounds use; `uses` how many
+    steps use each: more than one where models are updated alternately with the same samples.
     """
 
     rounds: int
@@ -43,6 +44,7 @@ class Ledger(msgspec.Struct, frozen=True):
     missing: list[int]
     wrong: list[int]
     times: list[float]
+    uses: int = 1
 
     @property
     def exact(self) -> bool:
@@ -75,7 +77,7 @@ class _Entry(msgspec.Struct):
     at: float = 0.0
 
 
-def ledger_of(folder: Path, rounds: int, samples: int) -> Ledger:
+def ledger_of(folder: Path, rounds: int, samples: int, uses: int = 1) -> Ledger:
     """Read the ledger of a run from its event log."""
     applied: dict[int, set[int]] = {}
     times: set[float] = set()
@@ -88,7 +90,7 @@ def ledger_of(folder: Path, rounds: int, samples: int) -> Ledger:
             applied.setdefault(entry.step, set()).add(entry.replicas)
             times.add(entry.at)
     return Ledger(
-        rounds=rounds, samples=samples, missing=[r for r in range(rounds) if r not in applied],
+        rounds=rounds, samples=samples, uses=uses, missing=[r for r in range(rounds) if r not in applied],
         wrong=[r for r in range(rounds) if r in applied and applied[r] != {replicas}], times=sorted(times),
     )  # fmt: skip
 
@@ -148,10 +150,14 @@ def _show_ledger(ledger: Ledger, console: Console) -> None:
     if ledger.exact:
         console.print(
             f"ledger: {ledger.rounds} updates, each applied with all of its contributions; "
-            f"{ledger.samples:,} sample positions, each used once"
+            f"{ledger.samples:,} sample positions, each used {_times(ledger.uses)}"
         )
         return
     console.print(
         f"[bold red]ledger: updates missing {ledger.missing[:10]}, "
         f"with other contributions than they should {ledger.wrong[:10]}[/bold red]"
     )
+
+
+def _times(uses: int) -> str:
+    return "once" if uses == 1 else f"by the {uses} steps of its iteration"

@@ -247,10 +247,10 @@ def _scaled(plan: Plan) -> Plan:
 
 
 def _alternating(plan: Plan) -> Plan:
-    """Several models, each of which has a shard or more."""
-    job, alternate = plan.job, some_alternate(random.Random(plan.seed * 7919 + 15))
-    shards, steps = max(job.shards, job.buffers + len(models_in(alternate))), max(job.steps, len(alternate))
-    return replace(plan, job=replace(job, shards=shards, steps=steps, alternate=alternate))
+    """Several models, each of which has a shard or more. In every third plan evaluations are leased."""
+    plan, alternate = _evaluating(plan) if plan.seed % 3 == 0 else plan, some_alternate(plan.seed, plan.job.steps)
+    shards = max(plan.job.shards, plan.job.buffers + len(models_in(alternate)))
+    return replace(plan, job=replace(plan.job, shards=shards, alternate=alternate))
 
 
 def _with_tables(plan: Plan) -> Plan:

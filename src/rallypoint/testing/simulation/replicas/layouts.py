@@ -33,11 +33,13 @@ def models_in(alternate: Alternate) -> list[int]:
     return sorted({model for models in alternate for model in models})
 
 
-def some_alternate(rng: random.Random) -> Alternate:
-    """Return two or three models in any order, and up to two steps more that update one or two of them."""
+def some_alternate(seed: int, most: int) -> Alternate:
+    """Return two or three models in any order, and up to two steps more (`most` in all) that update one or two of them.
+    """
+    rng = random.Random(seed * 7919 + 15)
     models = range(rng.randint(2, 3))
     steps: list[tuple[int, ...]] = [(model,) for model in models]
-    steps += [tuple(rng.sample(models, rng.randint(1, 2))) for _ in range(rng.randint(0, 2))]
+    steps += [tuple(rng.sample(models, rng.randint(1, 2))) for _ in range(rng.randint(0, min(2, most - len(models))))]
     return tuple(rng.sample(steps, len(steps)))
 
 

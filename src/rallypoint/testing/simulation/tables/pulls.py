@@ -44,7 +44,9 @@ class RowPulls:
         """All shards are needed at a version that is to be evaluated, and may not exist yet."""
         self._pulls += 1
         self._replica = -1
-        self._pull = Pull(self._pulls, version, False, dict.fromkeys(range(self._job.shards), _NO_BYTES))
+        wanted = dict.fromkeys(range(self._job.shards), _NO_BYTES)
+        own = {shard: self._job.cadence.updates_before(shard, version) for shard in wanted}
+        self._pull = Pull(self._pulls, version, False, wanted, own=own)
 
     def whole_model(self) -> list[Content]:
         """What has come of all shards."""
@@ -63,7 +65,7 @@ class RowPulls:
         for shard in list(pull.unasked(shell.number, shell.view.primary, shell.links.connections)):
             home = shell.view.primary[shard]
             pull.ask(shard, shell.number, home, shell.links.connections[home])
-            asked = (pull.version, pull.newest, pull.number, shell.machine.step, self._replica)
+            asked = (pull.version_of(shard), pull.newest, pull.number, shell.machine.step, self._replica)
             self._send(home, ("pull", shell.number, shard, *asked))
         return False
 

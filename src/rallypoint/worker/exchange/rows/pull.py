@@ -17,7 +17,7 @@ class Pull:
     """Rows of some parts of tables: shard -> the payload that names the rows, and the size of the answer in bytes.
 
     With `newest` any version is accepted. Otherwise it must be `version`; `outdated` is set when a server does not keep
-    that version any more.
+    that version any more. `own` has the shards whose own number of that version is another one.
     """
 
     number: int
@@ -26,6 +26,7 @@ class Pull:
     wanted: Mapping[int, tuple[memoryview, int]]
     got: dict[int, bytearray] = field(default_factory=dict)
     outdated: bool = False
+    own: Mapping[int, int] = field(default_factory=dict)
     _asked: dict[int, Asked] = field(default_factory=dict)
 
     @classmethod
@@ -48,6 +49,10 @@ class Pull:
     def over(self) -> bool:
         """True when there is nothing left to wait for."""
         return self.outdated or len(self.got) == len(self.wanted)
+
+    def version_of(self, shard: int) -> int:
+        """The shard's own version that is wanted."""
+        return self.own.get(shard, self.version)
 
     def unasked(self, view: ViewNumber, homes: Mapping[int, str], connections: Mapping[str, int]) -> Iterator[int]:
         """The shards whose primary is connected and was not asked under this view and over this connection."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from rallypoint.core.cadence import TOGETHER
 from rallypoint.core.layout import Shard
+from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Initialise
 from rallypoint.errors import NO_SNAPSHOT, JobAborted
 from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
@@ -69,9 +71,12 @@ class RowPulls:
         `goes_on` is asked under the lock. Returns None once it says no, else the pull: with every shard's bytes, or
         `outdated` if no server keeps that version any more.
         """
-        locked = self._locked
+        locked, machine = self._locked, self._locked.machine
         self._pulls += 1
-        pull = Pull(self._pulls, version, False, {shard.index: (_NOTHING, shard.nbytes) for shard in shards})
+        wanted = {shard.index: (_NOTHING, shard.nbytes) for shard in shards}
+        cadence = machine.cadence if isinstance(machine, WorkerMachine) else TOGETHER
+        own = {shard: cadence.updates_before(shard, version) for shard in wanted}
+        pull = Pull(self._pulls, version, False, wanted, own=own)
         with locked.changed:
             self._pull = pull
             try:
@@ -128,8 +133,8 @@ class RowPulls:
         pull.ask(shard, shell.number, home, shell.links.connections[home])
         payload = pull.wanted[shard][0]
         header = Header(
-            Kind.PULL_ROWS, shell.number, shard=shard, step=pull.version, base=pull.number, length=len(payload),
-            flags=NEWEST if pull.newest else 0,
+            Kind.PULL_ROWS, shell.number, shard=shard, step=pull.version_of(shard), base=pull.number,
+            length=len(payload), flags=NEWEST if pull.newest else 0,
         )  # fmt: skip
         if (link := self._links.get(home)) is not None:
             link.pull(header, payload)
