@@ -105,6 +105,16 @@ def test_an_answer_to_another_view_does_not_count_and_everybody_is_asked_again()
     assert publish.view.scales == (Scale(7, 0.5, 1),)
 
 
+def test_servers_that_still_restore_a_snapshot_do_not_put_the_change_before_it() -> None:
+    job = _begun()
+    _reported(job, 8)
+    job.play(Left("s0", "killed"), Left("s1", "killed"))
+    job.come("s2", "s3")
+    job.play(Found("step-00000003-1", 3), Rescaled(0.5))
+    _answer(job, 0, 0)
+    assert job.view.scales == (Scale(3, 0.5, 1),)
+
+
 def test_no_server_s_word_puts_the_change_past_the_job_s_end() -> None:
     job = _begun()
     _reported(job, 4)
@@ -163,8 +173,8 @@ def test_a_snapshot_says_what_the_journal_had_no_room_for() -> None:
 
 def test_a_resumed_run_has_what_its_snapshot_and_its_journal_say() -> None:
     job = _begun()
-    _reported(job, 8)
     for at in (2, 9):
+        _reported(job, at - 1)
         job.play(Rescaled(0.5))
         _answer(job, at, at)
     job.play(Rescaled(3.0))

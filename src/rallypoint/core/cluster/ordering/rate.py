@@ -31,6 +31,8 @@ def answered(course: Course, event: RateAwaited) -> list[Effect]:
     if _missing(course):
         return []
     version = max(course.awaiting_rate[server].at for server in view.primary.values())
+    if course.applied < 0:  # servers may still restore what this generation begins with
+        version = max(version, course.furthest + 1)
     return settled(course, min(version, course.record.rounds))
 
 
