@@ -50,7 +50,10 @@ def test_counts(text: str, number: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("25Gbit", 3.125e9), ("100Mbit/s", 12.5e6), ("10gbps", 1.25e9), ("3GB/s", 3e9), ("1 Gbit", 125e6)],
+    [
+        ("25Gbit", 3.125e9), ("100Mbit/s", 12.5e6), ("10gbps", 1.25e9), ("10Gbps", 1.25e9), ("3GB/s", 3e9),
+        ("1 Gbit", 125e6),
+    ],  # fmt: skip
 )
 def test_rates_are_bytes_a_second_of_one_direction(text: str, rate: float) -> None:
     assert rate_of(text, "--link") == pytest.approx(rate)
@@ -58,12 +61,15 @@ def test_rates_are_bytes_a_second_of_one_direction(text: str, rate: float) -> No
 
 def test_sizes_and_times() -> None:
     assert bytes_of("80GB", "--memory") == 80e9
+    assert bytes_of("80GiB", "--memory") == 80 * 1024**3
     assert [seconds_of(text, "--mtbf") for text in ("90d", "2000h", "10min", "30s", "800ms", "5")] == [
         pytest.approx(each) for each in (7_776_000, 7_200_000, 600, 30, 0.8, 5)
     ]
 
 
-@pytest.mark.parametrize("text", ["", "fast", "-1Gbit", "0Gbit", "25G", "25Gbyte", "1e999Gbit", "nan", "٣Gbit"])
+@pytest.mark.parametrize("text", [
+    "", "fast", "-1Gbit", "0Gbit", "25G", "25Gbyte", "1e999Gbit", "nan", "٣Gbit", "25Gb/s", "25gb/s", "3GBps",
+])  # fmt: skip
 def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--link .*as 25Gbit or 3GB/s"):
         rate_of(text, "--link")
@@ -83,11 +89,18 @@ def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
         ({"model": "1e8", "compute": "1s", "gpus": 8, "gpus_per_host": 3, "link": "1Gbit"}, "whole number of hosts"),
         ({"model": "1e8", "compute": "1s", "gpus": 8, "link": "1Gbit", "rack": 4}, "belong together"),
         ({"model": "1e8", "compute": "1s", "gpus": 8, "link": "1Gbit", "replicas": 4}, "would stand by"),
+        ({"model": "1e8", "compute": "1s", "gpus": 8, "link": "1Gbit", "server_price": 1.0}, "belongs to --gpu-price"),
     ],
 )
 def test_what_is_missing_is_asked_for(options: dict[str, object], missing: str) -> None:
     with pytest.raises(UsageError, match=missing):
         question_of(CostOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("model", "depth"), [("9e305B", 0), ("1e16", 0), ("100", 0), ("1e9", 100_000), ("1000", 999)])
+def test_what_is_no_model_is_refused(model: str, depth: int) -> None:
+    with pytest.raises(ConfigError, match="that is no model"):
+        question_of(CostOptions(model=model, depth=depth, compute="1s", gpus=8, link="1Gbit"))
 
 
 def test_tokens_and_operations_a_second_say_how_long_a_gpu_computes() -> None:

@@ -102,6 +102,25 @@ def test_an_aggregator_carries_k_over_a_narrow_uplink_where_workers_carry_one_ea
     assert step_cost(work, with_them).seconds < 1.75 * ideal
 
 
+@pytest.mark.parametrize(("workers", "rack", "in_rack"), [(8, 4, 4), (4, 8, 4), (16, 8, 8), (12, 8, 8)])
+@pytest.mark.parametrize("uneven", [0.0, 1e-9])
+def test_a_rack_of_workers_in_two_groups_has_one_uplink(workers: int, rack: int, in_rack: int, uneven: float) -> None:
+    """With uneven connections workers are two groups. A rack sends what its own workers send, K each."""
+    work = Workload(layers=(Layer(2_500_000),), shard_bytes=64 << 10)
+    there = site(workers, workers, 100.0, rack=rack, uplink=100 * MBIT, **{**IDEAL, "uneven": uneven})
+    ideal = work.nbytes / (PAYLOAD / ACKNOWLEDGED * 100 * MBIT)
+    assert step_cost(work, there).seconds == pytest.approx(in_rack * ideal, rel=0.15)
+
+
+@pytest.mark.parametrize("uneven", [0.0, 1e-9])
+def test_each_of_three_racks_has_one_aggregator(uneven: float) -> None:
+    work = Workload(layers=(Layer(2_500_000),), shard_bytes=64 << 10)
+    settings = {**IDEAL, "uneven": uneven}
+    there = site(12, 12, 100.0, rack=4, uplink=100 * MBIT, aggregators=True, aggregator_rate=400 * MBIT, **settings)
+    ideal = work.nbytes / (PAYLOAD / ACKNOWLEDGED * 100 * MBIT)
+    assert step_cost(work, there).seconds < 1.5 * ideal
+
+
 def test_a_host_of_several_workers_has_one_link() -> None:
     work = Workload(layers=(Layer(25_000_000),), shard_bytes=64 << 10)
     rate = 1000 * MBIT

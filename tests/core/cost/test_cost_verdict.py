@@ -97,6 +97,21 @@ def test_racks_get_an_aggregator_each() -> None:
     assert near < 0.6 * flat
 
 
+@pytest.mark.parametrize("gpu_price", [0.0, 2.0])
+def test_failures_that_let_no_step_end_are_said(gpu_price: float) -> None:
+    lost = msgspec.structs.replace(MACHINES, mtbf=1e-3, gpu_price=gpu_price)
+    alone = verdict_of(candidates_for(SLOW_LINKS, msgspec.structs.replace(lost, gpus=1, servers=(1,))))
+    assert "no layout gets on" in alone.why
+    assert "more than 100 times" in verdict_of(candidates_for(SLOW_LINKS, lost)).why  # with backups it does
+
+
+def test_a_price_of_servers_alone_decides_nothing() -> None:
+    """Servers on the workers' hosts are not rented: by that price they would cost nothing."""
+    with_price = msgspec.structs.replace(MACHINES, server_price=0.2)
+    one, other = (verdict_of(candidates_for(SLOW_LINKS, machines)) for machines in (with_price, MACHINES))
+    assert one.why == other.why
+
+
 @pytest.mark.parametrize("gpus", [1, 2, 64])
 def test_any_number_of_devices_gets_a_verdict(gpus: int) -> None:
     verdict = verdict_of(candidates_for(SLOW_LINKS, msgspec.structs.replace(MACHINES, gpus=gpus)))

@@ -214,4 +214,4 @@ def _peers(workload: Workload, machines: Machines, encoding: Encoding, replicas:
 def _price(machines: Machines, servers: int, seconds: float) -> float:
     """Of a thousand steps."""
     hourly = machines.gpus * machines.gpu_price + servers * machines.server_price
-    return 1000 * seconds * hourly / 3600
+    return 1000 * seconds * hourly / 3600 if hourly else 0.0  # also where no step ends

@@ -118,6 +118,11 @@ class Wiring:
         """Workers of one aggregator."""
         return self._site.rack or self._site.workers[0].per_host
 
+    def _in_rack(self, i: int) -> float:
+        """How many members of group i that send to servers a rack has: every rack has its part of each group."""
+        racks = max(1.0, self._site.worker_count / self._site.rack)
+        return self.senders(i) / racks
+
     def push(self, i: int, j: int, shards: int) -> Mapping[str, float]:
         """From each worker (or aggregator) of group i, to so many servers of group j: a shard to each."""
         return self._across(i, j, shards, "out", "in")
@@ -134,14 +139,15 @@ class Wiring:
         site, workers = self._site, self._site.workers[i]
         if site.aggregators:
             uses = {f"aggregator{i} {here}": float(shards), f"server{j} {there}": float(self.senders(i))}
-            return {**uses, f"rack {here}": float(shards)} if site.rack else {**uses, f"host{i} {here}": float(shards)}
+            through = f"rack {here}" if site.rack else f"host{i} {here}"
+            return {**uses, through: shards * (self._in_rack(i) if site.rack else 1.0)}
         if site.beside:  # what goes to the server on the sender's own host crosses no link
             near = workers.per_host if i == j else 0
             away = workers.count - near
             sent = workers.per_host * shards * away / workers.count
             return {f"host{i} {here}": sent, f"host{j} {there}": float(away)}
         uses = {f"host{i} {here}": float(workers.per_host * shards), f"server{j} {there}": float(workers.count)}
-        return {**uses, f"rack {here}": float(site.rack * shards)} if site.rack else uses
+        return {**uses, f"rack {here}": shards * self._in_rack(i)} if site.rack else uses
 
     def replicate(self, j: int, to: int) -> Mapping[str, float]:
         """From each server of group j to a backup in group `to`, a shard each."""
@@ -151,12 +157,15 @@ class Wiring:
     def gather(self, i: int) -> Mapping[str, float]:
         """From each worker of group i to its aggregator: one shard."""
         inside = {} if not self._site.rack else {f"host{i} out": float(self._site.workers[i].per_host)}
-        return {**inside, f"aggregator{i} in": float(self._near)}
+        return {**inside, f"aggregator{i} in": self._of_aggregator(i)}
 
     def spread(self, i: int) -> Mapping[str, float]:
         """From each aggregator to each of its workers: one shard."""
         inside = {} if not self._site.rack else {f"host{i} in": float(self._site.workers[i].per_host)}
-        return {**inside, f"aggregator{i} out": float(self._near)}
+        return {**inside, f"aggregator{i} out": self._of_aggregator(i)}
+
+    def _of_aggregator(self, i: int) -> float:
+        return self._site.workers[i].count / self.senders(i)
 
 
 def halves(site: Site) -> Site:
@@ -165,11 +174,17 @@ def halves(site: Site) -> Site:
         return site
     workers = [
         msgspec.structs.replace(group, count=hosts * group.per_host)
-        for group in site.workers for hosts in _in_two(group.count // group.per_host)
+        for group in site.workers for hosts in _in_two(group.count // group.per_host, _together(site, group))
     ]  # fmt: skip
     servers = [Servers(count, group.rate) for group in site.servers for count in _in_two(group.count)]
     return msgspec.structs.replace(site, workers=tuple(workers), servers=tuple(servers))
 
 
-def _in_two(count: int) -> list[int]:
-    return [half for half in (count - count // 2, count // 2) if half]
+def _together(site: Site, group: Workers) -> int:
+    """Hosts that stay in one group: those of an aggregator."""
+    return site.rack if site.aggregators and site.rack and group.count % site.rack == 0 else 1
+
+
+def _in_two(count: int, together: int = 1) -> list[int]:
+    half = count // together // 2 * together
+    return [part for part in (count - half, half) if part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -28,12 +29,15 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def verdict_of(candidates: Sequence[Candidate]) -> Verdict:
     """Choose by price where prices are known, else by the seconds of a step, with what failures take of either."""
-    priced = any(candidate.price for candidate in candidates)
+    priced = is_priced(candidates)
     key = _price if priced else _seconds
     ours, peers = (_best([one for one in candidates if one.fits and one.ours is kind], key) for kind in (True, False))
     if ours is None and peers is None:
         least = min(candidates, key=lambda one: one.memory.device)
         return Verdict(least, None, f"nothing fits: {least.name} needs least, {_gb(least.memory.device)} GB a device")
+    if all(math.isinf(key(one)) for one in (ours, peers) if one is not None):
+        least = min((one for one in (ours, peers) if one is not None), key=lambda one: one.step.seconds)
+        return Verdict(least, None, f"no layout gets on: with these failures not even {called(least)} ends a step")
     if peers is None:
         assert ours is not None
         return Verdict(ours, None, f"use {called(ours)}: {_says(ours, priced)}; neither DDP nor FSDP fits")
@@ -52,6 +56,11 @@ def verdict_of(candidates: Sequence[Candidate]) -> Verdict:
         f"{_says(ours, priced)} with {called(ours)}"
     )
     return Verdict(peers, ours, why)
+
+
+def is_priced(candidates: Sequence[Candidate]) -> bool:
+    """True if every layout has a price to choose by, though it may be infinite."""
+    return all(candidate.price > 0 for candidate in candidates)
 
 
 def _best(candidates: Sequence[Candidate], key: Callable[[Candidate], float]) -> Candidate | None:

@@ -18,6 +18,7 @@ from rallypoint.launch.costing.quantities import bytes_of, count_of, rate_of, se
 from rallypoint.launch.options import option
 
 _JOB, _MACHINES, _WORTH, _OUTPUT = "The job", "The machines", "Failures and money", "Output"
+_MOST_WORDS, _MOST_DEPTH = 1e15, 10_000
 _FLOPS = 6.0  # of a parameter and a token, forward and backward (Kaplan et al., 2020)
 ENCODINGS: Mapping[str, Encoding] = {
     "fp16": Encoding("fp16", 2.0, 2.0, True),
@@ -136,6 +137,8 @@ def question_of(options: CostOptions, run: MeasuredRun | None = None) -> Questio
         raise UsageError(f"{gpus} GPUs on hosts of {options.gpus_per_host}: give a whole number of hosts")
     if bool(options.rack) != bool(options.uplink):
         raise UsageError("--rack N and --uplink RATE belong together: N hosts share an uplink of that rate")
+    if options.server_price and not options.gpu_price:
+        raise UsageError("--server-price belongs to --gpu-price: give what an hour of a GPU costs too")
     machines = Machines(
         gpus=gpus, per_host=options.gpus_per_host, rate=_link_of(options, run, notes),
         server_rate=rate_of(options.server_link, "--server-link") if options.server_link else 0.0,
@@ -153,8 +156,9 @@ def _workload_of(options: CostOptions) -> Workload:
     if not options.model:
         raise UsageError("what is to be trained? give --model N (its parameters, as 7e9), or the folder of a run")
     words = count_of(options.model, "--model")
-    if words < 1000:
-        raise ConfigError(f"--model {options.model}: that is no model; write its parameters, as 350M")
+    if not 1000 <= words <= _MOST_WORDS or options.depth > min(_MOST_DEPTH, words / 3):
+        depth = f" of {options.depth:,} blocks" if options.depth else ""
+        raise ConfigError(f"--model {options.model}{depth}: that is no model; write its parameters, as 350M")
     return _told(options, transformer(words, _compute_of(options, words), depth=options.depth))
 
 

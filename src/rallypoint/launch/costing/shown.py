@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rallypoint.core.cost.candidates import Candidate
 from rallypoint.core.cost.failures import NEVER
-from rallypoint.core.cost.verdict import Verdict, called
+from rallypoint.core.cost.verdict import Verdict, called, is_priced
 from rallypoint.launch.costing.measured import MeasuredRun
 from rallypoint.launch.costing.question import Question
 
@@ -24,10 +24,15 @@ ASSUMED = (
     "for each machine that fails"
 )
 
+_AGGREGATORS = (
+    "an aggregator of a rack has the link of its hosts together, or is several, each with some of the hosts: on a link "
+    "as one of theirs it would be what the rack waits for"
+)
+
 
 def told(question: Question, candidates: Sequence[Candidate], verdict: Verdict, rows: int) -> RenderableType:
     """What is printed."""
-    failing, priced = question.machines.mtbf < NEVER, any(one.price for one in candidates)
+    failing, priced = question.machines.mtbf < NEVER, is_priced(candidates)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, highlight=False)
     table.add_column("layout", min_width=_LAYOUT_WIDTH)
     for name in (
@@ -44,6 +49,8 @@ def told(question: Question, candidates: Sequence[Candidate], verdict: Verdict, 
         )  # fmt: skip
     notes = ["GB: of a GPU, of its host for it, of a server; waits: the part of a step in which a GPU computes nothing"]
     notes += question.notes
+    if any("aggregator a rack" in one.name for one in candidates):
+        notes.append(_AGGREGATORS)
     if not all(one.fits for one in candidates):
         notes.append("! does not fit into a GPU's memory")
     lines = [Text(f"{_sentence(note)}", style="dim") for note in (*notes, ASSUMED)]
