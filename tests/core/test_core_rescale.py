@@ -23,7 +23,9 @@ from rallypoint.core.shard.events import Contribute, Initialise, Loaded, Replica
 from rallypoint.core.shard.ordering.hold import RateAwaited as Awaited
 from rallypoint.core.shard.server import Effect, On, Plan, ServerMachine
 from rallypoint.core.view import Member, Scale, View, ViewNumber
+from rallypoint.net.messages import decode, encode
 from rallypoint.net.ordering.messages import LearningRate, Ordered
+from rallypoint.net.ordering.messages import RateScaled as Told
 
 # ---- the list of factors ----
 
@@ -45,11 +47,28 @@ def test_two_lists_are_one_and_that_of_the_snapshot_counts_where_they_differ() -
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 0.0, -1.0, 1e10])
 def test_a_factor_that_would_spoil_the_weights_is_refused(factor: float) -> None:
-    assert refused((), factor)
-    assert not refused((), 0.5)
-    assert refused((Scale(1, 1e-8, 1),), 1e-2)
-    assert not refused((Scale(1, 1e-8, 1),), 1e2)
-    assert "times already" in refused([Scale(1, 1.0, n) for n in range(MOST_SCALES)], 0.5)
+    assert refused((), factor, 0)
+    assert not refused((), 0.5, 0)
+    assert refused((Scale(1, 1e-8, 1),), 1e-2, 3)
+    assert not refused((Scale(1, 1e-8, 1),), 1e2, 3)
+    assert "times already" in refused([Scale(1, 1.0, n) for n in range(MOST_SCALES)], 0.5, 3)
+
+
+def test_after_a_roll_back_the_rate_stays_in_its_bounds_at_each_version() -> None:
+    """A factor of version 100 counts again when the job gets there: until then 1e9 twice would be 1e18."""
+    later = with_scale((), 100, 1e-9)
+    assert not refused(later, 1e9, 60)
+    both = with_scale(later, 60, 1e9)
+    assert refused(both, 1e9, 70)
+    assert not refused(both, 1e-9, 70)
+    assert refused(with_scale(later, 60, 1e-3), 1.0, 70), "from version 100 on it would be 1e-12"
+
+
+def test_what_observers_are_told_is_never_out_of_its_range() -> None:
+    """1e-9 and 1e9, 0.1 ten times and so on: products round."""
+    for scale in (1e9 * (1 + 2**-52), 1e-9 * (1 - 2**-52), 1.0):
+        said = Told("from step 3 on", 3, 1e9, scale)
+        assert decode(encode(said)) == said
 
 
 # ---- the coordinator ----

@@ -114,12 +114,15 @@ def test_a_killed_process_costs_no_sample(loading: Any, tmp_path: Path) -> None:
     assert not plan.exists(), "the process has died"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("workers", "seen_dead"), [(1, True), (2, True), (1, False)])
 def test_a_process_killed_in_the_middle_of_a_large_message_is_replaced(
-    workers: int, loading: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: int, seen_dead: bool, loading: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it sends is no tensor, so it goes through the pipe, of which the rest never comes."""
+    """What it sends is no tensor, so it goes through the pipe, of which the rest never comes. `seen_dead`: False where
+    the end of the pipe is seen before the end of the process."""
     once, whole = tmp_path / "once", Connection._send  # type: ignore[attr-defined]
+    if not seen_dead:
+        monkeypatch.setattr("rallypoint.data.processes._is_dead", lambda process: False)
 
     def cut(self: Connection, data: memoryview, *more: Any) -> None:
         if len(data) > 1 << 20 and multiprocessing.parent_process() is not None and once.exists():

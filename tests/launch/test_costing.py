@@ -53,7 +53,7 @@ def test_counts(text: str, number: float) -> None:
     [
         ("25Gbit", 3.125e9), ("100Mbit/s", 12.5e6), ("10gbps", 1.25e9), ("10Gbps", 1.25e9), ("3GB/s", 3e9),
         ("1 Gbit", 125e6),
-    ],  # fmt: skip
+    ],
 )
 def test_rates_are_bytes_a_second_of_one_direction(text: str, rate: float) -> None:
     assert rate_of(text, "--link") == pytest.approx(rate)

@@ -207,6 +207,12 @@ def more_after_the_last(micro: rp.Micro, model: nn.Module) -> None:
     micro.backward(second, more=True)
 
 
+def another_weight(micro: rp.Micro, model: nn.Module) -> None:
+    first, second, _ = parts(model, micro.batch[0])
+    micro.backward(first, weight=3.0, more=True, retain_graph=True)
+    micro.backward(second)
+
+
 def more_of_what_is_streamed(micro: rp.Micro, model: nn.Module) -> None:
     nothing_after_more(micro, model)
 
@@ -215,6 +221,7 @@ def more_of_what_is_streamed(micro: rp.Micro, model: nn.Module) -> None:
     (its_own_backward, {}, "the script has called backward.* more=True"),
     (nothing_after_more, {}, "ended without micro.backward.loss.: the last backward pass has no more=True"),
     (more_after_the_last, {}, "came twice"),
+    (another_weight, {}, r"its backward passes weigh 3\.0 and 1\.0: pass one to each"),
     (more_of_what_is_streamed, {"parameters": "streamed"}, 'with parameters="streamed" is not supported'),
 ])  # fmt: skip
 def test_passes_that_cannot_work_are_refused_with_a_sentence(

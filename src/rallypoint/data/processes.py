@@ -10,6 +10,7 @@ The forecast decides speed and nothing else: whatever is asked for comes, with t
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import threading
@@ -34,6 +35,7 @@ from rallypoint.observe.waits import wait_until
 LOST_IN_A_ROW = 3  # so often loader processes may die, or fail to start, before one of them has loaded anything
 END_S = 10.0
 LOOK_S = 1.0  # how often the DataLoader looks for dead processes while nothing comes
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 _TIMED_OUT = "DataLoader timed out"  # torch's word for that
 
 
@@ -191,13 +193,21 @@ class LoaderProcesses:
             except StopIteration:
                 arriving = None  # all that was forecast is here
             except (RuntimeError, OSError, EOFError) as error:  # a process has died, or what it had sent is gone
-                died = self._process_died()
-                if not died and arriving is not None and _TIMED_OUT in str(error):
+                only_slow = arriving is not None and _TIMED_OUT in str(error)
+                died = self._process_died() or (not only_slow and self._dies(error))
+                if not died and only_slow:
                     continue  # it only had nothing yet. Told to begin again, a process would answer twice
                 deaths += 1
                 sentence = self._lost((str(error) or repr(error)).splitlines()[0], deaths, died=died)
                 arriving, loader = None, self._new_loader()
         return sentence
+
+    def _dies(self, error: Exception) -> bool:
+        """True if a process is about to end: the kernel closes what a killed one sends through first, and only then can
+        be seen that it has ended. Only this process being short of files, or of memory, tells of no death."""
+        if isinstance(error, OSError) and error.errno in _SHORT:
+            return False
+        return bool(wait([process.sentinel for process in self._processes], timeout=LOOK_S))
 
     def _new_loader(self) -> DataLoader[Loaded]:
         spec = self._spec

@@ -32,14 +32,18 @@ def merged(known: Iterable[Scale], others: Iterable[Scale]) -> tuple[Scale, ...]
     return _sorted({scale.number: scale for scale in (*known, *others)}.values())
 
 
-def refused(scales: Iterable[Scale], factor: float) -> str:
-    """Why there cannot be this factor too, as a phrase; "" if there can."""
+def refused(scales: Iterable[Scale], factor: float, first: int) -> str:
+    """Why there cannot be this factor too, from `first` or a later version on, as a phrase; "" if there can.
+
+    After a roll-back the list may have factors of later versions: with each of them the product stays in its bounds.
+    """
     known = tuple(scales)
     if len(known) >= MOST_SCALES:
         return f"the learning rate was changed {MOST_SCALES} times already: more orders are not kept"
-    whole = scale_at(known, max((scale.version for scale in known), default=0)) * factor
-    if not LEAST <= whole <= MOST:
-        return f"with that it would be multiplied by {whole:g} in all, and must stay between {LEAST:g} and {MOST:g}"
+    for version in sorted({first, *(scale.version for scale in known if scale.version > first)}):
+        whole = scale_at(known, version) * factor
+        if not LEAST <= whole <= MOST:
+            return f"with that it would be multiplied by {whole:g} in all, and must stay between {LEAST:g} and {MOST:g}"
     return ""
 
 

@@ -28,7 +28,7 @@ def rate_of(text: str, what: str) -> float:
     bits = re.fullmatch(r"([kmgt]?)(?:bit|bps|bit/s)", unit)
     whole = re.fullmatch(r"([kmgt]?)b/s", unit)  # B/s, in small letters
     found = bits or whole
-    if found is None or (whole or unit.endswith("bps")) and ("B" in text) is not bool(whole):
+    if found is None or ((whole or unit.endswith("bps")) and ("B" in text) is not bool(whole)):
         raise ConfigError(f"{what} {text}: write a rate of one direction, as 25Gbit or 3GB/s")
     return number * _PREFIXES[found[1]] / (8 if bits else 1)
 

@@ -11,6 +11,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.net.greetings import AnyMessage, Shown
 
 Factor = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
+Product = Annotated[float, msgspec.Meta(gt=0.0, le=1e12)]  # of factors, rounded
 
 
 class Order(AnyMessage, frozen=True):
@@ -73,7 +74,7 @@ class RateScaled(Shown, frozen=True):
     text: str
     step: Index
     factor: Factor
-    scale: Factor
+    scale: Product
 
 
 OfOrders = AnyOrder | Ordered | RateAwaited | RateScaled

@@ -61,6 +61,7 @@ class Micro:
         self.step, self.replica, self.index, self.batch = step, replica, index, batch
         self.updates, self.iteration = updated_at(config, step), iteration_of(config, step)
         self._inside = self._finished = self.abandoned = False
+        self._weight: float | None = None  # of the backward passes so far
         self._failure: BaseException | None = None  # the error that `backward` raised
 
     def __enter__(self) -> Micro:
@@ -102,7 +103,7 @@ class Micro:
         PyTorch, and the micro-batch's loss is the sum. `retain_graph` is as in ``Tensor.backward``.
 
         `weight` is the replica's weight in the mean over replicas, for example its number of tokens. All micro-batches
-        of one replica must pass the same.
+        of one replica, and all passes of one micro-batch, must pass the same.
 
         Raises UsageError when it is called after the last or outside of ``with micro:``, for a loss without a gradient,
         and for a weight that is not positive. Raises NonFiniteLoss when the loss is not finite and the job is to stop
@@ -153,7 +154,9 @@ class Micro:
     def _end(self, call: Callable[[], None], weight: float, *, last: bool = True) -> None:
         if not (weight > 0 and math.isfinite(weight)):
             raise UsageError(f"a weight of {weight}: weights are positive and finite")
-        self._finished = last
+        if self._weight not in (None, weight):
+            raise UsageError(f"{self._where}: its backward passes weigh {self._weight} and {weight}: pass one to each")
+        self._finished, self._weight = last, weight
         try:
             call()
         except BaseException as error:

@@ -59,7 +59,9 @@ def may_rescale(course: Course, factor: float) -> str:
         return why
     if views.rescale is not None:
         return f"an order to multiply it by {views.rescale:g} is not in force yet: try again in a moment"
-    return "the job is at its last step" if course.known + 1 >= course.last else refused(views.scales, factor)
+    if course.known + 1 >= course.last:
+        return "the job is at its last step"
+    return refused(views.scales, factor, course.known + 1)
 
 
 def awaits_rate(course: Course) -> str:

@@ -10,6 +10,8 @@ from rallypoint.net.ordering.messages import Order, Ordered, Pause, SnapshotEver
 from rallypoint.testing.simulation.network import Node
 from rallypoint.testing.simulation.operating.given import Given
 
+_LOOK_S = 20.0  # how often an operator looks whether the job is paused though it was let go on
+
 
 class Operators:
     """Pause the job, change the period of its snapshots, and let it go on, one after the other. They add each answer to
@@ -52,10 +54,19 @@ class Operators:
             assert as_ordered or self._forgets, "a coordinator has forgotten how often snapshots are to be taken"
             kept = before.refused or again or not answer.refused
             assert kept or self._forgets, "a coordinator has forgotten that the job is paused"
-            node.kill()
             self._waiting.popleft()
+            if self._waiting or not self._forgets:
+                node.kill()
+            else:
+                node.later(_LOOK_S, lambda: order(Pause(on=False), looked))
             if self._waiting:
                 self._begin()
+
+        def looked(answer: Ordered, _: bool) -> None:
+            """The coordinator may have forgotten that the job goes on: its journal is of a time when it was paused."""
+            if not answer.refused:
+                self._tell(node, answer)
+            node.later(_LOOK_S, lambda: order(Pause(on=False), looked))
 
         def order(order: Order, heard: Callable[[Ordered, bool], None]) -> None:
             Given(node, order, heard)
