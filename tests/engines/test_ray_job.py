@@ -170,7 +170,7 @@ def test_the_benchmark_of_lost_nodes_counts_stalls_and_restarts(tmp_path: Path) 
     figures = tmp_path / "figures.json"
     argv = [sys.executable, str(BENCHMARK), "--jobs", "1", "--losses", "1", "--workers", "2", "--nodes", "3"]
     done = subprocess.run(
-        [*argv, "--step", "0.1", "--json", str(figures)], capture_output=True, text=True, timeout=280, cwd=tmp_path
+        [*argv, "--step", "0.4", "--json", str(figures)], capture_output=True, text=True, timeout=280, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads(figures.read_text())["jobs"]
