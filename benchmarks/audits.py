@@ -9,7 +9,9 @@ steps that this took should be near 1/`share` in the mean; the job ends after 10
 Honest: a job with ``audit=1`` long enough for `honest` contributions (of a replica to a shard), each sent by two
 workers and compared. A false alarm is any mismatch.
 
-Cost: jobs with and without ``audit=0.01`` in turn; the figure of a run is its mean step.
+Cost: jobs with and without audits of `cost_share` of the steps in turn; the figure of a run is its mean step. An
+audited step computes and sends twice as much, so `cost_share` more is their share of compute. (A share of 0.01 is what
+one uses, and less than runs differ by.)
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ from rallypoint.testing.processes import ClusterFailed, ProcessCluster
 from rallypoint.testing.wrong import KINDS
 
 _LOST = re.compile(r"audit: step (\d+), .* agree, and (\S+) on \S+ has computed something else")
-_COST_SHARE = 0.01
 
 
 def run(workers: int, folder: str, *task: Any) -> tuple[list[float], str]:
@@ -82,18 +83,18 @@ def honest(contributions: int) -> tuple[int, int]:
     return steps * 8 * shards, log.count('"AuditFound"')
 
 
-def cost(rounds: int, steps: int, hidden: int) -> list[tuple[float, float]]:
+def cost(rounds: int, steps: int, hidden: int, share: float) -> list[tuple[float, float]]:
     """The mean step without and with audits, in each round."""
     pairs = []
     for number in range(rounds):
         both = {}
-        for audit in (0.0, _COST_SHARE) if number % 2 else (_COST_SHARE, 0.0):
+        for audit in (0.0, share) if number % 2 else (share, 0.0):
             with tempfile.TemporaryDirectory() as folder:
                 measured, failed = run(2, folder, {}, 0, hidden, settings_of(steps, audit, number, shard_bytes=1 << 20))
             if failed:
                 raise SystemExit(failed)
             both[audit] = statistics.mean(measured)
-        pairs.append((both[0.0], both[_COST_SHARE]))
+        pairs.append((both[0.0], both[share]))
     return pairs
 
 
@@ -102,6 +103,7 @@ def main(
     share: Annotated[float, typer.Option(help="audit= where errors are planted.")] = 0.1,
     contributions: Annotated[int, typer.Option("--honest", help="Honest contributions to compare.")] = 100_000,
     rounds: Annotated[int, typer.Option(help="Pairs of runs, to measure the cost.")] = 6,
+    cost_share: Annotated[float, typer.Option(min=0.001, max=1.0, help="audit= in every other run of those.")] = 0.2,
     steps: Annotated[int, typer.Option(help="Steps of each of those.")] = 600,
     hidden: Annotated[int, typer.Option(help="Width of the model of those.")] = 4096,
     to: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
@@ -116,7 +118,7 @@ def main(
         mean = f"{statistics.mean(late):.1f}" if late else "-"
         table.add_row(kind, str(len(own)), str(len(late)), str(blamed), mean, str(max(late, default=0)))
     compared, alarms = honest(contributions) if contributions else (0, 0)
-    pairs = cost(rounds, steps, hidden) if rounds else []
+    pairs = cost(rounds, steps, hidden, cost_share) if rounds else []
     ratios = [on / off for off, on in pairs]
     console = Console()
     console.print(table)
@@ -125,8 +127,8 @@ def main(
         off, on = (statistics.median(pair[side] for pair in pairs) * 1e3 for side in (0, 1))
         ratio = statistics.median(ratios)
         console.print(
-            f"a step: {off:.2f} ms without, {on:.2f} ms with audit={_COST_SHARE}; ratio {ratio:.4f} "
-            f"({min(ratios):.4f} to {max(ratios):.4f}), its share of compute {1 + _COST_SHARE}"
+            f"a step: {off:.2f} ms without, {on:.2f} ms with audit={cost_share:g}; ratio {ratio:.4f} "
+            f"({min(ratios):.4f} to {max(ratios):.4f}), its share of compute {1 + cost_share:g}"
         )
     if to is not None:
         to.write_text(json.dumps({"faults": found, "compared": compared, "alarms": alarms, "steps_s": pairs}, indent=1))

@@ -171,7 +171,7 @@ def test_a_wrong_token_is_one_sentence(tmp_path: Path) -> None:
 def test_two_models_in_one_job_are_told_apart_by_their_first_difference(run: Callable[..., Outcome]) -> None:
     outcome = run("models", workers=2)
     assert outcome.status == 1
-    assert "brought a different model: parameter 1." in outcome.text
+    assert "brought a different model: parameter 1." in outcome.text, outcome.text
     assert "[3, 5]" in outcome.text or "1.bias [3]" in outcome.text
     assert outcome.tracebacks == 0
 
@@ -179,29 +179,29 @@ def test_two_models_in_one_job_are_told_apart_by_their_first_difference(run: Cal
 def test_two_settings_in_one_job_are_named(run: Callable[..., Outcome]) -> None:
     outcome = run("settings", workers=2)
     assert outcome.status == 1
-    assert "brought different settings: seed is " in outcome.text
+    assert "brought different settings: seed is " in outcome.text, outcome.text
     assert outcome.tracebacks == 0
 
 
 def test_two_data_sets_in_one_job_are_told_apart(run: Callable[..., Outcome]) -> None:
     outcome = run("lengths", workers=2)
     assert outcome.status == 1
-    assert "brought a different data set: 2" in outcome.text
-    assert "load the same files on every worker" in outcome.text
+    assert "brought a different data set: 2" in outcome.text, outcome.text
+    assert "load the same files on every worker" in outcome.text, outcome.text
     assert outcome.tracebacks == 0
 
 
 def test_two_data_sets_of_one_length_are_told_apart_by_a_sample(run: Callable[..., Outcome]) -> None:
     outcome = run("content", workers=2)
     assert outcome.status == 1
-    assert "brought a different data set: sample 0 has other content" in outcome.text
+    assert "brought a different data set: sample 0 has other content" in outcome.text, outcome.text
     assert outcome.tracebacks == 0
 
 
 def test_an_own_optimizer_that_is_set_on_one_worker_alone_ends_the_job(run: Callable[..., Outcome]) -> None:
     outcome = run("rates", workers=2)
     assert outcome.status == 1
-    assert "do not have the same settings in own_optimizer or own_schedule by step 2" in outcome.text
+    assert "do not have the same settings in own_optimizer or own_schedule by step 2" in outcome.text, outcome.text
     assert outcome.tracebacks == 0
 
 
@@ -274,23 +274,23 @@ def test_no_text_for_the_gpt_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     outcome = rallypoint("train", "--workers", "1", "--servers", "1", "gpt", "--data", "empty", cwd=tmp_path)
     assert outcome.status == 1, outcome.text
-    assert "empty holds no text" in outcome.text
-    assert "give --data a folder with text in it" in outcome.text
+    assert "empty holds no text" in outcome.text, outcome.text
+    assert "give --data a folder with text in it" in outcome.text, outcome.text
     assert outcome.tracebacks == 0
 
 
 def test_a_users_own_mistake_is_one_traceback(run: Callable[..., Outcome]) -> None:
     outcome = run("bug", workers=2)
     assert outcome.status == 1
-    assert "worker1 | ValueError: the user's own mistake" in outcome.text
-    assert "failed: worker1: ValueError: the user's own mistake" in outcome.text
+    assert "worker1 | ValueError: the user's own mistake" in outcome.text, outcome.text
+    assert "failed: worker1: ValueError: the user's own mistake" in outcome.text, outcome.text
     assert "the last line of" not in outcome.text
     assert outcome.tracebacks == 1
 
 
 def test_a_users_words_are_not_markup(run: Callable[..., Outcome]) -> None:
     outcome = run("markup")
-    assert "failed: worker0: ValueError: the [bold]user's[/bold] own [/mistake]" in outcome.text
+    assert "failed: worker0: ValueError: the [bold]user's[/bold] own [/mistake]" in outcome.text, outcome.text
     assert outcome.tracebacks == 1
 
 
@@ -300,8 +300,8 @@ def test_a_users_words_are_not_markup(run: Callable[..., Outcome]) -> None:
 def test_a_nan_stops_the_job_and_names_the_replica_and_the_step(run: Callable[..., Outcome]) -> None:
     outcome = run("nan")
     assert outcome.status == 1
-    assert "the loss of replica 1 at step 2 is nan: nothing of that step was applied" in outcome.text
-    assert "set nonfinite to 'skip' or 'continue'" in outcome.text
+    assert "the loss of replica 1 at step 2 is nan: nothing of that step was applied" in outcome.text, outcome.text
+    assert "set nonfinite to 'skip' or 'continue'" in outcome.text, outcome.text
     assert outcome.tracebacks == 0
 
 
@@ -337,7 +337,7 @@ def test_a_run_that_fails_stores_its_newest_version_and_goes_on_from_it_with_oth
 def test_a_nan_skips_its_step_and_the_job_goes_on(run: Callable[..., Outcome], tmp_path: Path) -> None:
     outcome = run("nan", "--set", "nonfinite=skip")
     assert outcome.status == 0, outcome.text
-    assert "step 2 skipped: the loss of replica 1 is not finite" in outcome.text
+    assert "step 2 skipped: the loss of replica 1 is not finite" in outcome.text, outcome.text
     assert [event["replicas"] for event in events(tmp_path) if event["type"] == "Skipped"] == [[1]]
     assert events(tmp_path)[-1]["type"] == "Finished"
     assert outcome.tracebacks == 0
@@ -346,7 +346,7 @@ def test_a_nan_skips_its_step_and_the_job_goes_on(run: Callable[..., Outcome], t
 def test_a_nan_may_be_ignored_and_is_told(run: Callable[..., Outcome], tmp_path: Path) -> None:
     outcome = run("nan", "--set", "nonfinite=continue", "--set", "clip=1.0")
     assert outcome.status == 0, outcome.text
-    assert "the loss of replica 1 at step 2 is nan; continuing as told" in outcome.text
+    assert "the loss of replica 1 at step 2 is nan; continuing as told" in outcome.text, outcome.text
     assert events(tmp_path)[-1]["type"] == "Finished"
     assert outcome.tracebacks == 0
 

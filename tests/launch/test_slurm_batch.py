@@ -162,6 +162,8 @@ def test_options_become_the_words_that_mean_them() -> None:
         "--workers", "2:8", "--backup-tasks", "--snapshot-seconds", "2.5", "--set", "a=1", "--set", "b=2",
         "--folder", "x",
     ]  # fmt: skip
+    assert arguments_of(RunOptions(watch=True), RunOptions) == ["--watch"]
+    assert arguments_of(RunOptions(watch=False), RunOptions) == ["--no-watch"]
     assert arguments_of(RunOptions(), RunOptions) == []
 
 

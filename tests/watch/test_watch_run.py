@@ -68,6 +68,17 @@ class Reading:
         self._connection.close()
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_in_a_terminal_the_page_is_served_unless_an_option_says_no(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+    served = lambda **options: RunOptions(folder=tmp_path, **options).run(["python"]).watch  # noqa: E731
+    assert [served(), served(watch=True), served(watch=False)] == [terminal, True, False]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not served()
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Program]:
     (tmp_path / "train.py").write_text(SCRIPT)

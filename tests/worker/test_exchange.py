@@ -424,6 +424,8 @@ def test_what_no_server_can_mean_ends_the_link_with_a_sentence(
 class _Sending:
     """A channel with one frame at a time, which is sent when `goes` is called."""
 
+    connection = None  # no limits are set on it
+
     def __init__(self) -> None:
         self.frames: list[tuple[int, Rank]] = []
         self._sent: list[Callable[[], None]] = []
@@ -454,6 +456,8 @@ def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
 
     class _Channel:
         """Sends everything at once."""
+
+        connection = None
 
         def send(self, header: Header, payload: memoryview, sent_: Callable[[], None], *, rank: Rank = ()) -> None:
             sent.append(header.shard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -216,10 +217,11 @@ class RunOptions(CoordinatorOptions):
     overwrite: Annotated[bool, option(
         "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
     )] = False  # fmt: skip
-    watch: Annotated[bool, option(
-        "--watch", metavar=None, panel=_FILES,
-        help="Serve the run's page while it goes on, to this machine alone; the address is printed.",
-    )] = False  # fmt: skip
+    watch: Annotated[bool | None, option(
+        "--watch/--no-watch", metavar=None, panel=_FILES, show_default=False,
+        help="Serve the run's page while it goes on, to this machine alone; the address is printed. Without either: "
+        "where the output is a terminal, and rallypoint[watch] is installed.",
+    )] = None  # fmt: skip
     tensorboard: Annotated[Path | None, option(
         metavar="FOLDER", panel=_FILES,
         help="Write the run's figures for TensorBoard: into a folder of the run's name.",
@@ -266,11 +268,11 @@ class RunOptions(CoordinatorOptions):
 
     def _page(self) -> bool:
         """Return whether the page is served, for the plan."""
-        if self.watch:
-            from rallypoint.launch.observing.page import check_page
+        from rallypoint.launch.observing.page import check_page, missing
 
+        if self.watch:
             check_page()
-        return self.watch
+        return self.watch if self.watch is not None else sys.stdout.isatty() and not missing()
 
     def _tracked(self) -> tuple[str, ...]:
         """Return where the run's figures go, for the plan."""
@@ -355,8 +357,8 @@ def arguments_of(options: CoordinatorOptions, kind: type[CoordinatorOptions]) ->
         # (In an annotation the first name is where typer keeps a default)
         named = [name for name in (given.default, *given.param_decls) if str(name).startswith("--")]
         name = named[0] if named else f"--{field.name.replace('_', '-')}"
-        if value is True:
-            words.append(name)
+        if isinstance(value, bool):
+            words.append(name.split("/")[0 if value else 1])
         else:
             words += [word for one in (value if isinstance(value, list) else [value]) for word in (name, str(one))]
     return words

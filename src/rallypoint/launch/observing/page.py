@@ -17,8 +17,12 @@ class PageProcess(Companion):
         super().__init__("watch", run, what="the page cannot be served", wanted=wanted)
 
 
+def missing() -> str:
+    """Return which package that serves the page is not installed; "": none."""
+    return next((name for name in _NEEDS if importlib.util.find_spec(name) is None), "")
+
+
 def check_page() -> None:
     """UsageError if what serves the page is not installed."""
-    for name in _NEEDS:
-        if importlib.util.find_spec(name) is None:
-            raise UsageError(f"the page needs {name}: pip install 'rallypoint[watch]'")
+    if name := missing():
+        raise UsageError(f"the page needs {name}: pip install 'rallypoint[watch]'")

@@ -191,9 +191,9 @@ class ServerLink:
         """Limit, approximately, the bytes of versions that are on their way to this worker at once, and the rate at
         which it sends."""
         with self._lock:
-            before, self._limits, channel = self._limits, limits, self._channel
-        if channel is not None:
-            limits.set_on(channel.connection, before)
+            before, self._limits = self._limits, limits
+            if self._channel is not None:
+                limits.set_on(self._channel.connection, before)
 
     def close(self) -> None:
         """End the link and its threads, and drop what waits for credit.
@@ -212,8 +212,7 @@ class ServerLink:
     def _up(self, channel: Channel) -> None:
         with self._lock:
             self._channel, self._credits, self._busy = channel, self._window, False
-            limits = self._limits
-        limits.set_on(channel.connection)
+            self._limits.set_on(channel.connection)
         if self.role == "aggregator":
             channel.connection.set_timeout(AGGREGATOR_SILENT_S)
         self._receiver.link_up(self.server)
