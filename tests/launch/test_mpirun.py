@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +23,8 @@ LOOPBACK = ("--mca", "btl_tcp_if_include", "lo", "--mca", "oob_tcp_if_include", 
 
 
 @contextmanager
-def mpirun(folder: Path, processes: int, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """The job under mpirun, and the file with its output."""
+def mpirun(folder: Path, temporary: Path, processes: int, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The job under mpirun, with `temporary` in place of ``/tmp``; and the file with its output."""
     program = shutil.which("mpirun")
     if program is None or b"Open MPI" not in subprocess.run([program, "--version"], capture_output=True).stdout:
         pytest.skip("needs Open MPI's mpirun (Debian: openmpi-bin)")
@@ -33,8 +34,8 @@ def mpirun(folder: Path, processes: int, **env: str) -> Iterator[tuple[subproces
     output = folder / "output"
     with output.open("w") as file:
         started = subprocess.Popen(
-            [*argv, str(folder / "gate")], cwd=folder, env={**ENV, **env}, stdin=subprocess.DEVNULL, stdout=file,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            [*argv, str(folder / "gate")], cwd=folder, env={**ENV, "TMPDIR": str(temporary), **env},
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
         yield started, output
@@ -45,14 +46,21 @@ def mpirun(folder: Path, processes: int, **env: str) -> Iterator[tuple[subproces
         kill_all(below)
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder of this test's own with a short name: sockets are made in it. Other tests' are not seen there."""
+    with tempfile.TemporaryDirectory(prefix="mpi", ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
 @pytest.mark.parametrize("shared", [False, True])
-def test_mpirun_makes_one_cluster_in_which_deaths_change_no_byte(tmp_path: Path, shared: bool) -> None:
+def test_mpirun_makes_one_cluster_in_which_deaths_change_no_byte(tmp_path: Path, temporary: Path, shared: bool) -> None:
     (tmp_path / "alone").mkdir()
     undisturbed = alone(tmp_path / "alone")
     env = {"RALLYPOINT_OPTIONS": f"--replication 2 --folder {tmp_path / 'run'}", "RALLYPOINT_SERVERS": "2"}
     if shared:
         env["RALLYPOINT_FOLDER"] = str(tmp_path / "shared")
-    with mpirun(tmp_path, 3, **env) as (started, output):
+    with mpirun(tmp_path, temporary, 3, **env) as (started, output):
         running = lambda: started.poll() is None  # noqa: E731
         wait_until(lambda: steps_done(tmp_path / "run") >= AT - 1, running, output.read_text)
         processes = named(psutil.Process(started.pid))
@@ -65,15 +73,15 @@ def test_mpirun_makes_one_cluster_in_which_deaths_change_no_byte(tmp_path: Path,
     assert hash_of(said) == undisturbed
     for name in ("worker1", "server1", "coordinator"):
         assert f"{name} was killed (SIGKILL): starting another" in said
-    assert not list(Path("/tmp").glob(f"rallypoint-{os.geteuid()}-*"))
+    assert not list(temporary.glob("rallypoint-*"))
     assert not shared or not list((tmp_path / "shared").iterdir())
 
 
-def test_with_recovery_a_rank_that_is_killed_costs_no_byte(tmp_path: Path) -> None:
+def test_with_recovery_a_rank_that_is_killed_costs_no_byte(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "alone").mkdir()
     undisturbed = alone(tmp_path / "alone")
     env = {"RALLYPOINT_OPTIONS": f"--folder {tmp_path / 'run'}"}
-    with mpirun(tmp_path, 3, **env) as (started, output):
+    with mpirun(tmp_path, temporary, 3, **env) as (started, output):
         running = lambda: started.poll() is None  # noqa: E731
         wait_until(lambda: steps_done(tmp_path / "run") >= AT - 1, running, output.read_text)
         worker = named(psutil.Process(started.pid))["worker2"]
