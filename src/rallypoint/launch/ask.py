@@ -88,21 +88,27 @@ def change_rate(run: Path, factor: float) -> str:
     with _asking(run, "order") as (link, answers):
         said = _ordered(link, answers, LearningRate(factor))
         try:
-            while not isinstance(answer := _next(answers, "no answer", _ORDER_S), RateScaled):
-                pass
-        except LinkError:  # a server is silent, or the coordinator is killed: the order stands
+            return next(one.text for one in _within(answers, _ORDER_S) if isinstance(one, RateScaled))
+        except LinkError:  # a server is silent, or the coordinator was killed: the order stands
             return f"{said}, from the step on that the run will say"
-        return answer.text
 
 
 def _ordered(link: CoordinatorLink, answers: Answers, wanted: AnyOrder) -> str:
     link.send(wanted)
-    while True:
-        answer = _next(answers, "no answer", _ORDER_S)
+    for answer in _within(answers, _ORDER_S):
         if isinstance(answer, Ordered) and answer.kind == type(wanted).__name__:
             if answer.refused:
                 raise UsageError(answer.text)
             return answer.text
+    raise AssertionError("_within ends with an error")
+
+
+def _within(answers: Answers, seconds: float) -> Iterator[Message]:
+    """Yield the coordinator's messages of so many seconds, then raise LinkError. The job's own messages keep coming
+    though the answer does not, when the coordinator was killed before it could send it."""
+    deadline = time.monotonic() + seconds
+    while True:
+        yield _next(answers, "no answer", seconds, max(0.0, deadline - time.monotonic()))
 
 
 def _missing(now: Members, workers: int, servers: int) -> str:
@@ -144,10 +150,15 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
         link.close()
 
 
-def _next(answers: Answers, otherwise: str, patience: float = _PATIENCE_S) -> Message:
-    """Return the coordinator's next message. Raises JobAborted when the job is over, LinkError when nothing comes."""
+def _next(answers: Answers, otherwise: str, patience: float = _PATIENCE_S, left: float | None = None) -> Message:
+    """Return the coordinator's next message. Raises JobAborted when the job is over, LinkError when nothing comes.
+
+    It waits for `patience` seconds, or what is `left` of them.
+    """
     try:
-        answer = answers.get(timeout=patience)
+        if left == 0.0:
+            raise queue.Empty
+        answer = answers.get(timeout=patience if left is None else left)
     except queue.Empty:
         raise LinkError(f"{otherwise} within {patience:.0f} s; the run's own console says why") from None
     if isinstance(answer, RallypointError):

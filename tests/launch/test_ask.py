@@ -1,0 +1,72 @@
+"""Orders from another terminal whose answer does not come."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rallypoint.errors import LinkError
+from rallypoint.launch import ask
+from rallypoint.net.messages import StepDone
+from rallypoint.net.ordering.messages import LearningRate, Ordered, Pause, RateScaled
+
+
+class Job:
+    """A job that goes on: a step ends every second of a clock of its own, and some `answers` come first."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.now, self.step, self.sent = 0.0, 0, list[Any]()
+        self._answers = list(answers)
+
+    def send(self, wanted: Any) -> None:
+        self.sent.append(wanted)
+
+    def get(self, timeout: float) -> Any:
+        assert self.now < 1000, "it waits without an end"
+        if timeout < 1.0:
+            self.now += timeout
+            raise queue.Empty
+        self.now, self.step = self.now + 1.0, self.step + 1
+        return self._answers.pop(0) if self._answers else StepDone(self.step, 0.5, 8)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Job:
+    job = Job(*request.param)
+
+    @contextlib.contextmanager
+    def asking(run: Path, id: str) -> Iterator[tuple[Job, Job]]:
+        yield job, job
+
+    monkeypatch.setattr(ask, "_asking", asking)
+    monkeypatch.setattr(ask, "time", job)
+    return job
+
+
+SAID = Ordered("LearningRate", "the operator multiplies the learning rate by 0.5")
+
+
+@pytest.mark.parametrize("job", [()], indirect=True)
+def test_an_order_whose_answer_was_lost_with_the_coordinator_ends_though_steps_go_on(job: Job) -> None:
+    with pytest.raises(LinkError, match="no answer within 30 s"):
+        ask.order(Path("run"), Pause())
+    assert job.sent == [Pause()]
+
+
+@pytest.mark.parametrize("job", [(SAID,)], indirect=True)
+def test_a_rate_whose_step_nobody_says_is_ordered_all_the_same(job: Job) -> None:
+    assert ask.change_rate(Path("run"), 0.5) == f"{SAID.text}, from the step on that the run will say"
+    assert job.sent == [LearningRate(0.5)]
+
+
+@pytest.mark.parametrize("job", [(SAID, StepDone(1, 0.5, 8), RateScaled("from step 3 on", 3, 0.5, 0.5))], indirect=True)
+def test_the_step_is_said_once_servers_have_settled_it(job: Job) -> None:
+    assert ask.change_rate(Path("run"), 0.5) == "from step 3 on"
