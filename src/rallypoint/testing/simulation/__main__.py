@@ -19,7 +19,9 @@ from rallypoint.testing.simulation.policies import (
     AuditedWrong,
     Deciding,
     Flipped,
+    Paused,
     Played,
+    Rescaled,
     Scaled,
     parse_policy,
     replay_line,
@@ -53,7 +55,10 @@ def main(
     failures = [failure for failure in _play(range(first, first + seeds), sync) if failure]
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
-    same = sync in (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped(), Alternating())
+    job = sync
+    while isinstance(job, Paused | Rescaled):
+        job = job.of
+    same = job in (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped(), Alternating())
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well
     print(f"{policy}: {seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")
