@@ -21,21 +21,23 @@ from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.view import Member, View
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.messages import encode
 
 _STEPS = 1_000_000
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """How large a cluster is. `racks`: with an aggregator in each; 0: none. Replicas: one for each worker, or `replicas`.
+    """How large a cluster is: R replicas and R workers that compute them, `standby` more workers, `servers`.
+
+    `racks`: neighbouring workers are in one of so many racks, with an aggregator in each; 0: none.
     """
 
     workers: int
     servers: int
     racks: int = 0
     shards: int = 0
-    replicas: int = 0
+    standby: int = 0
     replication: int = 1
     heartbeat: float = 3.0
 
@@ -44,15 +46,15 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
         """By default 8 for each server."""
         return self.shards or 8 * self.servers
 
-    @property
-    def replica_count(self) -> int:
-        return self.replicas or self.workers
+    def rack_of(self, worker: int) -> int:
+        """The rack in which worker number `worker` is, as its replacements are."""
+        return worker % self.workers * max(1, self.racks) // self.workers
 
 
 def record_for(size: Size) -> JobRecord:
     """The record of a job with so many equal shards (of 16 words: nothing here has their content) and replicas."""
     layout = build_layout([TensorSpec("weight", (16 * size.shard_count,), "float32", 0)], 64)
-    return record_of(JobConfig(replicas=size.replica_count, steps=_STEPS), layout)
+    return record_of(JobConfig(replicas=size.workers, steps=_STEPS), layout)
 
 
 @dataclass(slots=True)
@@ -109,7 +111,7 @@ class BigCluster:
 
     def join(self, number: int) -> list[Effect]:
         """Worker `number` joins and proposes the job."""
-        name = f"worker-{number}"
+        name = named("worker", number)
         joined = self.handle(events.Joined(self._member(name, "worker"), "worker"), "a worker joins late")
         return [*joined, *self.handle(events.Proposed(name, self.record), "a worker joins late")]
 
@@ -117,28 +119,33 @@ class BigCluster:
         """The member's process ends."""
         return self.handle(events.Left(name, "it closed its connection"), f"a {name.partition('-')[0]} dies")
 
+    def serve(self, number: int) -> list[Effect]:
+        """Server `number` joins."""
+        return self.handle(events.Joined(self._member(named("server", number), "server"), "server"), "a server joins")
+
     def beat(self, now: float) -> None:
         """Each member beats once, then time is `now`."""
-        for name, _ in self.members():
-            if name in self.machine.course.members:
-                self.handle(events.Beat(name))
+        for name in self.machine.course.members.everybody:
+            self.handle(events.Beat(name))
         self.handle(events.Tick(now))
 
-    def step(self, number: int, seconds: float, now: float) -> None:
-        """Each worker reports its replicas of this step, and each server that it has applied it."""
+    def step(self, number: int, seconds: Callable[[str], float], now: float) -> None:
+        """Each worker reports its replicas of this step (`seconds(worker)` for each), and each server that it has applied it."""
         generation = self.view.generation
         for worker, replicas in self.view.assigned(number).items():
             for replica in replicas:
-                self.handle(events.Progress(worker, number, replica, seconds, generation, now))
+                self.handle(events.Progress(worker, number, replica, seconds(worker), generation, now))
         for server in self.view.servers:
             self.handle(events.Applied(server.id, number, generation))
 
     def catch_up(self) -> None:
-        """All backups have caught up."""
-        view = self.view
-        for server in view.servers:
-            backups = {shard: view.paired[shard] for shard in view.shards_of(server.id) if shard in view.backup}
-            self.handle(events.CaughtUp(server.id, backups))
+        """All backups that have not caught up by now have."""
+        view, lacking = self.view, self.view.backup.keys() - self.machine.course.views.caught_up
+        said: dict[str, dict[int, ViewNumber]] = {}
+        for shard in sorted(lacking):
+            said.setdefault(view.primary[shard], {})[shard] = view.paired[shard]
+        for server, backups in said.items():
+            self.handle(events.CaughtUp(server, backups))
 
     # ---- what there is ----
 
@@ -151,16 +158,21 @@ class BigCluster:
 
     def members(self) -> Iterable[tuple[str, str]]:
         """The members at the start: (name, role)."""
-        counts = (("server", self.size.servers), ("aggregator", self.size.racks), ("worker", self.size.workers))
-        return ((f"{role}-{number}", role) for role, count in counts for number in range(count))
+        counts = (("server", self.size.servers), ("aggregator", self.size.racks), ("worker", self.size.workers + self.size.standby))
+        return ((named(role, number), role) for role, count in counts for number in range(count))
 
     def _member(self, name: str, role: str) -> Member:
         """A member on a host of its own, with an address as long as real ones are."""
         number = int(name.partition("-")[2])
-        rack = number if role == "aggregator" else number % max(1, self.size.racks)
+        rack = number if role == "aggregator" else self.size.rack_of(number)
         near = f"rack{rack}" if self.size.racks and role != "server" else ""
         address = "" if role == "worker" else f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}:40001"
         return Member(name, f"host-{role}-{number}", address, near=near)
+
+
+def named(role: str, number: int) -> str:
+    """A member's name. In the order of names, workers of one rack are neighbours, and get neighbouring replicas."""
+    return f"{role}-{number:05}"
 
 
 class Messages(msgspec.Struct, frozen=True):
