@@ -18,6 +18,7 @@ from rallypoint.cli import (  # noqa: F401
     planner,
     report,
     running,
+    simulating,
     slurm,
     start,
     tokens,

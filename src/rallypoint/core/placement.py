@@ -38,9 +38,11 @@ def place(
             loads[home] += shard.nbytes
     for first in range(0, len(shards), len(servers)):
         run = shards[first : first + len(servers)]
+        beside = {placed[shard.index] for shard in run if shard.index in placed}
         for shard in run:
             if shard.index not in placed:
-                home = _first_with_room(shard, loads, room, {placed.get(other.index) for other in run})
+                home = _first_with_room(shard, loads, room, beside)
+                beside.add(home)
                 placed[shard.index] = home
                 loads[home] += shard.nbytes
     return {shard.index: placed[shard.index] for shard in shards}
@@ -89,14 +91,21 @@ def _room(shards: Sequence[Shard], servers: int) -> int:
 
 
 def _first_with_room(
-    shard: Shard, loads: Mapping[str, int], room: int, beside: Collection[str | None] = ()
+    shard: Shard, loads: Mapping[str, int], room: int, beside: Collection[str] = ()
 ) -> str:  # fmt: skip
     """The first server in the shard's order that has room, and is not in `beside` if there is a choice."""
-    ranked = ranking(shard.index, list(loads))
-    free = [server for server in ranked if loads[server] + shard.nbytes <= room]
-    if free:
-        return next((server for server in free if server not in beside), free[0])
-    return min(ranked, key=lambda server: loads[server])  # shards differ in size and none fits: the emptiest
+    most = room - shard.nbytes
+    free = [server for server, load in loads.items() if load <= most]
+    if not free:  # shards differ in size and none fits: the emptiest
+        least = min(loads.values())
+        free = [server for server, load in loads.items() if load == least]
+        return _preferred(shard.index, free)
+    return _preferred(shard.index, [server for server in free if server not in beside] or free)
+
+
+def _preferred(shard: int, servers: Sequence[str]) -> str:
+    """The first in the shard's order of preference: no more servers are hashed than are in question."""
+    return max(servers, key=lambda server: (_score(shard, server), server))
 
 
 def _score(shard: int, server: str) -> bytes:

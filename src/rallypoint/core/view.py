@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated
@@ -192,6 +193,10 @@ class View(msgspec.Struct, frozen=True):
         """The shards whose primary is `server`, ascending."""
         return sorted(shard for shard, home in self.primary.items() if home == server)
 
+    def has_shards(self, server: str) -> bool:
+        """True if `server` is the primary or the backup of a shard."""
+        return server in self.primary.values() or server in self.backup.values()
+
     def aggregator(self, worker: str) -> Member | None:
         """The aggregator that `worker` may use; None if it has none."""
         wanted = self.aggregator_of.get(worker)
@@ -223,12 +228,14 @@ def assign_replicas(
     if not workers:
         raise ValueError("there is no worker to assign replicas to")
     cost = {worker: 1.0 / (speeds or {}).get(worker, 1.0) for worker in workers}
-    busy = dict.fromkeys(workers, 0.0)
     shares = dict.fromkeys(workers, 0)
+    ends = [(cost[worker], number) for number, worker in enumerate(workers)]  # when it would have one more
+    heapq.heapify(ends)
     for _ in range(replicas):
-        worker = min(workers, key=lambda w: busy[w] + cost[w])
+        end, number = ends[0]
+        worker = workers[number]
         shares[worker] += 1
-        busy[worker] += cost[worker]
+        heapq.heapreplace(ends, (end + cost[worker], number))
     orders = shares, dict(sorted(shares.items(), key=lambda share: share[1]))
     runs = min((_runs(range(replicas), order) for order in orders), key=lambda found: _pushes(found, replicas))
     return {worker: runs[worker] for worker in workers}
@@ -264,7 +271,10 @@ def reassign_orphans(
     cost = {worker: 1.0 / (speeds or {}).get(worker, 1.0) for worker in workers}
     left = sorted(replica for own in orphaned[len(idle) :] for replica in own)
     shares = dict.fromkeys(workers, 0)
+    ends = [((len(patched[worker]) + 1) * cost[worker], number) for number, worker in enumerate(workers)]
+    heapq.heapify(ends)
     for _ in left:
-        worker = min(workers, key=lambda w: (len(patched[w]) + shares[w] + 1) * cost[w])
+        worker = workers[number := ends[0][1]]
         shares[worker] += 1
+        heapq.heapreplace(ends, ((len(patched[worker]) + shares[worker] + 1) * cost[worker], number))
     return {worker: tuple(sorted((*patched[worker], *run))) for worker, run in _runs(left, shares).items()}

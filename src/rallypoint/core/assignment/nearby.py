@@ -19,10 +19,12 @@ def nearest_aggregators(
     places: dict[str, list[str]] = {}
     for aggregator in aggregators:
         places.setdefault(aggregator.near, []).append(aggregator.id)
+    at: dict[str, list[str]] = {}
+    for worker in workers:
+        at.setdefault(worker.near, []).append(worker.id)
     found: dict[str, str] = {}
-    everybody = list(workers)
     for place, here in places.items():
-        near = [worker.id for worker in everybody if worker.near == place]
+        near = at.get(place, [])
         near.sort(key=lambda worker: (not assigned.get(worker), assigned.get(worker, ()), worker))
         for index, worker in enumerate(near):
             found[worker] = sorted(here)[index * len(here) // len(near)]

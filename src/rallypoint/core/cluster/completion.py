@@ -70,10 +70,12 @@ class Completion:
 
     def _deserted(self) -> list[Effect]:
         """All workers have left their loops before the last version: end with the one that they have, if they can."""
-        course, stop, present = self.course, self.course.views.stop, self.course.members.present
+        course, stop = self.course, self.course.views.stop
+        if stop is None:
+            return []
         assert course.record is not None
-        left = [course.members.left.get(worker, course.last) for worker in present]
-        if stop is None or not left or max(left) >= course.last:
+        left = [course.members.left.get(worker, course.last) for worker in course.members.present]
+        if not left or max(left) >= course.last:
             return []
         if (version := max(left)) >= course.known and Feature.DOWN not in course.record.features:
             return self._ends_with(msgspec.structs.replace(stop, version=version))
@@ -123,7 +125,8 @@ class Completion:
             return []
         if ends := self._overtaken() or self._deserted():
             return ends
-        said = {worker for worker, done in members.says_done.items() if self._is_the_last(*done)} & members.present
+        said = {worker for worker, done in members.says_done.items() if self._is_the_last(*done)}
+        said = said and said & members.present  # asked at every report: `present` is as long as the job is large
         effects = self._believe(said) if not said <= members.done and self._can_be(said) else []
         if course.phase is not Phase.RUNNING or not members.is_complete(course.now) or not self.snapshots.final:
             return effects

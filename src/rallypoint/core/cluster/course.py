@@ -94,7 +94,7 @@ class Course:
     def has_applied(self, server: str, step: int) -> None:
         """A server of the view in force reports that it has applied `step`."""
         view = self.view
-        if view is not None and self.record is not None and server in {*view.primary.values(), *view.backup.values()}:
+        if view is not None and self.record is not None and view.has_shards(server):
             self.applied = max(self.applied, min(step, self.record.rounds - 1))
             self.witnesses.add(server)
 
@@ -125,7 +125,7 @@ class Course:
     def may_report(self, worker: str, step: int) -> bool:
         """True if a report of `step` from `worker` can be true: it has proposed the record, and the job has that step.
         """
-        return worker in self.members.present and self.record is not None and 0 <= step < self.record.rounds
+        return self.members.is_present(worker) and self.record is not None and 0 <= step < self.record.rounds
 
     def has_a_part(self, member: str) -> bool:
         """True if the member can know that the job cannot go on: it was assigned replicas in this generation, uploads

@@ -246,6 +246,7 @@ class Pipeline:
     def _up(self, worker: int, index: int, step: int) -> None:
         bundle = self._bundles[index]
         nbytes = (WORD_BYTES if self._site.aggregators else self._workload.up) * bundle.words  # sums go on raw
+        nbytes *= self._site.blocks
         uses = self._wiring.push(worker, bundle.group, bundle.count)
         share = self._wiring.share(worker, bundle.group)
         parcel = self._parcel(nbytes, uses, lambda: self._contributed(index, step), share)

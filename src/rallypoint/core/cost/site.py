@@ -63,6 +63,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
         uneven: connections that share a link get parts of it between 1 - uneven and 1 + uneven of what is fair. Half of
             the workers have the larger part to half of the servers, and the other half to the other servers.
         queue: bytes that wait in the queue of a busy link; what is sent later cannot overtake them.
+        blocks: how many blocks of replicas (I3) each sender pushes of every shard: 1 where its replicas are one block.
     """
 
     workers: tuple[Workers, ...]
@@ -75,6 +76,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     uplink: float = 0.0
     uneven: float = UNEVEN
     queue: float = 0.0
+    blocks: float = 1.0
     speeds: Speeds = Speeds()
 
     @property

@@ -13,5 +13,7 @@ def probed(worker: str, kernels: bytes, course: Course) -> list[Effect]:
     """Note the digest of a worker's probe, and say it if its kernels are unlike those of all workers before it."""
     workers = course.members.workers
     workers[worker] = msgspec.structs.replace(workers[worker], kernels=kernels)
+    if not kernels:
+        return []  # a job without audits
     sentence = unlike(workers[worker], [workers[id] for id in course.members.proposed if id in workers])
     return [Say(sentence)] if sentence else []

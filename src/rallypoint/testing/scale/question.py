@@ -1,0 +1,121 @@
+"""The options of ``rallypoint simulate``, and the scenario that they describe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from rallypoint.core.cost.failures import NEVER
+from rallypoint.core.cost.site import Speeds
+from rallypoint.core.cost.workload import Workload, transformer
+from rallypoint.errors import ConfigError
+from rallypoint.launch.costing.quantities import count_of, rate_of, seconds_of
+from rallypoint.launch.options import option
+from rallypoint.testing.scale.cluster import Size
+from rallypoint.testing.scale.play import Scenario
+
+_CLUSTER, _JOB, _TROUBLE, _OUTPUT = "The cluster", "The job", "What goes wrong", "Output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleOptions:
+    """The options of ``rallypoint simulate``."""
+
+    workers: Annotated[int, option(min=1, metavar="N", panel=_CLUSTER, help="Workers, with a replica each.")] = 1000
+    servers: Annotated[int, option(min=1, metavar="N", panel=_CLUSTER, help="Servers.")] = 100
+    racks: Annotated[int, option(
+        min=0, metavar="N", panel=_CLUSTER, show_default=False, help="Racks, with an aggregator in each.",
+    )] = 0  # fmt: skip
+    standby: Annotated[int, option(min=0, metavar="N", panel=_CLUSTER, help="Workers that stand by.")] = 0
+    link: Annotated[str, option(metavar="RATE", panel=_CLUSTER, help="A worker's link, in one direction.")] = "100Gbit"
+    server_link: Annotated[str, option(
+        metavar="RATE", panel=_CLUSTER, help="A server's, and the coordinator's, if it is another.",
+    )] = ""  # fmt: skip
+    aggregator_link: Annotated[str, option(
+        metavar="RATE", panel=_CLUSTER, help="An aggregator's; by default that of a server.",
+    )] = ""  # fmt: skip
+    uplink: Annotated[str, option(
+        metavar="RATE", panel=_CLUSTER, help="A rack's link to all others; by default nothing limits it.",
+    )] = ""  # fmt: skip
+    replication: Annotated[int, option(
+        min=1, max=2, metavar="N", panel=_CLUSTER, help="2: each shard has a backup; 1: a lost server costs a roll-back.",
+    )] = 2  # fmt: skip
+    heartbeat: Annotated[float, option(
+        min=0.1, metavar="SECONDS", panel=_CLUSTER, help="Silence after which a machine is given up.",
+    )] = 10.0  # fmt: skip
+    steps: Annotated[int, option(min=1, metavar="N", panel=_JOB, help="Steps to play.")] = 100
+    model: Annotated[str, option(metavar="N", panel=_JOB, help="The model's parameters, as 7e9, 7B or 350M.")] = "1B"
+    compute: Annotated[str, option(metavar="TIME", panel=_JOB, help="How long a worker computes in a step.")] = "2s"
+    local_steps: Annotated[int, option(
+        min=1, metavar="H", panel=_JOB, help="Synchronise every H steps (rp.LocalSteps); then --steps are rounds.",
+    )] = 1  # fmt: skip
+    mtbf: Annotated[str, option(
+        metavar="TIME", panel=_TROUBLE, help="The mean time between failures of one machine, as 2111d (Llama 3's GPUs).",
+    )] = ""  # fmt: skip
+    away: Annotated[str, option(
+        metavar="TIME", panel=_TROUBLE, help="How long until another machine comes in its place.",
+    )] = "10min"  # fmt: skip
+    stragglers: Annotated[float, option(
+        min=0, max=1, metavar="SHARE", panel=_TROUBLE, help="This share of the workers computes slower,",
+    )] = 0.0  # fmt: skip
+    slowness: Annotated[float, option(min=1, metavar="TIMES", panel=_TROUBLE, help="... by so many times.")] = 1.5
+    slow_links: Annotated[float, option(
+        min=0, max=1, metavar="SHARE", panel=_TROUBLE, help="This share of the workers has links of half the rate.",
+    )] = 0.0  # fmt: skip
+    seed: Annotated[int, option(min=0, metavar="N", panel=_TROUBLE, help="Of all that is drawn.")] = 0
+    plot: Annotated[Path | None, option(
+        metavar="FILE", panel=_OUTPUT, help="Draw the seconds of each step into this file, as .png or .svg.",
+    )] = None  # fmt: skip
+    json: Annotated[bool, option(
+        "--json", metavar=None, panel=_OUTPUT, help="As JSON, on the standard output.",
+    )] = False  # fmt: skip
+
+
+def scenario_of(options: ScaleOptions) -> Scenario:
+    """The scenario that these options describe. ConfigError says which one is impossible.
+
+    A step may be longer than the heartbeat that was asked for: nothing here depends on it but how soon a loss is seen.
+    """
+    words = count_of(options.model, "--model")
+    if words < 1000:
+        raise ConfigError(f"--model {options.model}: that is no model; write its parameters, as 350M")
+    if options.racks > options.workers:
+        raise ConfigError(f"{options.racks} racks and {options.workers} workers: some would be empty")
+    if options.servers < options.replication:
+        raise ConfigError(f"--replication {options.replication} needs as many servers, not {options.servers}")
+    workload = Workload(
+        layers=transformer(words, seconds_of(options.compute, "--compute")), steps=options.local_steps
+    )  # fmt: skip
+    rate = rate_of(options.link, "--link")
+    server_rate = rate_of(options.server_link, "--server-link") if options.server_link else rate
+    size = Size(
+        workers=options.workers, servers=options.servers, racks=options.racks, standby=options.standby,
+        replication=options.replication, heartbeat=options.heartbeat,
+    )  # fmt: skip
+    return Scenario(
+        size=size, workload=workload, rate=rate, server_rate=server_rate,
+        aggregator_rate=rate_of(options.aggregator_link, "--aggregator-link") if options.aggregator_link else 0.0,
+        uplink=rate_of(options.uplink, "--uplink") if options.uplink else 0.0, steps=options.steps,
+        mtbf=seconds_of(options.mtbf, "--mtbf") if options.mtbf else NEVER, away=seconds_of(options.away, "--away"),
+        stragglers=options.stragglers, slowness=options.slowness, slow_links=options.slow_links, seed=options.seed,
+    )  # fmt: skip
+
+
+def limits_of(scenario: Scenario) -> dict[str, float]:
+    """The seconds that each thing would take of an undisturbed step if all others took none."""
+    workload, size, speeds = scenario.workload, scenario.size, Speeds()
+    senders = size.racks or size.workers
+    nbytes = workload.nbytes
+    limits = {
+        "computing": workload.compute * workload.steps,
+        "a worker's link": nbytes / scenario.rate,
+        "a server's link": senders * nbytes / size.servers / scenario.server_rate,
+        "a server's core": nbytes / size.servers * (senders * speeds.add + speeds.apply),
+    }
+    if size.racks:
+        near = size.workers / size.racks
+        limits["an aggregator's link"] = near * nbytes / (scenario.aggregator_rate or scenario.server_rate)
+    if size.racks and scenario.uplink:
+        limits["a rack's uplink"] = nbytes / scenario.uplink
+    return limits

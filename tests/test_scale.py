@@ -1,0 +1,170 @@
+"""Large clusters that are not there: the same seed plays the same, and nothing that a member says is lost."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from rallypoint.cli.app import app
+from rallypoint.core.cluster.invariants import check_course
+from rallypoint.core.cost.workload import Workload, transformer
+from rallypoint.core.layout import Shard
+from rallypoint.core.placement import place, ranking
+from rallypoint.core.view import assign_replicas, reassign_orphans
+from rallypoint.errors import ConfigError
+from rallypoint.testing.scale.cluster import BigCluster, Size, messages_of
+from rallypoint.testing.scale.play import Outcome, Play, Scenario
+from rallypoint.testing.scale.question import ScaleOptions, limits_of, scenario_of
+
+PURE = settings(derandomize=True, deadline=None, max_examples=60)
+MODEL = Workload(layers=transformer(1e8, 1.0))
+
+
+def _scenario(**others: object) -> Scenario:
+    size = Size(workers=64, servers=8, standby=2, replication=2, heartbeat=5.0)
+    given = {"size": size, "workload": MODEL, "rate": 1e9, "server_rate": 1e9, "steps": 12, **others}
+    return msgspec.convert(msgspec.to_builtins(given), Scenario)
+
+
+def _played(scenario: Scenario) -> Outcome:
+    return Play(scenario, clock=lambda: 0.0).run()
+
+
+def test_the_same_seed_plays_the_same() -> None:
+    scenario = _scenario(mtbf=3000.0, stragglers=0.1, seed=3)
+    assert _played(scenario) == _played(scenario)
+    assert _played(scenario).failures > 0
+
+
+def test_without_failures_nothing_is_lost_and_no_view_is_made() -> None:
+    outcome = _played(_scenario())
+    assert outcome.goodput == pytest.approx(1.0)
+    assert (outcome.failures, outcome.views) == (0, 0)
+
+
+def test_a_step_with_a_failure_ends_no_sooner_than_a_heartbeat_and_computing_later_and_no_other_step_is_longer() -> None:
+    outcome = _played(_scenario(mtbf=6000.0, seed=1))
+    struck = [step for step in outcome.steps if step.failures]
+    assert struck
+    assert max(step.seconds for step in struck) > 5.0 + MODEL.compute
+    assert all(step.seconds == pytest.approx(step.undisturbed) for step in outcome.steps if not step.failures)
+
+
+def test_without_replication_a_lost_server_takes_the_job_back_to_its_snapshot() -> None:
+    size = Size(workers=4, servers=8, replication=1, heartbeat=5.0)
+    outcome = _played(_scenario(size=msgspec.to_builtins(size), mtbf=150.0, snapshot_steps=4, seed=2))
+    assert outcome.rollbacks > 0
+    assert len(outcome.steps) > 12
+
+
+def test_workers_of_a_rack_compute_neighbouring_replicas_so_a_rack_of_a_power_of_two_pushes_one_block() -> None:
+    def blocks(racks: int) -> float:
+        size = Size(workers=64, servers=8, racks=racks)
+        return _played(_scenario(size=msgspec.to_builtins(size), steps=1)).steps[0].blocks
+
+    assert blocks(4) == 1.0
+    assert blocks(5) > 1.0
+
+
+def test_the_machine_keeps_its_invariants_while_members_of_a_large_cluster_come_and_go() -> None:
+    cluster = BigCluster(Size(workers=64, servers=8, racks=4, standby=2, replication=2), clock=lambda: 0.0)
+    cluster.gather()
+    for dead in ("worker-00003", "server-00002", "worker-00040"):
+        before = cluster.view
+        cluster.die(dead)
+        check_course(cluster.machine.course, before)
+    cluster.join(66)
+    assert sorted(r for own in cluster.view.assigned(0).values() for r in own) == list(range(64))
+
+
+def test_the_size_of_all_messages_of_a_view_is_that_of_the_real_ones() -> None:
+    cluster = BigCluster(Size(workers=16, servers=4), clock=lambda: 0.0)
+    exact, sampled = messages_of(cluster.gather(), sample=100), messages_of(cluster.view, sample=10)
+    assert exact.members == 20
+    assert sampled.total == pytest.approx(exact.total, rel=0.02)
+    assert exact.message > exact.view
+
+
+# ---- what was made faster gives what it gave ----
+
+
+@PURE
+@given(st.integers(1, 40), st.integers(1, 12), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=12, max_size=12))
+def test_replicas_go_one_by_one_to_the_worker_that_would_be_done_first(
+    replicas: int, count: int, speeds: list[float]
+) -> None:
+    workers = [f"w{i}" for i in range(count)]
+    cost = {worker: 1 / speed for worker, speed in zip(workers, speeds, strict=False)}
+    busy, shares = dict.fromkeys(workers, 0.0), dict.fromkeys(workers, 0)
+    for _ in range(replicas):
+        worker = min(workers, key=lambda w: busy[w] + cost[w])
+        shares[worker] += 1
+        busy[worker] += cost[worker]
+    rates = {worker: 1 / seconds for worker, seconds in cost.items()}
+    assert {w: len(own) for w, own in assign_replicas(replicas, workers, rates).items()} == shares
+
+
+@PURE
+@given(st.integers(2, 40), st.integers(2, 8))
+def test_orphans_go_one_by_one_to_the_worker_that_would_be_done_first(replicas: int, count: int) -> None:
+    workers = [f"w{i}" for i in range(count)]
+    before = assign_replicas(replicas, workers)
+    after = reassign_orphans(before, workers[1:])
+    own = {worker: len(before[worker]) for worker in workers[1:]}
+    for _ in before["w0"] if all(own.values()) else ():
+        own[min(own, key=lambda worker: own[worker] + 1)] += 1
+    if all(before.values()):
+        assert {worker: len(runs) for worker, runs in after.items()} == own
+
+
+@PURE
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 9))
+def test_a_shard_is_placed_on_the_first_server_of_its_order_that_has_room_and_none_of_its_run(
+    sizes: list[int], count: int
+) -> None:
+    shards = [Shard(i, 0, 16 * i, 16 * i + size) for i, size in enumerate(sizes)]
+    servers = [f"s{i}" for i in range(count)]
+    largest = max(shard.nbytes for shard in shards)
+    room = -(-(-(-sum(shard.nbytes for shard in shards) // count)) // largest) * largest
+    loads, placed = dict.fromkeys(servers, 0), {}
+    for first in range(0, len(shards), count):
+        run = shards[first : first + count]
+        for shard in run:
+            ranked = ranking(shard.index, servers)
+            free = [server for server in ranked if loads[server] + shard.nbytes <= room]
+            beside = {placed.get(other.index) for other in run}
+            home = next((s for s in free if s not in beside), free[0]) if free else min(ranked, key=lambda s: loads[s])
+            placed[shard.index] = home
+            loads[home] += shard.nbytes
+    assert place(shards, servers) == placed
+
+
+# ---- the command ----
+
+
+def test_the_command_says_the_limits_and_writes_json() -> None:
+    asked = ["simulate", "--workers", "20", "--servers", "4", "--steps", "3", "--model", "10M"]
+    told = CliRunner().invoke(app, asked)
+    assert told.exit_code == 0
+    assert "a server's link" in " ".join(told.output.split())
+    as_json = CliRunner().invoke(app, [*asked, "--json"])
+    assert len(msgspec.json.decode(as_json.stdout)["steps"]) == 3
+
+
+def test_servers_are_the_limit_where_there_are_few_and_aggregators_where_a_rack_has_a_small_one() -> None:
+    few = limits_of(scenario_of(ScaleOptions(workers=100, servers=5, model="1B")))
+    racks = limits_of(scenario_of(ScaleOptions(workers=100, servers=50, racks=2, model="1B")))
+    assert few["a server's link"] > few["a worker's link"]
+    assert max(racks, key=lambda name: racks[name]) == "an aggregator's link"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"model": "7"}, "no model"), ({"workers": 3, "racks": 4}, "empty"), ({"servers": 1}, "as many servers")],
+)
+def test_what_cannot_be_is_refused(options: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        scenario_of(ScaleOptions(**options))  # type: ignore[arg-type]
