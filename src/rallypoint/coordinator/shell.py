@@ -181,7 +181,9 @@ class CoordinatorShell:
         if (old := self.members.get(hello.id)) is not None:
             acts.append(Close(old))  # the same process connected again before its old connection ended
         self.members[hello.id] = connection
-        member = Member(hello.id, hello.host, hello.address, hello.incarnation, hello.near)
+        member = Member(
+            hello.id, hello.host, hello.address, hello.incarnation, hello.near, link_mbit=hello.link_mbit
+        )
         return [*acts, *self._drive(cluster_events.Joined(member, hello.role, hello.process))]
 
     def refuses(self, hello: Hello) -> bool:

@@ -151,7 +151,7 @@ class CoordinatorLink:
                 self._listening_at = advertised(self._listening_at, towards=place)
             hello = Hello(
                 me.role, me.id, socket.gethostname(), self._listening_at, me.incarnation, to=COORDINATOR,
-                process=self._process, near=me.near,
+                process=self._process, near=me.near, link_mbit=me.link_mbit,
             )  # fmt: skip
             self.welcome, keys = introduce(connection, hello, me.token, me.secret)
         except BaseException:

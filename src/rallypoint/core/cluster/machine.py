@@ -244,7 +244,7 @@ class ClusterMachine:
 
     def _joined(self, event: events.Joined) -> list[Effect]:
         course, members = self.course, self.course.members
-        member, role = event.member, event.role
+        member, role = self.terms.topology.told(event.member), event.role
         members.heard(member.id, course.now)
         if (known := members.same(member.id, role, member.incarnation, event.process)) is not None:
             return self._returned(known)
