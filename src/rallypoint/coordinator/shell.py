@@ -221,7 +221,7 @@ class CoordinatorShell:
         if self.members.get(hello.id) != connection:
             return []  # this member was refused: ignore its messages
         if isinstance(message, Beat):
-            told = (message.unreachable, message.waited, message.activity, message.evaluating)
+            told = (message.unreachable, message.waited, message.activity, message.evaluating, message.paced)
             return self._drive(cluster_events.Beat(hello.id, *told))
         acts = self._drive(cluster_events.Heard(hello.id))
         match message:

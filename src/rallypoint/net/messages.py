@@ -24,8 +24,11 @@ from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
 from rallypoint.net.ordering.messages import OfOrders
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
+from rallypoint.net.sampling.messages import Rate, Share
 from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.observe.lines import printable
+
+MOST_PACED = 1000  # servers of which a beat says how fast their links are
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
 
@@ -44,6 +47,9 @@ class Beat(AnyMessage, frozen=True):
     waited: float = 0.0
     activity: int = 0
     evaluating: bool = False
+    paced: Annotated[dict[Name, tuple[Rate, Share]], msgspec.Meta(max_length=MOST_PACED)] = msgspec.field(
+        default_factory=dict
+    )
 
 
 class Report(AnyMessage, frozen=True):

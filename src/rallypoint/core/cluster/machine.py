@@ -79,8 +79,7 @@ class ClusterMachine:
         self._ending = LastSnapshot(self.course, self._snapshots)
         self._succession = Succession(self.course, self._snapshots, self._assigner)
         self._completion = Completion(self.course, self._snapshots, self._succession)
-        self._ordering = Ordering(self.course, self._succession)
-        self._deciding = Deciding(self.course, self._completion)
+        self._ordering, self._deciding = Ordering(self.course, self._succession), Deciding(self.course, self._completion)
         self._auditing = Auditing(self.course, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
@@ -193,6 +192,7 @@ class ClusterMachine:
                 course.members.spoke(member, course.now)
                 if isinstance(event, events.Beat) and member in course.members:
                     self._reach.beat(event)
+                    course.links.speeds.heard(member, event.paced)
                 return self._snapshots.handle(event)
             case events.Progress():
                 return self._progress(event)
@@ -317,8 +317,8 @@ class ClusterMachine:
             return []
         was_worker, polite = member in members.workers, member in members.leaving
         members.remove(member)
-        self._assigner.forget(member)
-        self._reach.forget(member)
+        for known in (self._assigner, self._reach, course.links.speeds):
+            known.forget(member)
         course.evaluations.able.discard(member)
         had_state = course.recovery.gone(member)
         if course.phase is Phase.GATHERING:
