@@ -135,9 +135,9 @@ class Succession:
 
     def _place_if_uneven(self) -> list[Effect]:
         course, members = self.course, self.course.members
-        if not course.terms.measure_links or course.view is None or course.record is None or not course.begun:
+        if not course.terms.measure_links or course.view is None or course.record is None:
             return []
-        if course.view.ending or not members.awaited.isdisjoint(members.servers):
+        if course.storing_first_weights or course.view.ending or not members.awaited.isdisjoint(members.servers):
             return []
         shards = course.record.layout.shards
         speeds = course.links.look(course.view, course.views.caught_up, shards, members.staying, course.now)

@@ -154,7 +154,7 @@ class ViewSequence:
         goes_on = self.view is not None and self.view.generation == view.generation
         before = self.view if goes_on else None
         self.caught_up = set() if before is None else still_caught_up(view, before, self.caught_up)
-        self.view, self._last, self.disputes = view, view.number, view.disputes
+        self.view, self._last, self.disputes, self.speeds = view, view.number, view.disputes, dict(view.speeds)
 
     def backups_caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> bool:
         """Note that `server` says that the backups of these shards have caught up. Returns True if any is new.

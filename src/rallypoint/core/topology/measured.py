@@ -16,7 +16,6 @@ from statistics import median
 from rallypoint.core.topology.weights import clamped
 
 _DECAY = 0.8  # of what earlier beats said, with each beat: half of it counts after three
-_LEAST = 2.9  # beats that count: so many do after four, (1 - 0.8 ** 4) / 0.2
 _MOMENT = 0.01  # a link that was busy for less of the time says nothing
 MOST_RATE = 1e15  # bytes a second
 _ALIKE = 1.1  # a link that differs less from the median one counts as that
@@ -40,8 +39,12 @@ class Paced:
 
 @dataclass(slots=True)
 class LinkSpeeds:
-    """What members have said since the last `clear`."""
+    """What members have said since the last `clear`.
 
+    least: a member's figures count from so many of its beats on. (After four, (1 - 0.8 ** 4) / 0.2 = 2.95 count.)
+    """
+
+    least: float = 2.9
     _said: dict[str, dict[str, Paced]] = field(default_factory=dict)  # by who says it, then by server
     _beats: dict[str, float] = field(default_factory=dict)
 
@@ -97,10 +100,16 @@ class LinkSpeeds:
 
     def _rates(self, member: str) -> dict[str, float]:
         """Bytes a busy second, by server."""
-        if self._beats.get(member, 0.0) < _LEAST:
+        if self._beats.get(member, 0.0) < self.least:
             return {}
         said = self._said.get(member, {})
-        return {server: paced.rate / paced.busy for server, paced in said.items() if paced.rate and paced.busy > _MOMENT}
+        found = {server: paced for server, paced in said.items() if paced.rate and paced.busy > _MOMENT * paced.beats}
+        return {server: paced.rate / paced.busy for server, paced in found.items()}
+
+
+def alike(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """True if both say nearly the same of the same servers."""
+    return one.keys() == other.keys() and all(1 / _ALIKE <= one[s] / other[s] <= _ALIKE for s in one)
 
 
 def settled(speeds: Mapping[str, float]) -> dict[str, float]:
