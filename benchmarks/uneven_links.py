@@ -58,8 +58,8 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Degraded(msgspec.Struct, frozen=True):
-    """A link that gets slower after a version: the median step before, at best after it, and each one after it; how many
-    steps (and seconds) it took until a step was within a fifth of the best."""
+    """A link that gets slower after a version: the median step before, at best after it, and each one after it; how
+    many steps (and seconds) it took until a step was within a fifth of the best."""
 
     measured: bool
     before: float
@@ -127,7 +127,8 @@ def run_once(
         members.wait(900.0)
         results = members.results(where.at, Result)
         events = (members.folder / "events.jsonl").read_text().splitlines()
-    said = [text for text in (str(msgspec.json.decode(line).get("text", "")) for line in events) if "shards move" in text]
+    texts = [str(msgspec.json.decode(line).get("text", "")) for line in events]
+    said = [text for text in texts if "shards move" in text]
     if len(hashes := {result.sha256 for result in results}) != 1:
         raise BenchmarkFailed(f"workers end with different bytes: {sorted(hashes)}")
     return step_times([result.finishes for result in results], 0), hashes.pop(), said
@@ -161,7 +162,7 @@ def compared(
 
 
 def degraded(where: Places, task: Task, at: int, best: float, *, measured: bool) -> Degraded:
-    """A run of `task` in which the last server's link gets slower at that version; `best`: the told placement's step."""
+    """A run of `task` in which the last server's link gets slower at that version; `best`: a step placed as told."""
     taken, sha256, said = run_once(where, task, MEASURED if measured else EVEN, degrades_at=at)
     before, after = taken[:at], taken[at:]
     good = [index for index in range(1, len(after) - 2) if median(after[index : index + 3]) <= best / GOAL]
@@ -215,8 +216,8 @@ def command(
         for f in found
     ]
     title = (
-        f"one step of K = {megabytes:g} MB: {lab.workers} workers, {servers} servers, links of {rate:g} Mbit/s, that of "
-        f"one server {rate * slow:g}"
+        f"one step of K = {megabytes:g} MB: {lab.workers} workers, {servers} servers, links of {rate:g} Mbit/s, "
+        f"that of one server {rate * slow:g}"
     )
     columns = ("placement", "sha256", "seconds [min..max]", "x K/B", "limit x K/B", "speed/even")
     shown = [table(title, columns, [*rows])]
@@ -230,8 +231,8 @@ def command(
             ]
             for one in late
         ]  # fmt: skip
-        columns = ("placement", "sha256", "s before", "s at best", "steps until", "s in the end", "s the longest")
-        shown.append(table(title, columns, rows))
+        names = ("placement", "sha256", "s before", "s at best", "steps until", "s in the end", "s the longest")
+        shown.append(table(title, names, rows))
     report(console, shown, {"placements": found, "degraded": late}, json)
 
 

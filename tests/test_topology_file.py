@@ -25,8 +25,8 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "[hosts.a]\nlink = 5", "[hosts.a]\nlink_mbit = -1", "[hosts.a]\nlink_mbit = 'fast'", "[racks.a]", "[hosts", "\xff",
-        "[hosts.a]\nlink_mbit = inf",
+        "[hosts.a]\nlink = 5", "[hosts.a]\nlink_mbit = -1", "[hosts.a]\nlink_mbit = 'fast'", "[racks.a]", "[hosts",
+        "\xff", "[hosts.a]\nlink_mbit = inf",
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence_that_names_the_file(tmp_path: Path, text: str) -> None:

@@ -98,7 +98,7 @@ def test_a_link_that_gets_slower_keeps_its_share_of_the_shards_and_no_more() -> 
     moves = len(job.moves)
     job.beats(400)
     assert len(job.moves) <= moves + 1  # at most one that makes the first estimate better
-    assert spread(job.load) == pytest.approx([20, 20, 20, 10], abs=1)
+    assert spread(job.load) == pytest.approx([20, 20, 20, 10], abs=2)
 
 
 def test_without_the_option_nothing_is_moved_by_what_members_say() -> None:

@@ -11,14 +11,16 @@ import pytest
 
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.net.messages import MOST_PACED, Beat, decode, encode
+from rallypoint.net.messages import Beat, decode, encode
+from rallypoint.net.sampling.messages import MOST_PACED
 from rallypoint.net.sampling.pacing import Pacing
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.traffic import Pace, Traffic
 
 MIB = 1 << 20
 VIEW = View(
-    ViewNumber(1, 1), ViewNumber(1, 1), (Member("w0", "h"),), (Member("s0", "h", "a:1"), Member("s1", "h", "b:1")), (), {}
+    ViewNumber(1, 1), ViewNumber(1, 1), (Member("w0", "h"),), (Member("s0", "h", "a:1"), Member("s1", "h", "b:1")), (),
+    {},
 )
 
 
@@ -103,13 +105,13 @@ def test_tcp_counts_what_was_acknowledged() -> None:
     if not pace.acknowledged:
         pytest.skip("this system does not tell")
     assert pace.acknowledged > MIB
-    assert pace.busy > 0
+    assert pace.busy >= 0  # in ticks of the kernel: loopback may take less than one
 
 
 @pytest.mark.parametrize(
     "paced",
     [
-        {"s0": (-1.0, 0.5)}, {"s0": (1.0, 1.5)}, {"s0": (1e16, 0.5)}, {"s0": (math.inf, 0.5)}, {"s\n": (1.0, 0.5)},
+        {"s0": (-1.0, 0.5)}, {"s0": (1.0, 1.5)}, {"s0": (1e16, 0.5)}, {"s0": (math.inf, 0.5)}, {"s\nx": (1.0, 0.5)},
         {f"s{index}": (1.0, 0.5) for index in range(MOST_PACED + 1)},
     ],
 )  # fmt: skip

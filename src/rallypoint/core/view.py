@@ -25,8 +25,8 @@ class Member(msgspec.Struct, frozen=True):
     """A live process: its id in this job, the host it is on, and (servers, aggregators) where it listens.
 
     `near` names the place where it is (a host, a rack), as it was told when it was started: workers use an aggregator
-    that is near the same place, and backups are elsewhere. `link_mbit` is what its link carries in each direction, as it
-    was told (0: not told). `incarnation` is a new number that the coordinator gives at every joining. If a process
+    that is near the same place, and backups are elsewhere. `link_mbit` is what its link carries in each direction, as
+    it was told (0: not told). `incarnation` is a new number that the coordinator gives at every joining. If a process
     joins again after it was given up, or another process joins with the same id, what the old incarnation held does not
     count any more. `kernels` is the digest of a worker's probe, in a job with audits: see `core.audits.alike`.
     """

@@ -24,11 +24,9 @@ from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
 from rallypoint.net.ordering.messages import OfOrders
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
-from rallypoint.net.sampling.messages import Rate, Share
+from rallypoint.net.sampling.messages import Paced
 from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.observe.lines import printable
-
-MOST_PACED = 1000  # servers of which a beat says how fast their links are
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
 
@@ -47,9 +45,7 @@ class Beat(AnyMessage, frozen=True):
     waited: float = 0.0
     activity: int = 0
     evaluating: bool = False
-    paced: Annotated[dict[Name, tuple[Rate, Share]], msgspec.Meta(max_length=MOST_PACED)] = msgspec.field(
-        default_factory=dict
-    )
+    paced: Paced = msgspec.field(default_factory=dict)
 
 
 class Report(AnyMessage, frozen=True):
@@ -136,10 +132,8 @@ class Stored(AnyMessage, frozen=True):
 
 
 class NotStored(Shown, frozen=True):
-    """A member could not store its part of a snapshot.
-
-    If it was too late, `passed` is the version that a shard had already reached; else -1.
-    """
+    """A member could not store its part of a snapshot. If it was too late, `passed` is the version that a shard had
+    already reached; else -1."""
 
     snapshot: Name
     reason: str

@@ -73,14 +73,14 @@ class ClusterMachine:
 
     def __post_init__(self) -> None:
         epoch = 1 + max(self.terms.earlier, 0 if self.recovered is None else self.recovered.epoch)
-        self.course = Course(self.terms, ViewSequence(epoch, self.terms.replication))
+        self.course = course = Course(self.terms, ViewSequence(epoch, self.terms.replication))
         self.course.workers_max = self.terms.workers_max
         self._snapshots = Snapshots(self.course, SnapshotDuty(self.terms, epoch))
         self._ending = LastSnapshot(self.course, self._snapshots)
         self._succession = Succession(self.course, self._snapshots, self._assigner)
         self._completion = Completion(self.course, self._snapshots, self._succession)
-        self._ordering, self._deciding = Ordering(self.course, self._succession), Deciding(self.course, self._completion)
-        self._auditing = Auditing(self.course, self._succession)
+        self._deciding = Deciding(self.course, self._completion)
+        self._ordering, self._auditing = Ordering(course, self._succession), Auditing(course, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
             self._origin = self.resume.snapshot

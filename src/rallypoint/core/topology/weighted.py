@@ -15,16 +15,14 @@ from collections.abc import Mapping, Sequence
 
 from rallypoint.core.layout import Shard
 
-_TOLERATED = 1.1  # a server keeps its shards up to so many times its share: moves are slow
-
 
 def place_weighted(
     shards: Sequence[Shard], weights: Mapping[str, float], previous: Mapping[int, str] | None = None
 ) -> dict[int, str]:
     """The primary of every shard: shard index -> server id. `weights`: above 0, of at least one server.
 
-    Without `previous` every server gets its share of the bytes, give or take the largest shard. With it, a shard stays
-    where it was while that server has at most a tenth more than its share.
+    Every server gets its share of the bytes, or up to the largest shard more. With `previous`, a shard stays where it
+    was if that server has no more than that.
     """
     rooms = _Rooms(shards, weights)
     placed = rooms.kept(shards, previous or {})
@@ -65,7 +63,7 @@ class _Rooms:
             if home not in loads:
                 continue
             fits = loads[home] + shard.nbytes <= self._share[home] * before + self._largest
-            if fits or whole[home] <= _TOLERATED * self._share[home] * self._total + self._largest:
+            if fits or whole[home] <= self._share[home] * self._total + self._largest:
                 placed[shard.index] = home
                 loads[home] += shard.nbytes
         return placed

@@ -1,9 +1,9 @@
 """Places shards anew when the links of servers turn out to be other than the placement takes them for.
 
-Moving costs: shards are copied, and a step is computed once more. So it is done only if links are busy for a part of the
-time, if the fullest link would take a seventh less, if the same has been measured for two seconds, and not while shards
-move. After each such move the next one waits: 10 s, 20 s, ... up to five minutes. No measurement can make shards move all
-the time.
+Moving costs: shards are copied, and a step is computed once more. So it is done only if links are busy for a part of
+the time, if the fullest link would take a seventh less, if the same has been measured for two seconds, and not while
+shards move. After each such move the next one waits: 10 s, 20 s, ... up to five minutes. No measurement can make shards
+move all the time.
 """
 
 from __future__ import annotations
