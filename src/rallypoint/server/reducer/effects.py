@@ -207,7 +207,7 @@ class Effects:
             self._desk.capture.disowned(index)
         self._desk.gathering.pop(index, None)
         self._desk.at_rest.rest.moved(index)
-        if (owned := self._owned.pop(index, None)) is not None:  # (None: what was to own it found a changed shard first)
+        if (owned := self._owned.pop(index, None)) is not None:  # (None: a changed shard was found before it)
             owned.release()
 
     def _clocks(self, index: int) -> tuple[int, ...]:
