@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.topology.told import Topology
 from rallypoint.errors import RallypointError
 from rallypoint.launch import environment
 from rallypoint.net.handshake import new_token
@@ -193,14 +194,16 @@ class Members:
             self.start(place, f"aggregator{index}", argv, {})
 
     def start_rallypoint(
-        self, at: Site, *, replication: int = 1, snapshot_seconds: float = 0.0, snapshot_steps: int = 0
-    ) -> None:
+        self, at: Site, *, replication: int = 1, snapshot_seconds: float = 0.0, snapshot_steps: int = 0,
+        topology: Topology | None = None, measure_links: bool = False,
+    ) -> None:  # fmt: skip
         """Start a coordinator and the servers, through the product's own command line."""
         read, write = os.pipe()
         terms = Terms(
             workers_start=len(at.workers), workers_max=len(at.workers), servers=len(at.servers),
             replication=replication, snapshot_seconds=snapshot_seconds, snapshot_steps=snapshot_steps,
-            snapshots=snapshot_seconds > 0 or snapshot_steps > 0,
+            snapshots=snapshot_seconds > 0 or snapshot_steps > 0, topology=topology or Topology(),
+            measure_links=measure_links,
         )  # fmt: skip
         about = {"snapshots": str(self.folder / "snapshots"), "folder": str(self.folder)}
         argv = ["-m", "rallypoint.cli", "coordinator", "--bind", f"{at.coordinator.address}:0"]

@@ -88,3 +88,17 @@ def test_a_member_of_a_gloo_group_does_not_abort_at_its_end(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", LATE], env=env, capture_output=True, text=True, timeout=110)
     assert (done.returncode, done.stdout) == (0, "the last line\n"), done.stderr
     assert json.loads((tmp_path / "result.json").read_text()) == {"done": True}
+
+
+@pytest.mark.slow
+def test_uneven_links_measures_both_placements_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    arguments = ("--workers", "2", "--servers", "2", "--megabytes", "2", "--steps", "2", "--after", "0")
+    argv = [sys.executable, str(FOLDER / "uneven_links.py"), *arguments, "--rounds", "1", "--json", str(path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=110)
+    if "a lab needs Linux" in done.stderr or "netlab needs" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())["results"]["placements"]
+    assert [figures["placement"] for figures in found] == ["even", "told"]
+    assert len({figures["sha256"] for figures in found}) == 1

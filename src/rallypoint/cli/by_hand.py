@@ -10,6 +10,7 @@ import typer
 
 from rallypoint.cli.app import BY_HAND, PASS_ON, app
 from rallypoint.cli.given import refuse_option
+from rallypoint.core.topology.told import MOST_MBIT
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
@@ -103,7 +104,14 @@ def server(
     options: Listening,
     coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This server's name; by default RALLYPOINT_ID, or server-PID.")] = "",
-) -> None:
+    near: Annotated[str, typer.Option(
+        metavar="PLACE", help="Its rack, by any name; by default RALLYPOINT_NEAR. Backups are in another one.",
+    )] = "",
+    link_mbit: Annotated[float, typer.Option(
+        min=0, max=MOST_MBIT, metavar="MBIT/S",
+        help="What its link carries: it gets shards in proportion (0: like most others).",
+    )] = 0.0,
+) -> None:  # fmt: skip
     """Run one server of one job: it owns a part of the parameters. On SIGTERM it hands its shards over and ends.
 
     Start as many as the coordinator was told to wait for, at any time, before it or after it; later ones take their
@@ -122,6 +130,7 @@ def server(
     service = ServerService(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
         token=access.token, bind=options.at, advertise=options.advertise, transport=access.transport,
+        near=near or os.environ.get(environment.NEAR, ""), link_mbit=link_mbit,
     )  # fmt: skip
     with answering(options.health or health_at()) as told:
         status = run_server(service, address, told, access.transport)

@@ -181,7 +181,9 @@ class CoordinatorShell:
         if (old := self.members.get(hello.id)) is not None:
             acts.append(Close(old))  # the same process connected again before its old connection ended
         self.members[hello.id] = connection
-        member = Member(hello.id, hello.host, hello.address, hello.incarnation, hello.near)
+        member = Member(
+            hello.id, hello.host, hello.address, hello.incarnation, hello.near, link_mbit=hello.link_mbit
+        )
         return [*acts, *self._drive(cluster_events.Joined(member, hello.role, hello.process))]
 
     def refuses(self, hello: Hello) -> bool:
@@ -219,7 +221,7 @@ class CoordinatorShell:
         if self.members.get(hello.id) != connection:
             return []  # this member was refused: ignore its messages
         if isinstance(message, Beat):
-            told = (message.unreachable, message.waited, message.activity, message.evaluating)
+            told = (message.unreachable, message.waited, message.activity, message.evaluating, message.paced)
             return self._drive(cluster_events.Beat(hello.id, *told))
         acts = self._drive(cluster_events.Heard(hello.id))
         match message:

@@ -6,28 +6,36 @@ is the even share in bytes, rounded up to a multiple of the largest shard: the f
 
 Shards are placed in runs, one on each server: a layer's shards are neighbours, they are sent at the same time, and the
 next forward pass waits for all of them. Were they on few servers, these servers' links would carry them alone.
+
+Where links are not alike, `core.topology.weighted` places in proportion to them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from math import fsum
 
 from rallypoint.core.layout import Shard
+from rallypoint.core.topology.weighted import place_weighted, weighted_ranking
 
 _TOLERATED = 1.25  # a server keeps its shards up to so many times its room when servers come or go: moves are slow
 
 
 def place(
-    shards: Sequence[Shard], servers: Sequence[str], previous: Mapping[int, str] | None = None
-) -> dict[int, str]:
+    shards: Sequence[Shard], servers: Sequence[str], previous: Mapping[int, str] | None = None,
+    weights: Mapping[str, float] | None = None,
+) -> dict[int, str]:  # fmt: skip
     """The primary of every shard: shard index -> server id.
 
     With `previous`, a shard stays where it was if that server is among `servers` and at most a quarter over its room.
-    Raises ValueError when there is no server.
+    `weights`: server id -> what its link can carry, in any unit; None or {}: all are alike. Raises ValueError when
+    there is no server.
     """
     if not servers:
         raise ValueError("there is no server to place shards on")
+    if weights:
+        return place_weighted(shards, {server: weights[server] for server in servers}, previous)
     loads = dict.fromkeys(servers, 0)
     room = _room(shards, len(servers))
     placed: dict[int, str] = {}
@@ -51,16 +59,20 @@ def place(
 def place_backups(
     shards: Sequence[Shard], servers: Sequence[str], primary: Mapping[int, str],
     previous: Mapping[int, str] | None = None, hosts: Mapping[str, str] | None = None,
+    racks: Mapping[str, str] | None = None, weights: Mapping[str, float] | None = None,
 ) -> dict[int, str]:  # fmt: skip
     """The backup of every shard (shard index -> server id), on another server than its primary; {} if there is none.
 
-    It is on another host too if there is one (`hosts`: server id -> host). With `previous`, a backup stays where it was
-    if that server is among `servers` and is not the primary.
+    It is on another host too if there is one (`hosts`: server id -> host), and in another rack (`racks`: server id ->
+    rack; "": not known). With `previous`, a backup stays where it was if that server is among `servers` and is not the
+    primary. `weights`: see `place`.
     """
     if len(servers) < 2:
         return {}
     loads = dict.fromkeys(servers, 0)
     room = _room(shards, len(servers))
+    total = sum(shard.nbytes for shard in shards)
+    weighed = {server: weights[server] for server in servers} if weights else {}
     placed: dict[int, str] = {}
     for shard in shards:
         home = (previous or {}).get(shard.index)
@@ -69,11 +81,11 @@ def place_backups(
             loads[home] += shard.nbytes
     for shard in shards:
         if shard.index not in placed:
-            others = [server for server in servers if server != primary[shard.index]]
-            if hosts is not None:
-                here = hosts.get(primary[shard.index])
-                others = [server for server in others if hosts.get(server) != here] or others
-            home = _first_with_room(shard, {server: loads[server] for server in others}, room)
+            others = _elsewhere(servers, primary[shard.index], hosts, racks)
+            if weighed:
+                home = _first_with_share(shard, others, loads, weighed, total)
+            else:
+                home = _first_with_room(shard, {server: loads[server] for server in others}, room)
             placed[shard.index] = home
             loads[home] += shard.nbytes
     return {shard.index: placed[shard.index] for shard in shards}
@@ -106,6 +118,28 @@ def _first_with_room(
 def _preferred(shard: int, servers: Sequence[str]) -> str:
     """The first in the shard's order of preference: no more servers are hashed than are in question."""
     return max(servers, key=lambda server: (_score(shard, server), server))
+
+
+def _elsewhere(
+    servers: Sequence[str], home: str, hosts: Mapping[str, str] | None, racks: Mapping[str, str] | None
+) -> list[str]:
+    """The servers that fail least together with `home`: in another rack, else on another host, else all others."""
+    others = [server for server in servers if server != home]
+    if hosts is not None:
+        others = [server for server in others if hosts.get(server) != hosts.get(home)] or others
+    if racks and (here := racks.get(home)):
+        others = [server for server in others if racks.get(server, "") not in ("", here)] or others
+    return others
+
+
+def _first_with_share(
+    shard: Shard, among: Sequence[str], loads: Mapping[str, int], weights: Mapping[str, float], total: int
+) -> str:
+    """The first server `among` these, in the shard's order, that has less than its share of the `total` bytes."""
+    ranked = weighted_ranking(shard.index, {server: weights[server] for server in among})
+    everything = fsum(weights.values())
+    free = [server for server in ranked if loads[server] + shard.nbytes <= total * weights[server] / everything]
+    return free[0] if free else min(ranked, key=lambda server: (loads[server] + shard.nbytes) / weights[server])
 
 
 def _score(shard: int, server: str) -> bytes:

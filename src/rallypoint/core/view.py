@@ -26,7 +26,8 @@ class Member(msgspec.Struct, frozen=True):
     """A live process: its id in this job, the host it is on, and (servers, aggregators) where it listens.
 
     `near` names the place where it is (a host, a rack), as it was told when it was started: workers use an aggregator
-    that is near the same place. `incarnation` is a new number that the coordinator gives at every joining. If a process
+    that is near the same place, and backups are elsewhere. `link_mbit` is what its link carries in each direction, as
+    it was told (0: not told). `incarnation` is a new number that the coordinator gives at every joining. If a process
     joins again after it was given up, or another process joins with the same id, what the old incarnation held does not
     count any more. `kernels` is the digest of a worker's probe, in a job with audits: see `core.audits.alike`.
     """
@@ -37,6 +38,7 @@ class Member(msgspec.Struct, frozen=True):
     incarnation: int = 0
     near: str = ""
     kernels: bytes = b""
+    link_mbit: float = 0.0
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -116,6 +118,8 @@ class View(msgspec.Struct, frozen=True):
         rescale: an operator has ordered this factor on the learning rate, and it is not known yet from which version
             on it counts: servers hold updates back until a view says that (`core.shard.rates`); None: there is none.
         scales: the factors on the learning rate that operators have ordered, by version.
+        speeds: server -> how fast its link was measured to be, compared with the median one. Where it was not, what was
+            told of it counts: `core.topology.weights`.
         disputes: audited contributions on which workers do not agree (`audit=`).
     """
 
@@ -143,6 +147,7 @@ class View(msgspec.Struct, frozen=True):
     rescale: float | None = None
     scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
+    speeds: dict[str, float] = {}
 
     def last(self, rounds: int) -> int:
         """The job's last version, where it would have so many rounds."""

@@ -17,7 +17,9 @@ import typer
 from rallypoint.config import overrides_from
 from rallypoint.config.keys import check_keys
 from rallypoint.config.resolve import merged
+from rallypoint.config.topology import read_topology
 from rallypoint.config.values import check_values
+from rallypoint.core.topology.told import Topology
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.engines.choice import check_engine
@@ -102,6 +104,14 @@ class CoordinatorOptions:
         "--backup-tasks", metavar=None, panel=_CLUSTER,
         help="Give a slow worker's replica to an idle worker too; the first result counts.",
     )] = False  # fmt: skip
+    topology: Annotated[Path | None, option(
+        metavar="FILE", panel=_CLUSTER,
+        help="A TOML or JSON file with hosts' racks and the Mbit/s of their links: servers get shards in proportion.",
+    )] = None  # fmt: skip
+    measure_links: Annotated[bool, option(
+        "--measure-links", metavar=None, panel=_CLUSTER,
+        help="Measure the links of servers by what goes through them, and move shards away from slow ones.",
+    )] = False  # fmt: skip
     bind: Bind = _ON_LOOPBACK
     advertise: Advertise = ""
     snapshot_seconds: Annotated[float, option(
@@ -164,6 +174,7 @@ class CoordinatorOptions:
                 keep_last=self.keep_last, keep_every=self.keep_every, keep_best=self.keep_best,
                 best_is="max" if self.best_is == "max" else "min",
             ),
+            topology=Topology() if self.topology is None else read_topology(self.topology),
             **same,
         )  # fmt: skip
 
@@ -310,7 +321,7 @@ class RunOptions(CoordinatorOptions):
 _SAME = {
     "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
     "advertise", "engine", "address", "gpus", "ranks", "snapshot_steps", "snapshot_seconds", "compression",
-    "report_after",
+    "report_after", "measure_links",
 }  # fmt: skip
 
 

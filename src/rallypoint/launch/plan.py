@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.core.topology.told import Topology
 from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch.engines.remote.hosts import Host
 from rallypoint.store.retention import Retention
@@ -43,6 +44,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         watch: the run's page is served while it goes on: see `launch.observing.page`.
         track: where the run's figures go, each ``KIND:FOLDER``: see `watch.tracking.kinds`.
         report_after: seconds without a step until the run leaves a report; 0: it leaves none.
+        topology, measure_links: see `Terms`.
         changes: sentences that say which settings were changed when the run went on, and from which step.
     """
 
@@ -83,6 +85,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     watch: bool = False
     report_after: float = 30.0
     track: tuple[str, ...] = ()
+    topology: Topology = Topology()
+    measure_links: bool = False
 
 
 def parse_workers(text: str) -> tuple[tuple[int, int], int]:
@@ -171,6 +175,7 @@ def terms_of(plan: Launch, earlier: int = 0) -> dict[str, Any]:
         "hang_after": plan.hang_after, "backup_tasks": plan.backup_tasks, "aggregators": plan.aggregators,
         "snapshot_steps": plan.snapshot_steps, "snapshot_seconds": plan.snapshot_seconds,
         "snapshots": bool(plan.snapshots), "earlier": earlier,
+        "topology": msgspec.to_builtins(plan.topology), "measure_links": plan.measure_links,
     }  # fmt: skip
 
 

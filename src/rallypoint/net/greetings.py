@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from rallypoint.core.topology.told import Mbit
 from rallypoint.core.typed import LONGEST_TEXT
 from rallypoint.core.view import ViewNumber
 from rallypoint.observe.lines import printable
@@ -41,10 +42,11 @@ class Hello(AnyMessage, frozen=True):
     """Who connects, and to whom.
 
     `role` is worker, server, aggregator or observer. `address` is where a server or an aggregator listens, `near` the
-    place where a member is (see `core.view.Member`). `incarnation` is the number that the coordinator gave this member
-    earlier (0: none). `view` is the newest view that it knows. `to` is the (role, id, incarnation) of the listener that
-    it means. `nonce` makes the listener's proof good for this connection only. `process` is a random name of the
-    process that joins: the coordinator knows it by that until it has heard of its admission.
+    place where a member is, and `link_mbit` what its link carries (see `core.view.Member`). `incarnation` is the number
+    that the coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role,
+    id, incarnation) of the listener that it means. `nonce` makes the listener's proof good for this connection only.
+    `process` is a random name of the process that joins: the coordinator knows it by that until it has heard of its
+    admission.
     """
 
     role: str
@@ -57,6 +59,7 @@ class Hello(AnyMessage, frozen=True):
     nonce: bytes = b""
     process: Secret = b""
     near: str = ""
+    link_mbit: Mbit = 0.0
 
 
 class Welcome(AnyMessage, frozen=True):

@@ -49,7 +49,7 @@ _TLS = b"\x16\x03"  # how TLS's handshake begins
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who connects or listens: the role, the member's name, a token; `near`: see `core.view.Member`.
+    """Who connects or listens: the role, the member's name, a token; `near`, `link_mbit`: see `core.view.Member`.
 
     The token is the role's own, or the job's, from which it follows; the coordinator's is the job's. Workers, servers,
     aggregators and observers connect. Servers, aggregators and the coordinator (its name is "") listen. `incarnation`
@@ -63,6 +63,7 @@ class Identity:
     incarnation: int = 0
     secret: bytes = field(default=b"", repr=False)
     near: str = ""
+    link_mbit: float = 0.0
 
     def __str__(self) -> str:
         return _named(self.role, self.id)

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from rallypoint.core.cluster.health.silence import LIVING_S
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
 from rallypoint.net.advertise import advertised
@@ -20,7 +22,8 @@ from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introdu
 from rallypoint.net.messages import Admitted, Beat, GiveUp, Hello, Knows, Message, NewView, Refused
 from rallypoint.net.outbox import Backlog
 from rallypoint.net.places.whereabouts import Whereabouts
-from rallypoint.net.sampling.sampler import sampler_for
+from rallypoint.net.sampling.pacing import Pacing
+from rallypoint.net.sampling.sampler import sampler_for, traffic_of
 from rallypoint.net.transport import Transport
 
 log = logging.getLogger("rallypoint")
@@ -87,7 +90,7 @@ class CoordinatorLink:
         self._unsent: deque[Message] = deque()
         self._corrupt: Channel | None = None
         self._said_that_it_waits = False
-        self._sampler = sampler_for(transport, handlers.waited)
+        self._sampler, self._pacing = sampler_for(transport, handlers.waited), Pacing(traffic_of(transport))
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._channel = self._join_patiently(JOIN_TIMEOUT_S if patience is None else patience)
@@ -151,7 +154,7 @@ class CoordinatorLink:
                 self._listening_at = advertised(self._listening_at, towards=place)
             hello = Hello(
                 me.role, me.id, socket.gethostname(), self._listening_at, me.incarnation, to=COORDINATOR,
-                process=self._process, near=me.near,
+                process=self._process, near=me.near, link_mbit=me.link_mbit,
             )  # fmt: skip
             self.welcome, keys = introduce(connection, hello, me.token, me.secret)
         except BaseException:
@@ -246,8 +249,10 @@ class CoordinatorLink:
     def _beat(self) -> None:
         while not self._closed.wait(self.welcome.heartbeat / _BEATS):
             if self._admitted:
-                self._channel.send_message(self._handlers.beat())
-                if (sample := self._sampler.sample(time.monotonic())) is not None:
+                beat, now = self._handlers.beat(), time.monotonic()
+                paced = self._pacing.since_last(self._knows.view, self._me.id, now)
+                self._channel.send_message(msgspec.structs.replace(beat, paced=paced) if paced else beat)
+                if (sample := self._sampler.sample(now)) is not None:
                     self._channel.send_message(sample)
 
     def _receive_all(self) -> None:

@@ -24,6 +24,7 @@ from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
 from rallypoint.net.ordering.messages import OfOrders
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
+from rallypoint.net.sampling.messages import Paced
 from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.observe.lines import printable
 
@@ -44,6 +45,7 @@ class Beat(AnyMessage, frozen=True):
     waited: float = 0.0
     activity: int = 0
     evaluating: bool = False
+    paced: Paced = msgspec.field(default_factory=dict)
 
 
 class Report(AnyMessage, frozen=True):
@@ -130,10 +132,8 @@ class Stored(AnyMessage, frozen=True):
 
 
 class NotStored(Shown, frozen=True):
-    """A member could not store its part of a snapshot.
-
-    If it was too late, `passed` is the version that a shard had already reached; else -1.
-    """
+    """A member could not store its part of a snapshot. If it was too late, `passed` is the version that a shard had
+    already reached; else -1."""
 
     snapshot: Name
     reason: str

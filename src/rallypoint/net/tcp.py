@@ -20,6 +20,7 @@ import threading
 import time
 
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
+from rallypoint.net.sampling.kernel import pace_of, round_trip_of
 from rallypoint.net.transport import PLAIN, Secured
 from rallypoint.observe.lines import Sparingly
 from rallypoint.observe.traffic import Traffic
@@ -35,7 +36,6 @@ _TCP_CLOSE = 7  # the state of a connection that has ended by an error (include/
 # process. One whose TCP had given the connection up has not answered for `DEAD_AFTER_S`.
 _ANSWERED_S = 2.0
 _TCP_INFO = struct.Struct("=B51xII")  # linux/tcp.h: the state, and tcpi_last_data_recv and tcpi_last_ack_recv in ms
-_ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt, smoothed, in microseconds
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -73,7 +73,9 @@ class TcpConnection:
         self._users, self._closed = 0, False  # threads inside `send` and `recv_into`
         _tune(sock)
         self._traffic = traffic or Traffic()
-        self._flow = self._traffic.opened(peer if dialed else "", lambda: _round_trip_of(sock))
+        self._flow = self._traffic.opened(
+            peer if dialed else "", lambda: round_trip_of(sock), lambda: pace_of(sock)
+        )
 
     @property
     def peer(self) -> str:
@@ -358,14 +360,6 @@ def _state_of(sock: socket.socket) -> tuple[int, float]:
         state, *milliseconds = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
         return state, min(milliseconds) / 1000
     return 0, math.inf
-
-
-def _round_trip_of(sock: socket.socket) -> float:
-    """Seconds; 0 where the system does not tell, or the socket is closed."""
-    with contextlib.suppress(OSError, struct.error, AttributeError):
-        found = _ROUND_TRIP.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size))
-        return float(found[0]) / 1e6
-    return 0.0
 
 
 def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:

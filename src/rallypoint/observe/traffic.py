@@ -15,17 +15,26 @@ class Link(NamedTuple):
     round_trip: float = 0.0
 
 
+class Pace(NamedTuple):
+    """Bytes that the other side has acknowledged until now, and seconds in which some were on their way."""
+
+    acknowledged: int = 0
+    busy: float = 0.0
+
+
 class Flow:
     """The bytes of one connection. One thread adds to `sent`, another to `received`; any may read.
 
-    `address`: where it was dialed; "" if it was accepted. `round_trip` returns seconds.
+    `address`: where it was dialed; "" if it was accepted. `round_trip` returns seconds; `pace` what it says.
     """
 
-    __slots__ = ("address", "received", "round_trip", "sent")
+    __slots__ = ("address", "pace", "received", "round_trip", "sent")
 
-    def __init__(self, address: str = "", round_trip: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self, address: str = "", round_trip: Callable[[], float] = lambda: 0.0, pace: Callable[[], Pace] = Pace
+    ) -> None:
         self.sent = self.received = 0
-        self.address, self.round_trip = address, round_trip
+        self.address, self.round_trip, self.pace = address, round_trip, pace
 
 
 class Traffic:
@@ -39,9 +48,11 @@ class Traffic:
         self._open: dict[Flow, None] = {}
         self._ended = Flow()
 
-    def opened(self, address: str = "", round_trip: Callable[[], float] = lambda: 0.0) -> Flow:
+    def opened(
+        self, address: str = "", round_trip: Callable[[], float] = lambda: 0.0, pace: Callable[[], Pace] = Pace
+    ) -> Flow:
         """A connection begins. Returns what it counts in. For the arguments see `Flow`."""
-        flow = Flow(address, round_trip)
+        flow = Flow(address, round_trip, pace)
         with self._lock:
             self._open[flow] = None
         return flow
@@ -64,6 +75,12 @@ class Traffic:
             round_trip = max(also.round_trip, flow.round_trip())
             found[flow.address] = Link(also.sent + flow.sent, also.received + flow.received, round_trip)
         return found
+
+    def paces(self) -> dict[Flow, Pace]:
+        """The pace of each connection that is open."""
+        with self._lock:
+            flows = [*self._open]
+        return {flow: flow.pace() for flow in flows}
 
     def totals(self) -> tuple[int, int]:
         """The bytes sent and received until now, by all connections together."""

@@ -69,9 +69,9 @@ class ServerService:
 
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", bind: str = "127.0.0.1:0",
-        advertise: str = "", transport: Transport | None = None,
+        advertise: str = "", transport: Transport | None = None, near: str = "", link_mbit: float = 0.0,
     ) -> None:  # fmt: skip
-        self.id = id
+        self.id, self._near, self._link_mbit = id, near, link_mbit
         self._coordinator, self._token, self._bind, self._advertise = coordinator, token, bind, advertise
         self._transport: Transport = transport or TcpTransport()
         self._tracer = Tracer(id)
@@ -89,7 +89,7 @@ class ServerService:
         Raises AddressInUse, AccessDenied or LinkError when that fails, UsageError if nobody could connect to the
         advertised address.
         """
-        me = Identity("server", self.id, self._token)
+        me = Identity("server", self.id, self._token, near=self._near, link_mbit=self._link_mbit)
         with ExitStack() as started:
             started.callback(self._owner.stop)
             self._gate = Gate(self._transport, self._bind, me, self._admit, self._serve, self._tracer)

@@ -11,6 +11,7 @@ from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
 from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
 from rallypoint.core.cluster.events import RateAwaited
 from rallypoint.core.cluster.membership import Membership
+from rallypoint.core.cluster.placing.links import Links
 from rallypoint.core.cluster.recovery import Recovery
 from rallypoint.core.cluster.state import ClusterState, Failing, Phase
 from rallypoint.core.cluster.strategies import Strategies, strategies_for
@@ -43,6 +44,7 @@ class Course:
         evaluating: the workers that evaluate now, after their beats.
         evaluations: the script's evaluations, and their results.
         awaiting_rate: what servers have said of an order that changes the learning rate (`ordering.rate`), by server.
+        links: what members say of the links of servers.
         ordered_period: how often an operator wants snapshots; None: as the terms say.
         suspects: the servers that audits have found something about.
         record: the job's record; None before a worker has proposed one.
@@ -66,6 +68,7 @@ class Course:
     evaluations: EvaluationLedger = field(default_factory=EvaluationLedger)
     awaiting_rate: dict[str, RateAwaited] = field(default_factory=dict)
     ordered_period: SnapshotPeriod | None = None
+    links: Links = field(default_factory=Links)
     suspects: Suspects = field(default_factory=Suspects)
     record: JobRecord | None = None
     strategies: Strategies = field(default_factory=Strategies)

@@ -234,6 +234,8 @@ class Beat:
             while it does not wait.
         activity: rises whenever a worker's main thread gets on.
         evaluating: a worker's main thread evaluates, and does nothing else until that is over.
+        paced: server -> (bytes a second that the sender has sent to it, the share of the time in which some were on
+            their way), since its last beat. Of itself a server says what it has sent to workers.
     """
 
     member: str
@@ -241,6 +243,7 @@ class Beat:
     waited: float = 0.0
     activity: int = 0
     evaluating: bool = False
+    paced: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

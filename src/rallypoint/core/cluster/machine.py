@@ -73,15 +73,14 @@ class ClusterMachine:
 
     def __post_init__(self) -> None:
         epoch = 1 + max(self.terms.earlier, 0 if self.recovered is None else self.recovered.epoch)
-        self.course = Course(self.terms, ViewSequence(epoch, self.terms.replication))
+        self.course = course = Course(self.terms, ViewSequence(epoch, self.terms.replication))
         self.course.workers_max = self.terms.workers_max
         self._snapshots = Snapshots(self.course, SnapshotDuty(self.terms, epoch))
         self._ending = LastSnapshot(self.course, self._snapshots)
         self._succession = Succession(self.course, self._snapshots, self._assigner)
         self._completion = Completion(self.course, self._snapshots, self._succession)
-        self._ordering = Ordering(self.course, self._succession)
         self._deciding = Deciding(self.course, self._completion)
-        self._auditing = Auditing(self.course, self._succession)
+        self._ordering, self._auditing = Ordering(course, self._succession), Auditing(course, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
             self._origin = self.resume.snapshot
@@ -193,6 +192,7 @@ class ClusterMachine:
                 course.members.spoke(member, course.now)
                 if isinstance(event, events.Beat) and member in course.members:
                     self._reach.beat(event)
+                    course.links.speeds.heard(member, event.paced)
                 return self._snapshots.handle(event)
             case events.Progress():
                 return self._progress(event)
@@ -244,7 +244,7 @@ class ClusterMachine:
 
     def _joined(self, event: events.Joined) -> list[Effect]:
         course, members = self.course, self.course.members
-        member, role = event.member, event.role
+        member, role = self.terms.topology.told(event.member), event.role
         members.heard(member.id, course.now)
         if (known := members.same(member.id, role, member.incarnation, event.process)) is not None:
             return self._returned(known)
@@ -317,8 +317,8 @@ class ClusterMachine:
             return []
         was_worker, polite = member in members.workers, member in members.leaving
         members.remove(member)
-        self._assigner.forget(member)
-        self._reach.forget(member)
+        for known in (self._assigner, self._reach, course.links.speeds):
+            known.forget(member)
         course.evaluations.able.discard(member)
         had_state = course.recovery.gone(member)
         if course.phase is Phase.GATHERING:

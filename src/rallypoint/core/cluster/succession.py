@@ -13,6 +13,7 @@ from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
 from rallypoint.core.cluster.evaluating.leases import lease_noted, rolled_back, wanted_lease, wanted_limit
 from rallypoint.core.cluster.ordering.rate import settled
+from rallypoint.core.cluster.placing.links import said_of
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
@@ -91,8 +92,9 @@ class Succession:
     # ---- assignments ----
 
     def improve(self) -> list[Effect]:
-        """Assign replicas by the workers' speeds, or as before if that made steps no shorter; help stragglers."""
-        return [*self._reassign_if_uneven(), *self._assist_straggler()]
+        """Assign replicas by the workers' speeds, or as before if that made steps no shorter; help stragglers; place
+        shards by the speeds of servers' links."""
+        return [*self._reassign_if_uneven(), *self._assist_straggler(), *self._place_if_uneven()]
 
     def _assignments(self, before: View | None) -> tuple[Assignment, ...]:
         course = self.course
@@ -130,6 +132,19 @@ class Succession:
         view = course.views.with_backup_task(worker, replica)  # servers have to know of it before it contributes
         published = [] if view is None else self._publish(view, abandon=False)
         return [*published, Assist(*found)]
+
+    def _place_if_uneven(self) -> list[Effect]:
+        course, members = self.course, self.course.members
+        if not course.terms.measure_links or course.view is None or course.record is None:
+            return []
+        if course.storing_first_weights or course.view.ending or not members.awaited.isdisjoint(members.servers):
+            return []
+        shards = course.record.layout.shards
+        speeds = course.links.look(course.view, course.views.caught_up, shards, members.staying, course.now)
+        if speeds is None:
+            return []
+        course.views.speeds = speeds
+        return [Say(said_of(speeds)), *self.advance()]
 
     # ---- new generations ----
 

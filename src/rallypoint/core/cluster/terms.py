@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rallypoint.core.modes import Feature
+from rallypoint.core.topology.told import Topology
 
 
 class SnapshotPeriod(msgspec.Struct, frozen=True):
@@ -31,6 +32,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         snapshot_steps: take a snapshot every so many steps of training; 0: not by steps.
         snapshot_seconds: take a snapshot every so many seconds; 0: not by time.
         snapshots: take snapshots at all; then also at the start, at the end and on demand.
+        topology: what is told of the hosts: shards are placed by it.
+        measure_links: place shards by the links of servers as they are measured, too.
         earlier: how many coordinators of this job were started before this one, as far as its launcher knows. So no two
             have the same epoch, even if the journal could not be written (I10). If there were any, `workers_max` is the
             size that was announced last.
@@ -49,6 +52,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_seconds: float = 0.0
     snapshots: bool = False
     earlier: int = 0
+    topology: Topology = Topology()
+    measure_links: bool = False
 
     @property
     def leases(self) -> bool:

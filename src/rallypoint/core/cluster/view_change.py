@@ -14,6 +14,7 @@ import msgspec
 from rallypoint.core.assignment.speeds import Speeds
 from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, place_backups
+from rallypoint.core.topology.weights import weights_of
 from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans
 
 AHEAD = 2  # a new assignment starts so many steps after the furthest one seen: no worker has begun that step yet
@@ -24,14 +25,16 @@ _WORTH_IT = 1.1  # replicas move if a step takes more than this times as long as
 
 
 def first_homes(
-    shards: Sequence[Shard], servers: Mapping[str, Member], replication: int
-) -> tuple[dict[int, str], dict[int, str]]:
+    shards: Sequence[Shard], servers: Mapping[str, Member], replication: int,
+    speeds: Mapping[str, float] | None = None,
+) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
     """Primary and backup of every shard at the start of a generation, when no server holds anything.
 
-    Raises ValueError when there is no server.
+    `speeds`: see `View`. Raises ValueError when there is no server.
     """
-    primary = place(shards, sorted(servers))
-    return primary, place_backups(shards, list(servers), primary, None, _hosts(servers)) if replication > 1 else {}
+    weights = weights_of(servers, speeds or {})
+    primary = place(shards, sorted(servers), weights=weights)
+    return primary, _backups(shards, servers, primary, {}, weights) if replication > 1 else {}
 
 
 def surviving_primaries(
@@ -59,18 +62,20 @@ def rebalanced(
     """Primary and backup of every shard for an even load on the servers `staying` (by default all `servers`).
 
     `primary` are the surviving homes. A shard moves in two views: its new home is its backup first, and becomes its
-    primary when the backups of all moving shards have caught up. `hold`: one of the servers may be dead. Nothing moves,
+    primary when the backups of all moving shards have caught up. Links that are not alike, by what is told of `staying`
+    and by `view.speeds`, get loads in proportion. `hold`: one of the servers may be dead. Nothing moves,
     because a backup that moves could be the last copy; only shards without a backup get one.
     """
     alive = _alive(view, servers)
     homes = dict(primary)
     staying = servers if staying is None else staying
+    weights = weights_of(staying, view.speeds)
     if hold:
         held = {s: b for s, b in view.backup.items() if b in alive and b != homes[s]}
-        new = place_backups(shards, list(staying), homes, held, _hosts(servers)) if replication >= 2 else {}
+        new = _backups(shards, staying, homes, held, weights) if replication >= 2 else {}
         return homes, new | held
     kept = {s: b for s, b in view.backup.items() if b in alive and b in staying and b != homes[s]}
-    wanted = place(shards, list(staying), homes)
+    wanted = place(shards, list(staying), homes, weights)
     moving = {s for s, home in wanted.items() if home != homes[s]}
     if moving and all(kept.get(s) == wanted[s] and s in caught_up for s in moving):
         homes = {s: wanted[s] if s in moving else home for s, home in homes.items()}
@@ -79,7 +84,7 @@ def rebalanced(
     kept |= {s: wanted[s] for s in moving}
     if replication < 2:
         return homes, {s: b for s, b in kept.items() if s in moving}
-    backups = place_backups(shards, list(staying), homes, kept, _hosts(servers))
+    backups = _backups(shards, staying, homes, kept, weights)
     return homes, backups | {s: wanted[s] for s in moving}  # a moving shard needs its new home also if one server stays
 
 
@@ -126,8 +131,14 @@ def _homes(view: View) -> dict[int, Member | None]:
     return {shard: members.get(home) for shard, home in view.primary.items()}
 
 
-def _hosts(servers: Mapping[str, Member]) -> dict[str, str]:
-    return {id: member.host for id, member in servers.items()}
+def _backups(
+    shards: Sequence[Shard], servers: Mapping[str, Member], primary: Mapping[int, str], held: Mapping[int, str],
+    weights: Mapping[str, float],
+) -> dict[int, str]:  # fmt: skip
+    """The backup of every shard, on one of `servers`; `held` are those that stay."""
+    hosts = {id: member.host for id, member in servers.items()}
+    racks = {id: member.near for id, member in servers.items()}
+    return place_backups(shards, list(servers), primary, held, hosts, racks, weights)
 
 
 # ---- replicas --------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class ViewSequence:
             yet: workers wait for the next one.
         paused, rescale, scales: see `View`. The first view of a generation has no `rescale`: see `ordering.rate`.
         disputes: those that the next view of this generation has.
+        speeds: see `View`.
     """
 
     epoch: int
@@ -56,6 +57,7 @@ class ViewSequence:
     rescale: float | None = None
     scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
+    speeds: dict[str, float] = field(default_factory=dict)
     _last: ViewNumber = field(default_factory=ViewNumber)
 
     @property
@@ -75,6 +77,7 @@ class ViewSequence:
         self.reductions, self.disputes = ((), ()) if view is None else (view.reductions, view.disputes)
         self.paused = None if view is None or goes_on else view.paused
         self.rescale, self.scales = (None, ()) if view is None else (view.rescale, view.scales)
+        self.speeds = {} if view is None else dict(view.speeds)
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
@@ -86,11 +89,11 @@ class ViewSequence:
         Raises ValueError when there is no server.
         """
         number = self._next_number()
-        primary, backup = first_homes(shards, members.staying, self.replication)
+        primary, backup = first_homes(shards, members.staying, self.replication, self._speeds(members))
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader, stop=self.stop,
-            reductions=self.reductions, paused=self.paused, scales=self.scales,
+            reductions=self.reductions, paused=self.paused, scales=self.scales, speeds=self._speeds(members),
             **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, None)
@@ -100,7 +103,7 @@ class ViewSequence:
     ) -> View | None:
         """Make the view that follows the one in force, from the members that are here; None if a shard is lost."""
         assert self.view is not None
-        before, servers = self.view, members.servers
+        before, servers = msgspec.structs.replace(self.view, speeds=self._speeds(members)), members.servers
         surviving = surviving_primaries(before, servers, self.caught_up)
         if surviving is None:
             return None
@@ -151,7 +154,7 @@ class ViewSequence:
         goes_on = self.view is not None and self.view.generation == view.generation
         before = self.view if goes_on else None
         self.caught_up = set() if before is None else still_caught_up(view, before, self.caught_up)
-        self.view, self._last, self.disputes = view, view.number, view.disputes
+        self.view, self._last, self.disputes, self.speeds = view, view.number, view.disputes, dict(view.speeds)
 
     def backups_caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> bool:
         """Note that `server` says that the backups of these shards have caught up. Returns True if any is new.
@@ -174,6 +177,10 @@ class ViewSequence:
         assigned = assignments[-1].replicas if assignments else {}
         used = nearest_aggregators(_workers(members), here, assigned) if self.aggregates else {}
         return {"aggregators": here, "aggregator_of": used}
+
+    def _speeds(self, members: Membership) -> dict[str, float]:
+        """What was measured of the servers that are here."""
+        return {server: self.speeds[server] for server in sorted(self.speeds.keys() & members.servers.keys())}
 
     def _next_number(self) -> ViewNumber:
         return ViewNumber(self.epoch, self._last.count + 1 if self._last.epoch == self.epoch else 1)

@@ -13,7 +13,7 @@ from rallypoint.launch.kubernetes.shape import CODE, FOLDER, Shape, Size
 from rallypoint.launch.options import CoordinatorOptions, check_script
 
 _JOB, _PODS, _STORAGE = "The job on Kubernetes", "Pods", "Storage"
-_NOT_IN_A_POD = ("bind", "advertise", "folder", "config")
+_NOT_IN_A_POD = ("bind", "advertise", "folder", "config", "topology")
 _OURS = {"workers", "servers", "snapshots", "sets", *_NOT_IN_A_POD}  # not passed on as they are
 
 
@@ -89,6 +89,7 @@ class RenderOptions(CoordinatorOptions):
     advertise: Annotated[str, typer.Option(hidden=True)] = ""
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None
     config: Annotated[Path | None, typer.Option("--config", hidden=True)] = None
+    topology: Annotated[Path | None, typer.Option(hidden=True)] = None  # nobody knows the nodes' names before
 
     def shape(self, script: Path, arguments: list[str]) -> Shape:
         """Return the shape of the job whose workers run this script. Raises UsageError or ConfigError."""

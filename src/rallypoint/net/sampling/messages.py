@@ -13,6 +13,8 @@ from rallypoint.observe.machine import MOST_GPUS
 MOST_LINKS = 64  # of a member: those with the most bytes
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]  # bytes a second, or seconds a second
+MOST_PACED = 1000  # servers of which a beat says how fast their links are
+Paced = Annotated[dict[Name, tuple[Rate, Share]], msgspec.Meta(max_length=MOST_PACED)]
 Address = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
 
 

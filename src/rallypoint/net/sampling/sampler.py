@@ -55,9 +55,14 @@ class Sampler:
 
 def sampler_for(transport: Transport, waited: Callable[[], float]) -> Sampler:
     """The sampler of this process, whose links are those of `transport`. Without psutil it makes no samples."""
-    traffic: Traffic = getattr(transport, "traffic", None) or Traffic()  # that within one process counts nothing
     nvidia = cache(nvidia_library)  # looked for on the sampling thread, once
-    return Sampler(lambda: usage(nvidia()), traffic.links, waited, _due=-math.inf if can_read() else math.inf)
+    links = traffic_of(transport).links
+    return Sampler(lambda: usage(nvidia()), links, waited, _due=-math.inf if can_read() else math.inf)
+
+
+def traffic_of(transport: Transport) -> Traffic:
+    """What the transport counts; one within a process counts nothing."""
+    return getattr(transport, "traffic", None) or Traffic()
 
 
 def _links(before: Mapping[str, Link], after: Mapping[str, Link], seconds: float) -> dict[str, LinkSample]:

@@ -207,7 +207,8 @@ class Effects:
             self._desk.capture.disowned(index)
         self._desk.gathering.pop(index, None)
         self._desk.at_rest.rest.moved(index)
-        self._owned.pop(index).release()
+        if (owned := self._owned.pop(index, None)) is not None:  # (None: a changed shard was found before it)
+            owned.release()
 
     def _clocks(self, index: int) -> tuple[int, ...]:
         machine = self._desk.shell.machine.machine(index)

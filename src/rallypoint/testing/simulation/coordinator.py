@@ -18,6 +18,7 @@ from rallypoint.net.messages import Aborted, Finished, Hello, Message, Metrics, 
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.operating.links import quick
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.watch import watch
 
@@ -56,6 +57,7 @@ class SimulatedCoordinator:
         terms = msgspec.structs.replace(terms, earlier=disk.started)
         disk.started += 1
         self.shell = CoordinatorShell(terms, self._time, recovered=disk.state)
+        quick(self.shell.machine)
         watch(self.shell.machine, COORDINATOR)
         world.acceptors[COORDINATOR] = self
         self._do(self.shell.start())

@@ -29,6 +29,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.ordering.messages import RateAwaited
 from rallypoint.testing.simulation.network import Node, Wire
+from rallypoint.testing.simulation.operating.links import with_paces
 
 COORDINATOR = "coordinator"
 RETRY_S = 0.1
@@ -66,7 +67,7 @@ class Membership:
 
     def _beat(self) -> None:
         if self._wire is not None and self._admitted:
-            self._wire.send(0, self._say_beat())
+            self._wire.send(0, with_paces(self._say_beat(), self.node, self.role))
         self.node.later(BEAT_S, self._beat)
 
     def _connect(self) -> None:

@@ -141,8 +141,9 @@ class Wire:
 class World:
     """Time, chance and who can reach whom."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, *, uneven: bool = False) -> None:
+        """`uneven`: links of servers are not alike: see `operating.links`."""
+        self.random, self.uneven = random.Random(seed), uneven
         self.now = 0.0
         self.nodes: dict[str, Node] = {}
         self.acceptors: dict[str, Acceptor] = {}

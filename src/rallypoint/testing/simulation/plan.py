@@ -16,6 +16,7 @@ from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
 from rallypoint.testing.simulation.flips.job import FlippedJob, with_audits
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.operating import links
 from rallypoint.testing.simulation.operating import plans as operating
 from rallypoint.testing.simulation.operating.plans import PAUSE
 from rallypoint.testing.simulation.policies import (
@@ -35,6 +36,7 @@ from rallypoint.testing.simulation.policies import (
     Scaled,
     Stopped,
     Tables,
+    Uneven,
 )
 from rallypoint.testing.simulation.replicas.audited import AuditedJob
 from rallypoint.testing.simulation.replicas.layouts import models_in, some_alternate
@@ -91,10 +93,9 @@ _PATIENT_S = 30.0
 
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
-    if isinstance(played, Paused):
-        return _paused(make_plan(seed, played.of))
-    if isinstance(played, Rescaled):
-        return _rescaled(make_plan(seed, played.of))
+    around: dict[type, Callable[[Plan], Plan]] = {Paused: _paused, Rescaled: _rescaled, Uneven: links.uneven}
+    if isinstance(played, Paused | Rescaled | Uneven):
+        return around[type(played)](make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
         Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding, Flipped: _flipped,
     }  # fmt: skip
@@ -125,8 +126,7 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
         coordinator = kind == "crash" and rng.random() < 0.2
         seconds = min(fault.seconds, 1.0) if kind in ("pause", "partition") else fault.seconds
         faults.append(Fault(fault.at, kind, "coordinator" if coordinator else role, seconds))
-    terms = msgspec.structs.replace(plan.terms, heartbeat=_PATIENT_S)
-    return replace(plan, terms=terms, faults=tuple(faults))
+    return replace(plan, terms=msgspec.structs.replace(plan.terms, heartbeat=_PATIENT_S), faults=tuple(faults))
 
 
 # Nobody dies of these, and no replica moves.
@@ -228,9 +228,7 @@ def _flipped(plan: Plan) -> Plan:
     versions are: one bit flips there, of a shard that has a backup, and only workers die."""
     rng = random.Random(plan.seed * 7919 + 13)
     rare = plan.seed % 3 == 0
-    flips = tuple(
-        Fault(rng.uniform(0.5, 2.5), "flip", "server") for _ in range(1 if rare else rng.randint(1, 3))
-    )
+    flips = tuple(Fault(rng.uniform(0.5, 2.5), "flip", "server") for _ in range(1 if rare else rng.randint(1, 3)))
     job = with_audits(plan.job, rng.randint(2, 4) if rare else 1)
     if not rare:
         return replace(plan, job=job, faults=(*plan.faults, *flips))
@@ -372,13 +370,15 @@ def hesitates(seed: int) -> bool:
 def played_by(plan: Plan) -> Played:
     """What a plan was made for."""
     job, faults = plan.job, tuple(fault for fault in plan.faults if fault.kind != PAUSE)
+    if plan.terms.measure_links:
+        return links.on_uneven(played_by(links.steady(plan)))
     if job.scales != ():
         played = played_by(replace(plan, job=replace(job, scales=())))
-        assert not isinstance(played, Rescaled)
+        assert not isinstance(played, Rescaled | Uneven)
         return Rescaled(played)
     if len(faults) < len(plan.faults):
         played = played_by(replace(plan, faults=faults))
-        assert not isinstance(played, Paused | Rescaled)
+        assert not isinstance(played, Paused | Rescaled | Uneven)
         return Paused(played)
     if job.audits is not None:
         return AuditedWrong() if job.audits.wrong else Audited()

@@ -11,7 +11,7 @@ WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
     "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped, "
-    "alternating, paused or paused:WORD, rescaled or rescaled:WORD"
+    "alternating, paused or paused:WORD, rescaled or rescaled:WORD, uneven or uneven:WORD"
 )
 
 
@@ -108,7 +108,14 @@ class Rescaled:
     of: _Played | Paused = field(default_factory=Sync)
 
 
-Played = _Played | Paused | Rescaled
+@dataclass(frozen=True)
+class Uneven:
+    """What `of` plays, on servers whose links are not alike and get faster and slower: shards move because of it."""
+
+    of: _Played | Paused | Rescaled = field(default_factory=Sync)
+
+
+Played = _Played | Paused | Rescaled | Uneven
 
 
 def parse_policy(text: str) -> Played:
@@ -118,14 +125,18 @@ def parse_policy(text: str) -> Played:
         return _ALONE[text]()
     if name == "paused":
         of = parse_policy(number) if colon else Sync()
-        if not isinstance(of, Paused | Rescaled):
+        if not isinstance(of, Paused | Rescaled | Uneven):
             return Paused(of)
     if name == "rescaled":
         of = parse_policy(number) if colon else Sync()
         whole = of.of if isinstance(of, Paused) else of
         mode = whole.sync if isinstance(whole, Stopped) else whole
-        if not isinstance(of, Rescaled) and (mode == Sync() or isinstance(mode, _Together)):
+        if not isinstance(of, Rescaled | Uneven) and (mode == Sync() or isinstance(mode, _Together)):
             return Rescaled(of)
+    if name == "uneven":
+        inside = parse_policy(number) if colon else Sync()
+        if not isinstance(inside, Uneven):
+            return Uneven(inside)
     if name == "codec-state":
         sync = parse_policy(number) if colon else Sync()
         if isinstance(sync, Sync | BoundedStaleness | Async | LocalSteps):
@@ -182,6 +193,9 @@ def word_for(policy: Played) -> str | None:
         case Rescaled(of=played):
             of = word_for(played)
             return None if of is None else "rescaled" if played == Sync() else f"rescaled:{of}"
+        case Uneven(of=played):
+            of = word_for(played)
+            return None if of is None else "uneven" if played == Sync() else f"uneven:{of}"
         case CodecState(sync=sync):
             of = word_for(sync)
             return None if of is None else "codec-state" if sync == Sync() else f"codec-state:{of}"

@@ -61,10 +61,10 @@ class Simulation:
     """The cluster of one plan, with a launcher that replaces what crashes."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.world, self.store, self.disk = plan, World(plan.seed), SimulatedStore(), Disk()
+        self.plan, self.store, self.disk, self.outcome = plan, SimulatedStore(), Disk(), Outcome()
+        self.world = World(plan.seed, uneven=plan.terms.measure_links)
         plan.job.lost.clear()
         self._replay = replay_line(plan.seed, played_by(plan))
-        self.outcome = Outcome()
         self.workers: dict[str, SimulatedWorker] = {}
         self.servers: dict[str, SimulatedServer] = {}
         self.aggregators: dict[str, SimulatedAggregator] = {}
@@ -309,7 +309,7 @@ class Simulation:
 
     def _check_accounts(self) -> None:
         """Each contribution is counted once; a tally lives with its primary, so only where nothing was lost."""
-        if self.plan.faults or any("going back" in said for said in self.outcome.said):
+        if self.plan.faults or self.world.uneven or any("going back" in said for said in self.outcome.said):
             return
         for server in self.servers.values():
             for shard in server.machine.held:

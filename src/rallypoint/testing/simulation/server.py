@@ -230,7 +230,7 @@ class SimulatedServer:
                 case machine.Own(shard=shard):
                     self.held[shard] = Held()
                 case machine.Disown(shard=shard):
-                    del self.held[shard]
+                    self.held.pop(shard, None)  # (what was to own it may have found a changed shard first)
                     self._tickets = {t: (index, c) for t, (index, c) in self._tickets.items() if index != shard}
                 case machine.Restore():
                     self._restore_later(effect, self.shell.fence.generation)

@@ -1,0 +1,1 @@
+"""Where the coordinator places shards anew, while the members stay."""

@@ -1,0 +1,48 @@
+"""What a user tells of the machines: each host's rack, and how fast its link is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from rallypoint.core.typed import Name, build_now
+from rallypoint.core.view import Member
+
+MOST_MBIT = 1e9
+Mbit = Annotated[float, msgspec.Meta(ge=0.0, le=MOST_MBIT)]
+
+
+class HostFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A host's rack ("": not told), and how many Mbit/s its link carries in each direction (0: not told)."""
+
+    rack: Name = ""
+    link_mbit: Mbit = 0.0
+
+
+class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is told of each host, by its name or its address. A host that is not in it is like most others."""
+
+    hosts: dict[Name, HostFacts] = {}
+
+    def of(self, member: Member) -> HostFacts:
+        """What is told of the member's host: under the name that the host gives itself, or the address at which the
+        member listens."""
+        by_name = self.hosts.get(member.host)
+        return self.hosts.get(_host_of(member.address), HostFacts()) if by_name is None else by_name
+
+    def told(self, member: Member) -> Member:
+        """The member with what is told of its host, where it was not started with another word."""
+        if not self.hosts:
+            return member
+        facts = self.of(member)
+        return msgspec.structs.replace(
+            member, near=member.near or facts.rack, link_mbit=member.link_mbit or facts.link_mbit
+        )
+
+
+def _host_of(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+build_now(Topology)

@@ -1,0 +1,57 @@
+"""How many of the bytes each server gets: as much as its link can carry, compared with the others.
+
+A weight is a link's speed over that of the median server. Members say how fast their links are, and measure those of
+servers; none may starve the others by what it says, so each weight has a limit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from statistics import median
+
+from rallypoint.core.view import Member
+
+LEAST, MOST = 1 / 16, 16.0  # of a weight: what one server can be worth, compared with the median
+
+
+def weights_of(servers: Mapping[str, Member], measured: Mapping[str, float]) -> dict[str, float]:
+    """The weight of each server, by id; {} if all are alike. What was `measured` counts before what was told.
+
+    What a host's link carries is shared by the servers that are on it. A server of which nothing is known is taken for
+    the median one.
+    """
+    sharing = Counter(_machine(member) for member in servers.values())
+    told = {
+        id: member.link_mbit / sharing[_machine(member)] for id, member in servers.items() if member.link_mbit > 0
+    }
+    middle = median(told.values()) if told else 1.0
+    found = {id: clamped(measured.get(id) or told.get(id, middle) / middle) for id in servers}
+    return {} if len(set(found.values())) < 2 else found
+
+
+def clamped(weight: float) -> float:
+    """The weight within its limits."""
+    return min(MOST, max(LEAST, weight))
+
+
+def gain(load: Mapping[str, float], speeds: Mapping[str, float]) -> float:
+    """How many times longer the fullest link takes than it has to: 1.0 if bytes go to servers as their `speeds` are.
+
+    `load` is what each of these servers gets now (in any unit), `speeds` what its link carries.
+    """
+    everything = sum(load[server] for server in speeds)
+    if not everything:
+        return 1.0
+    slowest = max(load[server] / speed for server, speed in speeds.items())
+    return slowest * sum(speeds.values()) / everything
+
+
+def domains_of(servers: Mapping[str, Member]) -> dict[str, tuple[str, str]]:
+    """Where each server can fail together with others: its rack, as far as it was told, and its host."""
+    return {id: (member.near, member.host) for id, member in servers.items()}
+
+
+def _machine(member: Member) -> tuple[str, str]:
+    """What tells one machine's servers from another's: hosts may have the same name, and addresses be loopback's."""
+    return member.host, member.address.rpartition(":")[0]

@@ -1,0 +1,49 @@
+"""A file tells of hosts; a mistake in it is one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rallypoint.config.topology import read_topology
+from rallypoint.core.topology.told import HostFacts, Topology
+from rallypoint.errors import ConfigError
+from rallypoint.launch.options import CoordinatorOptions
+from rallypoint.launch.plan import terms_of
+
+TOLD = Topology({"node1": HostFacts("a", 1000.0), "10.0.0.7": HostFacts(link_mbit=500.0)})
+
+
+def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
+    toml, json = tmp_path / "hosts.toml", tmp_path / "hosts.json"
+    toml.write_text('[hosts.node1]\nrack = "a"\nlink_mbit = 1000\n[hosts."10.0.0.7"]\nlink_mbit = 500\n')
+    json.write_text('{"hosts": {"node1": {"rack": "a", "link_mbit": 1000}, "10.0.0.7": {"link_mbit": 500}}}')
+    assert read_topology(toml) == read_topology(json) == TOLD
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[hosts.a]\nlink = 5", "[hosts.a]\nlink_mbit = -1", "[hosts.a]\nlink_mbit = 'fast'", "[racks.a]", "[hosts",
+        "\xff", "[hosts.a]\nlink_mbit = inf",
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence_that_names_the_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"hosts\.toml.*Write \[hosts\.NAME\]"):
+        read_topology(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+        read_topology(tmp_path / "none.toml")
+
+
+def test_the_coordinator_gets_what_the_options_say(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text('[hosts.node1]\nrack = "a"\n')
+    plan = CoordinatorOptions(topology=path, measure_links=True).plan(["train.py"], folder=str(tmp_path))
+    assert terms_of(plan)["topology"] == {"hosts": {"node1": {"rack": "a", "link_mbit": 0.0}}}
+    assert terms_of(plan)["measure_links"] is True
