@@ -25,6 +25,7 @@ EXPORTED = [
     "AllReduce",
     "Async",
     "BoundedStaleness",
+    "Cache",
     "Group",
     "Job",
     "JobConfig",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
+    from rallypoint.data.cache.cache import Cache
     from rallypoint.data.sources.parquet import Parquet
     from rallypoint.data.sources.tars import WebDataset
     from rallypoint.data.sources.token_files import TokenFiles
@@ -41,6 +42,7 @@ _HOMES = {
     "AllReduce": "rallypoint.core.policy",
     "Async": "rallypoint.core.policy",
     "BoundedStaleness": "rallypoint.core.policy",
+    "Cache": "rallypoint.data.cache.cache",
     "EMA": "rallypoint.core.average",
     "Group": "rallypoint.config.tree",
     "Job": "rallypoint.worker.loop.session",
@@ -83,6 +85,7 @@ __all__ = [
     "AllReduce",
     "Async",
     "BoundedStaleness",
+    "Cache",
     "Group",
     "Job",
     "JobConfig",
