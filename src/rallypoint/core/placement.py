@@ -77,8 +77,8 @@ def place_backups(
     return {shard.index: placed[shard.index] for shard in shards}
 
 
-def ranking(shard: int, servers: Sequence[str]) -> list[str]:
-    """All servers in the shard's order of preference."""
+def ranking(shard: int | str, servers: Sequence[str]) -> list[str]:
+    """All servers in the shard's order of preference. (Hosts, in that of a piece of a data set: `data/cache/`.)"""
     return sorted(servers, key=lambda server: (_score(shard, server), server), reverse=True)
 
 
@@ -99,5 +99,5 @@ def _first_with_room(
     return min(ranked, key=lambda server: loads[server])  # shards differ in size and none fits: the emptiest
 
 
-def _score(shard: int, server: str) -> bytes:
+def _score(shard: int | str, server: str) -> bytes:
     return hashlib.blake2b(f"{server}/{shard}".encode(), digest_size=8).digest()

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rallypoint.data.cache.entries import Entries
 from rallypoint.errors import UsageError
@@ -43,8 +43,8 @@ class Piece:
 class Neighbours(Protocol):
     """The caches of the job's other hosts."""
 
-    def ask(self, piece: Piece) -> bytes | None:
-        """Return the piece from the host that is to fetch it from the store; None: fetch it here."""
+    def ask(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes | None:
+        """Return the piece from the host that is to fetch it from the store; None: `fetch` it here."""
         ...
 
 
@@ -94,7 +94,7 @@ class Cache:
 
     def get(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
         """Return the bytes of a piece: those that are kept, a neighbour's, or what `fetch` returns from the store."""
-        return self._get(piece, lambda: self._from_neighbour(piece) or fetch())
+        return self._get(piece, lambda: self._from_neighbour(piece, fetch) or fetch())
 
     def serve(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
         """The same for a neighbour that asks: nobody else is asked."""
@@ -132,8 +132,11 @@ class Cache:
             folder = self._entries.folder
             log.warning("process %d keeps nothing more in the cache %s: %s", os.getpid(), folder, error)
 
-    def _from_neighbour(self, piece: Piece) -> bytes | None:
-        return None if self._neighbours is None else self._neighbours.ask(piece)
+    def _from_neighbour(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes | None:
+        return None if self._neighbours is None else self._neighbours.ask(piece, fetch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_neighbours": None}  # a process that is not forked asks the store
 
 
 def cache_of(given: Cache | str | Path | None) -> Cache | None:

@@ -19,6 +19,8 @@ from rallypoint.data.sources.listing import AT_ONCE, Listed, mark_of, meant
 from rallypoint.data.sources.patience import patiently
 from rallypoint.errors import DataError, UsageError
 
+PART_BYTES = 32 << 20  # a longer range is kept in parts
+
 
 @dataclass(frozen=True, slots=True)
 class File:
@@ -88,12 +90,12 @@ class Files:
         """Return the bytes `start..stop` of a file: one request, or none if they are in the cache. For any thread."""
         if self.cache is None or stop <= start or self.here(file) is not None:
             return self.fetch(file, start, stop)
-        if not self._block:
-            return self._kept(file, start, stop)
-        first = start - start % self._block
-        begins = range(first, stop, self._block)
-        blocks = [self._kept(file, begin, min(begin + self._block, file.size)) for begin in begins]
-        return memoryview(b"".join(blocks))[start - first : stop - first].tobytes()
+        first, size, end = start, PART_BYTES, stop
+        if self._block:
+            first, size, end = start - start % self._block, self._block, file.size
+        parts = [self._kept(file, begin, min(begin + size, end)) for begin in range(first, stop, size)]
+        whole = parts[0] if len(parts) == 1 else b"".join(parts)
+        return whole if len(whole) == stop - start else whole[start - first : stop - first]
 
     def _kept(self, file: File, start: int, stop: int) -> bytes:
         assert self.cache is not None
