@@ -15,6 +15,7 @@ from rallypoint.core.policy import Policy
 EXPORTED = [
     "ASGD",
     "EMA",
+    "MDS",
     "SGD",
     "SWA",
     "Adadelta",
@@ -29,6 +30,7 @@ EXPORTED = [
     "Group",
     "Job",
     "JobConfig",
+    "LitData",
     "Loader",
     "LocalSteps",
     "LossScaling",

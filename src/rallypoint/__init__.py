@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
     from rallypoint.data.cache.cache import Cache
+    from rallypoint.data.sources.litdata import LitData
+    from rallypoint.data.sources.mds import MDS
     from rallypoint.data.sources.parquet import Parquet
     from rallypoint.data.sources.tars import WebDataset
     from rallypoint.data.sources.token_files import TokenFiles
@@ -47,9 +49,11 @@ _HOMES = {
     "Group": "rallypoint.config.tree",
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
+    "LitData": "rallypoint.data.sources.litdata",
     "Loader": "rallypoint.data.spec",
     "LocalSteps": "rallypoint.core.policy",
     "LossScaling": "rallypoint.core.loss_scale",
+    "MDS": "rallypoint.data.sources.mds",
     "Micro": "rallypoint.worker.loop.micro",
     "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
@@ -75,6 +79,7 @@ _HOMES = {
 __all__ = [
     "ASGD",
     "EMA",
+    "MDS",
     "SGD",
     "SWA",
     "Adadelta",
@@ -89,6 +94,7 @@ __all__ = [
     "Group",
     "Job",
     "JobConfig",
+    "LitData",
     "Loader",
     "LocalSteps",
     "LossScaling",
