@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import time
+import urllib.request
 
 import msgspec
 import torch
@@ -25,19 +27,20 @@ class Task(msgspec.Struct, frozen=True):
     replicas: int
     batch: int
     processes: int
-    order: str = "windowed"
     mixed: int = 8
 
 
 class Result(msgspec.Struct, frozen=True):
     """Unix times of the first sample that is wanted and of the last one that came; a digest of the weights; seconds to
-    make the data set, and to the first micro-batch of a resume in the middle, by this worker and then."""
+    make the data set, and to the first micro-batch of a resume in the middle, by this worker and then; bytes that the
+    store had sent when the job was over."""
 
     began: float
     ended: float
     digest: str
     made: float
     resumed: float
+    sent: int
 
 
 def data_of(task: Task) -> rp.Parquet:
@@ -56,7 +59,7 @@ def main(task: Task) -> None:
     made = time.monotonic() - before
     with rp.join() as job:
         run = job.train(
-            model, data, replicas=task.replicas, batch=task.batch, steps=task.steps, order=task.order,
+            model, data, replicas=task.replicas, batch=task.batch, steps=task.steps, order="windowed",
             mixed_shards=task.mixed, optimizer=rp.SGD(lr=0.001), loader=rp.Loader(workers=task.processes),
         )  # fmt: skip
         began = time.time()
@@ -64,14 +67,16 @@ def main(task: Task) -> None:
             with micro:
                 micro.backward(model(micro.batch[:, :64].float() / 256).pow(2).mean())
         ended = time.time()
+        with urllib.request.urlopen(task.urls[0].rpartition("/")[0] + "/figures") as answer:
+            sent = int(json.load(answer)["sent"])
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
     before = time.monotonic()
     config = JobConfig(
-        replicas=task.replicas, batch=task.batch, steps=task.steps, order=task.order, mixed_shards=task.mixed
+        replicas=task.replicas, batch=task.batch, steps=task.steps, order="windowed", mixed_shards=task.mixed
     )
     MicroBatches(data_of(task), config, torch.device("cpu")).load(task.steps // 2, 1, 0)
-    finish(Result(began, ended, digest, made, time.monotonic() - before))
+    finish(Result(began, ended, digest, made, time.monotonic() - before, sent))
 
 
 if __name__ == "__main__":

@@ -88,3 +88,17 @@ def test_a_member_of_a_gloo_group_does_not_abort_at_its_end(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", LATE], env=env, capture_output=True, text=True, timeout=110)
     assert (done.returncode, done.stdout) == (0, "the last line\n"), done.stderr
     assert json.loads((tmp_path / "result.json").read_text()) == {"done": True}
+
+
+@pytest.mark.slow
+def test_remote_reads_a_store_about_once_with_shared_caches(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="fsspec reads the web with aiohttp")
+    path = tmp_path / "figures.json"
+    argv = [sys.executable, str(FOLDER / "remote.py"), "--megabytes", "6", "--rate-mbit", "0", "--hosts", "2"]
+    done = subprocess.run([*argv, "--json", str(path)], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {(row["hosts"], row["name"]): row for row in json.loads(path.read_text())["results"]}
+    assert len(found) == 7
+    for hosts in (1, 2):  # whatever is cached, whoever fails: the same weights
+        assert len({row["digest"] for (number, _), row in found.items() if number == hosts}) == 1
+    assert found[2, "no cache"]["sent"] > 1.9 * found[2, "shared caches"]["sent"]
