@@ -102,3 +102,17 @@ def test_uneven_links_measures_both_placements_and_ends_with_the_same_bytes(tmp_
     found = json.loads(path.read_text())["results"]["placements"]
     assert [figures["placement"] for figures in found] == ["even", "told"]
     assert len({figures["sha256"] for figures in found}) == 1
+
+
+@pytest.mark.slow
+def test_remote_reads_a_store_about_once_with_shared_caches(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="fsspec reads the web with aiohttp")
+    path = tmp_path / "figures.json"
+    argv = [sys.executable, str(FOLDER / "remote.py"), "--megabytes", "6", "--rate-mbit", "0", "--hosts", "2"]
+    done = subprocess.run([*argv, "--json", str(path)], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {(row["hosts"], row["name"]): row for row in json.loads(path.read_text())["results"]}
+    assert len(found) == 7
+    for hosts in (1, 2):  # whatever is cached, whoever fails: the same weights
+        assert len({row["digest"] for (number, _), row in found.items() if number == hosts}) == 1
+    assert found[2, "no cache"]["sent"] > 1.9 * found[2, "shared caches"]["sent"]

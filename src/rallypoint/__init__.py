@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
+    from rallypoint.data.cache.cache import Cache
+    from rallypoint.data.sources.litdata import LitData
+    from rallypoint.data.sources.mds import MDS
     from rallypoint.data.sources.parquet import Parquet
     from rallypoint.data.sources.tars import WebDataset
     from rallypoint.data.sources.token_files import TokenFiles
@@ -41,13 +44,16 @@ _HOMES = {
     "AllReduce": "rallypoint.core.policy",
     "Async": "rallypoint.core.policy",
     "BoundedStaleness": "rallypoint.core.policy",
+    "Cache": "rallypoint.data.cache.cache",
     "EMA": "rallypoint.core.average",
     "Group": "rallypoint.config.tree",
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
+    "LitData": "rallypoint.data.sources.litdata",
     "Loader": "rallypoint.data.spec",
     "LocalSteps": "rallypoint.core.policy",
     "LossScaling": "rallypoint.core.loss_scale",
+    "MDS": "rallypoint.data.sources.mds",
     "Micro": "rallypoint.worker.loop.micro",
     "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
@@ -73,6 +79,7 @@ _HOMES = {
 __all__ = [
     "ASGD",
     "EMA",
+    "MDS",
     "SGD",
     "SWA",
     "Adadelta",
@@ -83,9 +90,11 @@ __all__ = [
     "AllReduce",
     "Async",
     "BoundedStaleness",
+    "Cache",
     "Group",
     "Job",
     "JobConfig",
+    "LitData",
     "Loader",
     "LocalSteps",
     "LossScaling",

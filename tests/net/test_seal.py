@@ -138,7 +138,7 @@ def test_a_frame_is_byte_for_byte_what_the_docstring_says() -> None:
         ).digest()
         assert sealer.seal(header, memoryview(payload)) == begin + tag
     assert gmac.tag.hex() == "36f767972d70e409451fc25cc8c0e982"
-    assert tag.hex() == "9328628e6c6a18e51dfb3e44d41ee872"
+    assert tag.hex() == "371a62f9812ba0c66a98143a079e5eb5"
 
 
 def test_the_mac_is_that_of_the_gcm_specification() -> None:

@@ -61,6 +61,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.ordering.messages import AnyOrder, SnapshotEvery
 from rallypoint.net.recording.messages import AuditFound
+from rallypoint.net.sharing.messages import Offers
 from rallypoint.observe.lines import Once
 
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
@@ -243,6 +244,9 @@ class CoordinatorShell:
             case Applied():
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]
+            case Offers():
+                caches = self._tickets.offered(hello.id, message, self.machine.view)
+                return [*acts, *(act for worker, news in caches for act in self._send(news, worker))]
             case _ if isinstance(message, Told):
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():
@@ -346,8 +350,7 @@ class CoordinatorShell:
                 self.evaluations.rewind(self.announcer.config.steps_at(self.machine.course.furthest + 1))
         for member, news in self._tickets.views(view, members):
             acts += self._send(news, member)
-        # New workers in the view have to be asked for the snapshot in progress too.
-        return [*acts, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]
+        return [*acts, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]  # the new ones
 
     def _ask_workers_for_codec_states(self) -> list[Act]:
         """Ask all workers for the codec states of the snapshot in progress; not under AllReduce."""

@@ -103,6 +103,11 @@ class CoordinatorLink:
         return self._me.incarnation
 
     @property
+    def peer(self) -> str:
+        """The address of the coordinator, as this member is connected to it."""
+        return self._channel.connection.peer
+
+    @property
     def _me(self) -> Identity:
         return self.credentials.me
 

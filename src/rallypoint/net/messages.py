@@ -26,6 +26,7 @@ from rallypoint.net.ordering.messages import OfOrders
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import Paced
 from rallypoint.net.sampling.messages import Sampled as Sampled
+from rallypoint.net.sharing.messages import Caches, OfSharing
 from rallypoint.observe.lines import printable
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
@@ -358,7 +359,7 @@ Message = (
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
     Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
-    AuditFound | OfAudits | Sampled | OfOrders
+    AuditFound | OfAudits | Sampled | OfOrders | OfSharing
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -371,7 +372,7 @@ def with_secrets(message: Message, change: Callable[[bytes], bytes]) -> Message:
     match message:
         case Admitted(secret=secret):
             return msgspec.structs.replace(message, secret=change(secret))
-        case NewView(tickets=tickets):
+        case NewView(tickets=tickets) | Caches(tickets=tickets):
             return msgspec.structs.replace(message, tickets={id: change(one) for id, one in tickets.items()})
         case _:
             return message

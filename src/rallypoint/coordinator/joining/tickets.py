@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hmac
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -13,6 +14,9 @@ import msgspec
 from rallypoint.core.view import View
 from rallypoint.net.keys import proof_of_view, ticket
 from rallypoint.net.messages import Admitted, Knows, NewView
+from rallypoint.net.sharing.messages import Caches, Holder, Offers
+
+MOST_OF_ONE_CACHE = 2  # workers that are named for it
 
 
 class Tickets:
@@ -20,13 +24,14 @@ class Tickets:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+        self._offers: dict[str, tuple[int, Offers]] = {}  # of workers: the incarnation that said it
 
     def admitted(self, id: str, incarnation: int, role: str) -> Admitted:
         """The message that admits this member."""
         return Admitted(incarnation, ticket(self._secret, role, id, incarnation))
 
-    def views(self, view: View, members: Sequence[str]) -> Iterator[tuple[str, NewView]]:
-        """The view for each of these members, with the member's tickets for the view's servers.
+    def views(self, view: View, members: Sequence[str]) -> Iterator[tuple[str, NewView | Caches]]:
+        """The view for each of these members, with the member's tickets for the view's servers; then `caches`.
 
         A worker gets one for its aggregator too. Who is not in the view has none: no server would listen to it.
         """
@@ -43,6 +48,28 @@ class Tickets:
             listeners = [s for s in secrets if s != id and (here[s][0] == "server" or s == through)]
             known = {} if who is None else {s: ticket(secrets[s], who[0], id, who[1]) for s in listeners}
             yield id, NewView(view, known, proof)
+        yield from self.caches(view)
+
+    def offered(self, worker: str, offers: Offers, view: View | None) -> Iterator[tuple[str, Caches]]:
+        """A worker answers for a cache: what to tell those who do."""
+        if view is None or (here := next((one for one in view.workers if one.id == worker), None)) is None:
+            return
+        self._offers[worker] = (here.incarnation, offers)
+        yield from self.caches(view)
+
+    def caches(self, view: View) -> Iterator[tuple[str, Caches]]:
+        """For each worker that answers for a cache: all that do, with its tickets for them."""
+        here = {one.id: one.incarnation for one in view.workers}
+        self._offers = {id: (number, told) for id, (number, told) in self._offers.items() if here.get(id) == number}
+        named, of_cache = list[Holder](), Counter[str]()
+        for id, (number, told) in sorted(self._offers.items()):
+            of_cache[told.cache] += 1
+            if of_cache[told.cache] <= MOST_OF_ONE_CACHE:
+                named.append(Holder(id, number, told.address, told.cache))
+        secrets = {one.id: ticket(self._secret, "worker", one.id, one.incarnation) for one in named}
+        for id, (number, _) in self._offers.items():
+            tickets = {other: ticket(secret, "worker", id, number) for other, secret in secrets.items() if other != id}
+            yield id, Caches(tuple(named), tickets)
 
     def proof(self, view: View) -> bytes:
         """The proof that a coordinator of this job has written `view`."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from rallypoint.data.cache.cache import Cache, cache_of
 from rallypoint.data.sources.remote import Files
 from rallypoint.data.sources.shards import Rows, ShardedDataset, Transform
 from rallypoint.errors import DataError, UsageError
@@ -39,6 +40,7 @@ class Parquet(ShardedDataset):
         cache_bytes: of row groups that each process keeps; the newest one is kept, whatever its size.
         threads: row groups, or footers, that are read at once.
         storage_options: what fsspec needs for the store: keys, endpoints.
+        cache: a `Cache`, or a folder for one: what is read from a store is kept on this machine's disk.
 
     Raises DataError when there are no such files, when one is no Parquet file or lacks a column, and when a store fails
     five times in a row; UsageError when pyarrow is not installed.
@@ -47,11 +49,11 @@ class Parquet(ShardedDataset):
     def __init__(
         self, urls: str | Path | Sequence[str | Path], columns: Sequence[str] | None = None, *,
         transform: Transform | None = None, cache_bytes: int = 1 << 30, threads: int = 8,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None, cache: Cache | str | Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(cache_bytes=cache_bytes, threads=threads, transform=transform)
         self._columns = None if columns is None else list(columns)
-        self._store = Files(storage_options)
+        self._store = Files(storage_options, cache=cache_of(cache))
         self._files = self._store.found(urls, ".parquet")
         self._footers: dict[int, Any] = {}
         _parquet()  # with its sentence, if it is not installed

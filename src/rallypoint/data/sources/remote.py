@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,12 @@ from typing import Any
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
+from rallypoint.data.cache.cache import Cache, Piece
 from rallypoint.data.sources.listing import AT_ONCE, Listed, mark_of, meant
 from rallypoint.data.sources.patience import patiently
 from rallypoint.errors import DataError, UsageError
+
+PART_BYTES = 32 << 20  # a longer range is kept in parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +45,26 @@ class File:
         whole = not separator or "://" in self.path  # HTTP's paths are whole URLs
         return self.path if whole else f"{protocol}{separator}{self.path.lstrip('/')}"
 
+    @property
+    def digest(self) -> bytes:
+        """What its name in the store, its size and its mark are: 16 bytes."""
+        about = f"{self}\0{self.size}\0{self.mark}".encode(errors="surrogateescape")
+        return hashlib.blake2b(about, digest_size=16).digest()
+
 
 class Files:
     """Reads files of stores. `options` go to fsspec (keys, endpoints). Raises DataError after several failures.
 
+    With `cache`, what is read of files that are not on this machine's own disks is kept there; with `block`, in blocks
+    of so many bytes of a file, for readers whose ranges overlap: else each range as it is read.
+
     It may be pickled, and used after a fork: connections are made in the process that needs them.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        self._options = dict(options or {})
+    def __init__(
+        self, options: Mapping[str, Any] | None = None, *, cache: Cache | None = None, block: int = 0
+    ) -> None:
+        self._options, self.cache, self._block = dict(options or {}), cache, block
         self._made: tuple[int, dict[str, Any]] = 0, {}  # the process, its filesystem of each URL
 
     def found(self, urls: str | Path | Sequence[str | Path], suffix: str) -> list[File]:
@@ -72,7 +87,22 @@ class Files:
         return found
 
     def read(self, file: File, start: int, stop: int) -> bytes:
-        """Return the bytes `start..stop` of a file: one request. For any thread."""
+        """Return the bytes `start..stop` of a file: one request, or none if they are in the cache. For any thread."""
+        if self.cache is None or stop <= start or self.here(file) is not None:
+            return self.fetch(file, start, stop)
+        first, size, end = start, PART_BYTES, stop
+        if self._block:
+            first, size, end = start - start % self._block, self._block, file.size
+        parts = [self._kept(file, begin, min(begin + size, end)) for begin in range(first, stop, size)]
+        whole = parts[0] if len(parts) == 1 else b"".join(parts)
+        return whole if len(whole) == stop - start else whole[start - first : stop - first]
+
+    def _kept(self, file: File, start: int, stop: int) -> bytes:
+        assert self.cache is not None
+        return self.cache.get(Piece(file.digest, start, stop), lambda: self.fetch(file, start, stop))
+
+    def fetch(self, file: File, start: int, stop: int) -> bytes:
+        """Return the bytes `start..stop` of a file from its store: one request. For any thread."""
         system = self._system(file.url)
 
         def once() -> bytes:

@@ -14,6 +14,7 @@ import numpy as np
 
 from rallypoint.data.randomness import untouched
 from rallypoint.data.sources.recent import Recent
+from rallypoint.data.sources.remote import File, Files
 from rallypoint.errors import UsageError
 
 log = logging.getLogger("rallypoint")
@@ -38,8 +39,11 @@ class Rows(Protocol):
 class ShardedDataset(ABC):
     """Samples by position. The shards that were read last are kept, in at most `cache_bytes` (one shard at least).
 
-    For one thread of each process. It pickles without what it keeps.
+    For one thread of each process. It pickles without what it keeps. Who inherits sets `_store` and `_files`.
     """
+
+    _store: Files
+    _files: list[File]
 
     def __init__(self, *, cache_bytes: int, threads: int, transform: Transform | None) -> None:
         for name, number in (("cache_bytes", cache_bytes), ("threads", threads)):
@@ -53,6 +57,11 @@ class ShardedDataset(ABC):
         """These are the lengths of the shards."""
         self._lengths = list(lengths)
         self._starts = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
+
+    @property
+    def source(self) -> tuple[Files, list[File]]:
+        """The store, and all files that are read of it."""
+        return self._store, self._files
 
     @abstractmethod
     def _read(self, shard: int) -> Rows:

@@ -17,11 +17,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rallypoint.data.cache.cache import Cache, cache_of
 from rallypoint.data.sources.remote import Files
 from rallypoint.data.sources.shards import Rows, ShardedDataset, Transform
 from rallypoint.errors import DataError
 
 PIECE_BYTES = 16 << 20  # samples that are read in one request, unless one is larger
+BLOCK_BYTES = 4 << 20  # of a store's tar, that a cache keeps
 HEADERS_BYTES = 1 << 20  # of a store's tar, read at once for the index
 
 Member = tuple[str, int, int]  # the extension, where its bytes begin in the tar, how many they are
@@ -69,6 +71,7 @@ class WebDataset(ShardedDataset):
         cache_bytes: of samples that each process keeps.
         threads: tars, or pieces of them, that are read at once.
         storage_options: what fsspec needs for the store: keys, endpoints.
+        cache: a `Cache`, or a folder for one: what is read from a store is kept on this machine's disk.
 
     Raises DataError when there are no such files; when one is no tar, is compressed, damaged or cut, has sparse files,
     or names that are not UTF-8; when a tar is another one than it was; and when a store fails five times in a row.
@@ -77,10 +80,10 @@ class WebDataset(ShardedDataset):
     def __init__(
         self, urls: str | Path | Sequence[str | Path], transform: Transform | None = None, *,
         index: str | Path | None = None, cache_bytes: int = 1 << 30, threads: int = 8,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None, cache: Cache | str | Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(cache_bytes=cache_bytes, threads=threads, transform=transform)
-        self._store = Files(storage_options)
+        self._store = Files(storage_options, cache=cache_of(cache), block=BLOCK_BYTES)
         self._files = self._store.found(urls, ".tar")
         with ThreadPoolExecutor(threads, "reading tars") as pool:
             tars = [(str(file), file.size, file.mark) for file in self._files]

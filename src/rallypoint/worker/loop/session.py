@@ -60,6 +60,7 @@ from rallypoint.worker.ranks.followers import NoFollowers
 from rallypoint.worker.ranks.lead import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
 from rallypoint.worker.ranks.watch import cause_of, watch_of
+from rallypoint.worker.sharing.sharing import Sharing
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging, staging_for
@@ -108,8 +109,11 @@ class Job:
         self._run: Run | None = None
         self._link = CoordinatorLink(
             transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
-            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat, self._waited_for_data),
+            handlers=Handlers(
+                self._on_message, self._on_lost, self._on_admitted, self._beat, lambda: self._tracer.seconds(LOAD)
+            ),
         )  # fmt: skip
+        self._sharing = Sharing(self._transport, self._link)
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
@@ -159,6 +163,7 @@ class Job:
         )
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
+        self._sharing.begin(data.dataset)
         of_ranks = set() if lead is None else {Feature.RANKS}
         self._stopping.why_not = record.refusal_of({Feature.STOP, *of_ranks})
         self._staging = staging_for(tensors.device, exchange.fail)
@@ -293,12 +298,9 @@ class Job:
         atexit.unregister(self.close)  # `rallypoint.join` registers it
         if self._run is not None:
             self._run.release_model()
-        if self._exchange is not None:
-            self._exchange.close()
-        if self._staging is not None:
-            self._staging.close()
-        self._watch.close()
-        self._link.close()
+        for part in (self._exchange, self._staging, self._sharing, self._watch, self._link):
+            if part is not None:
+                part.close()
         if self._link.welcome.folder:
             self._tracer.save(Path(self._link.welcome.folder))
 
@@ -321,9 +323,6 @@ class Job:
     def _report_wait(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
 
-    def _waited_for_data(self) -> float:
-        return self._tracer.seconds(LOAD)
-
     def _beat(self) -> Beat:
         return Beat() if self._exchange is None else self._exchange.beat()
 
@@ -339,6 +338,7 @@ class Job:
             record = self._record
         if record is not None:
             self._link.send(Propose(record, self._kernels))
+        self._sharing.repeat()
         self._reports.repeat(new=new)
         self._stopping.repeat(self._view)
         if self._leaving:
@@ -365,7 +365,7 @@ class Job:
                 self._stopping.wish(reason or "the operator")
             case Aborted(reason=reason) | Refused(reason=reason):
                 self._fail(JobAborted(reason))
-            case _:
+            case _ if not self._sharing.takes(message):
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
 
     def _capture(self) -> None:

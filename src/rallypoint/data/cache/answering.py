@@ -1,0 +1,80 @@
+"""Answers other hosts of the job that ask for pieces of the data set."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from rallypoint.data.cache.cache import Cache, Piece
+from rallypoint.data.cache.entries import checksum
+from rallypoint.data.sources.remote import File, Files
+from rallypoint.errors import AccessDenied, DataError, LinkError, ProtocolError
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.gate import Gate
+from rallypoint.net.handshake import Identity
+from rallypoint.net.messages import Hello, Welcome
+from rallypoint.net.sharing.messages import MOST_PIECE, Found, NotFound, Wanted
+from rallypoint.net.transport import Transport
+
+log = logging.getLogger("rallypoint")
+
+SENT_WITHIN_S = 120.0
+
+
+class Answering:
+    """Listens at `bind` as `me` for workers that want pieces, from construction to `close`.
+
+    Only files of this worker's own data set are read, each within its size: who asks names a file by its digest, and
+    no path. UsageError if `bind` can be reached from elsewhere and there is no token.
+
+    Attributes:
+        gate: who listens; its `me` is kept up to date by the owner.
+    """
+
+    def __init__(
+        self, transport: Transport, bind: str, me: Identity, cache: Cache, sources: Iterable[tuple[Files, list[File]]]
+    ) -> None:
+        self._cache = cache
+        self._files: Mapping[bytes, tuple[Files, File]] = {
+            file.digest: (files, file) for files, found in sources for file in found
+        }
+        self.gate = Gate(transport, bind, me, self._admit, self._serve)
+
+    def close(self) -> None:
+        """Stop listening, and end every connection."""
+        self.gate.close()
+
+    def _admit(self, hello: Hello) -> Welcome:
+        if hello.role != "worker":
+            raise AccessDenied(f"{hello.role} {hello.id} has no use for a cache of a data set")
+        return Welcome()
+
+    def _serve(self, channel: Channel, hello: Hello) -> None:
+        while True:
+            header = channel.receive_header()
+            if header.kind is not Kind.CONTROL:
+                raise ProtocolError(f"a {header.kind.name} frame from worker {hello.id}, which may ask for pieces only")
+            wanted = channel.receive_message(header)
+            if not isinstance(wanted, Wanted):
+                raise ProtocolError(f"a {type(wanted).__name__} message from worker {hello.id}")
+            self._answer(channel, wanted)
+            if not channel.flush(SENT_WITHIN_S):
+                raise LinkError(f"{hello.id} does not read what it has asked for")
+
+    def _answer(self, channel: Channel, wanted: Wanted) -> None:
+        files, file = self._files.get(wanted.file, (None, None))
+        if files is None or file is None:
+            channel.send_message(NotFound("the data set here has no such file"))
+            return
+        if not (wanted.start < wanted.stop <= file.size and wanted.stop - wanted.start <= MOST_PIECE):
+            range_ = f"{wanted.start} to {wanted.stop}"
+            raise ProtocolError(f"it asked for the bytes {range_} of a file of {file.size} bytes")
+        piece = Piece(wanted.file, wanted.start, wanted.stop)
+        try:
+            data = self._cache.serve(piece, lambda: files.fetch(file, wanted.start, wanted.stop))
+        except DataError as error:
+            channel.send_message(NotFound(str(error)))
+            return
+        channel.send_message(Found(checksum(data)))
+        channel.send(Header(Kind.PIECE, length=len(data)), memoryview(data), urgent=True)

@@ -1,0 +1,203 @@
+"""Asks the caches of other hosts for pieces, before the store is asked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+
+from rallypoint.data.cache.cache import Piece
+from rallypoint.data.cache.entries import checksum
+from rallypoint.data.cache.roster import Known, Roster
+from rallypoint.errors import CorruptFrame, LinkError, ProtocolError, RallypointError
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Kind
+from rallypoint.net.handshake import introduce
+from rallypoint.net.messages import Hello
+from rallypoint.net.sharing.messages import MOST_PIECE, Found, Holder, NotFound, Wanted
+from rallypoint.net.transport import Transport
+
+log = logging.getLogger("rallypoint")
+
+CONNECT_S, ANSWER_S = 2.0, 20.0  # the store of the host that is asked may fail a few times meanwhile
+SLOWEST = 1 << 20  # bytes a second: a host that sends more slowly is not waited for
+MOST_OPEN = 16  # connections that are kept, in each process
+REST_S, LONGEST_REST_S = 10.0, 600.0  # so long a host that did not answer is not asked
+CHECKED = 64  # about one piece in so many is fetched from the store too, by one of all hosts
+
+
+class Asking:
+    """The caches of other hosts, as one process asks them: for any thread, and after a fork.
+
+    A piece has one host that fetches it from the store: the first in the piece's order (`Known.order`). Who needs it
+    asks there. A host that does not answer, or answers wrong, is left alone for a while: the next one in the order is
+    asked, and where this host comes first, the store.
+
+    Now and then a piece that came from another host is fetched from the store too, and compared. The host that sent
+    other bytes is never asked again by this process.
+
+    Attributes:
+        asked, answered: how many pieces this process has asked for, and has got.
+    """
+
+    def __init__(self, transport: Transport, roster: Roster, own_cache: str) -> None:
+        self._transport, self._roster, self._own = transport, roster, own_cache
+        self._made: tuple[int, _Connections] = 0, _Connections()
+        self.asked = self.answered = 0
+
+    def ask(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes | None:
+        """Return the piece from the host that is to have it; None: this one is, or no other can give it.
+
+        `fetch` gets it from the store.
+        """
+        known = self._roster.read()
+        if known is None or piece.stop - piece.start > MOST_PIECE:
+            return None
+        connections = self._connections()
+        for holder in known.order(piece.name):
+            if holder.cache == self._own:
+                return None
+            if connections.rests(holder):
+                continue
+            self.asked += 1
+            data = self._from(connections, known, holder, piece)
+            if data is None:
+                return None
+            self.answered += 1
+            return self._compared(connections, known, holder, data, fetch)
+        return None
+
+    def close(self) -> None:
+        """End this process's connections."""
+        self._connections().close()
+
+    def _connections(self) -> _Connections:
+        process, connections = self._made
+        if process != os.getpid():  # after a fork the connections are the parent's, and locks may be held for ever
+            connections = _Connections()
+            self._made = os.getpid(), connections
+        return connections
+
+    def _from(self, connections: _Connections, known: Known, holder: Holder, piece: Piece) -> bytes | None:
+        """None if it has not come; the holder rests then, unless it said why."""
+        try:
+            channel = connections.take(holder) or self._connect(known, holder)
+            try:
+                found = _receive(channel, piece)
+            except BaseException:
+                channel.close()
+                raise
+        except RallypointError as error:
+            connections.rest(holder)
+            log.info("%s cannot be asked for its cache: %s", holder.id, error)
+            return None
+        connections.give_back(holder, channel)
+        return found
+
+    def _connect(self, known: Known, holder: Holder) -> Channel:
+        if not (ticket := known.caches.tickets.get(holder.id, b"")):
+            raise LinkError(f"there is no ticket for {holder.id}")
+        connection = self._transport.connect(holder.address, CONNECT_S)
+        try:
+            to = ("worker", holder.id, holder.incarnation)
+            hello = Hello("worker", known.id, known.host, incarnation=known.incarnation, to=to)
+            _, keys = introduce(connection, hello, ticket=ticket)
+            return Channel(connection, holder.id, keys)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _compared(
+        self, connections: _Connections, known: Known, holder: Holder, data: bytes, fetch: Callable[[], bytes]
+    ) -> bytes:
+        if secrets.randbelow(CHECKED * max(1, len({one.cache for one in known.caches.holders}) - 1)):
+            return data
+        if (own := fetch()) != data:
+            connections.rest(holder, forever=True)
+            log.warning(
+                "worker %s at %s sent other bytes of a file of the data set than the store has: it is not asked again, "
+                "and what it sent before may be wrong. End it, empty the folders of the caches, and begin again from "
+                "a snapshot that is older than this worker", holder.id, holder.address,
+            )  # fmt: skip
+        return own
+
+
+def _receive(channel: Channel, piece: Piece) -> bytes | None:
+    """Ask for a piece. None if the other side says that it has none. LinkError or ProtocolError for anything else."""
+    channel.connection.set_deadline(ANSWER_S)
+    channel.send_message(Wanted(piece.file, piece.start, piece.stop))
+    header = channel.receive_header()
+    if header.kind is not Kind.CONTROL:
+        raise ProtocolError(f"{channel.name} answered with a {header.kind.name} frame")
+    answer = channel.receive_message(header)
+    if isinstance(answer, NotFound):
+        return None
+    if not isinstance(answer, Found):
+        raise ProtocolError(f"{channel.name} answered with a {type(answer).__name__} message")
+    channel.connection.set_deadline(ANSWER_S + (piece.stop - piece.start) / SLOWEST)
+    header = channel.receive_header()
+    if header.kind is not Kind.PIECE or header.length != piece.stop - piece.start:
+        raise ProtocolError(f"{channel.name} sent {header.length} bytes as a {header.kind.name} frame")
+    data = bytes(channel.receive_bytes(header))
+    if checksum(data) != answer.checksum:
+        raise CorruptFrame(f"what {channel.name} sent is damaged")
+    channel.connection.set_deadline(None)
+    return data
+
+
+class _Connections:
+    """Connections of one process that wait to be used again, and hosts that are left alone. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[Channel, Holder] = OrderedDict()
+        self._rests: dict[Holder, tuple[float, float]] = {}  # until when, and how long that is
+        self._closed = False
+
+    def take(self, holder: Holder) -> Channel | None:
+        with self._lock:
+            found = next((channel for channel, of in reversed(self._idle.items()) if of == holder), None)
+            if found is not None:
+                del self._idle[found]
+            return found
+
+    def give_back(self, holder: Holder, channel: Channel) -> None:
+        """It works: it may be used again, and the holder need not rest."""
+        with self._lock:
+            self._rests.pop(holder, None)
+            self._idle[channel] = holder
+            most = 0 if self._closed else MOST_OPEN
+            ended = [self._idle.popitem(last=False)[0] for _ in range(len(self._idle) - most)]
+        for one in ended:
+            one.close()
+
+    def rest(self, holder: Holder, *, forever: bool = False) -> None:
+        with self._lock:
+            now = time.monotonic()
+            until, length = self._rests.get(holder, (0.0, REST_S / 2))
+            if until <= now or forever:
+                length = min(2 * length, LONGEST_REST_S)
+                self._rests[holder] = (float("inf") if forever else now + length), length
+            ended = [channel for channel, of in self._idle.items() if of == holder]
+            for channel in ended:
+                del self._idle[channel]
+        for channel in ended:
+            with suppress(RallypointError):
+                channel.close()
+
+    def rests(self, holder: Holder) -> bool:
+        with self._lock:
+            return self._rests.get(holder, (0.0, 0.0))[0] > time.monotonic()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            ended = list(self._idle)
+            self._idle.clear()
+        for channel in ended:
+            channel.close()

@@ -1,0 +1,144 @@
+"""A cache on this machine's disk, for what is read from stores: one for all processes of the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rallypoint.data.cache.entries import Entries
+from rallypoint.errors import UsageError
+
+log = logging.getLogger("rallypoint")
+
+LIMIT = 64 << 30
+WAIT_S = 60.0  # for another process that fetches the same bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some bytes of one file of a store.
+
+    Attributes:
+        file: a digest of the file's URL, size and mark: that of a file that was written again is another one.
+        start: the first byte.
+        stop: the byte after the last one.
+    """
+
+    file: bytes
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """A name that no other piece has."""
+        range_ = self.start.to_bytes(8, "little") + self.stop.to_bytes(8, "little")
+        return hashlib.blake2b(self.file + range_, digest_size=16).hexdigest()
+
+
+class Neighbours(Protocol):
+    """The caches of the job's other hosts."""
+
+    def ask(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes | None:
+        """Return the piece from the host that is to fetch it from the store; None: `fetch` it here."""
+        ...
+
+
+class Cache:
+    """Keeps what is read from a store: ``rp.Parquet("s3://...", cache=rp.Cache("/scratch/data", limit=500 << 30))``.
+
+    All processes of the machine that name the same folder share it: workers, their loader processes, later runs. What
+    two of them need at once is fetched by one. A file that was written again in the store, as its size, its time or its
+    ETag tells, is another one. Bytes that were damaged on the disk are noticed, and fetched again. A disk that is full
+    or fails costs the cache, and no sample. The system keeps what was read last in memory, once for all processes.
+
+    In a job the hosts fetch from each other first, so that each piece leaves the store about once: see `peers`.
+
+    Arguments:
+        folder: on a disk of this machine. Who may write into it decides what is read.
+        limit: bytes that are kept; what was used longest ago goes first.
+        peers: also ask the other hosts of the job, and answer them.
+
+    It may be pickled, and used after a fork.
+    """
+
+    def __init__(self, folder: str | Path, *, limit: int = LIMIT, peers: bool = True) -> None:
+        if "://" in str(folder):
+            raise UsageError(f"rp.Cache({str(folder)!r}): give a folder on a disk of this machine")
+        if limit < 1:
+            raise UsageError(f"rp.Cache(limit={limit}): give a number of bytes, 1 or more")
+        self.peers = peers
+        self._entries = Entries(Path(folder).expanduser().absolute(), limit)
+        self._neighbours: Neighbours | None = None
+        self._failed = False
+        try:
+            self.id = self._entries.prepare()
+        except OSError as error:
+            raise UsageError(f"rp.Cache({str(folder)!r}): {error}") from error
+
+    def __repr__(self) -> str:
+        return f"Cache({str(self._entries.folder)!r}, limit={self._entries.limit}, peers={self.peers})"
+
+    @property
+    def total(self) -> int:
+        """How many bytes of the disk it takes now."""
+        return self._entries.total
+
+    def join(self, neighbours: Neighbours | None) -> None:
+        """From now on, ask the caches of other hosts first. None: no longer."""
+        self._neighbours = neighbours if self.peers else None
+
+    def get(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
+        """Return the bytes of a piece: those that are kept, a neighbour's, or what `fetch` returns from the store."""
+        return self._get(piece, lambda: self._from_neighbour(piece, fetch) or fetch())
+
+    def serve(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
+        """The same for a neighbour that asks: nobody else is asked."""
+        return self._get(piece, fetch)
+
+    def _get(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
+        name = piece.name
+        if (found := self._read(name)) is not None:
+            return found
+        fetched: bytes | None = None
+        try:
+            with self._entries.locked(name, WAIT_S) as alone:
+                if (found := self._read(name)) is not None:
+                    return found
+                if not alone:
+                    log.warning("another process has fetched a piece for %g s: it is fetched here too", WAIT_S)
+                fetched = fetch()
+                if alone and not self._failed:
+                    self._entries.keep(name, fetched)
+        except OSError as error:  # of the disk: stores' errors are DataErrors
+            self._fail(error)
+        return fetch() if fetched is None else fetched
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return self._entries.read(name)
+        except OSError as error:
+            self._fail(error)
+            return None
+
+    def _fail(self, error: OSError) -> None:
+        """Say it once in each process. What is kept is still read; nothing more is kept by this process."""
+        if not self._failed:
+            self._failed = True
+            folder = self._entries.folder
+            log.warning("process %d keeps nothing more in the cache %s: %s", os.getpid(), folder, error)
+
+    def _from_neighbour(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes | None:
+        return None if self._neighbours is None else self._neighbours.ask(piece, fetch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_neighbours": None}  # a process that is not forked asks the store
+
+
+def cache_of(given: Cache | str | Path | None) -> Cache | None:
+    """Return the cache that `cache=` of a data set means: a folder is one with the defaults."""
+    return Cache(given) if isinstance(given, (str, Path)) else given

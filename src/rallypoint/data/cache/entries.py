@@ -1,0 +1,194 @@
+"""Files of one folder that keep bytes by name: bounded, checked when they are read, shared by processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+_MAGIC = b"RPC1"
+_HEAD = struct.Struct("<4sQ16s")  # the magic, how many bytes follow, their checksum
+_STRIPES = 1024  # locks of entries: a file for each entry would never go away
+_LOWERED = 0.9  # of the limit: what is left when something has to go
+_SIZE_LOCK_S = 10.0
+_POLL_S = 0.01
+
+
+class Entries:
+    """The entries in `folder`, at most `limit` bytes of them. Names are hexadecimal. For any thread and process.
+
+    An entry is written beside its place, under the lock of its name, and renamed: a process that is killed leaves
+    nothing that another one would take for an entry. All methods raise OSError as the folder's disk does.
+
+        folder/id              a random name of this folder
+        folder/size            how many bytes the entries are, at least
+        folder/entries/3f/...  entries; `.partial`: one that is being written, or whose writer was killed
+        folder/locks/...
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self._entries, self._locks, self._size = folder / "entries", folder / "locks", folder / "size"
+
+    def prepare(self) -> str:
+        """Make the folder, if there is none yet. Returns its name: the same one for each process that uses it."""
+        for made in (self.folder, self._entries, self._locks):
+            made.mkdir(parents=True, exist_ok=True, mode=0o700)
+        name = self.folder / "id"
+        with self._locked("id", _SIZE_LOCK_S):
+            if not name.exists():
+                _write(name.with_suffix(".new"), secrets.token_hex(8).encode(), name)
+        return name.read_text("ascii")
+
+    def read(self, name: str) -> bytes | None:
+        """Return the bytes of an entry, which counts as used now; None if there is none. A damaged one is deleted."""
+        path = self._path(name)
+        try:
+            with path.open("rb", buffering=0) as opened:
+                head = opened.read(_HEAD.size)
+                data = opened.read()
+        except FileNotFoundError:
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if head != _head(name, data):
+                path.unlink()
+                return None
+            os.utime(path)
+        return data
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Keep these bytes, instead of those that were used longest ago. Needs the lock of `name`.
+
+        Nothing happens if they alone are more than the limit.
+        """
+        size = len(data) + _HEAD.size
+        if size > self.limit or not self._make_room(size):
+            return
+        path = self._path(name)
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileNotFoundError):  # another process has made room, and took this for a leftover
+            _write(path.with_suffix(".partial"), _head(name, data), path, data)
+
+    @contextlib.contextmanager
+    def locked(self, name: str, timeout: float) -> Iterator[bool]:
+        """Hold the lock of an entry in the body. False if others have held it for `timeout` seconds.
+
+        It ends with the process that holds it.
+        """
+        try:
+            with self._locked(f"{int(name[:8], 16) % _STRIPES:03x}", timeout):
+                yield True
+        except _Held:
+            yield False
+
+    @property
+    def total(self) -> int:
+        """How many bytes of the disk the entries take, counted anew."""
+        return sum(size for _, _, size in self._all())
+
+    def _make_room(self, size: int) -> bool:
+        """Count `size` bytes more, and delete what was used longest ago if that is too much. False if it cannot now."""
+        try:
+            with self._locked("size", _SIZE_LOCK_S):
+                total = self._counted() + size
+                if total > self.limit:
+                    total = self._shrink(int(self.limit * _LOWERED) - size) + size
+                _write(self._size.with_suffix(".new"), str(total).encode(), self._size)
+        except _Held:
+            return False
+        return True
+
+    def _counted(self) -> int:
+        """What the last process counted, which is never too little: it is written before an entry is."""
+        try:
+            return int(self._size.read_text("ascii"))
+        except (FileNotFoundError, ValueError):
+            return self.total
+
+    def _shrink(self, most: int) -> int:
+        """Delete entries, those first that were used longest ago, until they are `most` bytes. Returns what is left."""
+        found = sorted(self._all())
+        total = sum(size for _, _, size in found)
+        for _, path, size in found:
+            if total <= most:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            total -= size
+        return total
+
+    def _all(self) -> Iterator[tuple[int, str, int]]:
+        """When it was used, path and size of each entry, and of each leftover."""
+        for folder in os.scandir(self._entries):
+            for entry in os.scandir(folder.path):
+                with contextlib.suppress(FileNotFoundError):
+                    about = entry.stat()
+                    yield about.st_mtime_ns, entry.path, about.st_size
+
+    @contextlib.contextmanager
+    def _locked(self, name: str, timeout: float) -> Iterator[None]:
+        """Raises `_Held` if it takes too long; an error of the body comes through as it is."""
+        import fcntl  # not on every system
+
+        descriptor = os.open(self._locks / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            deadline = time.monotonic() + timeout
+            while not _try_to_lock(descriptor):
+                if time.monotonic() >= deadline:
+                    raise _Held
+                time.sleep(_POLL_S)
+            try:
+                yield
+            finally:  # a process that was forked meanwhile has it too: closing it here would not be enough
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        finally:
+            os.close(descriptor)
+
+    def _path(self, name: str) -> Path:
+        return self._entries / name[:2] / name
+
+
+class _Held(Exception):
+    """Others hold the lock."""
+
+
+def _try_to_lock(descriptor: int) -> bool:
+    """Lock a file that is open, for this descriptor alone: other threads of the process wait too."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def checksum(data: bytes, name: str = "") -> bytes:
+    """Return the checksum of the bytes of an entry: 16 bytes, which tell damage and not malice."""
+    digest = xxhash.xxh3_128(name.encode())
+    digest.update(data)
+    return digest.digest()
+
+
+def _head(name: str, data: bytes) -> bytes:
+    return _HEAD.pack(_MAGIC, len(data), checksum(data, name))
+
+
+def _write(partial: Path, data: bytes, path: Path, rest: bytes = b"") -> None:
+    """Write a file whole or not at all. Needs a lock, as two writers would share `partial`."""
+    try:
+        with partial.open("wb", buffering=0) as opened:
+            for part in (data, rest):
+                left = memoryview(part)
+                while left:
+                    left = left[opened.write(left) :]
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

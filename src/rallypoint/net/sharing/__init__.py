@@ -1,0 +1,1 @@
+"""Messages of the caches of data sets that hosts share."""
