@@ -20,6 +20,7 @@ from rallypoint.launch.replaying.samples import described
 from rallypoint.launch.replaying.task import Answer, Looked, Task
 from rallypoint.parallel.plan import Parallel
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.worker.carried import Carry
 from rallypoint.worker.evaluating.evaluations import Evaluation
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule
@@ -111,12 +112,13 @@ class ReplayJob(EmbeddedJob):
     def train(
         self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
-        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
+        parallel: Parallel | None = None, init: Init | None = None, carry: Carry | None = None,
+        **settings: Unpack[Settings],
     ) -> Run:  # fmt: skip
         """As `Job.train`."""
         run = super().train(
             model, dataset, collate_fn=collate_fn, loader=loader, own_optimizer=own_optimizer,
-            own_schedule=own_schedule, parallel=parallel, init=init, **settings,
+            own_schedule=own_schedule, parallel=parallel, init=init, carry=carry, **settings,
         )  # fmt: skip
         assert isinstance(run, ReplayedRun)
         run.begin(self._task, given(dataset).dataset)

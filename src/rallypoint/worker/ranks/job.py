@@ -49,7 +49,7 @@ class RankJob:
     def train(
         self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: object = None, own_schedule: object = None, parallel: Parallel | None = None,
-        **settings: Unpack[Settings],
+        carry: object = None, **settings: Unpack[Settings],
     ) -> RankRun:  # fmt: skip
         """Train `model`, of which this rank has a part: see `Job.train`. The leader's settings count."""
         if self._run is not None:
