@@ -28,6 +28,7 @@ EXPORTED = [
     "Group",
     "Job",
     "JobConfig",
+    "Lanes",
     "Loader",
     "LocalSteps",
     "LossScaling",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
+    from rallypoint.data.sources.lanes import Lanes
     from rallypoint.data.sources.parquet import Parquet
     from rallypoint.data.sources.tars import WebDataset
     from rallypoint.data.sources.token_files import TokenFiles
@@ -45,6 +46,7 @@ _HOMES = {
     "Group": "rallypoint.config.tree",
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
+    "Lanes": "rallypoint.data.sources.lanes",
     "Loader": "rallypoint.data.spec",
     "LocalSteps": "rallypoint.core.policy",
     "LossScaling": "rallypoint.core.loss_scale",
@@ -86,6 +88,7 @@ __all__ = [
     "Group",
     "Job",
     "JobConfig",
+    "Lanes",
     "Loader",
     "LocalSteps",
     "LossScaling",
