@@ -17,6 +17,7 @@ from rallypoint.testing.simulation.policies import (
     Alternating,
     Audited,
     AuditedWrong,
+    Carrying,
     Deciding,
     Flipped,
     Played,
@@ -53,7 +54,8 @@ def main(
     failures = [failure for failure in _play(range(first, first + seeds), sync) if failure]
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
-    same = sync in (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped(), Alternating())
+    alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped(), Alternating())
+    same = sync in alone or isinstance(sync, Carrying)
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well
     print(f"{policy}: {seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")

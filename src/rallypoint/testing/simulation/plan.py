@@ -22,6 +22,7 @@ from rallypoint.testing.simulation.policies import (
     Alternating,
     Audited,
     AuditedWrong,
+    Carrying,
     CodecState,
     Deciding,
     Evaluating,
@@ -91,25 +92,18 @@ _PATIENT_S = 30.0
 
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
-    if isinstance(played, Paused):
-        return _paused(make_plan(seed, played.of))
-    if isinstance(played, Rescaled):
-        return _rescaled(make_plan(seed, played.of))
+    if isinstance(played, Paused | Rescaled):
+        return (_paused if isinstance(played, Paused) else _rescaled)(make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
         Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding, Flipped: _flipped,
+        Carrying: _carrying, Poisoned: _poisoned, Tables: _with_tables, Stopped: _stopped,
     }  # fmt: skip
-    if isinstance(played, Alternating | Scaled | Evaluating | Deciding | Flipped):
-        return changes[type(played)](_plan_of(seed, _SYNC))
+    if change := changes.get(type(played)):
+        return change(_plan_of(seed, getattr(played, "sync", _SYNC)))
     if isinstance(played, Audited | AuditedWrong):
         return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, AuditedWrong))
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
-    if isinstance(played, Poisoned):
-        return _poisoned(_plan_of(seed, played.sync))
-    if isinstance(played, Tables):
-        return _with_tables(_plan_of(seed, played.sync))
-    if isinstance(played, Stopped):
-        return _stopped(_plan_of(seed, played.sync))
     if not isinstance(played, CodecState):
         return _plan_of(seed, played)
     plan = _plan_of(seed, played.sync)
@@ -218,9 +212,8 @@ def _audited(plan: Plan, *, wrong: bool) -> Plan:
     workers, most = rng.randint(3, 5), rng.randint(5, 7)
     terms = msgspec.structs.replace(plan.terms, workers_start=workers, workers_min=3, workers_max=most)
     audits = AuditedJob(1.0, f"worker{rng.randint(1, workers)}", rng.randrange(plan.job.steps))
-    return replace(plan, workers=workers, terms=terms, job=replace(
-        plan.job, audits=audits, replicas=rng.randint(3, 6)
-    ))  # fmt: skip
+    job = replace(plan.job, audits=audits, replicas=rng.randint(3, 6))
+    return replace(plan, workers=workers, terms=terms, job=job)
 
 
 def _flipped(plan: Plan) -> Plan:
@@ -244,6 +237,12 @@ def _scaled(plan: Plan) -> Plan:
     """There is a shard of buffers more, which has the loss scale."""
     job = plan.job
     return replace(plan, job=replace(job, shards=job.shards + 1, buffers=job.buffers + 1, skip=True, fp16=True))
+
+
+def _carrying(plan: Plan) -> Plan:
+    """Each replica carries a state: a shard more for each of them."""
+    job, more = plan.job, plan.job.replicas
+    return replace(plan, job=replace(job, carries=True, shards=job.shards + more, buffers=job.buffers + more))
 
 
 def _alternating(plan: Plan) -> Plan:
@@ -382,8 +381,8 @@ def played_by(plan: Plan) -> Played:
         return Paused(played)
     if job.audits is not None:
         return AuditedWrong() if job.audits.wrong else Audited()
-    if isinstance(job, FlippedJob):
-        return Flipped()
+    if isinstance(job, FlippedJob) or job.carries:
+        return Carrying(job.sync) if job.carries else Flipped()
     if job.alternate or job.fp16:
         return Alternating() if job.alternate else Scaled()
     if job.every:
