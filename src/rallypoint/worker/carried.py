@@ -19,7 +19,7 @@ Carry = torch.Tensor | tuple["Carry", ...] | list["Carry"] | dict[str, "Carry"]
 """A tensor, or tensors in tuples, lists and dicts."""
 
 MOST_BYTES = 1 << 28  # of all replicas together: every worker gets all of it with each version
-_DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split()
+_DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 
 
 class Carried:
@@ -41,8 +41,8 @@ class Carried:
         self.specs: list[TensorSpec] = []
         for replica in range(replicas):
             for name, leaf in leaves.items():
-                own, place = leaf.detach().to(device).clone(memory_format=torch.contiguous_format), _named(replica, name)
-                self.tensors[place] = own
+                place = _named(replica, name)
+                own = self.tensors[place] = leaf.detach().to(device).clone(memory_format=torch.contiguous_format)
                 self.specs.append(TensorSpec(place, tuple(own.shape), _type(own), carried_by(replica)))
         self._given: tuple[int, list[torch.Tensor]] | None = None
 

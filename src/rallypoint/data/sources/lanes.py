@@ -21,9 +21,9 @@ class Lanes:
     ``i // lanes`` of lane ``i % lanes``: ``(x, y)``, two int64 tensors of `length` tokens, y one token further than x.
     What does not fill a window in every lane is left out at each lane's end.
 
-    A job reads it in its own order, and needs as many lanes as a step has samples (`replicas` x `batch`): then each place
-    in a replica's batch reads one lane from its beginning to its end, and begins anew. That is a pure function of the
-    position, so whoever computes a replica reads on where the step before has stopped.
+    A job reads it in its own order, and needs as many lanes as a step has samples (`replicas` x `batch`): then each
+    place in a replica's batch reads one lane from its beginning to its end, and begins anew. That is a pure function of
+    the position, so whoever computes a replica reads on where the step before has stopped.
 
     Example: 2 replicas of 3 samples, 6 lanes: replica 1 at step 7 reads window 7 of lanes 3, 4 and 5.
 
@@ -77,8 +77,8 @@ class Lanes:
             )
         if self.lanes != wanted:
             raise DataError(
-                f"rp.Lanes has {self.lanes} lanes, and a step of this job has {config.replicas} x {config.batch} samples: "
-                f"give lanes={wanted}, one for each sample of a step"
+                f"rp.Lanes has {self.lanes} lanes, and a step of this job has {config.replicas} x {config.batch} "
+                f"samples: give lanes={wanted}, one for each sample of a step"
             )
         if config.accumulate > 1:
             raise DataError(

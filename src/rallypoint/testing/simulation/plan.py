@@ -105,6 +105,7 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
     if not isinstance(played, CodecState):
+        assert isinstance(played, Mode)
         return _plan_of(seed, played)
     plan = _plan_of(seed, played.sync)
     job = replace(plan.job, codec=TopK())

@@ -205,7 +205,7 @@ class Micro:
     @carry.setter
     def carry(self, state: Any) -> None:
         if not self._inside:
-            raise UsageError(f"{self._where}: micro.carry is set outside of `with micro:`: set it inside, as it unwinds")
+            raise UsageError(f"{self._where}: micro.carry is set outside of `with micro:`: set it inside")
         self._run.carry_micro(self, state)
 
     @property

@@ -131,7 +131,7 @@ class Job:
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
         may replace `optimizer`. The job steps it after every step, then `own_schedule`.
 
-        In a worker of several ranks (``--ranks``), all call this: `model` is this rank's part, `parallel` how it is spread.
+        In a worker of several ranks (``--ranks``), all call this: `model` is this rank's part, `parallel` its plan.
         With ``parameters="streamed"`` the model may be on the meta device: see `FirstValues` for ``init(module)``.
 
         Returns when all workers and servers are here and agree. Raises ConfigError, ModelError or DataError on bad
