@@ -27,7 +27,7 @@ def test_whatever_fails_the_bytes_are_those_of_an_undisturbed_run(sync: Sync | A
 
 def test_each_replica_contributes_to_its_own_state_and_to_no_other() -> None:
     job = make_plan(3, Carrying()).job
-    carried = [shard.index for shard in job.layout.shards if shard.carrier is not None]
+    carried = [shard.index for shard in job.layout.shards if shard.replica is not None]
     assert [list(job.contributing(index)) for index in carried] == [[replica] for replica in range(job.replicas)]
 
 

@@ -138,7 +138,7 @@ def test_replicas_carry_what_the_script_gives_them_when_a_job_begins_with_a_chec
     store = SnapshotStore(str(tmp_path / "snapshots"))
     manifest = store.latest_usable(lambda text: None)
     assert manifest is not None
-    carried = [shard.index for shard in manifest.job.layout.shards if shard.carrier is not None]
+    carried = [shard.index for shard in manifest.job.layout.shards if shard.replica is not None]
     assert carried
     for record in store.read(manifest, carried):
         assert record.arrays["master"].tolist() == [5.0, 6.0]

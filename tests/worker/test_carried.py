@@ -9,7 +9,7 @@ import torch
 
 import rallypoint as rp
 from rallypoint.config import resolve
-from rallypoint.core.layout import TensorSpec, build_layout, carried_by, carriers_of
+from rallypoint.core.layout import TensorSpec, build_layout, carried_by, carried_in
 from rallypoint.core.policy import Sync
 from rallypoint.core.shard.effects import Apply, Drop, Take
 from rallypoint.core.shard.events import Contribute, Initialise
@@ -75,7 +75,7 @@ def test_the_layout_has_a_shard_of_each_replica_s_state() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     tensors = ModelTensors(model, resolve({"replicas": 3}), carry=torch.zeros(4))
     shards = tensors.layout.shards
-    assert [carriers_of(shards).get(s.index) for s in shards if s.role == "buffers"] == [None, 0, 1, 2]
+    assert [carried_in(shards).get(s.index) for s in shards if s.role == "buffers"] == [None, 0, 1, 2]
     with pytest.raises(ModelError, match="two tensors"):
         build_layout([TensorSpec("w", (2,), "float32", 0), *2 * [TensorSpec("carry[0]", (2,), "float32", -2)]])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rallypoint.codec.spec import DGC, PowerSGD
 from rallypoint.config.models import check_models
 from rallypoint.config.tree import JobConfig, optimizers_of
-from rallypoint.core.layout import Layout, carriers_of
+from rallypoint.core.layout import Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.optimizer import SGD, Adagrad, Muon, Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
@@ -83,9 +83,9 @@ def features_with(config: JobConfig, layout: Layout) -> frozenset[Feature]:
 
     Raises ConfigError where they do not fit.
     """
-    own = [shard for shard in layout.shards if shard.carrier is None]
+    own = [shard for shard in layout.shards if shard.replica is None]
     found = {Feature.BUFFERS} if any(shard.role == "buffers" for shard in own) else set()
-    found |= {Feature.CARRY} if carriers_of(layout.shards) else set()
+    found |= {Feature.CARRY} if carried_in(layout.shards) else set()
     found |= {Feature.TABLES} if layout.tables else set()
     features = config.features | found
     if why := refusal(config.mode.name, features):

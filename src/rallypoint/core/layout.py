@@ -93,7 +93,7 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
         return (self.words // self.columns, self.columns) if self.columns else (self.words,)
 
     @property
-    def carrier(self) -> int | None:
+    def replica(self) -> int | None:
         """The replica that carries it from step to step, and alone contributes to it; None: it is no such state."""
         return -2 - self.group if self.group < -1 else None
 
@@ -148,9 +148,9 @@ def carried_by(replica: int) -> int:
     return -2 - replica
 
 
-def carriers_of(shards: Iterable[Shard]) -> dict[int, int]:
+def carried_in(shards: Iterable[Shard]) -> dict[int, int]:
     """For each shard of carried state: the replica that carries it."""
-    return {shard.index: shard.carrier for shard in shards if shard.carrier is not None}
+    return {shard.index: shard.replica for shard in shards if shard.replica is not None}
 
 
 def words_of(spec: TensorSpec) -> int:

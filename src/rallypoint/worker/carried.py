@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from rallypoint.config import Settings
 from rallypoint.core.layout import TensorSpec, carried_by
 from rallypoint.errors import ConfigError, UsageError
 
@@ -20,6 +21,12 @@ Carry = torch.Tensor | tuple["Carry", ...] | list["Carry"] | dict[str, "Carry"]
 
 MOST_BYTES = 1 << 28  # of all replicas together: every worker gets all of it with each version
 _DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+
+
+class TrainSettings(Settings, total=False):
+    """The settings of `job.train`: those of `JobConfig`, and what is no data."""
+
+    carry: Carry | None
 
 
 class Carried:

@@ -52,14 +52,14 @@ class AggregatorMachine:
         me: this aggregator's id.
         expected: by shard, how many replicas contribute to it.
         cadence: the shards that each round updates.
-        carriers: by shard of carried state, the only replica that contributes to it.
+        carried: by shard of carried state, the only replica that contributes to it.
         view: the view in force; None before the first.
     """
 
     me: str
     expected: Sequence[int]
     cadence: Cadence = TOGETHER
-    carriers: Mapping[int, int] = field(default_factory=dict)
+    carried: Mapping[int, int] = field(default_factory=dict)
     view: View | None = None
     _sums: dict[tuple[int, int], BlockSum] = field(default_factory=dict)  # by shard and step
     _versions: dict[int, list[int]] = field(default_factory=dict)  # by shard: the versions kept, ascending
@@ -190,7 +190,7 @@ class AggregatorMachine:
             return [Drop(new.ticket, f"a contribution to step {new.step} of shard {new.shard}, at version {newest}")]
         key = (new.shard, new.step)
         if key not in self._sums:
-            self._sums[key] = BlockSum(*key, self.expected[new.shard], self.carriers.get(new.shard, 0))
+            self._sums[key] = BlockSum(*key, self.expected[new.shard], self.carried.get(new.shard, 0))
         return [*self._sums[key].add(new), *self._send_ready_of(self._sums[key])]
 
     def fetched(self, worker: str, shard: int, version: int) -> list[Effect]:

@@ -278,8 +278,7 @@ class ShardMachine:
 
     def _publish(self) -> list[Effect]:
         """Publish the newest durable version, unless it is published already."""
-        durable = self.replication.durable(self.version)
-        if durable <= self.published:
+        if (durable := self.replication.durable(self.version)) <= self.published:
             return []
         self.published = durable
         return self.wants.serve(self) if self.clocks else [Publish(durable)]

@@ -20,8 +20,8 @@ class SlotMachine(ABC):
     Attributes:
         me: this worker's id.
         shards: the number of shards.
-        buffer_shards: the shards to which only one replica contributes: replica 0, or the one in `carriers`.
-        carriers: by shard of carried state, the replica that carries it.
+        buffer_shards: the shards to which only one replica contributes: replica 0, or the one in `carried`.
+        carried: by shard of carried state, the replica that carries it.
         steps: the number of steps of the job; version `steps` is the last. A view may lower it: see `View.stop`.
         step: the step that the model's parameters belong to; -1 before the first install.
         view: the view in force; None before the first.
@@ -41,7 +41,7 @@ class SlotMachine(ABC):
     rewound: bool = False
     following: bool = False
     in_order: bool = False
-    carriers: Mapping[int, int] = field(default_factory=dict)
+    carried: Mapping[int, int] = field(default_factory=dict)
     presum: Presum = field(default_factory=Presum)
     landed: list[int] = field(default_factory=list)
     _slots: Slots = field(init=False)
@@ -113,7 +113,7 @@ class SlotMachine(ABC):
     def contributes(self, shard: int, replica: int) -> bool:
         """True if `replica` contributes to `shard`: every replica to parameters, only replica 0 to buffers, and each to
         the state that it carries."""
-        return shard not in self.buffer_shards or replica == self.carriers.get(shard, 0)
+        return shard not in self.buffer_shards or replica == self.carried.get(shard, 0)
 
     # ---- what the main thread does ----
 

@@ -9,7 +9,7 @@ from typing import Unpack
 import msgspec
 import torch
 
-from rallypoint.config import Settings, record_of, resolve
+from rallypoint.config import record_of, resolve
 from rallypoint.data.identity import identity_of
 from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import ConfigError, DataError
@@ -20,7 +20,7 @@ from rallypoint.parallel.plan import Parallel
 from rallypoint.store.checkpoints.beginning import begin_from
 from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.worker.carried import Carry
+from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.models import Model, one_model
@@ -41,14 +41,14 @@ class ImportJob(EmbeddedJob):
     def train(
         self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
-        parallel: Parallel | None = None, init: Init | None = None, carry: Carry | None = None,
-        **settings: Unpack[Settings],
+        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[TrainSettings],
     ) -> Run:  # fmt: skip
         """Write the snapshot, say so, and end the process: never returns."""
         if own_optimizer is not None:
             raise ConfigError("a job with own_optimizer= cannot begin from a checkpoint: let the script load its state")
         if parallel is not None:
             raise ConfigError("a checkpoint is imported by one process: leave parallel= out, and give --ranks later")
+        carry = settings.pop("carry", None)
         task, data = self._task, given(dataset, collate_fn, loader)
         model, by_name = one_model(model, settings)
         config = resolve({**data.settings, **by_name}, task.overrides)

@@ -116,8 +116,8 @@ class SimulatedJob:
     def layout(self) -> Layout:
         """Shards of 16 words, the last of which are buffers."""
         own = [2 * model for model in models_in(self.alternate)] or [0, *range(2, 2 + len(self.periods))]
-        carriers = self.replicas if self.carries else 0
-        return layout_of(self.shards, self.buffer_shards, sorted(self.table_shards), own, carriers)
+        carried = self.replicas if self.carries else 0
+        return layout_of(self.shards, self.buffer_shards, sorted(self.table_shards), own, carried)
 
     @cached_property
     def cadence(self) -> Cadence:
@@ -192,7 +192,7 @@ class SimulatedJob:
     def contributing(self, shard: int) -> range:
         """The replicas that contribute to this shard."""
         place = self.layout.shards[shard]
-        first = place.carrier or 0
+        first = place.replica or 0
         return range(first, first + self.config.contributors(place.role))
 
     def check_end(self, shard: int, content: Content) -> None:

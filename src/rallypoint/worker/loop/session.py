@@ -13,7 +13,7 @@ from typing import Unpack
 
 import torch
 
-from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_optimizer
+from rallypoint.config import JobConfig, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
@@ -47,7 +47,7 @@ from rallypoint.observe.waits import wait_until
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.auditing.kernels import kernels_of
-from rallypoint.worker.carried import Carry
+from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
@@ -118,15 +118,14 @@ class Job:
     def train(
         self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
-        parallel: Parallel | None = None, init: Init | None = None, carry: Carry | None = None,
-        **settings: Unpack[Settings],
+        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[TrainSettings],
     ) -> Run:  # fmt: skip
         """Train `model` (in place) on `dataset` with the settings of `JobConfig`; iterate over the result. Several
         models are a dict, and so are their optimizers: see `config.models`.
 
         `dataset` is map-style, or a DataLoader: see `given` for what it decides. `collate_fn` makes a batch of a list
         of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how samples are loaded.
-        `carry` is the state that each replica begins with, where it carries one from step to step: see `Micro.carry`.
+        `carry=` is the state that each replica begins with, where it carries one from step to step: see `Micro.carry`.
 
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
         may replace `optimizer`. The job steps it after every step, then `own_schedule`.
@@ -139,6 +138,7 @@ class Job:
         """
         if self._exchange is not None:
             raise UsageError("this job has its run already: one job.train for one rp.join")
+        carry = settings.pop("carry", None)
         own = several(own_optimizer, torch.optim.Optimizer, "own_optimizer")
         schedules = several(own_schedule, torch.optim.lr_scheduler.LRScheduler, "own_schedule")
         if own and "optimizer" in settings:

@@ -14,7 +14,7 @@ Alternate = tuple[tuple[int, ...], ...]  # the numbers of the models that step t
 
 
 def layout_of(
-    count: int, buffers: Collection[int], tables: Sequence[int], groups: Sequence[int], carriers: int = 0
+    count: int, buffers: Collection[int], tables: Sequence[int], groups: Sequence[int], carried: int = 0
 ) -> Layout:
     """Return a layout of `count` shards of 16 words, those of parameters in these optimizer groups, one after another.
 
@@ -22,8 +22,8 @@ def layout_of(
     carry, a shard each.
     """
     of = [-1 if i in buffers else groups[i % len(groups)] for i in range(count)]
-    for replica in range(carriers):
-        of[count - carriers + replica] = carried_by(replica)
+    for replica in range(carried):
+        of[count - carried + replica] = carried_by(replica)
     parts = {i: Part(0, part, len(tables), 1) for part, i in enumerate(tables)}
     shards = tuple(
         Shard(i, group, 16 * i, 16 * i + 16) if i not in parts else Shard(i, group, 0, 0, 16, parts[i])
