@@ -30,6 +30,7 @@ EXPORTED = [
     "Group",
     "Job",
     "JobConfig",
+    "Lanes",
     "LitData",
     "Loader",
     "LocalSteps",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
     from rallypoint.data.cache.cache import Cache
+    from rallypoint.data.sources.lanes import Lanes
     from rallypoint.data.sources.litdata import LitData
     from rallypoint.data.sources.mds import MDS
     from rallypoint.data.sources.parquet import Parquet
@@ -49,6 +50,7 @@ _HOMES = {
     "Group": "rallypoint.config.tree",
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
+    "Lanes": "rallypoint.data.sources.lanes",
     "LitData": "rallypoint.data.sources.litdata",
     "Loader": "rallypoint.data.spec",
     "LocalSteps": "rallypoint.core.policy",
@@ -94,6 +96,7 @@ __all__ = [
     "Group",
     "Job",
     "JobConfig",
+    "Lanes",
     "LitData",
     "Loader",
     "LocalSteps",

@@ -131,6 +131,19 @@ def test_a_checkpoint_at_step_0_may_begin_a_job_with_plateau(tmp_path: Path) -> 
     assert (tmp_path / "answer").exists()
 
 
+def test_replicas_carry_what_the_script_gives_them_when_a_job_begins_with_a_checkpoint(tmp_path: Path) -> None:
+    model = build()
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
+    run_import(model, tmp_path / "plain.pt", tmp_path, carry=torch.tensor([5.0, 6.0]))
+    store = SnapshotStore(str(tmp_path / "snapshots"))
+    manifest = store.latest_usable(lambda text: None)
+    assert manifest is not None
+    carried = [shard.index for shard in manifest.job.layout.shards if shard.replica is not None]
+    assert carried
+    for record in store.read(manifest, carried):
+        assert record.arrays["master"].tolist() == [5.0, 6.0]
+
+
 def test_overwrite_deletes_the_run_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, place = tmp_path / "run", tmp_path / "model.pt"
     plan = Launch(worker=("true",), folder=str(folder), snapshots=str(folder / "snapshots"))

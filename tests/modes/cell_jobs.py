@@ -123,8 +123,8 @@ class Net(torch.nn.Module):
         self.table = torch.nn.Embedding(9, 10, sparse=True, device="meta") if job.has(Feature.TABLES) else None
         self.last = torch.nn.Linear(10, 3)
 
-    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.norm(self.first(x)))
+    def forward(self, x: torch.Tensor, index: torch.Tensor, before: torch.Tensor | float = 0.0) -> torch.Tensor:
+        hidden = self.hidden = torch.tanh(self.norm(self.first(x)) + before)
         return self.last(hidden if self.table is None else hidden + self.table(index % 9))
 
 
@@ -142,7 +142,8 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
     settings = {key: value for key, value in cell.settings.items() if key != "optimizer" or not own}
     several = cell.has(Feature.MODELS) or cell.has(Feature.ALTERNATE)
     models = {"first": model.first, "last": model.last} if several else model
-    run = job.train(models, dataset(), own_optimizer=own, **settings)
+    first = {"hidden": torch.zeros(2, 10), "steps": torch.tensor(0)} if cell.has(Feature.CARRY) else None
+    run = job.train(models, dataset(), own_optimizer=own, carry=first, **settings)
     wait = _gate(job, cell)
     hash_of = _hash_in_evaluation(run, model, cell) if cell.has(Feature.STREAMED) else lambda: weights_hash(model)
     if cell.has(Feature.STOP_WHEN):
@@ -156,7 +157,7 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
     for micro in run:
         with micro:
             wait(micro.step)
-            loss = loss_of(model, micro.batch)
+            loss = loss_of(model, micro.batch) if first is None else carried_loss(model, micro)
             is_bad = cell.has(Feature.SKIP) and (micro.step, micro.replica) == (2, 1)
             micro.backward(loss * math.nan if is_bad else loss)
         if cell.has(Feature.STOP) and micro.step >= STOPS_AT:
@@ -180,6 +181,15 @@ def _hash_in_evaluation(run: rp.Run, model: torch.nn.Module, cell: CellJob) -> C
 def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     x, y, index = batch
     return torch.nn.functional.mse_loss(model(x, index), y)
+
+
+def carried_loss(model: Net, micro: rp.Micro) -> torch.Tensor:
+    """The replica goes on from what its step before has left."""
+    (x, y, index), before = micro.batch, micro.carry
+    assert int(before["steps"]) == micro.step
+    output = model(x, index, before["hidden"])
+    micro.carry = {"hidden": model.hidden, "steps": before["steps"] + 1}
+    return torch.nn.functional.mse_loss(output, y)
 
 
 def _gate(job: rp.Job, cell: CellJob) -> Callable[[int], None]:

@@ -40,12 +40,14 @@ def _refused(job: CellJob) -> str:
         if job.has(Feature.OWN_OPTIMIZER):
             with_own_optimizer(job.config, "torch.optim.adamw.AdamW")
         if job.has(Feature.RANKS):
-            check_ranks(job.config)
+            check_ranks(job.config, carries=job.has(Feature.CARRY))
         layout = LAYOUT
         if job.has(Feature.TABLES):
             layout = ModelTensors(torch.nn.Embedding(9, 2, sparse=True, device="meta"), job.config).layout
         if job.has(Feature.BUFFERS):
             layout = ModelTensors(torch.nn.BatchNorm1d(40), job.config).layout
+        if job.has(Feature.CARRY):
+            layout = ModelTensors(torch.nn.Linear(2, 2), job.config, carry=torch.zeros(2)).layout
         asks = {Feature.STOP, Feature.STOP_WHEN, Feature.RESCALE} & {*job.features}
         of_script = frozenset({*asks, Feature.RANKS} if asks else ()) & {*job.features}
         return record_of(job.config, layout).refusal_of(terms | of_script)

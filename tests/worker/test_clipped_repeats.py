@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rallypoint.config import resolve
-from rallypoint.core.layout import Layout
+from rallypoint.core.layout import Layout, Shard
 from rallypoint.worker.sources.hooks import GradientHooks
 from rallypoint.worker.sources.staging import HostStaging
 from rallypoint.worker.streamed.memory import WholeVector
@@ -34,8 +34,8 @@ class _Replica:
     def weigh(self, weight: float, *, finite: bool) -> None:
         pass
 
-    def contributes_buffers(self, replica: int) -> bool:
-        return False
+    def buffers_of(self, replica: int) -> list[Shard]:
+        return []
 
     def computed(self) -> None:
         pass

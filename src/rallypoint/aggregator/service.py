@@ -166,7 +166,7 @@ class AggregatorService:
             self._link.credentials, job, self._views, self._owner.put,
             transport=self._transport, tracer=self._tracer, failed=self.failed,
         )  # fmt: skip
-        machine = AggregatorMachine(self.id, job.plan.expected, job.plan.cadence)
+        machine = AggregatorMachine(self.id, job.plan.expected, job.plan.cadence, job.plan.carried)
         shell: AggregatorShell[Channel] = AggregatorShell(observed(machine, self.id))
         self._relay = self._owner.reducer = Relay(job, shell, self._upstream, self._tracer)
         self._intake = Intake(job, self._views, self._owner.put, self._tracer, self._link.welcome.trace)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rallypoint.codec.spec import DGC, PowerSGD
 from rallypoint.config.models import check_models
 from rallypoint.config.tree import JobConfig, optimizers_of
-from rallypoint.core.layout import Layout
+from rallypoint.core.layout import Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.optimizer import SGD, Adagrad, Muon, Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
@@ -83,7 +83,9 @@ def features_with(config: JobConfig, layout: Layout) -> frozenset[Feature]:
 
     Raises ConfigError where they do not fit.
     """
-    found = {Feature.BUFFERS} if any(shard.role == "buffers" for shard in layout.shards) else set()
+    own = [shard for shard in layout.shards if shard.replica is None]
+    found = {Feature.BUFFERS} if any(shard.role == "buffers" for shard in own) else set()
+    found |= {Feature.CARRY} if carried_in(layout.shards) else set()
     found |= {Feature.TABLES} if layout.tables else set()
     features = config.features | found
     if why := refusal(config.mode.name, features):
@@ -91,9 +93,11 @@ def features_with(config: JobConfig, layout: Layout) -> frozenset[Feature]:
     return features
 
 
-def check_ranks(config: JobConfig) -> None:
-    """Raise ConfigError for settings that a worker of several ranks does not support."""
-    if why := refusal(config.mode.name, {*config.features, Feature.RANKS}):
+def check_ranks(config: JobConfig, *, carries: bool = False) -> None:
+    """Raise ConfigError for settings that a worker of several ranks does not support. `carries`: replicas carry state.
+    """
+    further = {Feature.CARRY} if carries else set()
+    if why := refusal(config.mode.name, {*config.features, *further, Feature.RANKS}):
         raise ConfigError(why)
     if config.precision == "fp16":
         raise ConfigError(

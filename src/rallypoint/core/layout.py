@@ -32,7 +32,9 @@ _ITEM_BYTES = {
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """One trainable parameter, or one buffer, of the model. `group` is the index of its optimizer group; -1: a buffer.
+    """One trainable parameter, or one buffer, of the model; or one tensor of the state that a replica carries.
+
+    `group` is the index of its optimizer group; -1: a buffer; -2 - r: of the state that replica r carries.
     """
 
     name: str
@@ -58,7 +60,7 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         index: the shard's number.
-        group: the index of its optimizer group; -1 for buffers.
+        group: the index of its optimizer group; -1 for buffers, -2 - r for the state that replica r carries.
         start, stop: its range in words; empty for a part of a table, which is not in the vector.
         columns: if not 0, the shard is whole rows of one parameter, as a matrix of so many columns.
         part: the part of a table that the shard is; None for a range of the vector.
@@ -91,7 +93,13 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
         return (self.words // self.columns, self.columns) if self.columns else (self.words,)
 
     @property
+    def replica(self) -> int | None:
+        """The replica that carries it from step to step, and alone contributes to it; None: it is no such state."""
+        return -2 - self.group if self.group < -1 else None
+
+    @property
     def role(self) -> Role:
+        """What it is for servers. The state that a replica carries is to them like buffers."""
         return "buffers" if self.group < 0 else "parameters" if self.part is None else "rows"
 
 
@@ -133,6 +141,16 @@ class Layout(msgspec.Struct, frozen=True):
     def shards_touching(self, start: int, stop: int) -> list[int]:
         """The indices of the shards that share at least one word with [start, stop)."""
         return [shard.index for shard in self.shards if shard.start < stop and start < shard.stop]
+
+
+def carried_by(replica: int) -> int:
+    """The group of the state that a replica carries."""
+    return -2 - replica
+
+
+def carried_in(shards: Iterable[Shard]) -> dict[int, int]:
+    """For each shard of carried state: the replica that carries it."""
+    return {shard.index: shard.replica for shard in shards if shard.replica is not None}
 
 
 def words_of(spec: TensorSpec) -> int:
@@ -222,7 +240,7 @@ def first_difference(ours: Layout, theirs: Layout) -> str | None:
 
 
 def _phrase(spec: TensorSpec) -> str:
-    kind = "buffer" if spec.group < 0 else "parameter"
+    kind = "parameter" if spec.group >= 0 else "buffer" if spec.group == -1 else "carried state"
     return f"{kind} {spec.name} {list(spec.shape)} {spec.dtype} (group {spec.group})"
 
 
@@ -242,7 +260,7 @@ def _check_specs(specs: Sequence[TensorSpec], tables: Sequence[TensorSpec]) -> N
 
 def _groups_in_order(specs: Iterable[TensorSpec]) -> list[int]:
     present = {spec.group for spec in specs}
-    return sorted(g for g in present if g >= 0) + ([-1] if -1 in present else [])
+    return sorted(g for g in present if g >= 0) + sorted((g for g in present if g < 0), reverse=True)
 
 
 def _cut(group: int, start: int, stop: int, shard_words: int, first: int) -> list[Shard]:

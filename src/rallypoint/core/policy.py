@@ -80,7 +80,7 @@ class Policy(Protocol):
         """The number of a shard's contributors that have a clock of their own: all `contributors`, or 0."""
 
     def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
-        """What to do with the contribution of `replica` to `step`."""
+        """What to do with the contribution of `replica` to `step`, counted from the first one that contributes."""
 
     def complete(self, ledger: Ledger) -> bool:
         """True if the sum in progress may be applied."""

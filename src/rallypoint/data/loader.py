@@ -15,6 +15,7 @@ from rallypoint.core.order import SampleOrder, derive_seed
 from rallypoint.data.dataset import MapDataset, check_dataset, shard_lengths
 from rallypoint.data.positions import OrderAhead
 from rallypoint.data.reading import Reading
+from rallypoint.data.sources.lanes import Lanes
 from rallypoint.data.spec import Collate, Loader
 from rallypoint.errors import DataError
 
@@ -39,6 +40,8 @@ class MicroBatches:
         part: tuple[int, int] = (0, 1), loader: Loader | None = None,
     ) -> None:  # fmt: skip
         check_dataset(dataset)
+        if isinstance(dataset, Lanes):
+            dataset.check(config)
         self.config, self.loader = config, loader or Loader()
         self._device, self._collate = device, collate
         self._reading = Reading(dataset, self.loader)

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from rallypoint.data.dataset import MapDataset
+from rallypoint.data.sources.lanes import Lanes
 from rallypoint.errors import DataError, UsageError
 
 Data = MapDataset | DataLoader[Any]
@@ -71,7 +72,7 @@ class Given:
         dataset: the data set.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``.
         loader: how it is loaded.
-        settings: the job's settings that follow from a DataLoader: `batch` and `order`.
+        settings: the job's settings that follow from a DataLoader (`batch` and `order`), or from rp.Lanes (`order`).
     """
 
     dataset: Any
@@ -89,7 +90,7 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
     order or batches the job cannot compute.
     """
     if not isinstance(data, DataLoader):
-        return Given(data, collate, loader or Loader(), {})
+        return Given(data, collate, loader or Loader(), {"order": "sequential"} if isinstance(data, Lanes) else {})
     if isinstance(data.dataset, IterableDataset):
         return Given(data.dataset, collate, loader or Loader(), {})  # refused with its own sentence
     if data.batch_size is None or not (type(data.batch_sampler) is BatchSampler or _torchdatas(data.batch_sampler)):

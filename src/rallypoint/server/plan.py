@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rallypoint.config import JobConfig, audits_of, cadence_of
-from rallypoint.core.layout import Shard
+from rallypoint.core.layout import Shard, carried_in
 from rallypoint.core.policy import Sync
 from rallypoint.core.shard.clip import Rule
 from rallypoint.core.shard.server import Plan
@@ -24,5 +24,5 @@ def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:
         decides=waiting if config.decides else frozenset(), rule=rule, rounds=config.rounds,
         buffer_policy=Sync(quorum=1) if config.contributors("buffers") > 1 else None,
         compensates=config.compensation > 0, cadence=cadence_of(config, shards),
-        audits=audits_of(config),
+        audits=audits_of(config), carried=carried_in(shards),
     )  # fmt: skip

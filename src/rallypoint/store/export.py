@@ -198,7 +198,7 @@ class _Flat:
 
     def model(self, parameters: str = MASTER) -> dict[str, torch.Tensor]:
         tables = {spec.name: table[MASTER] for spec, table in self._by_table()}
-        entries = [entry for entry in self._layout.entries if entry.spec.name != ENTRY]
+        entries = [entry for entry in self._layout.entries if entry.spec.name != ENTRY and entry.spec.group >= -1]
         tensors = {entry.spec.name: self._tensor(entry, parameters) for entry in entries} | tables
         return tensors | {name: tensors[first] for name, first in self._tied.items() if first in tensors}
 

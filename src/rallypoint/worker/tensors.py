@@ -15,6 +15,7 @@ from rallypoint.core.loss_scale import ENTRY
 from rallypoint.core.modes import Feature, why_not
 from rallypoint.errors import ModelError
 from rallypoint.optim.rows import refusal
+from rallypoint.worker.carried import Carried, Carry
 from rallypoint.worker.models import check_optimizers
 
 
@@ -78,13 +79,18 @@ class ModelTensors:
     Persistent buffers (for example BatchNorm statistics) are shared; the other buffers stay private to this worker.
     `tables` has, for each of the layout's tables, the modules that use it. `tied` maps each further name of a tied
     tensor to its name in the layout. With fp16, `loss_scale` is shared like a buffer: the scale, and the steps applied
-    with it (fp32, shape (2,)). Raises ModelError when the model or a table cannot be trained like this.
+    with it (fp32, shape (2,)). What replicas carry is among `buffers`, with tensors of each replica.
+
+    Raises ModelError when the model or a table cannot be trained like this.
     """
 
     loss_scale: torch.Tensor | None = None
 
-    def __init__(self, model: torch.nn.Module, config: JobConfig, made: Container[str] = ()) -> None:
-        """`made` are the names of streamed parameters that have no values yet."""
+    def __init__(
+        self, model: torch.nn.Module, config: JobConfig, made: Container[str] = (), carry: Carry | None = None
+    ) -> None:
+        """`made` are the names of streamed parameters that have no values yet. `carry` is what each replica begins
+        with, of a state that it carries from step to step."""
         _check_model(model)
         tables = _tables(model, config)
         check_optimizers(model, config)
@@ -98,6 +104,10 @@ class ModelTensors:
             self.loss_scale = shared[ENTRY] = torch.tensor([config.loss_scale.init_scale, 0.0], device=device)
         specs = [_spec(name, p, group_of(config, name, p.dim())) for name, p in trained.items()]
         specs += [_spec(name, b, -1) for name, b in shared.items()]
+        self.carried = Carried(carry, config.replicas, device) if carry is not None else None
+        if self.carried is not None:
+            specs += self.carried.specs
+            shared |= self.carried.tensors
         rows = [_spec(name, sharing[0].weight, group_of(config, name, 2)) for name, sharing in tables.items()]
         self.tables = list(tables.values())
         self.layout: Layout = build_layout(

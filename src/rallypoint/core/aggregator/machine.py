@@ -19,7 +19,7 @@ that is coming can be added to it; nobody ever waits for a replica that goes ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.aggregator.effects import (
@@ -52,12 +52,14 @@ class AggregatorMachine:
         me: this aggregator's id.
         expected: by shard, how many replicas contribute to it.
         cadence: the shards that each round updates.
+        carried: by shard of carried state, the only replica that contributes to it.
         view: the view in force; None before the first.
     """
 
     me: str
     expected: Sequence[int]
     cadence: Cadence = TOGETHER
+    carried: Mapping[int, int] = field(default_factory=dict)
     view: View | None = None
     _sums: dict[tuple[int, int], BlockSum] = field(default_factory=dict)  # by shard and step
     _versions: dict[int, list[int]] = field(default_factory=dict)  # by shard: the versions kept, ascending
@@ -188,7 +190,7 @@ class AggregatorMachine:
             return [Drop(new.ticket, f"a contribution to step {new.step} of shard {new.shard}, at version {newest}")]
         key = (new.shard, new.step)
         if key not in self._sums:
-            self._sums[key] = BlockSum(*key, self.expected[new.shard])
+            self._sums[key] = BlockSum(*key, self.expected[new.shard], self.carried.get(new.shard, 0))
         return [*self._sums[key].add(new), *self._send_ready_of(self._sums[key])]
 
     def fetched(self, worker: str, shard: int, version: int) -> list[Effect]:
@@ -233,7 +235,7 @@ class AggregatorMachine:
             return []
         now = (home, self._up[home])
         coming = self._coming(self.cadence.round_of(known.shard, known.step))
-        coming = frozenset(replica for replica in coming if replica < known.replicas)
+        coming = coming.intersection(range(known.lowest, known.lowest + known.replicas))
         again = [part for part in known if part.sent not in (None, now)]
         return [self._push(known, part, now) for part in (*again, *known.ready(coming))]
 

@@ -32,11 +32,15 @@ class Part:
 
 @dataclass(slots=True)
 class BlockSum:
-    """The parts of the sum over `replicas` replicas. A part that was sent stays, and is not merged any more."""
+    """The parts of the sum over `replicas` replicas. A part that was sent stays, and is not merged any more.
+
+    `lowest` is the first of the replicas: 0, or the one that carries this state and is the only one.
+    """
 
     shard: int
     step: int
     replicas: int
+    lowest: int = 0
     _parts: dict[int, Part] = field(default_factory=dict)  # by first replica; they are disjoint
 
     def __iter__(self) -> Iterator[Part]:
@@ -48,7 +52,7 @@ class BlockSum:
     def add(self, new: Contribution) -> list[Effect]:
         """Take a contribution that has arrived; merge what can be merged."""
         block = new.block
-        if not is_block(block, self.replicas):
+        if not self._has(block):
             return [Drop(new.ticket, f"replicas {block.start} to {block.stop - 1} are no block of shard {self.shard}")]
         held = {replica for part in self._parts.values() for replica in range(*part.block)}
         if held.issuperset(range(*block)):
@@ -82,11 +86,14 @@ class BlockSum:
         """Raise AssertionError unless the parts are disjoint blocks, and unsent ones have no unsent sibling."""
         end = 0
         for part in self:
-            assert is_block(part.block, self.replicas), f"{part.block} is no block of {self.replicas}"
+            assert self._has(part.block), f"{part.block} is no block of {self.replicas}"
             assert part.block.start >= end, f"the parts of shard {self.shard}, step {self.step} overlap"
             end = part.block.stop
             other = self._unsent(sibling(part.block, self.replicas))
             assert part.sent or other is None or other is part, f"{part.block} and {other} are not merged"
+
+    def _has(self, block: Block) -> bool:
+        return is_block(Block(block.start - self.lowest, block.stop - self.lowest), self.replicas)
 
     def _unsent(self, block: Block) -> Part | None:
         part = self._parts.get(block.start)

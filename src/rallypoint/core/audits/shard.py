@@ -27,7 +27,8 @@ class AuditedShard(ShardMachine):
         """False if it would be dropped anyway."""
         if not self.primary or self.version < 0 or self._sum.fault(event):
             return False
-        return self.policy.admit(self, event.step, event.replica) is Verdict.ADD and not self._sum.covers(event)
+        verdict = self.policy.admit(self, event.step, event.replica - self.lowest)
+        return verdict is Verdict.ADD and not self._sum.covers(event)
 
     def _forget_step(self) -> list[Effect]:
         self.opinions.clear()

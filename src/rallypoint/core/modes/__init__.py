@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from rallypoint.core.modes.conflicts import CONFLICTS, Conflict
 from rallypoint.core.modes.features import Feature
 from rallypoint.core.modes.refusals import refusal, why_not
-from rallypoint.core.modes.table import CONFLICTS, TABLE, YES, Conflict, No, Only
+from rallypoint.core.modes.table import TABLE, YES, No, Only
 from rallypoint.core.modes.traits import Bytes, Clock, Contribution, Holder, ModeName, ModeTraits, Pace, describe
 
 __all__ = [

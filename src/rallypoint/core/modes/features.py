@@ -43,6 +43,7 @@ class Feature(enum.Enum):
     COMPENSATION = "delay_compensation="
     # the model
     BUFFERS = "buffers (BatchNorm statistics)"
+    CARRY = "carry= (state that a replica carries)"
     TABLES = "tables (embeddings whose rows only the servers keep)"
     # the cluster
     SNAPSHOTS = "snapshots"

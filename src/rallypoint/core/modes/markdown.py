@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from rallypoint.core.modes.conflicts import CONFLICTS
 from rallypoint.core.modes.features import Feature
-from rallypoint.core.modes.table import CONFLICTS, TABLE, Cell, No, Only
+from rallypoint.core.modes.table import TABLE, Cell, No, Only
 from rallypoint.core.modes.traits import MODES, ModeName
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
+from rallypoint.core.modes.conflicts import CONFLICTS
 from rallypoint.core.modes.features import UNASKED, Feature
-from rallypoint.core.modes.table import CONFLICTS, TABLE, Cell, No, Only
+from rallypoint.core.modes.table import TABLE, Cell, No, Only
 from rallypoint.core.modes.traits import ModeName, name_of
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Mode, Sync
 

@@ -1,4 +1,4 @@
-"""FEATURE x MODE: what works in which mode, and why the rest does not. No other file decides this.
+"""FEATURE x MODE: what works in which mode, and why the rest does not. Only `conflicts.py` beside it decides more.
 
 `config` refuses from it, the coordinator refuses a cluster's terms from it, `docs/modes.md` prints it, and
 `tests/modes` runs a job for every cell that is supported.
@@ -31,16 +31,6 @@ class Only:
 
     beside: Feature
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Conflict:
-    """Two features that do not work together, in these modes (by default in all)."""
-
-    first: Feature
-    second: Feature
-    why: str
-    modes: frozenset[ModeName] = frozenset(ModeName)
 
 
 Cell = Yes | No | Only
@@ -193,6 +183,19 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     _F.FOLD: _of_async(),
     _F.COMPENSATION: _of_async(),
     _F.BUFFERS: _row(),
+    _F.CARRY: _row(
+        YES,
+        {
+            **dict.fromkeys((_M.QUORUM, _M.LOCAL_QUORUM), No(
+                "a step may do without a replica, and what that replica carries would be left behind; use "
+                "sync=rp.Sync() without a quorum, or leave carry= out"
+            )),
+            **dict.fromkeys(_STREAMING, No(
+                "each replica goes on at its own clock, and what it carries belongs to a version that all have; use "
+                "sync=rp.Sync(), or leave carry= out"
+            )),
+        },
+    ),
     _F.TABLES: _row(
         YES,
         {
@@ -276,118 +279,3 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     ),
     _F.STOP_WHEN: _row(_DECIDES_NOT, {_M.SYNC: YES}),
 }
-
-CONFLICTS = (
-    Conflict(
-        _F.BACKUP_TASKS, _F.CODEC_STATE,
-        "the codec's state of a replica is on the worker that computes it; use a codec without state "
-        "(error_feedback=False), or leave --backup-tasks out",
-    ),
-    Conflict(
-        _F.BY_SPEED, _F.CODEC_STATE,
-        "the codec's state of a replica is on the worker that computes it; replicas do not move",
-    ),
-    Conflict(
-        _F.AGGREGATORS, _F.BACKUP_TASKS,
-        "an aggregator waits for the replicas of the workers near it, so the copy elsewhere would be waited for in "
-        "vain; leave one of them out",
-    ),
-    Conflict(
-        _F.AGGREGATORS, _F.CODEC_STATE,
-        "servers keep the state with the contribution that it was made for, and an aggregator adds contributions up; "
-        "use a codec without state (error_feedback=False), or leave --aggregators out",
-    ),
-    Conflict(
-        _F.AGGREGATORS, _F.TABLES,
-        "replicas contribute different rows, so their sum would hardly be smaller; use sparse=False, or leave "
-        "--aggregators out",
-    ),
-    Conflict(
-        _F.FP16, _F.CODEC_STATE,
-        "what a codec keeps of one step is scaled by that step's loss scale, and is sent with the next; use a codec "
-        "without state (error_feedback=False), or precision=\"bf16\"",
-    ),
-    Conflict(
-        _F.RANKS, _F.FP16,
-        "the ranks of a worker do not hear the loss scale; use precision=\"bf16\", or leave --ranks out",
-    ),
-    *(Conflict(_F.STREAMED, other, f"{why}, or leave {_F.STREAMED.value} out") for other, why in {
-        _F.FP16: "autocast keeps a copy of every parameter; use fp32",
-        _F.HOLD: "workers hold no parameters; use fp32",
-        _F.ACCUMULATE: "the sum over micro-batches would take as much memory as the model; use more replicas in place "
-                       "of accumulate",
-        _F.CODEC: "gradients leave as they are made; use the raw codec",
-        _F.DOWN: "workers pull parts of shards, and those are not encoded; use down=rp.codec.Raw()",
-        _F.TABLES: "its rows are pulled in another way; use sparse=False",
-        _F.AGGREGATORS: "an aggregator passes whole versions on, and workers pull parts; leave --aggregators out",
-        _F.RANKS: "ranks share whole versions among themselves; use FSDP2 with --ranks",
-    }.items()),
-    *(Conflict(decides, other, f"{why}, or leave {decides.value} out") for decides in (_F.PLATEAU, _F.STOP_WHEN)
-      for other, why in {
-        _F.HOLD: "workers hold rounded versions, so none can be evaluated again; use fp32",
-        _F.DOWN: "workers get rounded versions, so none can be evaluated again; use down=rp.codec.Raw()",
-        _F.STREAMED: "a version cannot be evaluated again by a worker that holds no parameters; use parameters=local",
-        _F.TABLES: "no worker holds its rows, so no version can be evaluated again; use sparse=False",
-        _F.RANKS: "only one rank hears what is decided; use workers of one process",
-        _F.AGGREGATORS: "contributions come by another way than the views that decide; leave --aggregators out",
-        _F.BACKUP_TASKS: "a contribution may come from who does not wait for what is decided; leave --backup-tasks out",
-    }.items()),
-    *(Conflict(_F.ALTERNATE, other, f"{why}, or leave alternate out") for other, why in {
-        _F.PLATEAU: "its reductions count steps, and each model counts its own updates; use a schedule",
-        _F.RESCALE: "it counts from a step on, and each model counts its own updates; use a schedule",
-        _F.HOLD: "the last version of a model that the last step does not update would stay rounded; use fp32",
-        _F.DOWN: "the last version of each model goes raw, and which one that is depends on where the job ends; use "
-                 "down=rp.codec.Raw()",
-        _F.FP16: "the loss scale would change with each model's steps; use precision=\"bf16\"",
-        _F.STREAMED: "streamed gradients leave as they are made, and those of models that a step does not update are "
-                     "dropped; use parameters=local",
-        _F.FINGERPRINTS: "digests of contributions are of all shards at each step; leave fingerprints out",
-        _F.AUDIT: "audited steps are counted by each shard, and models count different ones; leave audit out",
-        _F.TABLES: "rows are pulled at the version of the step, and a model that is not updated has an older one; use "
-                   "sparse=False",
-        _F.RANKS: "the ranks of a worker hear of one model; use workers of one process",
-    }.items()),
-    Conflict(
-        _F.MODELS, _F.RANKS,
-        "the ranks of a worker share one model; use workers of one process, or give one model and one optimizer",
-    ),
-    Conflict(
-        _F.AUDIT, _F.BY_SPEED,
-        "it may leave one worker with all replicas, whom nobody could audit; replicas are assigned evenly",
-    ),
-    *(Conflict(_F.AUDIT, other, f"{why}, or leave audit out") for other, why in {
-        _F.CODEC_STATE: "what a codec remembers of a replica is on the worker that computes it, so no other sends the "
-                        "same bytes; use a codec without state (error_feedback=False)",
-        _F.STREAMED: "a worker that keeps no parameters computes each replica once; use parameters=local",
-        _F.TABLES: "audits do not compare rows of tables yet; use sparse=False",
-        _F.RANKS: "workers of several ranks do not audit each other yet; use workers of one process",
-        _F.AGGREGATORS: "an aggregator adds contributions up before servers can compare them; leave --aggregators out",
-    }.items()),
-    Conflict(
-        _F.FOLD, _F.REPLICATION,
-        "the backup applies each contribution by itself, so none is folded into another's update; use fold=1, or leave "
-        "--replication out",
-    ),
-    Conflict(
-        _F.GROUPS, _F.OWN_OPTIMIZER,
-        "groups cannot set a decay or a rate where own_optimizer steps; give them to its own param_groups",
-    ),
-    Conflict(
-        _F.TABLES, _F.AVERAGE,
-        "every row of it would have to be averaged at every step, also those that nobody uses; use sparse=False, or "
-        "leave average out",
-    ),
-    Conflict(
-        _F.TABLES, _F.COMPENSATION,
-        "delay compensation is not supported for it; set it to 0, or use sparse=False",
-    ),
-    Conflict(
-        _F.TABLES, _F.CLIP,
-        "in a streaming mode its gradient cannot be clipped; set clip to None, or use sparse=False",
-        _STREAMING,
-    ),
-    Conflict(
-        _F.BUFFERS, _F.DELAY,
-        "each round would have to begin with those of the one before; use delay=0, or GroupNorm and the like",
-    ),
-)  # fmt: skip

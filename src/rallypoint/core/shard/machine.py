@@ -63,9 +63,9 @@ VERSIONS_KEPT = 2  # I5: a worker can fetch the version of the step in progress
 class ShardMachine:
     """The state of one shard.
 
-    `expected` replicas contribute to it: R for parameters, 1 for buffers (only replica 0's are kept). With `decides`,
-    the finished sum waits for a decision: global-norm clipping, or what to do with a step that is not finite. `rounds`
-    is how many contributions each replica makes to this shard in the whole job.
+    `expected` replicas contribute to it, from `lowest` on: R for parameters, 1 for buffers (only replica 0's are kept)
+    and for what a replica carries. With `decides`, the finished sum waits for a decision: global-norm clipping, or what
+    to do with a step that is not finite. `rounds` is how many contributions each replica makes to it in the whole job.
     """
 
     policy: Policy
@@ -76,6 +76,7 @@ class ShardMachine:
     chooses: bool = False  # the decision depends on which contributions this shard takes
     skips: bool = False  # under a streaming policy: a contribution that is not finite gets an update of its own
     compensates: bool = False
+    lowest: int = 0
     version: int = -1  # updates applied here; -1: no state yet
     published: int = -1  # the newest version that followers may see (<= `version`)
     pinned: int = -1  # the version whose evaluation is leased: it is kept, whatever its age
@@ -96,7 +97,7 @@ class ShardMachine:
 
     def __post_init__(self) -> None:
         self.clocks = Clocks.at((), self.policy.clocks(self.expected), self.version)
-        self._sum = TreeSum(self.expected) if self.policy.tree else Chain(self.expected)
+        self._sum = TreeSum(self.expected, self.lowest) if self.policy.tree else Chain(self.expected)
 
     # ---- what a policy reads (`core.policy.Ledger`) ----
 
@@ -167,7 +168,7 @@ class ShardMachine:
             return [Drop(event.ticket)]  # sent under an older view: the worker will send it again
         if fault := self._sum.fault(event):
             return [Drop(event.ticket, fault)]
-        verdict = self.policy.admit(self, event.step, event.replica)
+        verdict = self.policy.admit(self, event.step, event.replica - self.lowest)
         alone = bool(self.clocks) and self.skips and not event.finite  # drop it, and no other in its sum
         waits = self.awaiting or (alone and self._sum.added and self.decides)  # for the decision on the sum before it
         match verdict:
@@ -277,8 +278,7 @@ class ShardMachine:
 
     def _publish(self) -> list[Effect]:
         """Publish the newest durable version, unless it is published already."""
-        durable = self.replication.durable(self.version)
-        if durable <= self.published:
+        if (durable := self.replication.durable(self.version)) <= self.published:
             return []
         self.published = durable
         return self.wants.serve(self) if self.clocks else [Publish(durable)]

@@ -6,7 +6,7 @@ in order. `server/reducer/` runs them on tensors, `testing/simulation/` on names
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,9 +30,10 @@ FILLS_AT_ONCE = 2  # whole states in transit to backups at a time: limits their 
 class Plan:
     """What the machine needs to know of the job.
 
-    `expected[i]` replicas contribute to shard i, `rounds` times each; in a staggered job as often as `cadence` says.
-    `measured` are the shards that count in the global norm (the parameters). `decides` are the shards that wait for a
-    decision that all servers take together. Where the `rule` examines, every other shard is decided by its own server.
+    `expected[i]` replicas contribute to shard i, `rounds` times each; in a staggered job as often as `cadence` says. To
+    the `carried` (shards of carried state) only the named one does. `measured` are the shards that count in the global
+    norm (the parameters). `decides` are the shards that wait for a decision that all servers take together. Where the
+    `rule` examines, every other shard is decided by its own server.
     """
 
     policy: Policy
@@ -45,6 +46,7 @@ class Plan:
     compensates: bool = False
     cadence: Cadence = TOGETHER
     audits: Audits | None = None
+    carried: Mapping[int, int] = field(default_factory=dict)
 
     def rounds_of(self, index: int) -> int:
         """The shard's own version at the end of the job."""
@@ -62,7 +64,7 @@ class Plan:
         return kind(
             policy, self.expected[index], index in self.decides or self.rule.examines, primary=primary,
             rounds=self.rounds_of(index), chooses=policy.chooses and index in self.decides, skips=self.rule.examines,
-            compensates=self.compensates and index in self.measured,
+            compensates=self.compensates and index in self.measured, lowest=self.carried.get(index, 0),
         )  # fmt: skip
 
 
@@ -251,11 +253,8 @@ class ServerMachine:
         """
         if self.view is None or verdict.generation != self.view.generation or verdict.stops:
             return []
-        effects: list[Effect] = []
-        for index in self.held:
-            if index in self.plan.decides and self.plan.cadence.due(index, verdict.step):
-                effects += self.handle(index, _for_shard(index, verdict, self.plan))
-        return effects
+        due = [i for i in self.held if i in self.plan.decides and self.plan.cadence.due(i, verdict.step)]
+        return [effect for index in due for effect in self.handle(index, _for_shard(index, verdict, self.plan))]
 
     def peer_linked(self, server: str) -> list[Effect]:
         """The link to another server is up (again): send it all measures, because it may have missed some."""

@@ -127,7 +127,10 @@ class _Node:
 
 @dataclass(slots=True)
 class TreeSum:
-    """Blocks of the tree over `replicas` replicas. Siblings merge as soon as both are there.
+    """Blocks of the tree over `replicas` replicas, from `lowest` on. Siblings merge as soon as both are there.
+
+    The tree's blocks are counted from `lowest` on, contributions from replica 0 on. Example: replica 3 alone
+    contributes to a shard of the state that it carries: lowest = 3, replicas = 1, and its block is [0,1).
 
     A block is *early* while a lower replica is missing. The server counts early blocks, and slows their senders down
     when there are too many bytes of them. Whoever computes in replica order is never slowed down for good; who gets
@@ -138,6 +141,7 @@ class TreeSum:
     first: ClassVar[int] = 0
 
     replicas: int
+    lowest: int = 0
     _forest: Forest = field(init=False)
     _nodes: dict[int, _Node] = field(default_factory=dict)  # by the block's start
     _early: set[int] = field(default_factory=set)
@@ -163,21 +167,21 @@ class TreeSum:
         return tuple(sorted(replica for node in self._nodes.values() for replica in node.gradients))
 
     def named(self, version: int) -> list[tuple[int, int]]:
-        return [(version, replica) for block in self._forest for replica in range(*block)]
+        return [(version, self.lowest + replica) for block in self._forest for replica in range(*block)]
 
     def knows(self, replica: int) -> bool:
-        return self._forest.has(replica)
+        return self._forest.has(replica - self.lowest)
 
     def fault(self, contribution: Contribute) -> str:
-        if contribution.count != 1 and not is_block(contribution.block, self.replicas):
+        if contribution.count != 1 and not is_block(self._block(contribution), self.replicas):
             return f"{_named(contribution)} are no block of this shard's sum (it has {self.replicas})"
-        return _stranger(contribution, self.replicas)
+        return _stranger(contribution, self.replicas, self.lowest)
 
     def covers(self, contribution: Contribute) -> bool:
-        return self._forest.covers(contribution.block)
+        return self._forest.covers(self._block(contribution))
 
     def add(self, contribution: Contribute, base: int | None) -> list[Effect]:
-        block = contribution.block
+        block = self._block(contribution)
         effects: list[Effect] = []
         for old in self._forest.add(block):
             effects += [Discard(old.start), *self._on_time(old.start)]
@@ -191,6 +195,10 @@ class TreeSum:
             effects += self._merge(*halves)
         prefix = self._forest.prefix
         return effects + [effect for start in sorted(self._early) if start < prefix for effect in self._on_time(start)]
+
+    def _block(self, contribution: Contribute) -> Block:
+        start, stop = contribution.block
+        return Block(start - self.lowest, stop - self.lowest)
 
     def _merge(self, left: Block, right: Block) -> list[Effect]:
         one, other = self._nodes[left.start], self._nodes.pop(right.start)
@@ -227,7 +235,8 @@ def _named(contribution: Contribute) -> str:
     return f"replicas {contribution.replica} to {contribution.block.stop - 1}"
 
 
-def _stranger(contribution: Contribute, replicas: int) -> str:
-    if contribution.block.stop <= replicas:
+def _stranger(contribution: Contribute, replicas: int, lowest: int = 0) -> str:
+    if lowest <= contribution.block.start and contribution.block.stop <= lowest + replicas:
         return ""
-    return f"replica {contribution.replica} does not contribute to this shard (it has {replicas})"
+    has = f"only replica {lowest}" if lowest else str(replicas)
+    return f"replica {contribution.replica} does not contribute to this shard (it has {has})"

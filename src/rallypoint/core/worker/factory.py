@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from rallypoint.core.audits.choice import Audits
 from rallypoint.core.cadence import TOGETHER, Cadence
@@ -23,7 +23,7 @@ class WorkerPlan:
 
     Attributes:
         shards: the number of shards.
-        buffer_shards: the shards to which only replica 0 contributes.
+        buffer_shards: the shards to which only one replica contributes: replica 0, or the one in `carried`.
         rounds: the job's last version.
         mode: the description of the mode.
         cadence: the shards that each round updates.
@@ -31,6 +31,7 @@ class WorkerPlan:
         presum: what the worker adds up before it sends it.
         overlaps: a forward pass may begin before all of its version is here.
         audits: the contributions that a second worker computes too; None: there are none.
+        carried: by shard of carried state, the replica that carries it.
     """
 
     shards: int
@@ -42,6 +43,7 @@ class WorkerPlan:
     presum: tuple[frozenset[int], int, int] = (frozenset(), 1, 1)  # see `core/sums/presum.py`: Presum
     overlaps: bool = False
     audits: Audits | None = None
+    carried: Mapping[int, int] = field(default_factory=dict)
 
 
 def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = lambda machine: machine) -> WorkerShell:
@@ -56,7 +58,7 @@ def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = l
             aligned = kind(
                 me, plan.shards, plan.buffer_shards, plan.rounds, cadence=plan.cadence,
                 in_order=plan.mode.holder is Holder.WORKERS, presum=Presum(*plan.presum),
-                audits=plan.audits,
+                audits=plan.audits, carried=plan.carried,
             )  # fmt: skip
             return WorkerShell(watch(aligned), states, _snapshots(plan, aligned))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.sums.presum import Presum
@@ -20,7 +20,8 @@ class SlotMachine(ABC):
     Attributes:
         me: this worker's id.
         shards: the number of shards.
-        buffer_shards: the shards to which only replica 0 contributes.
+        buffer_shards: the shards to which only one replica contributes: replica 0, or the one in `carried`.
+        carried: by shard of carried state, the replica that carries it.
         steps: the number of steps of the job; version `steps` is the last. A view may lower it: see `View.stop`.
         step: the step that the model's parameters belong to; -1 before the first install.
         view: the view in force; None before the first.
@@ -40,6 +41,7 @@ class SlotMachine(ABC):
     rewound: bool = False
     following: bool = False
     in_order: bool = False
+    carried: Mapping[int, int] = field(default_factory=dict)
     presum: Presum = field(default_factory=Presum)
     landed: list[int] = field(default_factory=list)
     _slots: Slots = field(init=False)
@@ -109,8 +111,9 @@ class SlotMachine(ABC):
         return self.in_order and self._uploads_first_weights()
 
     def contributes(self, shard: int, replica: int) -> bool:
-        """True if `replica` contributes to `shard`: every replica to parameters, only replica 0 to buffers."""
-        return shard not in self.buffer_shards or replica == 0
+        """True if `replica` contributes to `shard`: every replica to parameters, only replica 0 to buffers, and each to
+        the state that it carries."""
+        return shard not in self.buffer_shards or replica == self.carried.get(shard, 0)
 
     # ---- what the main thread does ----
 

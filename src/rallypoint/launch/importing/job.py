@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 import msgspec
 import torch
 
-from rallypoint.config import Settings, record_of, resolve
+from rallypoint.config import record_of, resolve
 from rallypoint.data.identity import identity_of
 from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import ConfigError, DataError
@@ -19,6 +20,7 @@ from rallypoint.parallel.plan import Parallel
 from rallypoint.store.checkpoints.beginning import begin_from
 from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.models import Model, one_model
@@ -39,22 +41,25 @@ class ImportJob(EmbeddedJob):
     def train(
         self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
-        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
+        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[TrainSettings],
     ) -> Run:  # fmt: skip
         """Write the snapshot, say so, and end the process: never returns."""
         if own_optimizer is not None:
             raise ConfigError("a job with own_optimizer= cannot begin from a checkpoint: let the script load its state")
         if parallel is not None:
             raise ConfigError("a checkpoint is imported by one process: leave parallel= out, and give --ranks later")
+        carry = settings.pop("carry", None)
         task, data = self._task, given(dataset, collate_fn, loader)
         model, by_name = one_model(model, settings)
         config = resolve({**data.settings, **by_name}, task.overrides)
-        tensors = ModelTensors(model, config, prepare(model, config, init))
+        tensors = ModelTensors(model, config, prepare(model, config, init), carry)
         checkpoint = read_checkpoint(Path(task.checkpoint)).named_as(model.state_dict().keys())
         warnings = _left_out(tensors, model, checkpoint)
         if task.strict and warnings:
             raise DataError(f"--strict: {'; '.join(warnings)}")
         _check_frozen(tensors, checkpoint)
+        if tensors.carried is not None:  # no checkpoint has it: replicas begin with what the script gives
+            checkpoint = replace(checkpoint, model={**checkpoint.model, **tensors.carried.tensors})
         record = record_of(
             config, tensors.layout, tensors.frozen_hashes(), data=identity_of(data.dataset), tied=tensors.tied
         )

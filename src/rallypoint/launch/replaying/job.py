@@ -8,7 +8,6 @@ from typing import Any, Literal, Unpack
 
 import msgspec
 
-from rallypoint.config import Settings
 from rallypoint.config.changes import changed_record
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.state import Resumed
@@ -20,6 +19,7 @@ from rallypoint.launch.replaying.samples import described
 from rallypoint.launch.replaying.task import Answer, Looked, Task
 from rallypoint.parallel.plan import Parallel
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.evaluating.evaluations import Evaluation
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule
@@ -111,7 +111,7 @@ class ReplayJob(EmbeddedJob):
     def train(
         self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
-        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
+        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[TrainSettings],
     ) -> Run:  # fmt: skip
         """As `Job.train`."""
         run = super().train(

@@ -17,12 +17,14 @@ from rallypoint.testing.simulation.policies import (
     Alternating,
     Audited,
     AuditedWrong,
+    Carrying,
     Deciding,
     Flipped,
     Paused,
     Played,
     Rescaled,
     Scaled,
+    Uneven,
     parse_policy,
     replay_line,
 )
@@ -56,9 +58,10 @@ def main(
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
     job = sync
-    while isinstance(job, Paused | Rescaled):
+    while isinstance(job, Paused | Rescaled | Uneven):
         job = job.of
-    same = job in (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped(), Alternating())
+    alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped(), Alternating())
+    same = job in alone or isinstance(job, Carrying)
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well
     print(f"{policy}: {seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")

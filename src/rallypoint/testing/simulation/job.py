@@ -58,6 +58,7 @@ class SimulatedJob:
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)  # states that were under way
     audits: AuditedJob | None = None
     alternate: Alternate = ()  # the models that each step updates
+    carries: bool = False  # each replica carries a state: a shard for each, the last ones of the buffers
     fp16: bool = False  # it scales losses: the last shard of buffers has the loss scale, and `skip` is set
     buffer_shards: frozenset[int] = field(init=False)
     scale_shard: int = field(init=False)  # -1: none
@@ -115,7 +116,8 @@ class SimulatedJob:
     def layout(self) -> Layout:
         """Shards of 16 words, the last of which are buffers."""
         own = [2 * model for model in models_in(self.alternate)] or [0, *range(2, 2 + len(self.periods))]
-        return layout_of(self.shards, self.buffer_shards, sorted(self.table_shards), own)
+        carried = self.replicas if self.carries else 0
+        return layout_of(self.shards, self.buffer_shards, sorted(self.table_shards), own, carried)
 
     @cached_property
     def cadence(self) -> Cadence:
@@ -176,11 +178,6 @@ class SimulatedJob:
         assert not these & those, f"{sorted(these & those)} are applied twice"
         return these | those
 
-    @cached_property
-    def replica_0_shards(self) -> frozenset[int]:
-        """The shards to which replica 0 alone contributes."""
-        return frozenset(s.index for s in self.layout.shards if self.config.contributors(s.role) == 1)
-
     @property
     def end(self) -> int:
         """The job's last version."""
@@ -192,9 +189,11 @@ class SimulatedJob:
         """The shard's own version at the end of the job."""
         return self.end if self.cadence.together else self.cadence.updates(shard)
 
-    def expected(self, shard: int) -> int:
-        """Contributions of a step to this shard."""
-        return self.config.contributors(self.layout.shards[shard].role)
+    def contributing(self, shard: int) -> range:
+        """The replicas that contribute to this shard."""
+        place = self.layout.shards[shard]
+        first = place.replica or 0
+        return range(first, first + self.config.contributors(place.role))
 
     def check_end(self, shard: int, content: Content) -> None:
         """AssertionError unless this is what the shard may be at the end of the job."""
@@ -204,7 +203,7 @@ class SimulatedJob:
         if isinstance(self.sync, LocalSteps):
             self.check_version(shard, self.cadence.updates(shard), content)
             return
-        replicas = range(self.expected(shard))
+        replicas = self.contributing(shard)
         if isinstance(self.sync, Sync):
             quorum = 1 if shard in self.buffer_shards else min(self.sync.quorum or self.replicas, self.replicas)
             for step in range(self.steps) if not self.skip else ():
@@ -222,7 +221,7 @@ class SimulatedJob:
             assert content == self.trajectory[round][shard], f"other bytes in shard {shard} at version {version}"
         elif not self.same_bytes and isinstance(self.sync, LocalSteps):
             due = [round for round in range(self.steps) if self.cadence.due(shard, round)][:version]
-            wanted = frozenset((round, replica) for round in due for replica in range(self.expected(shard)))
+            wanted = frozenset((round, replica) for round in due for replica in self.contributing(shard))
             wrong = f"missing {sorted(wanted - content)}, too many {sorted(content - wanted)}"
             assert content == wanted, f"shard {shard} at version {version}: {wrong}"
 
@@ -354,7 +353,7 @@ class SimulatedJob:
         self, shard: int, step: int, model: Iterable[Content], residuals: dict[tuple[int, int], int],
         inner: dict[int, int],
     ) -> Content:  # fmt: skip
-        replicas = range(self.expected(shard))
+        replicas = self.contributing(shard)
         contributions = [
             self.gradient(shard, step, r, (*self._seen(step, r, model), inner.get(r, 0))) for r in replicas
         ]

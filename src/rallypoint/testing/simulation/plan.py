@@ -23,6 +23,7 @@ from rallypoint.testing.simulation.policies import (
     Alternating,
     Audited,
     AuditedWrong,
+    Carrying,
     CodecState,
     Deciding,
     Evaluating,
@@ -83,7 +84,6 @@ _KINDS = (
     "disk full", "torn write", "everything", "half said", "drop first",
 )  # fmt: skip
 
-
 # Codec states are lost with the member that holds them. Where nobody dies who may hold one, nobody is given up either.
 # (A member whose connection to the coordinator breaks counts as dead.)
 _LEAVING = ("pause", "drop data", "partition", "join", "join", "leave", "leave", "leave", "half said", "disk full")
@@ -98,20 +98,16 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
         return around[type(played)](make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
         Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding, Flipped: _flipped,
+        Carrying: _carrying, Poisoned: _poisoned, Tables: _with_tables, Stopped: _stopped,
     }  # fmt: skip
-    if isinstance(played, Alternating | Scaled | Evaluating | Deciding | Flipped):
-        return changes[type(played)](_plan_of(seed, _SYNC))
+    if change := changes.get(type(played)):
+        return change(_plan_of(seed, getattr(played, "sync", _SYNC)))
     if isinstance(played, Audited | AuditedWrong):
         return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, AuditedWrong))
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
-    if isinstance(played, Poisoned):
-        return _poisoned(_plan_of(seed, played.sync))
-    if isinstance(played, Tables):
-        return _with_tables(_plan_of(seed, played.sync))
-    if isinstance(played, Stopped):
-        return _stopped(_plan_of(seed, played.sync))
     if not isinstance(played, CodecState):
+        assert isinstance(played, Mode)
         return _plan_of(seed, played)
     plan = _plan_of(seed, played.sync)
     job = replace(plan.job, codec=TopK())
@@ -129,8 +125,7 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     return replace(plan, terms=msgspec.structs.replace(plan.terms, heartbeat=_PATIENT_S), faults=tuple(faults))
 
 
-# Nobody dies of these, and no replica moves.
-_HARMLESS = ("drop data", "drop data", "pause", "partition")
+_HARMLESS = ("drop data", "drop data", "pause", "partition")  # nobody dies of these, and no replica moves
 
 
 def _with_inner(plan: Plan, sync: LocalSteps) -> Plan:
@@ -218,9 +213,8 @@ def _audited(plan: Plan, *, wrong: bool) -> Plan:
     workers, most = rng.randint(3, 5), rng.randint(5, 7)
     terms = msgspec.structs.replace(plan.terms, workers_start=workers, workers_min=3, workers_max=most)
     audits = AuditedJob(1.0, f"worker{rng.randint(1, workers)}", rng.randrange(plan.job.steps))
-    return replace(plan, workers=workers, terms=terms, job=replace(
-        plan.job, audits=audits, replicas=rng.randint(3, 6)
-    ))  # fmt: skip
+    job = replace(plan.job, audits=audits, replicas=rng.randint(3, 6))
+    return replace(plan, workers=workers, terms=terms, job=job)
 
 
 def _flipped(plan: Plan) -> Plan:
@@ -242,6 +236,12 @@ def _scaled(plan: Plan) -> Plan:
     """There is a shard of buffers more, which has the loss scale."""
     job = plan.job
     return replace(plan, job=replace(job, shards=job.shards + 1, buffers=job.buffers + 1, skip=True, fp16=True))
+
+
+def _carrying(plan: Plan) -> Plan:
+    """Each replica carries a state: a shard more for each of them."""
+    job, more = plan.job, plan.job.replicas
+    return replace(plan, job=replace(job, carries=True, shards=job.shards + more, buffers=job.buffers + more))
 
 
 def _alternating(plan: Plan) -> Plan:
@@ -382,8 +382,8 @@ def played_by(plan: Plan) -> Played:
         return Paused(played)
     if job.audits is not None:
         return AuditedWrong() if job.audits.wrong else Audited()
-    if isinstance(job, FlippedJob):
-        return Flipped()
+    if isinstance(job, FlippedJob) or job.carries:
+        return Carrying(job.sync) if job.carries else Flipped()
     if job.alternate or job.fp16:
         return Alternating() if job.alternate else Scaled()
     if job.every:

@@ -11,7 +11,7 @@ WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
     "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped, "
-    "alternating, paused or paused:WORD, rescaled or rescaled:WORD, uneven or uneven:WORD"
+    "alternating, carrying or carrying:WORD, paused or paused:WORD, rescaled or rescaled:WORD, uneven or uneven:WORD"
 )
 
 
@@ -85,13 +85,20 @@ class Alternating:
     """A synchronous job of several models that steps update alternately."""
 
 
+@dataclass(frozen=True)
+class Carrying:
+    """A job whose replicas carry a state from step to step."""
+
+    sync: Mode = field(default_factory=Sync)
+
+
 _Alone = Alternating | Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped
 _Together = Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped  # whose steps are those of all shards
 _ALONE: dict[str, type[_Alone]] = {
     "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "audited": Audited, "audited:wrong": AuditedWrong,
     "flipped": Flipped, "alternating": Alternating,
 }  # fmt: skip
-_Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped
+_Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Carrying
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,10 @@ def parse_policy(text: str) -> Played:
         sync = _parse_mode(number) if colon else Sync()
         if isinstance(sync, Sync | AllReduce):
             return Stopped(sync)
+    if name == "carrying":
+        sync = _parse_mode(number) if colon else Sync()
+        if sync in (Sync(), AllReduce()):
+            return Carrying(sync)
     if name == "tables":
         sync = parse_policy(number) if colon else Sync()
         if isinstance(sync, Sync | BoundedStaleness | Async):
@@ -205,6 +216,9 @@ def word_for(policy: Played) -> str | None:
         case Stopped(sync=sync):
             of = word_for(sync)
             return None if of is None else "stopped" if sync == Sync() else f"stopped:{of}"
+        case Carrying(sync=sync):
+            of = word_for(sync)
+            return None if of is None else "carrying" if sync == Sync() else f"carrying:{of}"
         case Tables(sync=sync):
             of = word_for(sync)
             return None if of is None else "tables" if sync == Sync() else f"tables:{of}"

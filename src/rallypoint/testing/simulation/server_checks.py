@@ -79,7 +79,7 @@ def check_read(server: SimulatedServer, index: int, reply: Reply, content: Conte
     elif reply.replica < machine.expected:
         sync = server.job.sync
         bound = reply.clock - sync.staleness if isinstance(sync, BoundedStaleness) else 0
-        for replica in range(server.job.expected(index)):
+        for replica in server.job.contributing(index):
             written = server.job.written(index, replica, reply.clock if replica == reply.replica else bound)
             missing = sorted(written - content)
             assert not missing, f"{server.node.name}: shard {index}: {reply} runs ahead of {missing}"

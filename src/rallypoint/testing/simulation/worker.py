@@ -292,7 +292,7 @@ class SimulatedWorker:
     def _compute(self, replica: int) -> None:
         self._replica, self._began, self._generation = replica, self.node.world.now, self.shell.view.generation
         self._step = step = self.machine.reads
-        own = [s for s in range(self.job.shards) if replica == 0 or s not in self.machine.buffer_shards]
+        own = [s for s in range(self.job.shards) if replica in self.job.contributing(s)]
         self._todo = deque(shard for shard in own if self.job.cadence.due(shard, step))
         paused = self.shell.view.paused
         assert paused is None or self.machine.step < paused, f"it begins step {self.machine.step} of a paused job"

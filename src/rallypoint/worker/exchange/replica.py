@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rallypoint.core.layout import Layout
+from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.slots import Filled
 from rallypoint.worker.exchange.links import Links
@@ -28,7 +28,8 @@ class ReplicaPushes:
         self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links, memory: SlotMemory,
         contributions: Contributions,
     ) -> None:  # fmt: skip
-        self._layout, self._locked, self._pushes, self._links = layout, locked, pushes, links
+        self._buffers = [shard for shard in layout.shards if shard.role == "buffers"]
+        self._locked, self._pushes, self._links = locked, pushes, links
         self._memory, self.contributions = memory, contributions
         self._presum, self._replica = locked.machine.presum, -1
         self._began: tuple[int, ViewNumber] | None = None
@@ -44,10 +45,9 @@ class ReplicaPushes:
             self._pushes.partials.clear()
         return generation
 
-    def contributes_buffers(self, replica: int) -> bool:
-        """True if this replica contributes to the buffers' shards."""
-        machine = self._locked.machine
-        return all(machine.contributes(s.index, replica) for s in self._layout.shards if s.role == "buffers")
+    def buffers_of(self, replica: int) -> list[Shard]:
+        """The shards of buffers to which this replica contributes, ascending; they lie one after the other."""
+        return [s for s in self._buffers if self._locked.machine.contributes(s.index, replica)]
 
     def weigh(self, weight: float, *, finite: bool) -> None:
         """Set the weight of the following contributions, and whether their loss was finite."""

@@ -45,7 +45,8 @@ class ModelGuard:
         owners = dict(model.named_modules(remove_duplicate=False))
         self._buffers = [
             (owners[owner], leaf, placed.tensor)
-            for placed in tensors.buffers if placed.tensor is not tensors.loss_scale
+            for placed in tensors.buffers
+            if placed.tensor is not tensors.loss_scale and placed.entry.spec.group == -1
             for owner, _, leaf in [placed.entry.spec.name.rpartition(".")]
         ]
         self._registered = True  # True: something in the model may be new, so look at it

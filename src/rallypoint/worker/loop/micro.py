@@ -13,6 +13,7 @@ from rallypoint.config import JobConfig, iteration_of, updated_at
 from rallypoint.core.typed import LONGEST_NAME, MOST_METRICS, can_name
 from rallypoint.errors import UsageError
 from rallypoint.parallel.holdings import whole_of
+from rallypoint.worker.carried import Carry
 from rallypoint.worker.exchange.exchange import Rewound
 
 
@@ -38,6 +39,12 @@ class Loop(Protocol):
 
     def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
         """The script logs figures of one micro-batch."""
+
+    def carried_micro(self, micro: Micro) -> Carry:
+        """Return what the micro-batch's replica carries."""
+
+    def carry_micro(self, micro: Micro, state: Carry) -> None:
+        """Set what the micro-batch's replica carries."""
 
 
 class Micro:
@@ -180,6 +187,29 @@ class Micro:
                     "characters"
                 )
         self._run.log_micro({n: whole_of(v) if isinstance(v, torch.Tensor) else v for n, v in figures.items()})
+
+    @property
+    def carry(self) -> Any:
+        """The state that the replica carries from step to step, such as a recurrent model's hidden state.
+
+        It is what the replica's micro-batch before this one has left, or (at the first step) what ``carry=`` of
+        `job.train` gives: new tensors in the same form, which belong to no graph. Set it inside of ``with micro:`` to
+        what this micro-batch leaves; its graph is cut off. What is not set stays as it was.
+
+            hidden = micro.carry
+            output, hidden = model(micro.batch, hidden)
+            micro.carry = hidden
+
+        It is a part of the version, so it survives whatever is killed: see docs/loops.md. Raises UsageError where
+        replicas carry nothing, for a state of another form, and when it is set outside of ``with micro:``.
+        """
+        return self._run.carried_micro(self)
+
+    @carry.setter
+    def carry(self, state: Any) -> None:
+        if not self._inside:
+            raise UsageError(f"{self._where}: micro.carry is set outside of `with micro:`: set it inside")
+        self._run.carry_micro(self, state)
 
     @property
     def finished(self) -> bool:

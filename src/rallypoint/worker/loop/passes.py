@@ -10,6 +10,7 @@ from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
+from rallypoint.worker.carried import Carried, Carry
 from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
@@ -33,7 +34,7 @@ class Passes:
         self._exchange, self._installed_early = parts.exchange, installed_early
         self.autocast = Autocast(parts.config, parts.tensors.device)
         self._activations = Activations(parts.model, parts.config, parts.tensors.device)
-        self._streamed = parts.streamed
+        self._streamed, self._carried = parts.streamed, parts.tensors.carried
         self._new_losses = losses_of(parts.staging, parts.config, parts.say)
         self.begin(0)
 
@@ -75,8 +76,26 @@ class Passes:
         if self._streamed is not None:
             self._streamed.leave()
         self._activations.leave()
+        if self._carried is not None:
+            self._carried.keep()
         self.autocast.leave()
         self._early.inside = self._exchange.rows.in_micro = False
+
+    def carried_micro(self, micro: Micro) -> Carry:
+        """What the micro-batch's replica carries (called by Micro)."""
+        return self._carrying(micro).of(micro.replica)
+
+    def carry_micro(self, micro: Micro, state: Carry) -> None:
+        """Set what the micro-batch's replica carries (called by Micro)."""
+        self._carrying(micro).give(micro.replica, state)
+
+    def _carrying(self, micro: Micro) -> Carried:
+        if self._carried is None:
+            raise UsageError(
+                f"step {micro.step}, replica {micro.replica}: micro.carry, but replicas of this job carry nothing: "
+                "give job.train(carry=...) the state that each of them begins with"
+            )
+        return self._carried
 
     def backward_micro(
         self, micro: Micro, loss: torch.Tensor, weight: float, *, last: bool = True, retain_graph: bool = False

@@ -13,7 +13,7 @@ from typing import Unpack
 
 import torch
 
-from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_optimizer
+from rallypoint.config import JobConfig, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
@@ -47,6 +47,7 @@ from rallypoint.observe.waits import wait_until
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.auditing.kernels import kernels_of
+from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
@@ -121,20 +122,19 @@ class Job:
     def train(
         self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
-        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
+        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[TrainSettings],
     ) -> Run:  # fmt: skip
         """Train `model` (in place) on `dataset` with the settings of `JobConfig`; iterate over the result. Several
         models are a dict, and so are their optimizers: see `config.models`.
 
         `dataset` is map-style, or a DataLoader: see `given` for what it decides. `collate_fn` makes a batch of a list
         of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how samples are loaded.
+        `carry=` is the state that each replica begins with, where it carries one from step to step: see `Micro.carry`.
 
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
         may replace `optimizer`. The job steps it after every step, then `own_schedule`.
 
-        In a worker of several ranks (``--ranks``), `model` is this rank's part, `parallel` says how it is spread, and
-        all ranks call this.
-
+        In a worker of several ranks (``--ranks``), all call this: `model` is this rank's part, `parallel` its plan.
         With ``parameters="streamed"`` the model may be on the meta device: see `FirstValues` for ``init(module)``.
 
         Returns when all workers and servers are here and agree. Raises ConfigError, ModelError or DataError on bad
@@ -142,25 +142,26 @@ class Job:
         """
         if self._exchange is not None:
             raise UsageError("this job has its run already: one job.train for one rp.join")
+        carry = settings.pop("carry", None)
         own = several(own_optimizer, torch.optim.Optimizer, "own_optimizer")
         schedules = several(own_schedule, torch.optim.lr_scheduler.LRScheduler, "own_schedule")
         if own and "optimizer" in settings:
             raise ConfigError("optimizer= and own_optimizer= are both given: the job steps only one; leave one out")
-        kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
+        kinds = ", ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in own)
         overrides, data = self._link.welcome.overrides, given(dataset, collate_fn, loader)
         model, by_name = one_model(model, settings)
         config = with_own_optimizer(resolve({**data.settings, **by_name}, overrides), kinds, overrides)
-        lead = None if self._group is None else Lead(self._group, config, model, parallel, self._link.welcome.folder)
+        folder = self._link.welcome.folder
+        lead = None if self._group is None else Lead(self._group, config, model, parallel, folder, carry)
         made = prepare(model, config, init)
-        tensors = ModelTensors(model, config, made) if lead is None else lead.tensors(data.dataset)
+        tensors = ModelTensors(model, config, made, carry) if lead is None else lead.tensors(data.dataset)
         batches = (
             MicroBatches(data.dataset, config, tensors.device, data.collate, loader=data.loader) if lead is None
             else lead.batches(data)
         )  # fmt: skip
         optimizer = worker_optimizer(tensors, config, own, schedules)
-        record = record_of(
-            config, tensors.layout, tensors.frozen_hashes(), data=identity_of(data.dataset), tied=tensors.tied
-        )
+        identity = identity_of(data.dataset)
+        record = record_of(config, tensors.layout, tensors.frozen_hashes(), data=identity, tied=tensors.tied)
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
         self._sharing.begin(data.dataset)

@@ -70,7 +70,7 @@ class RankGradients(WaitsForVersions):
         pushes = self._exchange.replica
         pushes.weigh(self._figures.weight, finite=self._figures.finite)
         sends = _Sends(self._exchange)
-        buffers = pushes.contributes_buffers(replica)
+        buffers = pushes.buffers_of(replica)
         for (entry, spread), shards in zip(self._tensors.spread, self._shards_of, strict=True):
             if entry.spec.group >= 0:
                 sends.write(shards, entry.start, self._tensors.gradient(spread))

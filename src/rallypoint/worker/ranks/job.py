@@ -8,12 +8,13 @@ from typing import Any, Unpack
 
 import msgspec
 
-from rallypoint.config import JobConfig, Settings, parse
+from rallypoint.config import JobConfig, parse
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import UsageError, sentence_of
 from rallypoint.parallel.group import RankGroup, is_of_another_rank
 from rallypoint.parallel.plan import Parallel
+from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.ranks.followers import LEFT_LOOP
 from rallypoint.worker.ranks.run import RankRun
@@ -49,7 +50,7 @@ class RankJob:
     def train(
         self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: object = None, own_schedule: object = None, parallel: Parallel | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[TrainSettings],
     ) -> RankRun:  # fmt: skip
         """Train `model`, of which this rank has a part: see `Job.train`. The leader's settings count."""
         if self._run is not None:

@@ -11,6 +11,7 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.data.spec import Given
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
+from rallypoint.worker.carried import Carry
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.ranks.figures import Figures
 from rallypoint.worker.ranks.followers import OtherRanks
@@ -27,9 +28,10 @@ class Lead:
     """
 
     def __init__(
-        self, group: RankGroup, config: JobConfig, model: torch.nn.Module, parallel: Parallel | None, folder: str
-    ) -> None:
-        check_ranks(config)
+        self, group: RankGroup, config: JobConfig, model: torch.nn.Module, parallel: Parallel | None, folder: str,
+        carry: Carry | None = None,
+    ) -> None:  # fmt: skip
+        check_ranks(config, carries=carry is not None)
         group.at("in job.train, comparing the model with the other ranks'")
         told(group, config, folder)
         self._group, self._config = group, config

@@ -19,6 +19,7 @@ from rallypoint.errors import UsageError
 from rallypoint.parallel.group import Kind, Order
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
+from rallypoint.worker.carried import Carry
 from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.precision.autocast import Autocast
@@ -94,6 +95,14 @@ class RankRun:
     def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
         """Add figures of one micro-batch (called by Micro): rank 0 gets them at the replica's end."""
         self._logged.add(figures)
+
+    def carried_micro(self, micro: Micro) -> Carry:
+        """Raises UsageError: rank 0 has refused ``carry=``."""
+        raise UsageError("micro.carry is not supported together with --ranks")
+
+    def carry_micro(self, micro: Micro, state: Carry) -> None:
+        """Raises UsageError: see `carried_micro`."""
+        self.carried_micro(micro)
 
     def every(self, steps: int) -> Callable[[_E], _E]:
         """Decorate an evaluation: it runs on all ranks of the worker that evaluates. See `Run.every`."""

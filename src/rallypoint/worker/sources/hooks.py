@@ -91,7 +91,7 @@ class GradientHooks(WaitsForVersions):
         """Does nothing: the gradient is already on its way."""
 
     def end_replica(self, replica: int) -> None:
-        """Send what is left after the last backward, and the buffers if this replica contributes them."""
+        """Send what is left after the last backward, and the buffers to which this replica contributes."""
         for index, placed in enumerate(self._tensors.parameters):
             if index not in self._done:
                 self._finish_unused(index, placed)
@@ -101,8 +101,7 @@ class GradientHooks(WaitsForVersions):
             self._clip_and_send(self._clip)
         self._staging.drain()  # what follows is sent from this thread, after the losses are known
         self._exchange.check(stale=False)
-        if self._exchange.replica.contributes_buffers(replica):
-            send_buffers(self._tensors, self._exchange)
+        send_buffers(self._tensors, self._exchange, replica)
         self._tables.push()
         self._reset()
         self._exchange.replica.computed()

@@ -123,8 +123,7 @@ class LocalStepsSource(WaitsForVersions):
             self._staging.then(partial(self._fill, shard))
         self._staging.drain()
         self._exchange.check(stale=False)
-        if self._exchange.replica.contributes_buffers(replica):
-            send_buffers(self._tensors, self._exchange)
+        send_buffers(self._tensors, self._exchange, replica)
         self._inner.made(replica)
         self._exchange.replica.computed()
 

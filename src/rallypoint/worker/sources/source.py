@@ -61,7 +61,7 @@ class DeltaSource(Protocol):
         """
 
     def end_replica(self, replica: int) -> None:
-        """The round is over: send what was not sent yet, and the buffers if this is replica 0.
+        """The round is over: send what was not sent yet, what the replica carries, and the buffers if it is replica 0.
 
         Raises Rewound when what was computed is stale.
         """
@@ -86,16 +86,20 @@ class WaitsForVersions:
         raise AssertionError(f"replica {replica} has not gone ahead in round {round}")
 
 
-def send_buffers(tensors: ModelTensors, exchange: Exchange) -> None:
-    """Push the model's buffers, as replica 0 has left them: those of their shards that the servers need."""
-    places = [place for place in exchange.layout.shards if place.role == "buffers"]
-    wanted = {place.index for place in places if exchange.replica.claim(place.index)}
+def send_buffers(tensors: ModelTensors, exchange: Exchange, replica: int) -> None:
+    """Push what the replica has left in buffers: in the model's if it is replica 0, and in those of what it carries.
+
+    Only those of their shards that the servers need are sent.
+    """
+    places = exchange.replica.buffers_of(replica)
+    wanted = [place for place in places if exchange.replica.claim(place.index)]
     if not wanted:
         return
-    whole = torch.zeros(places[-1].stop - places[0].start)
+    start, stop = places[0].start, places[-1].stop
+    whole = torch.zeros(stop - start)
     for placed in tensors.buffers:
-        placed.of_part(whole, places[0].start).copy_(placed.tensor)
-    for place in places:
-        if place.index in wanted:
-            exchange.memory.words(place.index).copy_(whole[place.start - places[0].start :][: place.words])
-            exchange.replica.filled(place.index)
+        if start <= placed.entry.start and placed.entry.stop <= stop:
+            placed.of_part(whole, start).copy_(placed.tensor)
+    for place in wanted:
+        exchange.memory.words(place.index).copy_(whole[place.start - start :][: place.words])
+        exchange.replica.filled(place.index)

@@ -30,7 +30,7 @@ class SimulatedAggregator:
     def __init__(self, world: World, name: str, job: SimulatedJob) -> None:
         self.node, self.job = Node(world, name), job
         plan = plan_of(job.config, job.layout.shards)
-        self.machine = watch(AggregatorMachine(name, plan.expected, plan.cadence), name)
+        self.machine = watch(AggregatorMachine(name, plan.expected, plan.cadence, plan.carried), name)
         self.shell: AggregatorShell[Wire] = AggregatorShell(self.machine)
         self._wanted = PeerLinks(name, decides=True)
         self._links: dict[str, SimulatedLink] = {}
