@@ -12,6 +12,7 @@ from rallypoint.core.sums.presum import Presum
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.custody import CodecStateCustody, NoCodecStates
 from rallypoint.core.worker.overlap import OverlapMachine
+from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.shell import Machine, WorkerShell
 from rallypoint.core.worker.snapshots import CodecStateSnapshots, ModelShares, Snapshots
 from rallypoint.core.worker.streaming import StreamMachine
@@ -31,6 +32,7 @@ class WorkerPlan:
         presum: what the worker adds up before it sends it.
         overlaps: a forward pass may begin before all of its version is here.
         audits: the contributions that a second worker computes too; None: there are none.
+        sums: a version of a shard is a sum, and each shard goes on by itself (`RollingMachine`).
     """
 
     shards: int
@@ -42,6 +44,7 @@ class WorkerPlan:
     presum: tuple[frozenset[int], int, int] = (frozenset(), 1, 1)  # see `core/sums/presum.py`: Presum
     overlaps: bool = False
     audits: Audits | None = None
+    sums: bool = False
 
 
 def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = lambda machine: machine) -> WorkerShell:
@@ -51,6 +54,9 @@ def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = l
         case Pace.OWN:
             stream = StreamMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
             return WorkerShell(watch(stream), states, Snapshots())
+        case Pace.ROUNDS if plan.sums:
+            rolling = RollingMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
+            return WorkerShell(watch(rolling), states, Snapshots())
         case Pace.ROUNDS:
             kind = OverlapMachine if plan.overlaps else WorkerMachine
             aligned = kind(

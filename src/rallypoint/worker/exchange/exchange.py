@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -176,6 +176,15 @@ class Exchange:
     # ---- the state of this worker ----
 
     @property
+    def locked(self) -> LockedShell:
+        """The shell under its lock, for a `Reducer`, which has a main thread of its own."""
+        return self._locked
+
+    def where(self, shards: Iterable[int]) -> str:
+        """Name the servers that these shards come from, as a phrase."""
+        return self._links.describe(shards, self.view.primary)
+
+    @property
     def view(self) -> View:
         """The view in force. Valid only after the first view has arrived."""
         return self._shell.view
@@ -205,6 +214,11 @@ class Exchange:
         """True while there is nothing to do."""
         with self._locked.changed:
             return self._shell.machine.next_action() is None
+
+    @property
+    def finished(self) -> bool:
+        """True when the job is over."""
+        return self._shell.finished
 
     @property
     def gone(self) -> bool:

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
@@ -127,10 +127,8 @@ class Job:
 
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
         may replace `optimizer`. The job steps it after every step, then `own_schedule`.
-
         In a worker of several ranks (``--ranks``), `model` is this rank's part, `parallel` says how it is spread, and
         all ranks call this.
-
         With ``parameters="streamed"`` the model may be on the meta device: see `FirstValues` for ``init(module)``.
 
         Returns when all workers and servers are here and agree. Raises ConfigError, ModelError or DataError on bad
@@ -216,6 +214,17 @@ class Job:
                 return  # stale: a roll-back came meanwhile
         self._stopping.done(generation, version)
 
+    def ends_with(self, generation: ViewNumber, version: int, reason: str) -> None:
+        """The job ends with this version, and this worker holds it: all workers of a job of sums say so."""
+        self._stopping.wish(reason)
+        self._stopping.say(version, generation)
+        self.done(generation, version)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The settings that the launcher was given; they count before those of the script."""
+        return self._link.welcome.overrides
+
     @property
     def progress(self) -> Progress | None:
         """How far this worker's run is; None before it has one. Any thread may ask."""
@@ -234,7 +243,6 @@ class Job:
         """Give up this worker's replicas and end, for example on a spot machine's notice.
 
         The loop ends with SystemExit. Nothing happens when the job is over: the script may be saving the model.
-
         Safe to call from a signal handler. The process exits with `status` after LEAVE_WITHIN_S, or one heartbeat if
         that is longer, in any case: only an evaluation that takes longer is lost.
         """
@@ -254,8 +262,7 @@ class Job:
     def _leads(self) -> bool:
         if self._finished:
             return self._lead == self.id
-        exchange = self._exchange
-        return exchange is not None and exchange.view.lead(exchange.step) == self.id
+        return self._exchange is not None and self._exchange.view.lead(self._exchange.step) == self.id
 
     def __enter__(self) -> Job:
         return self
@@ -331,7 +338,6 @@ class Job:
 
     def _on_admitted(self, new: bool) -> None:
         """The coordinator has admitted this worker (again): repeat what the coordinator may not know.
-
         Repeat it even when the coordinator seems to know this worker. A coordinator that died before anything was
         agreed left nothing in its journal, so the next one counts incarnations from 1 again.
         """

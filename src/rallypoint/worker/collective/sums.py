@@ -1,0 +1,65 @@
+"""A job of sums: joined by a script that has a loop of its own, from its first sum to its end."""
+
+from __future__ import annotations
+
+import socket
+
+from rallypoint.config import record_of, resolve
+from rallypoint.core.optimizer import Sum as SumOfAll
+from rallypoint.worker.collective.pieces import layout_of
+from rallypoint.worker.collective.reducer import Reducer
+from rallypoint.worker.loop.session import Job
+
+IN_FLIGHT_BYTES = 16 << 20
+MOST_ROUNDS = (1 << 31) - 1  # of a shard: sums that it takes part in
+
+
+class Sums:
+    """This process as worker `rank` of `world`, which are the workers of `job`.
+
+    Attributes:
+        rank, world: the worker's number, and how many there are.
+        reducer: makes the sums.
+
+    Raises ConfigError where the cluster's settings do not fit, JobAborted when the job ends before it begins.
+    """
+
+    def __init__(self, job: Job, *, rank: int, world: int, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
+        """Wait until all workers and servers are here. `in_flight_bytes`: about so much of the sums is under way."""
+        self.rank, self.world, self._job = rank, world, job
+        settings = {
+            "replicas": world, "steps": MOST_ROUNDS, "optimizer": SumOfAll(), "nonfinite": "continue", "overlap": False,
+            "presum_bytes": 0, "item": "sums",
+        }  # fmt: skip
+        config = resolve(settings, job.overrides)
+        record = record_of(config, layout_of(in_flight_bytes))
+        self._exchange = job.open_exchange(record, config, early=False)
+        self.reducer = Reducer(self._exchange, rank)
+        self._over = False
+
+    def finish(self) -> None:
+        """End the job when all workers call this. Raises JobAborted when one of them is gone."""
+        if self._over:
+            return
+        self._over = True
+        version = self.reducer.finish()
+        exchange = self._exchange
+        self._job.ends_with(exchange.view.generation, version, "the scripts have ended")
+        with exchange.locked.changed:
+            exchange.locked.wait(lambda: exchange.finished, lambda: "the other workers to end")
+        self.close()
+
+    def fail(self, error: BaseException) -> None:
+        """This worker's script has failed: the job ends for all, with this reason."""
+        if not self._over:
+            self._over = True
+            where = f"rank {self.rank} on {socket.gethostname()}"
+            self._job.__exit__(type(error), RuntimeError(f"{where}: {type(error).__name__}: {error}"), None)
+            self.reducer.close()
+
+    def close(self) -> None:
+        """Leave the job: end every thread and link."""
+        self._over = True
+        self.reducer.close()
+        self._job.close()
+
