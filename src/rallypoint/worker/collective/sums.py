@@ -31,7 +31,7 @@ class Sums:
             "replicas": world, "steps": MOST_ROUNDS, "optimizer": SumOfAll(), "nonfinite": "continue", "overlap": False,
             "presum_bytes": 0, "item": "sums",
         }  # fmt: skip
-        config = resolve(settings, job.overrides)
+        config = resolve(settings, job.welcome.overrides)
         record = record_of(config, layout_of(in_flight_bytes))
         self._exchange = job.open_exchange(record, config, early=False)
         self.reducer = Reducer(self._exchange, rank)

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 
@@ -38,6 +38,7 @@ from rallypoint.net.messages import (
     Propose,
     Refused,
     Say,
+    Welcome,
 )
 from rallypoint.net.ordering.messages import StopWanted
 from rallypoint.net.tcp import TcpTransport
@@ -124,7 +125,6 @@ class Job:
 
         `dataset` is map-style, or a DataLoader: see `given` for what it decides. `collate_fn` makes a batch of a list
         of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how samples are loaded.
-
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
         may replace `optimizer`. The job steps it after every step, then `own_schedule`.
         In a worker of several ranks (``--ranks``), `model` is this rank's part, `parallel` says how it is spread, and
@@ -180,7 +180,6 @@ class Job:
         self, record: JobRecord, config: JobConfig, *, pinned: bool = False, early: bool = True
     ) -> Exchange:
         """Propose `record`, wait until the job begins (or let this worker join it), and connect to every server.
-
         `early`: forward passes may begin before all of their version is here, if the settings allow it. This is the
         data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
         """
@@ -206,7 +205,6 @@ class Job:
 
     def done(self, generation: ViewNumber, version: int = -1) -> None:
         """Tell the coordinator that this worker holds the job's last `version` (-1: its last round).
-
         `generation` is the one in which that version was installed. After a roll-back nothing is sent.
         """
         with self._changed:
@@ -221,9 +219,9 @@ class Job:
         self.done(generation, version)
 
     @property
-    def overrides(self) -> dict[str, Any]:
-        """The settings that the launcher was given; they count before those of the script."""
-        return self._link.welcome.overrides
+    def welcome(self) -> Welcome:
+        """What the coordinator has said to this worker when it joined."""
+        return self._link.welcome
 
     @property
     def progress(self) -> Progress | None:
@@ -243,8 +241,8 @@ class Job:
         """Give up this worker's replicas and end, for example on a spot machine's notice.
 
         The loop ends with SystemExit. Nothing happens when the job is over: the script may be saving the model.
-        Safe to call from a signal handler. The process exits with `status` after LEAVE_WITHIN_S, or one heartbeat if
-        that is longer, in any case: only an evaluation that takes longer is lost.
+        Safe in a signal handler. The process exits with `status` after LEAVE_WITHIN_S, or one heartbeat if that is
+        longer, in any case: only an evaluation that takes longer is lost.
         """
         if self._finished:
             return

@@ -1,0 +1,73 @@
+"""A communication hook for DistributedDataParallel: its gradients are added up by Rallypoint's servers.
+
+    import rallypoint.bridges.ddp as rallypoint_ddp
+
+    state = rallypoint_ddp.join()                        # before init_process_group
+    torch.distributed.init_process_group("gloo")
+    model = DistributedDataParallel(model)
+    model.register_comm_hook(state, rallypoint_ddp.hook)
+
+DDP gives the hook one bucket of gradients after the other, and gets each one's mean back in the bucket itself.
+"""
+
+# No `from __future__ import annotations`: torch looks at the hook's annotations, and wants the classes themselves.
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from rallypoint.bridges.joining import sums
+from rallypoint.errors import UsageError
+from rallypoint.worker.collective.sums import Sums
+
+__all__ = ["hook", "join"]
+
+
+def join() -> Sums:
+    """Join the cluster; the result is the hook's state. Call it before ``init_process_group``, on all workers.
+
+    See `bridges.joining.sums`. The first call under ``torchrun`` does not return: the script begins anew.
+    """
+    return sums()
+
+
+def hook(state: Sums, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean of all workers' gradients of one bucket: the sum by a fixed tree over ranks, in fp32, times 1/world.
+
+    Gradients of 16 bits are added up in fp32, and the mean is rounded once. A bucket on a GPU is copied to the host and
+    back. The mean is written into the bucket, where ``gradient_as_bucket_view=True`` has the parameters' gradients.
+
+    The future raises JobAborted when a worker is gone. Raises UsageError for gradients of another type.
+    """
+    return mean_of(state, bucket.buffer())
+
+
+def mean_of(state: Sums, values: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Replace `values` by the mean over all workers; the future has `values` then."""
+    if not values.is_floating_point() or values.dtype is torch.float64:
+        raise UsageError(f"gradients of {values.dtype}: servers add up in fp32; use float32, bfloat16 or float16")
+    flat = values.detach().view(-1)
+    plain = flat.dtype is torch.float32 and flat.device.type == "cpu"
+    words = flat if plain else flat.to("cpu", torch.float32)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=None if values.device.type == "cpu" else [values.device]
+    )
+    state.reducer.sum(words).then(_ended(future, values, flat, words, 1.0 / state.world))
+    return future
+
+
+def _ended(
+    future: torch.futures.Future[torch.Tensor], values: torch.Tensor, flat: torch.Tensor, words: torch.Tensor,
+    factor: float,
+) -> Callable[[BaseException | None], None]:  # fmt: skip
+    def ended(error: BaseException | None) -> None:
+        if error is not None:
+            future.set_exception(error)  # type: ignore[arg-type]
+            return
+        words.mul_(factor)
+        if words is not flat:
+            flat.copy_(words)
+        future.set_result(values)
+
+    return ended
