@@ -12,12 +12,11 @@ DDP gives the hook one bucket of gradients after the other, and gets each one's 
 
 # No `from __future__ import annotations`: torch looks at the hook's annotations, and wants the classes themselves.
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
 from rallypoint.bridges.joining import sums
+from rallypoint.bridges.words import SUMMED, Part, sum_of
 from rallypoint.errors import UsageError
 from rallypoint.worker.collective.sums import Sums
 
@@ -40,34 +39,7 @@ def hook(state: Sums, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
 
     The future raises JobAborted when a worker is gone. Raises UsageError for gradients of another type.
     """
-    return mean_of(state, bucket.buffer())
-
-
-def mean_of(state: Sums, values: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Replace `values` by the mean over all workers; the future has `values` then."""
-    if not values.is_floating_point() or values.dtype is torch.float64:
+    values = bucket.buffer()
+    if values.dtype not in SUMMED:
         raise UsageError(f"gradients of {values.dtype}: servers add up in fp32; use float32, bfloat16 or float16")
-    flat = values.detach().view(-1)
-    plain = flat.dtype is torch.float32 and flat.device.type == "cpu"
-    words = flat if plain else flat.to("cpu", torch.float32)
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=None if values.device.type == "cpu" else [values.device]
-    )
-    state.reducer.sum(words).then(_ended(future, values, flat, words, 1.0 / state.world))
-    return future
-
-
-def _ended(
-    future: torch.futures.Future[torch.Tensor], values: torch.Tensor, flat: torch.Tensor, words: torch.Tensor,
-    factor: float,
-) -> Callable[[BaseException | None], None]:  # fmt: skip
-    def ended(error: BaseException | None) -> None:
-        if error is not None:
-            future.set_exception(error)  # type: ignore[arg-type]
-            return
-        words.mul_(factor)
-        if words is not flat:
-            flat.copy_(words)
-        future.set_result(values)
-
-    return ended
+    return sum_of(state, [Part(values, values, factor=1.0 / state.world)], values, values.device)
