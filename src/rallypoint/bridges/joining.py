@@ -17,10 +17,11 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from types import TracebackType
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import JobAborted, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.join import join as join_cluster
 from rallypoint.net.advertise import advertised
+from rallypoint.observe.lines import printable_lines
 from rallypoint.worker.collective.sums import Sums
 from rallypoint.worker.loop.session import Job
 
@@ -58,9 +59,9 @@ def sums() -> Sums:
     return made
 
 
-def left() -> None:
-    """The sums are over: another job may be joined (tests)."""
-    _joined.clear()
+def use(made: Sums) -> None:
+    """Make `sums` return these, in a process that has joined a cluster in another way."""
+    _joined[:] = [made]
 
 
 def _place(job: Job, env: MutableMapping[str, str]) -> tuple[int, int]:
@@ -111,6 +112,8 @@ def _end_with_the_script(made: Sums) -> None:
     def noted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         errors.append(error)
         before(kind, error, trace)
+        if isinstance(error, JobAborted):  # `rallypoint run` says it too; torchrun does not
+            print(f"error: {printable_lines(str(error))}", file=sys.stderr)
 
     def end() -> None:
         if errors:

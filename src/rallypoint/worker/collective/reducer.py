@@ -52,7 +52,10 @@ class _Queues:
 
 
 class Reducer:
-    """This process as worker number `rank` of a job of sums. Any thread may ask for a sum; one at a time.
+    """This process as worker number `rank` of a job of sums. Any thread may ask for a sum.
+
+    Attributes:
+        made: how many sums are here.
 
     Raises JobAborted, from then on and of every sum under way, when a worker is gone or servers have lost sums: the
     script's world is fixed, so nothing can go on.
@@ -66,6 +69,7 @@ class Reducer:
         self._cutter, self._queues = Cutter(exchange.layout), _Queues()
         self._failure: BaseException | None = None
         self._closing = False
+        self.made = 0
         self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
         self._thread.start()
 
@@ -154,7 +158,7 @@ class Reducer:
         elif self._queues.waiting or self._machine.step < 0:
             self._locked.wait(self._ready, self._awaited)
         else:
-            with self._exchange.evaluating():
+            with self._exchange.elsewhere():
                 self._locked.changed.wait_for(lambda: self._ready() or self._locked.failure or self._queues.waiting)
         if self._locked.failure is not None:
             raise self._locked.failure
@@ -196,6 +200,7 @@ class Reducer:
         if asked is not None:
             asked.left -= 1
             if not asked.left:
+                self.made += 1
                 self._locked.progress.got_on()
                 asked.done(None)
 

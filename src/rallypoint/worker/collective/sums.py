@@ -29,7 +29,7 @@ class Sums:
         self.rank, self.world, self._job = rank, world, job
         settings = {
             "replicas": world, "steps": MOST_ROUNDS, "optimizer": SumOfAll(), "nonfinite": "continue", "overlap": False,
-            "presum_bytes": 0, "item": "sums",
+            "presum_bytes": 0, "batch": 1, "item": "scripts",
         }  # fmt: skip
         config = resolve(settings, job.welcome.overrides)
         record = record_of(config, layout_of(in_flight_bytes))

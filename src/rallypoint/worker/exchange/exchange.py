@@ -87,7 +87,7 @@ class Exchange:
         self._adopting = threading.Lock()
         self.updates = 0
         self._closed = False  # guarded by `_adopting`
-        self._evaluating = self.had_version = False
+        self._evaluating = self._elsewhere = self.had_version = False
         self._encoder = Encoder(layout, config)
         self._links = Links(context, config, lambda: shell.number)
 
@@ -227,7 +227,7 @@ class Exchange:
 
     def beat(self) -> Beat:
         """What the next heartbeat says of this worker. Any thread may call it."""
-        self._locked.activity += self._evaluating
+        self._locked.activity += self._evaluating or self._elsewhere
         waited = self._locked.progress.waited(time.monotonic())
         return Beat(self._links.unreachable(), waited, self._locked.activity, self._evaluating)
 
@@ -241,6 +241,15 @@ class Exchange:
             yield
         finally:
             self._evaluating = False
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """In the body the script does what it likes, and needs nothing of the servers: it counts as active."""
+        self._elsewhere = True
+        try:
+            yield
+        finally:
+            self._elsewhere = False
 
     def next_action(self) -> machine.Next | None:
         """Wait until there is something to do and return it.
