@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ def loss_of(model: torch.nn.Module, rank: int, step: int, micro: int = 0) -> tor
 def plain(world: int, case: str, *, divides_first: bool = False) -> str:
     """One process: each replica's gradient by itself, added up pairwise, times 1/world.
 
-    DDP without a hook multiplies by 1/world before the sum (`divides_first`), which rounds where world is no power of 2.
+    DDP without a hook multiplies by 1/world before the sum (`divides_first`): another rounding, for 3 workers say.
     """
     before, after = (1.0 / world, 1.0) if divides_first else (1.0, 1.0 / world)
     unused, micros = case == "unused parameters", range(2 if case == "no_sync" else 1)

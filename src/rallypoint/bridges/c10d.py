@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C import _distributed_c10d
 
 from rallypoint.bridges.joining import sums
 from rallypoint.bridges.words import SUMMED, Part, sum_of
@@ -30,6 +30,7 @@ __all__ = ["NAME", "RallypointGroup"]
 
 NAME = "rallypoint"
 Tensors = Sequence[torch.Tensor]
+Store = _distributed_c10d.Store
 _Op = dist.ReduceOp
 
 
@@ -43,25 +44,25 @@ class RallypointGroup(dist.ProcessGroup):
     both are here. Methods that only move tensors are those of `ProcessGroup`, which calls Gloo.
     """
 
-    def __init__(self, made: Sums, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+    def __init__(self, made: Sums, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub has only the other form
         self._sums = made if size == made.world else None  # servers know sums of all ranks only
         self._number, self._count = rank, size
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         # What is not overridden below goes to Gloo: torch looks up the backend of a tensor's device
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         """Its name, for torch."""
         return NAME
 
     # ---- what adds up ----
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, *opts: Any, **named: Any) -> dist.Work:  # type: ignore[override]
         """Replace each tensor by the sum (or mean, ...) over all ranks."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        op = _op_of(opts)
+        op = _op_of(*opts, *named.values())
         if (made := self._by_servers(op, tensors)) is not None:
             return _asked(made, [Part(tensor, tensor, **self._scaling(op)) for tensor in tensors], tensors)
         works = [self._by_gloo(dist.AllreduceOptions(), op, partial(self._gloo.allreduce, [t]), t) for t in tensors]
@@ -69,16 +70,16 @@ class RallypointGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: Any, *opts: Any, **named: Any) -> dist.Work:  # type: ignore[override]
         """`allreduce`: the ranks other than the root get the result too, which torch leaves open."""
-        return self.allreduce(tensors, opts)
+        return self.allreduce(tensors, *opts, **named)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, *opts: Any) -> dist.Work:
         """Of each input: rank r gets the r-th part of the sum over all ranks."""
-        op, pairs = _op_of(opts), list(zip(outputs, inputs, strict=True))
+        op, pairs = _op_of(*opts), list(zip(outputs, inputs, strict=True))
         for output, input in pairs:
             if input.numel() != (each := output.numel()) * self._count:
-                raise ValueError(f"reduce_scatter of {input.numel()} numbers: {self._count} ranks are to get {each} each")
+                raise ValueError(f"reduce_scatter of {input.numel()} numbers for {self._count} ranks, {each} for each")
         if (made := self._by_servers(op, [*inputs, *outputs])) is not None:
             parts = [Part(i, o, keeps=self._own(o.numel()), **self._scaling(op)) for o, i in pairs]
             return _asked(made, parts, list(outputs))
@@ -86,17 +87,19 @@ class RallypointGroup(dist.ProcessGroup):
         works = [self._by_gloo(dist.ReduceScatterOptions(), op, partial(scattered, o, i), o) for o, i in pairs]
         return works[0] if len(works) == 1 else _waited(works, outputs)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, *opts: Any) -> dist.Work:
         """Rank r gets the r-th part of the sum of all inputs."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        return self.reduce_scatter_single_coalesced([output], [input], *opts)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+    def reduce_scatter(self, outputs: Any, inputs: Any, *opts: Any, **named: Any) -> dist.Work:  # type: ignore[override]
         """The same for inputs that are lists, one tensor for each rank."""
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
         flat = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
-        return self.reduce_scatter_single_coalesced(outputs, flat, opts)
+        return self.reduce_scatter_single_coalesced(outputs, flat, *opts, *named.values())
 
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def _by_servers(self, op: Any, tensors: Tensors) -> Sums | None:
         """What makes this sum; None if it goes over Gloo."""
@@ -126,12 +129,18 @@ class RallypointGroup(dist.ProcessGroup):
         self._gloo.shutdown()
 
 
-def _op_of(opts: Any) -> Any:
-    return _Op(_Op.SUM) if opts is None else opts.reduceOp
+def _op_of(*given: Any) -> Any:
+    """The operation: one of the arguments, or of an argument with options; by default the sum."""
+    for one in given:
+        if isinstance(one, (_Op, _Op.RedOpType)):
+            return one
+        if hasattr(one, "reduceOp"):
+            return one.reduceOp
+    return _Op.SUM
 
 
 def _asked(made: Sums, parts: Sequence[Part], result: list[torch.Tensor]) -> dist.Work:
-    return _create_work_from_future(cast(Any, sum_of(made, parts, result, torch.device("cpu"))))
+    return _work(sum_of(made, parts, result, torch.device("cpu")))
 
 
 def _waited(works: Iterable[dist.Work], result: Tensors) -> dist.Work:
@@ -140,10 +149,16 @@ def _waited(works: Iterable[dist.Work], result: Tensors) -> dist.Work:
         work.wait()
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     future.set_result(list(result))
-    return _create_work_from_future(cast(Any, future))
+    return _work(future)
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> RallypointGroup:
+def _work(future: torch.futures.Future[list[torch.Tensor]]) -> dist.Work:
+    """The future as torch's work: it waits without the interpreter's lock, and raises the future's error."""
+    made: Any = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+    return cast(dist.Work, made(future))
+
+
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> RallypointGroup:
     return RallypointGroup(sums(), store, rank, size, timeout)
 
 

@@ -13,7 +13,7 @@ DDP gives the hook one bucket of gradients after the other, and gets each one's 
 # No `from __future__ import annotations`: torch looks at the hook's annotations, and wants the classes themselves.
 
 import torch
-import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from rallypoint.bridges.joining import sums
 from rallypoint.bridges.words import SUMMED, Part, sum_of
@@ -31,7 +31,7 @@ def join() -> Sums:
     return sums()
 
 
-def hook(state: Sums, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def hook(state: Sums, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean of all workers' gradients of one bucket: the sum by a fixed tree over ranks, in fp32, times 1/world.
 
     Gradients of 16 bits are added up in fp32, and the mean is rounded once. A bucket on a GPU is copied to the host and

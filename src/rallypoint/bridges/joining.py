@@ -35,9 +35,9 @@ _joined: list[Sums] = []
 def sums() -> Sums:
     """Join the cluster as one of its workers, once in a process; return what makes the sums.
 
-    Call it before ``torch.distributed.init_process_group``, on all workers. Under ``torchrun`` the script begins anew in
-    a process of its own when this is called first. Under ``rallypoint run`` torch's RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are set. The job ends when all scripts have ended, or have called `Sums.finish`.
+    Call it before ``torch.distributed.init_process_group``, on all workers. Under ``torchrun`` the script begins anew
+    in a process of its own when this is called first. Under ``rallypoint run`` torch's RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT are set. The job ends when all scripts have ended, or have called `Sums.finish`.
 
     Raises UsageError if neither launcher has started this process, JobAborted when the job ends before it begins.
     """
@@ -71,7 +71,8 @@ def _place(job: Job, env: MutableMapping[str, str]) -> tuple[int, int]:
     number, world = re.search(r"(\d+)$", job.id), env.get(environment.WORKERS, "")
     if number is None or not world.isdecimal() or not int(number[0]) < int(world):
         raise UsageError(
-            f"which rank {job.id} has is not known: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torch wants them"
+            f"which rank {job.id} has is not known: it was started in the place of another one, or by hand. The world "
+            "of such a script is fixed: start all of it again, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     rank = int(number[0])
     host, port = _meeting(job, rank, env[environment.COORDINATOR])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rallypoint.core.modes.features import Feature
+from rallypoint.core.modes.sums import NOT_WITH_SUMS
 from rallypoint.core.modes.traits import ModeName
 
 
@@ -173,9 +174,7 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     _F.AUDIT_SERVERS: _row(
         YES, {_M.ALL_REDUCE: No("servers hold no state that could change: leave it out")}
     ),
-    _F.SUMS: _row(
-        No("the script's loop waits for each sum of all its workers; use sync=rp.Sync() without a quorum"), {_M.SYNC: YES}
-    ),
+    _F.SUMS: _row(No("a script's loop waits for sums of all workers; use sync=rp.Sync()"), {_M.SYNC: YES}),
     _F.OWN_OPTIMIZER: _row(
         No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),
         {_M.ALL_REDUCE: YES},
@@ -350,19 +349,7 @@ CONFLICTS = (
                    "sparse=False",
         _F.RANKS: "the ranks of a worker hear of one model; use workers of one process",
     }.items()),
-    *(Conflict(_F.SUMS, other, f"{why}, or leave {other.value} out") for other, why in {
-        _F.CLIP: "servers do not know what is summed; use torch.nn.utils.clip_grad_norm_ in the script",
-        _F.SKIP: "servers do not know what is summed; use torch.amp.GradScaler in the script",
-        _F.AVERAGE: "the script holds the parameters; use torch.optim.swa_utils.AveragedModel there",
-        _F.PLATEAU: "the script steps; use torch.optim.lr_scheduler.ReduceLROnPlateau there",
-        _F.CODEC: "sums are exact, of whatever the script sums; use the raw codec",
-        _F.DOWN: "sums are exact, of whatever the script sums; use down=rp.codec.Raw()",
-        _F.FP16: "the script scales its own loss; use torch.amp.GradScaler there",
-        _F.STREAMED: "the script holds the parameters; use parameters=local",
-        _F.AUDIT: "nobody else can compute what a worker of the script's own loop does; use sync=rp.Sync() with job.train",
-        _F.AGGREGATORS: "each sum is a round of its own for some of the shards; use servers near the workers",
-        _F.BACKUP_TASKS: "nobody else can compute what a worker of the script's own loop does; use job.train",
-    }.items()),
+    *(Conflict(_F.SUMS, other, f"{why}, or leave {other.value} out") for other, why in NOT_WITH_SUMS.items()),
     Conflict(
         _F.MODELS, _F.RANKS,
         "the ranks of a worker share one model; use workers of one process, or give one model and one optimizer",

@@ -23,7 +23,6 @@ from rallypoint.core.worker.ending import Ending
 from rallypoint.core.worker.handover import Paths
 from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.links import LinkTable, Route
-from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
@@ -45,6 +44,7 @@ from rallypoint.core.worker.slots import (
 )
 from rallypoint.core.worker.snapshots import Snapshots
 from rallypoint.core.worker.streaming import StreamMachine
+from rallypoint.core.worker.sums.rolling import RollingMachine
 
 Machine = WorkerMachine | StreamMachine | RollingMachine
 

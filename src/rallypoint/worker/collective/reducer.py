@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rallypoint.core.worker.rolling import RollingMachine
-from rallypoint.core.worker.slots import Effect, Filled, Initialise
+from rallypoint.core.worker.slots import Effect, Filled
+from rallypoint.core.worker.sums.rolling import RollingMachine
 from rallypoint.errors import JobAborted, UsageError
 from rallypoint.worker.collective.pieces import CLOCK, Cutter, Piece
 from rallypoint.worker.exchange.exchange import Exchange
@@ -62,10 +62,10 @@ class Reducer:
     """
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
-        machine = exchange.locked.machine
+        self._exchange, self._loop, self._locked = exchange, exchange.own_loop, exchange.own_loop.locked
+        machine = self._locked.machine
         assert isinstance(machine, RollingMachine)
-        machine.number = rank
-        self._exchange, self._locked, self._machine = exchange, exchange.locked, machine
+        machine.number, self._machine = rank, machine
         self._cutter, self._queues = Cutter(exchange.layout), _Queues()
         self._failure: BaseException | None = None
         self._closing = False
@@ -76,7 +76,7 @@ class Reducer:
     # ---- what others call ----
 
     def sum(self, values: torch.Tensor, into: torch.Tensor | None = None, keeps: range | None = None) -> Sum:
-        """Ask for the sum of all workers' `values` (1-D fp32 on the CPU, contiguous). Leave them as they are until then.
+        """Ask for the sum of all workers' `values` (1-D fp32 on the CPU, contiguous). Leave them as they are meanwhile.
 
         `into` gets the words `keeps` of the sum; None: `values` itself gets all of them.
         """
@@ -121,7 +121,7 @@ class Reducer:
     def _run(self) -> None:
         failure: BaseException = UsageError("the sums were closed while some were under way")
         try:
-            while self._turn():
+            while self._go_on():
                 pass
         except BaseException as error:  # whoever waits for a sum raises it
             failure = error
@@ -132,7 +132,7 @@ class Reducer:
         for asked in left.values():
             asked.done(failure)
 
-    def _turn(self) -> bool:
+    def _go_on(self) -> bool:
         """Do what can be done now; first wait until there is something. Returns False when this is closed."""
         with self._locked.changed:
             self._wait()
@@ -158,7 +158,7 @@ class Reducer:
         elif self._queues.waiting or self._machine.step < 0:
             self._locked.wait(self._ready, self._awaited)
         else:
-            with self._exchange.elsewhere():
+            with self._loop.elsewhere():
                 self._locked.changed.wait_for(lambda: self._ready() or self._locked.failure or self._queues.waiting)
         if self._locked.failure is not None:
             raise self._locked.failure
@@ -177,7 +177,7 @@ class Reducer:
 
     def _awaited(self) -> str:
         shards = [shard for shard in self._machine.waits_for if self._queues.by_shard.get(shard)]
-        where = self._exchange.where(shards or self._machine.waits_for)
+        where = self._loop.where(shards or self._machine.waits_for)
         return f"sums of all workers: {where}" if where else "sums of all workers"
 
     def _fill(self, shard: int) -> None:

@@ -44,9 +44,12 @@ class Sums:
         self._over = True
         version = self.reducer.finish()
         exchange = self._exchange
-        self._job.ends_with(exchange.view.generation, version, "the scripts have ended")
-        with exchange.locked.changed:
-            exchange.locked.wait(lambda: exchange.finished, lambda: "the other workers to end")
+        loop, generation = exchange.own_loop, exchange.view.generation
+        self._job.stopping.wish("the scripts have ended")
+        self._job.stopping.say(version, generation)
+        self._job.done(generation, version)
+        with loop.locked.changed:
+            loop.locked.wait(lambda: loop.finished, lambda: "the other workers to end")
         self.close()
 
     def fail(self, error: BaseException) -> None:

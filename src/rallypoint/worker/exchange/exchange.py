@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,7 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.net.messages import Beat
 from rallypoint.observe.observed import observed
+from rallypoint.worker.collective.own_loop import OwnLoop
 from rallypoint.worker.exchange.arrivals import Arrivals
 from rallypoint.worker.exchange.codec_states import CodecStates
 from rallypoint.worker.exchange.effects import LinkEffects
@@ -62,6 +63,7 @@ class Exchange:
         leased: the version that this worker is to evaluate.
         words: pulls of streamed parameters.
         end: the job's end.
+        own_loop: for a script's own loop, which has no replicas and no steps.
         arrivals: the receiver that the links call with what arrives.
         updates: the newest update in what was installed last: 0 if that is the first weights.
         had_version: the model has held a version; also while a roll-back has made that stale.
@@ -87,7 +89,7 @@ class Exchange:
         self._adopting = threading.Lock()
         self.updates = 0
         self._closed = False  # guarded by `_adopting`
-        self._evaluating = self._elsewhere = self.had_version = False
+        self._evaluating = self.had_version = False
         self._encoder = Encoder(layout, config)
         self._links = Links(context, config, lambda: shell.number)
 
@@ -108,7 +110,7 @@ class Exchange:
         self.rows = RowPulls(locked, self._links)
         self.leased = LeasedPull(layout, locked, self.rows)
         self.words = WordPulls(locked, self._links, pinned=pinned)
-        self.end = JobEnd(locked)
+        self.end, self.own_loop = JobEnd(locked), OwnLoop(locked, self._links)
         self.arrivals = Arrivals(
             layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer,
             (self.rows, self.words),
@@ -176,15 +178,6 @@ class Exchange:
     # ---- the state of this worker ----
 
     @property
-    def locked(self) -> LockedShell:
-        """The shell under its lock, for a `Reducer`, which has a main thread of its own."""
-        return self._locked
-
-    def where(self, shards: Iterable[int]) -> str:
-        """Name the servers that these shards come from, as a phrase."""
-        return self._links.describe(shards, self.view.primary)
-
-    @property
     def view(self) -> View:
         """The view in force. Valid only after the first view has arrived."""
         return self._shell.view
@@ -216,18 +209,13 @@ class Exchange:
             return self._shell.machine.next_action() is None
 
     @property
-    def finished(self) -> bool:
-        """True when the job is over."""
-        return self._shell.finished
-
-    @property
     def gone(self) -> bool:
         """True when this worker was told to leave and no replica is assigned to it any more."""
         return self._shell.gone
 
     def beat(self) -> Beat:
         """What the next heartbeat says of this worker. Any thread may call it."""
-        self._locked.activity += self._evaluating or self._elsewhere
+        self._locked.activity += self._evaluating or self.own_loop.busy
         waited = self._locked.progress.waited(time.monotonic())
         return Beat(self._links.unreachable(), waited, self._locked.activity, self._evaluating)
 
@@ -241,15 +229,6 @@ class Exchange:
             yield
         finally:
             self._evaluating = False
-
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """In the body the script does what it likes, and needs nothing of the servers: it counts as active."""
-        self._elsewhere = True
-        try:
-            yield
-        finally:
-            self._elsewhere = False
 
     def next_action(self) -> machine.Next | None:
         """Wait until there is something to do and return it.

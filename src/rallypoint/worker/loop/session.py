@@ -38,7 +38,6 @@ from rallypoint.net.messages import (
     Propose,
     Refused,
     Say,
-    Welcome,
 )
 from rallypoint.net.ordering.messages import StopWanted
 from rallypoint.net.tcp import TcpTransport
@@ -80,6 +79,7 @@ class Job:
         id: the worker's name.
         rank: this process's number among the ranks of its worker: 0, also where the worker is one process.
         ranks: the number of ranks of this worker (``--ranks``); 1 where it is one process.
+        welcome, stopping: what the coordinator has said at first, and what it is told of the job's end.
 
     Raises AccessDenied or LinkError when the coordinator cannot be joined.
     """
@@ -113,6 +113,7 @@ class Job:
         )  # fmt: skip
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
+        self.welcome, self.stopping = self._link.welcome, self._stopping
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
 
     def train(
@@ -125,10 +126,12 @@ class Job:
 
         `dataset` is map-style, or a DataLoader: see `given` for what it decides. `collate_fn` makes a batch of a list
         of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how samples are loaded.
+
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
         may replace `optimizer`. The job steps it after every step, then `own_schedule`.
         In a worker of several ranks (``--ranks``), `model` is this rank's part, `parallel` says how it is spread, and
         all ranks call this.
+
         With ``parameters="streamed"`` the model may be on the meta device: see `FirstValues` for ``init(module)``.
 
         Returns when all workers and servers are here and agree. Raises ConfigError, ModelError or DataError on bad
@@ -180,6 +183,7 @@ class Job:
         self, record: JobRecord, config: JobConfig, *, pinned: bool = False, early: bool = True
     ) -> Exchange:
         """Propose `record`, wait until the job begins (or let this worker join it), and connect to every server.
+
         `early`: forward passes may begin before all of their version is here, if the settings allow it. This is the
         data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
         """
@@ -205,23 +209,13 @@ class Job:
 
     def done(self, generation: ViewNumber, version: int = -1) -> None:
         """Tell the coordinator that this worker holds the job's last `version` (-1: its last round).
+
         `generation` is the one in which that version was installed. After a roll-back nothing is sent.
         """
         with self._changed:
             if self._view is None or self._view.generation != generation:
                 return  # stale: a roll-back came meanwhile
         self._stopping.done(generation, version)
-
-    def ends_with(self, generation: ViewNumber, version: int, reason: str) -> None:
-        """The job ends with this version, and this worker holds it: all workers of a job of sums say so."""
-        self._stopping.wish(reason)
-        self._stopping.say(version, generation)
-        self.done(generation, version)
-
-    @property
-    def welcome(self) -> Welcome:
-        """What the coordinator has said to this worker when it joined."""
-        return self._link.welcome
 
     @property
     def progress(self) -> Progress | None:
@@ -241,8 +235,9 @@ class Job:
         """Give up this worker's replicas and end, for example on a spot machine's notice.
 
         The loop ends with SystemExit. Nothing happens when the job is over: the script may be saving the model.
-        Safe in a signal handler. The process exits with `status` after LEAVE_WITHIN_S, or one heartbeat if that is
-        longer, in any case: only an evaluation that takes longer is lost.
+
+        Safe to call from a signal handler. The process exits with `status` after LEAVE_WITHIN_S, or one heartbeat if
+        that is longer, in any case: only an evaluation that takes longer is lost.
         """
         if self._finished:
             return
@@ -260,7 +255,8 @@ class Job:
     def _leads(self) -> bool:
         if self._finished:
             return self._lead == self.id
-        return self._exchange is not None and self._exchange.view.lead(self._exchange.step) == self.id
+        exchange = self._exchange
+        return exchange is not None and exchange.view.lead(exchange.step) == self.id
 
     def __enter__(self) -> Job:
         return self
@@ -336,6 +332,7 @@ class Job:
 
     def _on_admitted(self, new: bool) -> None:
         """The coordinator has admitted this worker (again): repeat what the coordinator may not know.
+
         Repeat it even when the coordinator seems to know this worker. A coordinator that died before anything was
         agreed left nothing in its journal, so the next one counts incarnations from 1 again.
         """

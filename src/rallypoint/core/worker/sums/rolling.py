@@ -83,6 +83,11 @@ class RollingMachine(SlotMachine):
         return not self.broken
 
     @property
+    def upcoming(self) -> tuple[int, int] | None:
+        """None: there is nothing to compute."""
+        return None
+
+    @property
     def target(self) -> int:
         """There is no version that all shards have. A change of this number wakes the main thread: something broke."""
         return int(bool(self.broken))
