@@ -10,7 +10,6 @@ numbers over all ranks goes to the servers: K bytes up and K bytes down for each
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from rallypoint.bridges.joining import sums
+from rallypoint.bridges.joining import is_child, sums
 from rallypoint.bridges.words import SUMMED, Part, sum_of
 from rallypoint.launch import environment
 from rallypoint.worker.collective.sums import Sums
@@ -168,7 +167,7 @@ def _register() -> None:
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, devices=["cpu"])
     launched = os.environ.get(environment.COORDINATOR) or "TORCHELASTIC_RUN_ID" in os.environ
-    if launched and multiprocessing.parent_process() is None:  # a data loader's process imports the script too
+    if launched and not is_child():
         sums()
 
 

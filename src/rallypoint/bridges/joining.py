@@ -55,8 +55,14 @@ def sums() -> Sums:
     rank, world = _place(job, os.environ)
     made = Sums(job, rank=rank, world=world)
     _joined.append(made)
+    os.environ[environment.SUMS] = str(os.getpid())
     _end_with_the_script(made)
     return made
+
+
+def is_child() -> bool:
+    """True in a process that one which has joined has started, such as a data loader's: it imports the script too."""
+    return os.environ.get(environment.SUMS, str(os.getpid())) != str(os.getpid())
 
 
 def use(made: Sums) -> None:

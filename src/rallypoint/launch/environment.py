@@ -13,6 +13,7 @@ TOKEN_FILE = "RALLYPOINT_TOKEN_FILE"
 TLS = "RALLYPOINT_TLS"  # the folder of the certificates
 ID = "RALLYPOINT_ID"
 WORKERS = "RALLYPOINT_WORKERS"  # how many workers the launcher starts: for a script that has a fixed world
+SUMS = "RALLYPOINT_SUMS"  # set by a script that has joined a job of sums, for its children: its process id
 NEAR = "RALLYPOINT_NEAR"  # the place where a member is: a host or a rack, by any name (see `core.view.Member`)
 RANKS = "RALLYPOINT_RANKS"  # the number of ranks of this worker; torch's RANK, WORLD_SIZE, MASTER_... say the rest
 RANKS_STORE = "RALLYPOINT_RANKS_STORE"  # the descriptor of a file in memory, through which the ranks find each other
