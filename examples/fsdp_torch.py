@@ -18,7 +18,7 @@ images, labels = torch.randn(4096, 64), torch.randint(0, 10, (4096,))
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 mesh = init_device_mesh("cpu", (world,))
 for module in (model[0], model[2], model):
-    fully_shard(module, mesh=mesh).set_force_sum_reduction_for_comms(True)  # Gloo has no mean
+    fully_shard(module, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 for step in range(100):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.bridges import joining
@@ -101,21 +101,18 @@ def train_ddp(state: Any, hook: Any, rank: int, case: str) -> tuple[str, str]:
         if case == "no_sync":
             with wrapped.no_sync():
                 loss_of(wrapped, rank, step, 0).backward()
-        loss_of(wrapped, rank, step, len(("first",)) if case == "no_sync" else 0).backward()
+        loss_of(wrapped, rank, step, int(case == "no_sync")).backward()
         optimizer.step()
     return hash_of(model.parameters()), hash_of(p.grad for p in model.parameters() if p.grad is not None)
 
 
-def train_fsdp(rank: int, world: int, *, gloo: bool = False) -> str:
-    """With FSDP2 on the CPU; Gloo has no mean, so there it is told to make sums."""
+def train_fsdp(rank: int, world: int) -> str:
+    """With FSDP2 on the CPU."""
     model = Net(branches=False)
     mesh = init_device_mesh("cpu", (world,))
     for layer in (model.first, *model.middle, model.last):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for module in model.modules() if gloo else ():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -166,7 +163,7 @@ def backend_script(job: Job, folder: str, world: int) -> dict[str, Any]:
     found["collectives"] = collectives(made.rank, world)
     dist.destroy_process_group()
     begin("gloo", folder, made.rank, world)
-    found["fsdp over gloo"] = train_fsdp(made.rank, world, gloo=True)
+    found["fsdp over gloo"] = train_fsdp(made.rank, world)
     dist.destroy_process_group()
     made.finish()
     return {**found, "sums": [after - before for before, after in itertools.pairwise(counts)]}

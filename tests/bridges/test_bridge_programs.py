@@ -40,7 +40,7 @@ print(f"rank {state.rank} has all sums", flush=True)
 def test_an_example_is_the_plain_one_with_so_many_lines_changed(
     before: str, after: str, added: int, removed: int
 ) -> None:
-    """Of code: comments, and lines that are only there for Gloo, do not count."""
+    """Of code: comments do not count."""
     texts = [_code(EXAMPLES / name) for name in (before, after)]
     lines = list(difflib.ndiff(*texts))
     assert len([line for line in lines if line.startswith("+ ")]) == added, lines
@@ -49,7 +49,6 @@ def test_an_example_is_the_plain_one_with_so_many_lines_changed(
 
 def _code(path: Path) -> list[str]:
     text = re.sub(r'^""".*?"""', "", path.read_text(), flags=re.DOTALL)
-    text = text.replace(".set_force_sum_reduction_for_comms(True)", "")
     return [line for line in re.sub(r"  #.*", "", text).splitlines() if line.strip()]
 
 
@@ -130,6 +129,7 @@ class Killed:
         self.program.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.programs
 def test_a_killed_server_costs_no_sum_with_replication(tmp_path: Path) -> None:
     killed = Killed(tmp_path)
@@ -145,6 +145,7 @@ def test_a_killed_server_costs_no_sum_with_replication(tmp_path: Path) -> None:
     assert "server0 was killed (SIGKILL)" in text
 
 
+@pytest.mark.slow
 @pytest.mark.programs
 def test_a_killed_worker_ends_the_job_with_a_sentence_that_names_it(tmp_path: Path) -> None:
     killed = Killed(tmp_path)

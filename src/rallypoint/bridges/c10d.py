@@ -114,7 +114,7 @@ class RallypointGroup(dist.ProcessGroup):
         return {"before": op.factor} if op == _Op.PREMUL_SUM else {}
 
     def _by_gloo(self, opts: Any, op: Any, call: Callable[[Any], dist.Work], output: torch.Tensor) -> dist.Work:
-        """Gloo has no mean: wait for its sum, and divide."""
+        """Not every version of Gloo has a mean: wait for its sum, and divide."""
         opts.reduceOp = _Op.SUM if op == _Op.AVG else op
         work = call(opts)
         if op != _Op.AVG:
