@@ -126,7 +126,7 @@ def train_fsdp(rank: int, world: int) -> str:
 
 def joined(job: Job, world: int) -> Sums:
     """The sums of this worker, whose rank is the number in its name."""
-    made = Sums(job, rank=int(job.id.removeprefix("worker")), world=world, in_flight_bytes=SMALL)
+    made = Sums(job, rank=int(job.id.removeprefix("worker")), world=world, under_way_bytes=SMALL)
     joining.use(made)
     return made
 

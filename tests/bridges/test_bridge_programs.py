@@ -131,18 +131,19 @@ class Killed:
 
 @pytest.mark.slow
 @pytest.mark.programs
-def test_a_killed_server_costs_no_sum_with_replication(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["server0", "coordinator"])
+def test_a_killed_server_or_coordinator_costs_no_sum_with_replication(tmp_path: Path, victim: str) -> None:
     killed = Killed(tmp_path)
     try:
         killed.until_held()
-        killed.kill("server0")
+        killed.kill(victim)
         status, text = killed.go_on()
     finally:
         killed.close()
     assert status == 0, text
     assert "rank 0 has all sums" in text
     assert "rank 1 has all sums" in text
-    assert "server0 was killed (SIGKILL)" in text
+    assert f"{victim} was killed (SIGKILL)" in text
 
 
 @pytest.mark.slow

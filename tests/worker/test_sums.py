@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rallypoint.config import resolve, with_own_optimizer
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, JobAborted
@@ -23,7 +24,7 @@ from rallypoint.worker.collective.sums import Sums
 from rallypoint.worker.loop.session import Job
 
 PATIENCE_S = 60.0
-SMALL = 2 << 20  # bytes under way: two large shards
+SMALL = 1 << 20  # bytes under way: two large shards
 LENGTHS = (1, 16, 63, 64, 65, 1000, 1024, 4097, 70_000, (1 << 18) + 1, 1_300_000)
 
 
@@ -61,7 +62,7 @@ class Cluster:
             job = Job(id=f"worker{rank}", coordinator=self.coordinator.address, transport=self.transport)
             self.jobs.append(job)
             try:
-                made = Sums(job, rank=rank, world=self.world, in_flight_bytes=SMALL)
+                made = Sums(job, rank=rank, world=self.world, under_way_bytes=SMALL)
                 try:
                     results[rank] = script(made)
                     made.finish()
@@ -218,8 +219,36 @@ def test_settings_that_do_not_fit_sums_are_refused() -> None:
     assert "clip_grad_norm_" in str(error)
 
 
-def test_every_worker_cuts_the_same_sums_in_the_same_way_and_wastes_little() -> None:
-    layout = layout_of(16 << 20)
+def test_a_job_that_trains_a_model_is_not_given_sums() -> None:
+    with pytest.raises(ConfigError, match="use another optimizer"):
+        with_own_optimizer(resolve({"optimizer": {"type": "sum"}}), "")
+
+
+def test_a_world_of_another_size_than_the_cluster_s_is_refused() -> None:
+    with cluster(2) as here:
+        job = Job(id="worker0", coordinator=here.coordinator.address, transport=here.transport)
+        beside = Job(id="worker1", coordinator=here.coordinator.address, transport=here.transport)
+        errors: list[BaseException] = []
+
+        def join(one: Job) -> None:
+            try:
+                Sums(one, rank=0, world=3, under_way_bytes=SMALL)
+            except ConfigError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=join, args=(beside,))
+        thread.start()
+        join(job)
+        thread.join(PATIENCE_S)
+        for one in (job, beside):
+            one.close()
+    assert len(errors) == 2
+    assert all("has 2 workers, and the script's world is 3: start as many" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 64 << 10, 384 << 10, 512 << 10, 1 << 20])
+def test_every_worker_cuts_the_same_sums_in_the_same_way_and_wastes_little(shard_bytes: int) -> None:
+    layout = layout_of(16 << 20, shard_bytes)
     one, other = Cutter(layout), Cutter(layout)
     for words in (*LENGTHS, 1, 17, 999_999, 5_000_000, 262_143, 300_000):
         pieces = one.cut(words)
@@ -228,5 +257,5 @@ def test_every_worker_cuts_the_same_sums_in_the_same_way_and_wastes_little() -> 
         assert pieces[-1].stop == words
         sizes = [layout.shards[piece.shard].words for piece in pieces]
         assert all(size >= piece.stop - piece.start for size, piece in zip(sizes, pieces, strict=True))
-        assert sum(sizes) <= max(words * 9 // 8, words + 63)
+        assert sum(sizes) <= words * 9 // 8 + 1024
         assert CLOCK not in [piece.shard for piece in pieces]

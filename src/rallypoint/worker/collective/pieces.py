@@ -13,7 +13,7 @@ from typing import NamedTuple
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 
 CLOCK = 0  # the shard that counts: it is used for no sum but the last one, with which the job ends
-_SIZES = ((1 << 18, 0), (1 << 16, 4), (1 << 14, 4), (1 << 12, 4), (1 << 10, 8), (1 << 6, 8))  # words, how many
+_SMALLEST, _SMALL = 64, 1024  # words
 _WASTE = 8  # a piece may be smaller than its shard by so much: 1/8 of what was asked for
 _ROWS = "sums.{words}.{number}"
 
@@ -26,10 +26,15 @@ class Piece(NamedTuple):
     shard: int
 
 
-def layout_of(in_flight_bytes: int) -> Layout:
-    """Return a layout for sums of which about so many bytes are under way at once (at least two large shards)."""
-    largest = _SIZES[0][0]
-    counts = {largest: max(2, in_flight_bytes // (4 * largest)), **dict(_SIZES[1:])}
+def layout_of(under_way_bytes: int, shard_bytes: int) -> Layout:
+    """Return a layout for sums of which about so many bytes are under way at once, in shards of at most `shard_bytes`
+    (at least 16 KiB; at least two of these)."""
+    largest = max(shard_bytes // 4, 4 * _SMALL)
+    counts = {largest: max(2, under_way_bytes // (4 * largest))}
+    size = largest // 4
+    while size > _SMALL:
+        counts[size], size = 4, size // 4
+    counts |= {_SMALL: 8, _SMALLEST: 8}
     specs = [
         TensorSpec(_ROWS.format(words=words, number=number), (1, words), "float32", 0)
         for words, count in counts.items() for number in range(count)
