@@ -21,7 +21,7 @@ optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 for step in range(100):
     mine = slice((step * world + rank) * 32 % 4096, (step * world + rank) * 32 % 4096 + 32)
     optimizer.zero_grad()
-    F.cross_entropy(ddp(images[mine]), labels[mine]).backward()
+    F.cross_entropy(ddp(images[mine]), labels[mine]).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
