@@ -314,11 +314,11 @@ def finish(result: msgspec.Struct) -> None:
         os._exit(0)
 
 
-def join_gloo(rank: int, workers: int) -> None:
+def join_gloo(rank: int, workers: int, backend: str = "gloo") -> None:
     """For members: become rank `rank` of the Gloo group of all workers of this measurement, until `finish`."""
     meeting = Path(os.environ[_RESULT]).with_name("gloo")
     dist.init_process_group(
-        "gloo", f"file://{meeting}", rank=rank, world_size=workers, timeout=timedelta(seconds=_GLOO_TIMEOUT_S)
+        backend, f"file://{meeting}", rank=rank, world_size=workers, timeout=timedelta(seconds=_GLOO_TIMEOUT_S)
     )
 
 

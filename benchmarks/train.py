@@ -7,6 +7,7 @@
     python benchmarks/train.py --durable --server-rate 1250         # where servers' links carry what replication adds
     python benchmarks/train.py --design rallypoint --design replicated --batch 4     # these two, with more to compute
     python benchmarks/train.py --accelerator 0.034                  # blocks sleep, as if an accelerator computed them
+    python benchmarks/train.py --design ddp --design hook --design fsdp2 --design backend      # torch's own, by servers
     python benchmarks/train.py --ratio 0.5 --ratio 1 --ratio 2      # the same: computing takes so many times K/B
 """
 
@@ -30,19 +31,25 @@ from train_member import Design, Result, Task
 DESIGNS: tuple[Design, ...] = ("rallypoint", "ddp", "alone")
 DURABLE: tuple[Design, ...] = ("rallypoint", "replicated", "snapshots", "durable", "ddp", "alone")
 ACCELERATED: tuple[Design, ...] = ("rallypoint", "ddp", "fsdp2", "alone")
-ALL: tuple[Design, ...] = ("rallypoint", "replicated", "snapshots", "durable", "ddp", "fsdp2", "alone")
+ALL: tuple[Design, ...] = (
+    "rallypoint", "replicated", "snapshots", "durable", "ddp", "hook", "fsdp2", "backend", "alone",
+)  # fmt: skip
 NAMES: Mapping[Design, str] = {
     "rallypoint": "Rallypoint", "replicated": "+ replication 2", "snapshots": "+ snapshots every 10 s",
-    "durable": "+ both", "ddp": "DDP over Gloo", "fsdp2": "FSDP2 over Gloo",
+    "durable": "+ both", "ddp": "DDP over Gloo", "hook": "DDP, hook", "fsdp2": "FSDP2 over Gloo",
+    "backend": "FSDP2, backend",
     "alone": "compute only",
 }  # fmt: skip
 REPLICATED: tuple[Design, ...] = ("replicated", "durable")
-SERVED: tuple[Design, ...] = ("rallypoint", "snapshots", *REPLICATED)
+SERVED: tuple[Design, ...] = ("rallypoint", "snapshots", "hook", "backend", *REPLICATED)
 STATES: Mapping[Design, int] = {
-    "rallypoint": 2, "replicated": 2, "snapshots": 2, "durable": 2, "ddp": 4, "fsdp2": 4, "alone": 2,
+    "rallypoint": 2, "replicated": 2, "snapshots": 2, "durable": 2, "ddp": 4, "hook": 4, "fsdp2": 4,
+    "backend": 4, "alone": 2,
 }  # fmt: skip
 """Vectors as long as the model in a worker: parameters and gradients; under DDP also AdamW's two; under FSDP2 these
 four are shared out among the workers."""
+
+SHARED: tuple[Design, ...] = ("fsdp2", "backend")
 
 GOALS = (Case(4, 4, 1000.0), Case(2, 1, None))
 _CURVE_POINTS = 8
@@ -178,7 +185,7 @@ def figures(case: Case, plan: Plan, design: Design, runs: Mapping[Design, Sequen
         case=name(case, plan), design=design, step=Spread.of(run.steps), samples=samples,
         ratio=ratio(runs[design], runs["rallypoint"]) if "rallypoint" in runs else None,
         tokens=samples.median * plan.model.block, limit=max(compute, wire), compute=compute, wire=wire,
-        peak=max(run.peaks), analytic=STATES[design] * model_bytes // (case.workers if design == "fsdp2" else 1),
+        peak=max(run.peaks), analytic=STATES[design] * model_bytes // (case.workers if design in SHARED else 1),
         final_loss=None if design == "alone" else statistics.fmean(run.losses[-_LAST:]),
         losses=[] if design == "alone" else run.losses,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rallypoint as rp
+import rallypoint.bridges.ddp as servers
 from cluster import finish, join_gloo
 from rallypoint.config import JobConfig, group_of, resolve, settings_of
 from rallypoint.core.schedule import rate_at
@@ -24,8 +25,11 @@ from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.optim.flat import build_optimizer
 from rallypoint.recipes.gpt_model import GPT, Block, GPTConfig
 from rallypoint.recipes.text import TextDataset, load_text
+from rallypoint.worker.collective.sums import Sums
 
-Design = Literal["rallypoint", "replicated", "snapshots", "durable", "ddp", "fsdp2", "alone"]
+Design = Literal[
+    "rallypoint", "replicated", "snapshots", "durable", "ddp", "hook", "fsdp2", "backend", "alone"
+]
 _TEXT_BYTES = 4 << 20  # enough for any benchmark, and read in no time
 
 
@@ -85,17 +89,25 @@ def rallypoint(task: Task, data: TextDataset, recorder: Recorder) -> None:
 
 
 def ddp(task: Task, data: TextDataset, recorder: Recorder) -> None:
-    """DistributedDataParallel over Gloo: the same samples, the same fused optimizer in every worker."""
+    """DistributedDataParallel over Gloo: the same samples, the same fused optimizer in every worker. As "hook" its
+    gradients are added up by servers."""
+    state = _sums(task) if task.design == "hook" else None
     join_gloo(task.rank, task.workers)
     config = resolve(task.settings)
     model = model_of(task)
     wrapped = DistributedDataParallel(_Loss(model), gradient_as_bucket_view=True)
+    if state is not None:
+        wrapped.register_comm_hook(state, servers.hook)
     _train(wrapped, _optimizer(model, config), config, task, data, recorder)
 
 
 def fsdp2(task: Task, data: TextDataset, recorder: Recorder) -> None:
-    """`fully_shard` of each block and of the rest over Gloo: each worker holds and updates its part of each tensor."""
-    join_gloo(task.rank, task.workers)
+    """`fully_shard` of each block and of the rest over Gloo: each worker holds and updates its part of each tensor. As
+    "backend" its gradients are added up by servers."""
+    if task.design == "backend":
+        _sums(task)
+        import rallypoint.bridges.c10d  # noqa: F401  # registers the backend
+    join_gloo(task.rank, task.workers, "rallypoint" if task.design == "backend" else "gloo")
     config = resolve(task.settings)
     model = model_of(task)
     mesh = init_device_mesh("cpu", (task.workers,))
@@ -104,6 +116,12 @@ def fsdp2(task: Task, data: TextDataset, recorder: Recorder) -> None:
     wrapped = _Loss(model)
     fully_shard(wrapped, mesh=mesh)
     _train(wrapped, _optimizer(model, config), config, task, data, recorder)
+
+
+def _sums(task: Task) -> Sums:
+    """Join the cluster; torch's processes meet as without it."""
+    os.environ.update(RANK=str(task.rank), WORLD_SIZE=str(task.workers))
+    return servers.join()
 
 
 def _train(
@@ -204,7 +222,8 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     data, _ = load_text(block=task.model.block, budget=_TEXT_BYTES)
     recorder = Recorder()
-    {"ddp": ddp, "fsdp2": fsdp2, "alone": alone}.get(task.design, rallypoint)(task, data, recorder)
+    loops = {"ddp": ddp, "hook": ddp, "fsdp2": fsdp2, "backend": fsdp2, "alone": alone}
+    loops.get(task.design, rallypoint)(task, data, recorder)
     finish(recorder.result())
 
 

@@ -49,6 +49,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.AVERAGE: {"average": {"type": "ema", "decay": 0.8}},
     Feature.PLATEAU: {"plateau": {"metric": "loss", "patience": 0, "threshold": 1.0}},
     Feature.MUON: {"optimizer": {"type": "muon", "lr": 0.01}},
+    Feature.SUMS: {"optimizer": {"type": "sum"}},
     Feature.ACCUMULATE: {"accumulate": 2},
     Feature.GROUPS: {"groups": [{"match": ["last.*"], "lr_scale": 0.5, "weight_decay": 0.1}]},
     Feature.MODELS: {"optimizer": OPTIMIZERS},

@@ -74,6 +74,8 @@ def with_own_optimizer(config: JobConfig, kind: str, overrides: Mapping[str, Any
     Raises ConfigError where workers step no optimizer, the configuration says something else, or the launcher's
     `overrides` set something that the job's own optimizer would have: it is not stepped.
     """
+    if Feature.SUMS in config.features:
+        raise ConfigError("optimizer.type=sum is for loops of a script's own (bridges): use another optimizer")
     if kind and (why := refusal(config.mode.name, {Feature.OWN_OPTIMIZER})):
         raise ConfigError(why)
     if config.own_optimizer not in ("", kind):

@@ -16,7 +16,7 @@ from rallypoint.core.deciding.decisions import ReduceOnPlateau
 from rallypoint.core.layout import SHARD_BYTES, Role
 from rallypoint.core.loss_scale import LossScaling
 from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
-from rallypoint.core.optimizer import AdamW, Muon, Optimizer
+from rallypoint.core.optimizer import AdamW, Muon, Optimizer, Sum
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule, rate_at, scaled
 from rallypoint.core.typed import build_now
@@ -366,8 +366,8 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.SKIP: config.nonfinite == "skip",
         Feature.ACCUMULATE: config.accumulate > 1,
         Feature.GROUPS: any(group.weight_decay is not None or group.lr_scale != 1.0 for group in groups),
-        Feature.MODELS: bool(config.optimizers),
-        Feature.ALTERNATE: bool(config.alternate),
+        Feature.MODELS: bool(config.optimizers), Feature.ALTERNATE: bool(config.alternate),
+        Feature.SUMS: any(isinstance(optimizer, Sum) for optimizer in optimizers_of(config)),
         Feature.MUON: any(isinstance(optimizer, Muon) for optimizer in optimizers_of(config)),
         Feature.CODEC: any(codec != Raw() for codec in config.codecs),
         Feature.CODEC_STATE: any(has_state(codec) for codec in config.codecs),

@@ -17,6 +17,7 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.deciding.decisions import reductions_at
 from rallypoint.core.deciding.scales import scale_at
 from rallypoint.core.job import JobRecord
+from rallypoint.core.modes import Feature
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards, pieces_of
 from rallypoint.core.view import View
@@ -213,7 +214,7 @@ class Announcer:
             return []
         self._last_said = now
         what = self._machine.waiting_for() or self._who_is_late()
-        return self._tell(Waiting(f"waiting for {what}, {now - self.last_news:.0f} s so far"))
+        return [] if not what else self._tell(Waiting(f"waiting for {what}, {now - self.last_news:.0f} s so far"))
 
     def _who_is_late(self) -> str:
         view = self._machine.view
@@ -232,6 +233,8 @@ class Announcer:
             return f"{self._on_hosts(view, evaluating)}, which {evaluate}"
         if over:
             return f"the last version to reach {self._on_hosts(view, late) or 'the workers'}"
+        if Feature.SUMS in self.config.features:
+            return ""  # each worker says which sums it waits for
         steps = self.config.steps_of(step)
         what = f"step {step}" if len(steps) < 2 else f"round {step} (steps {steps[0]} to {steps[-1]})"
         who = self._on_hosts(view, late, figures=True) or "nobody yet"

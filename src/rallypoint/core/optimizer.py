@@ -165,7 +165,16 @@ class Muon(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="muon", kw_on
         return AdamW(lr=self.lr, betas=self.adamw_betas, eps=self.adamw_eps, weight_decay=self.weight_decay)
 
 
-Optimizer = AdamW | Adam | SGD | Adagrad | NAdam | RAdam | Adamax | Adadelta | RMSprop | ASGD | Muon
+class Sum(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="sum", kw_only=True, forbid_unknown_fields=True):
+    """No optimizer: a shard's next version is the sum of its contributions. For loops of a script's own: see
+    `core/worker/sums/rolling.py`. It has no settings; the rate and the decay are there because all others have them.
+    """
+
+    lr: Schedule | float = 0.0
+    weight_decay: float = 0.0
+
+
+Optimizer = AdamW | Adam | SGD | Adagrad | NAdam | RAdam | Adamax | Adadelta | RMSprop | ASGD | Muon | Sum
 
 
 def of_shard(spec: Optimizer, columns: int) -> Optimizer:

@@ -211,7 +211,7 @@ class ClusterRun:
             case _:
                 argv = grouped(self._worker_argv(name), self.plan.ranks)
         access = {environment.TOKEN: role_token(self._token, role), environment.TLS: self._tls}
-        env = _environment(name, self._address, self.plan.threads) | access | self._beside.environment
+        env = _environment(name, self._address, self.plan) | access | self._beside.environment
         command = Command(name=name, role=role, argv=argv, env=env)
         try:
             self.handles[name] = self.cluster.start(command, lambda line: self._lines.put((name, line)))
@@ -389,11 +389,12 @@ def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float 
         time.sleep(_POLL_S)
 
 
-def _environment(name: str, address: str, threads: int) -> dict[str, str]:
+def _environment(name: str, address: str, plan: Launch) -> dict[str, str]:
     return {
         **({environment.COORDINATOR: address} if address else {}),
         environment.ID: name,
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
+        environment.WORKERS: str(plan.workers_start),
+        "OMP_NUM_THREADS": str(plan.threads),
+        "MKL_NUM_THREADS": str(plan.threads),
         "PYTHONUNBUFFERED": "1",
     }

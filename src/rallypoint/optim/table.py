@@ -13,11 +13,12 @@ import torch
 
 from rallypoint.core import optimizer as specs
 from rallypoint.core.optimizer import Optimizer
+from rallypoint.optim.sums import Latest
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One of torch's optimizers.
+    """One of torch's optimizers, or `Latest`.
 
     Attributes:
         kind: torch's class.
@@ -48,6 +49,7 @@ _TABLE: dict[type[Optimizer], Row] = {
     specs.RMSprop: Row(torch.optim.RMSprop, frozenset({"square_avg", "momentum_buffer", "grad_avg"})),
     specs.ASGD: Row(torch.optim.ASGD, frozenset({"ax"}), frozenset({"step", "eta", "mu"}), foreach=False),
     specs.Muon: Row(torch.optim.Muon, frozenset({"momentum_buffer"}), frozenset(), foreach=None),
+    specs.Sum: Row(Latest, frozenset(), frozenset(), foreach=None),
 }
 NUMBERS = frozenset[str]().union(*(row.numbers for row in _TABLE.values()))
 _NOT_TORCHS = frozenset(  # set for each group, or in another way

@@ -74,7 +74,12 @@ class Course:
     strategies: Strategies = field(default_factory=Strategies)
 
     def describe(self, record: JobRecord | None) -> None:
-        """Set (or with None drop) the job's record, and choose the strategies that depend on it."""
+        """Set (or with None drop) the job's record, and choose the strategies that depend on it.
+
+        A job of sums takes no snapshots: its script saves what it holds.
+        """
+        if record is not None and Feature.SUMS in record.features:
+            self.terms = msgspec.structs.replace(self.terms, snapshots=False)
         self.record, self.strategies = record, Strategies() if record is None else strategies_for(record, self.terms)
         self.views.replication = self.recovery.replication(self.terms.replication)
         self.views.aggregates = self.strategies.aggregates

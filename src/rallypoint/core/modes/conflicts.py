@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rallypoint.core.modes.features import Feature
+from rallypoint.core.modes.sums import NOT_WITH_SUMS
 from rallypoint.core.modes.traits import ModeName
 
 _F = Feature
@@ -97,6 +98,7 @@ CONFLICTS = (
         _F.STREAMED: "a worker that keeps no parameters takes no whole versions; use parameters=local",
         _F.DELAY: "each round would have to begin with what the one before has left; use delay=0",
     }.items()),
+    *(Conflict(_F.SUMS, other, f"{why}, or leave {other.value} out") for other, why in NOT_WITH_SUMS.items()),
     Conflict(
         _F.MODELS, _F.RANKS,
         "the ranks of a worker share one model; use workers of one process, or give one model and one optimizer",

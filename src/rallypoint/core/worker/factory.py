@@ -15,6 +15,7 @@ from rallypoint.core.worker.overlap import OverlapMachine
 from rallypoint.core.worker.shell import Machine, WorkerShell
 from rallypoint.core.worker.snapshots import CodecStateSnapshots, ModelShares, Snapshots
 from rallypoint.core.worker.streaming import StreamMachine
+from rallypoint.core.worker.sums.rolling import RollingMachine
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class WorkerPlan:
         overlaps: a forward pass may begin before all of its version is here.
         audits: the contributions that a second worker computes too; None: there are none.
         carried: by shard of carried state, the replica that carries it.
+        sums: a version of a shard is a sum, and each shard goes on by itself (`RollingMachine`).
     """
 
     shards: int
@@ -44,6 +46,7 @@ class WorkerPlan:
     overlaps: bool = False
     audits: Audits | None = None
     carried: Mapping[int, int] = field(default_factory=dict)
+    sums: bool = False
 
 
 def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = lambda machine: machine) -> WorkerShell:
@@ -53,6 +56,9 @@ def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = l
         case Pace.OWN:
             stream = StreamMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
             return WorkerShell(watch(stream), states, Snapshots())
+        case Pace.ROUNDS if plan.sums:
+            rolling = RollingMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
+            return WorkerShell(watch(rolling), states, Snapshots())
         case Pace.ROUNDS:
             kind = OverlapMachine if plan.overlaps else WorkerMachine
             aligned = kind(

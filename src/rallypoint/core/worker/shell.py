@@ -44,8 +44,9 @@ from rallypoint.core.worker.slots import (
 )
 from rallypoint.core.worker.snapshots import Snapshots
 from rallypoint.core.worker.streaming import StreamMachine
+from rallypoint.core.worker.sums.rolling import RollingMachine
 
-Machine = WorkerMachine | StreamMachine
+Machine = WorkerMachine | StreamMachine | RollingMachine
 
 
 class WorkerShell:

@@ -11,7 +11,7 @@ import xxhash
 from rallypoint.codec.base.scratch import Scratch
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Entry, Shard
-from rallypoint.core.optimizer import SGD, of_shard
+from rallypoint.core.optimizer import SGD, Sum, of_shard
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool
@@ -49,7 +49,8 @@ class OwnedShard:
         self._compensation = config.compensation
         self._floats = float_ranges(shard, entries)  # of buffers: where they hold floating-point numbers
         self._scale = ScaleWords(config, shard, entries)
-        self.mean, self.norm, self.abandon = self._sum.mean, self._sum.norm, self._sum.abandon
+        self.mean = _stays if isinstance(config.applied, Sum) else self._sum.mean
+        self.norm, self.abandon = self._sum.norm, self._sum.abandon
         self.merge, self.discard = self._sum.merge, self._sum.discard
         self.raw, self.encoded = self._wire.raw, self._wire.encoded
 
@@ -185,6 +186,10 @@ class OwnedShard:
             buffer = self._pool.take()
             buffer.tensor[: self.shard.words].copy_(values)
             self._wire.keep(int(name.removeprefix(_WIRE)), buffer, 0)
+
+
+def _stays(total_weight: float) -> None:
+    """Of a sum no mean is made: who wants one divides."""
 
 
 def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:

@@ -26,6 +26,7 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.net.messages import Beat
 from rallypoint.observe.observed import observed
+from rallypoint.worker.collective.own_loop import OwnLoop
 from rallypoint.worker.exchange.arrivals import Arrivals
 from rallypoint.worker.exchange.codec_states import CodecStates
 from rallypoint.worker.exchange.effects import LinkEffects
@@ -62,6 +63,7 @@ class Exchange:
         leased: the version that this worker is to evaluate.
         words: pulls of streamed parameters.
         end: the job's end.
+        own_loop: for a script's own loop, which has no replicas and no steps.
         arrivals: the receiver that the links call with what arrives.
         updates: the newest update in what was installed last: 0 if that is the first weights.
         had_version: the model has held a version; also while a roll-back has made that stale.
@@ -108,7 +110,7 @@ class Exchange:
         self.rows = RowPulls(locked, self._links)
         self.leased = LeasedPull(layout, locked, self.rows)
         self.words = WordPulls(locked, self._links, pinned=pinned)
-        self.end = JobEnd(locked)
+        self.end, self.own_loop = JobEnd(locked), OwnLoop(locked, self._links)
         self.arrivals = Arrivals(
             layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer,
             (self.rows, self.words),
@@ -213,7 +215,7 @@ class Exchange:
 
     def beat(self) -> Beat:
         """What the next heartbeat says of this worker. Any thread may call it."""
-        self._locked.activity += self._evaluating
+        self._locked.activity += self._evaluating or self.own_loop.busy
         waited = self._locked.progress.waited(time.monotonic())
         return Beat(self._links.unreachable(), waited, self._locked.activity, self._evaluating)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from rallypoint.codec.spec import Raw
 from rallypoint.config import JobConfig, audits_of, cadence_of, codec_of
 from rallypoint.core.layout import Layout, carried_in
+from rallypoint.core.optimizer import Sum
 from rallypoint.core.worker.factory import WorkerPlan
 
 
@@ -26,6 +27,7 @@ def worker_plan(
         # Rows of tables are pulled at a version that exists everywhere
         overlaps=early and config.overlaps and not layout.tables, audits=audits_of(config),
         carried=carried_in(shards),
+        sums=isinstance(config.applied, Sum),
     )  # fmt: skip
 
 

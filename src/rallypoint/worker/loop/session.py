@@ -81,6 +81,7 @@ class Job:
         id: the worker's name.
         rank: this process's number among the ranks of its worker: 0, also where the worker is one process.
         ranks: the number of ranks of this worker (``--ranks``); 1 where it is one process.
+        welcome, stopping: what the coordinator has said at first, and what it is told of the job's end.
 
     Raises AccessDenied or LinkError when the coordinator cannot be joined.
     """
@@ -117,6 +118,7 @@ class Job:
         self._sharing = Sharing(self._transport, self._link)
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
+        self.welcome, self.stopping = self._link.welcome, self._stopping
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
 
     def train(

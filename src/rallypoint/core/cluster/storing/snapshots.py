@@ -37,7 +37,7 @@ class Snapshots:
     @property
     def final(self) -> bool:
         """True if no snapshot of the job's last version is needed any more."""
-        return self.duty.final
+        return self.duty.final or not self.course.terms.snapshots
 
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event; return the effects. Events that are not about snapshots do nothing."""
@@ -109,7 +109,7 @@ class Snapshots:
     def take_if_due(self) -> list[Effect]:
         """Begin a snapshot if one is due."""
         course = self.course
-        if not course.begun or course.phase is not Phase.RUNNING:
+        if not course.begun or course.phase is not Phase.RUNNING or not course.terms.snapshots:
             return []
         assert course.record is not None
         ending, lead = course.view is not None and course.view.ending, course.strategies.snapshot_lead
@@ -129,7 +129,7 @@ class Snapshots:
     def take(self) -> list[Effect]:
         """Begin a snapshot now; if one of its writers is not connected yet, as soon as it is."""
         course = self.course
-        if course.record is None or course.view is None or self.duty.final:
+        if course.record is None or course.view is None or self.final:
             return []
         servers = [member.id for member in course.view.servers]
         writers = course.recovery.writers(servers, course.computing())

@@ -1,0 +1,174 @@
+"""A backend of torch.distributed whose sums are made by Rallypoint's servers.
+
+    import rallypoint.bridges.c10d                       # registers the backend, and joins the cluster
+    torch.distributed.init_process_group(backend="rallypoint")
+
+DDP, FSDP2 (`fully_shard` on a CPU) and a script's own ``all_reduce`` use it as any backend. What adds up floating-point
+numbers over all ranks goes to the servers: K bytes up and K bytes down for each rank, whatever their number. All else
+(broadcasts, gathers, other operations, whole numbers, float64, groups of some of the ranks) goes over Gloo.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from rallypoint.bridges.joining import is_child, sums
+from rallypoint.bridges.words import SUMMED, Part, sum_of
+from rallypoint.launch import environment
+from rallypoint.worker.collective.sums import Sums
+
+__all__ = ["NAME", "RallypointGroup"]
+
+NAME = "rallypoint"
+Tensors = Sequence[torch.Tensor]
+Store = _distributed_c10d.Store
+_Op = dist.ReduceOp
+
+
+class RallypointGroup(dist.ProcessGroup):
+    """A process group: sums of all ranks by servers, everything else by Gloo.
+
+    A sum is the tree over ranks in fp32 (I3): the same bytes on every rank and in every run; a mean is the sum times
+    1/world. Once a worker is gone, every sum raises JobAborted, which torch shows as a RuntimeError with its sentence.
+
+    torch has old and new names for the same methods (`_reduce_scatter_base` is `reduce_scatter_single` from 2.13 on):
+    both are here. Methods that only move tensors are those of `ProcessGroup`, which calls Gloo.
+    """
+
+    def __init__(self, made: Sums, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub has only the other form
+        self._sums = made if size == made.world else None  # servers know sums of all ranks only
+        self._number, self._count = rank, size
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        # What is not overridden below goes to Gloo: torch looks up the backend of a tensor's device
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+    def getBackendName(self) -> str:
+        """Its name, for torch."""
+        return NAME
+
+    # ---- what adds up ----
+
+    def allreduce(self, tensors: Any, *opts: Any, **named: Any) -> dist.Work:  # type: ignore[override]
+        """Replace each tensor by the sum (or mean, ...) over all ranks."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        op = _op_of(*opts, *named.values())
+        if (made := self._by_servers(op, tensors)) is not None:
+            return _asked(made, [Part(tensor, tensor, **self._scaling(op)) for tensor in tensors], tensors)
+        works = [self._by_gloo(dist.AllreduceOptions(), op, partial(self._gloo.allreduce, [t]), t) for t in tensors]
+        return works[0] if len(works) == 1 else _waited(works, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, *opts: Any, **named: Any) -> dist.Work:  # type: ignore[override]
+        """`allreduce`: the ranks other than the root get the result too, which torch leaves open."""
+        return self.allreduce(tensors, *opts, **named)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, *opts: Any) -> dist.Work:
+        """Of each input: rank r gets the r-th part of the sum over all ranks."""
+        op, pairs = _op_of(*opts), list(zip(outputs, inputs, strict=True))
+        for output, input in pairs:
+            if input.numel() != (each := output.numel()) * self._count:
+                raise ValueError(f"reduce_scatter of {input.numel()} numbers for {self._count} ranks, {each} for each")
+        if (made := self._by_servers(op, [*inputs, *outputs])) is not None:
+            parts = [Part(i, o, keeps=self._own(o.numel()), **self._scaling(op)) for o, i in pairs]
+            return _asked(made, parts, list(outputs))
+        scattered = self._gloo._reduce_scatter_base
+        works = [self._by_gloo(dist.ReduceScatterOptions(), op, partial(scattered, o, i), o) for o, i in pairs]
+        return works[0] if len(works) == 1 else _waited(works, outputs)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, *opts: Any) -> dist.Work:
+        """Rank r gets the r-th part of the sum of all inputs."""
+        return self.reduce_scatter_single_coalesced([output], [input], *opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *opts: Any, **named: Any) -> dist.Work:  # type: ignore[override]
+        """The same for inputs that are lists, one tensor for each rank."""
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        flat = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
+        return self.reduce_scatter_single_coalesced(outputs, flat, *opts, *named.values())
+
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def _by_servers(self, op: Any, tensors: Tensors) -> Sums | None:
+        """What makes this sum; None if it goes over Gloo."""
+        adds = op == _Op.SUM or op == _Op.AVG or op == _Op.PREMUL_SUM  # (`in` would compare them the other way round)
+        return self._sums if adds and all(t.dtype in SUMMED and t.numel() for t in tensors) else None
+
+    def _own(self, each: int) -> range:
+        return range(self._number * each, (self._number + 1) * each)
+
+    def _scaling(self, op: Any) -> dict[str, Any]:
+        if op == _Op.AVG:
+            return {"factor": 1.0 / self._count}
+        return {"before": op.factor} if op == _Op.PREMUL_SUM else {}
+
+    def _by_gloo(self, opts: Any, op: Any, call: Callable[[Any], dist.Work], output: torch.Tensor) -> dist.Work:
+        """Not every version of Gloo has a mean: wait for its sum, and divide."""
+        opts.reduceOp = _Op.SUM if op == _Op.AVG else op
+        work = call(opts)
+        if op != _Op.AVG:
+            return work
+        work.wait()
+        output.div_(self._count)
+        return _waited([], [output])
+
+    def shutdown(self) -> None:
+        """End Gloo's connections. The cluster's job ends with the script."""
+        self._gloo.shutdown()
+
+
+def _op_of(*given: Any) -> Any:
+    """The operation: one of the arguments, or of an argument with options; by default the sum."""
+    for one in given:
+        if isinstance(one, (_Op, _Op.RedOpType)):
+            return one
+        if hasattr(one, "reduceOp"):
+            return one.reduceOp
+    return _Op.SUM
+
+
+def _asked(made: Sums, parts: Sequence[Part], result: list[torch.Tensor]) -> dist.Work:
+    return _work(sum_of(made, parts, result, torch.device("cpu")))
+
+
+def _waited(works: Iterable[dist.Work], result: Tensors) -> dist.Work:
+    """Wait for these, and return a work that is done. (Gloo has no future of some of its own.)"""
+    for work in works:
+        work.wait()
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result(list(result))
+    return _work(future)
+
+
+def _work(future: torch.futures.Future[list[torch.Tensor]]) -> dist.Work:
+    """The future as torch's work: it waits without the interpreter's lock, and raises the future's error."""
+    made: Any = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+    return cast(dist.Work, made(future))
+
+
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> RallypointGroup:
+    return RallypointGroup(sums(), store, rank, size, timeout)
+
+
+def _register() -> None:
+    """Register the backend. In a process that a launcher has started, also join the cluster: torch needs to be told
+    where its processes meet before it makes a group, and under torchrun the script begins anew."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+    launched = os.environ.get(environment.COORDINATOR) or "TORCHELASTIC_RUN_ID" in os.environ
+    if launched and not is_child():
+        sums()
+
+
+_register()

@@ -1,0 +1,132 @@
+"""How a script with a loop of its own joins a cluster: its rank, the others' address, the job of sums.
+
+Under ``torchrun`` ranks are torchrun's. Under ``rallypoint run`` they are the numbers in the workers' names, and rank 0
+gives an address at which torch's processes meet, in the run's folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from types import TracebackType
+
+from rallypoint.errors import JobAborted, UsageError
+from rallypoint.launch import environment
+from rallypoint.launch.join import join as join_cluster
+from rallypoint.net.advertise import advertised
+from rallypoint.observe.lines import printable_lines
+from rallypoint.worker.collective.sums import Sums
+from rallypoint.worker.loop.session import Job
+
+MEETING = "torch-meeting.json"  # in the run's folder: where torch's processes meet
+_POLL_S = 0.05
+_PATIENCE_S = 120.0
+
+_joined: list[Sums] = []
+
+
+def sums() -> Sums:
+    """Join the cluster as one of its workers, once in a process; return what makes the sums.
+
+    Call it before ``torch.distributed.init_process_group``, on all workers. Under ``torchrun`` the script begins anew
+    in a process of its own when this is called first. Under ``rallypoint run`` torch's RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT are set. The job ends when all scripts have ended, or have called `Sums.finish`.
+
+    Raises UsageError if neither launcher has started this process, JobAborted when the job ends before it begins.
+    """
+    if _joined:
+        return _joined[0]
+    if not os.environ.get(environment.COORDINATOR) and "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise UsageError(
+            "the sums are made by servers, and there are none: start the script with `rallypoint run --workers 2 "
+            f"--servers 2 {Path(sys.argv[0]).name}`, or with torchrun"
+        )
+    if int(os.environ.get(environment.RANKS) or 1) > 1:
+        raise UsageError("a script with a loop of its own has one process for each worker: leave --ranks out")
+    job = join_cluster()
+    assert isinstance(job, Job)
+    rank, world = _place(job, os.environ)
+    made = Sums(job, rank=rank, world=world)
+    _joined.append(made)
+    os.environ[environment.SUMS] = str(os.getpid())
+    _end_with_the_script(made)
+    return made
+
+
+def is_child() -> bool:
+    """True in a process that one which has joined has started, such as a data loader's: it imports the script too."""
+    return os.environ.get(environment.SUMS, str(os.getpid())) != str(os.getpid())
+
+
+def use(made: Sums) -> None:
+    """Make `sums` return these, in a process that has joined a cluster in another way."""
+    _joined[:] = [made]
+
+
+def _place(job: Job, env: MutableMapping[str, str]) -> tuple[int, int]:
+    """The rank of this process and the size of the world; sets what torch needs in `env`, if nobody has."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env["RANK"]), int(env["WORLD_SIZE"])
+    number, world = re.search(r"(\d+)$", job.id), env.get(environment.WORKERS, "")
+    if number is None or not world.isdecimal() or not int(number[0]) < int(world):
+        raise UsageError(
+            f"which rank {job.id} has is not known: it was started in the place of another one, or by hand. The world "
+            "of such a script is fixed: start all of it again, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    rank = int(number[0])
+    host, port = _meeting(job, rank, env[environment.COORDINATOR])
+    env.update(RANK=str(rank), WORLD_SIZE=world, MASTER_ADDR=host, MASTER_PORT=str(port))
+    env.setdefault("LOCAL_RANK", "0")
+    return rank, int(world)
+
+
+def _meeting(job: Job, rank: int, coordinator: str) -> tuple[str, int]:
+    """Where torch's processes meet: rank 0 chooses a port, and the others read it in the run's folder."""
+    file = Path(job.welcome.folder or ".") / MEETING
+    if rank == 0:
+        host = advertised("0.0.0.0:0", towards=coordinator).rpartition(":")[0]
+        with socket.create_server((host, 0)) as free:
+            port = free.getsockname()[1]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_suffix(".new")
+        beside.write_text(json.dumps({"job": coordinator, "host": host, "port": port}))
+        beside.rename(file)
+        return host, port
+    until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until:
+        found = json.loads(file.read_text()) if file.exists() else {}
+        if found.get("job") == coordinator:
+            return str(found["host"]), int(found["port"])
+        time.sleep(_POLL_S)
+    raise UsageError(
+        f"rank 0 has not said in {file} where torch's processes meet, for {_PATIENCE_S:.0f} s: does every machine see "
+        "that folder? Else set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torch wants them"
+    )
+
+
+def _end_with_the_script(made: Sums) -> None:
+    """When the script ends, so do its sums: after an error as a failure of the job, else with all other scripts."""
+    errors: list[BaseException] = []
+    before: Callable[[type[BaseException], BaseException, TracebackType | None], object] = sys.excepthook
+
+    def noted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        errors.append(error)
+        before(kind, error, trace)
+        if isinstance(error, JobAborted):  # `rallypoint run` says it too; torchrun does not
+            print(f"error: {printable_lines(str(error))}", file=sys.stderr)
+
+    def end() -> None:
+        if errors:
+            made.fail(errors[0])
+        else:
+            made.finish()
+
+    sys.excepthook = noted
+    atexit.register(end)  # it runs before what `join` has registered

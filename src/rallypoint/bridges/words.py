@@ -1,0 +1,74 @@
+"""Tensors of a script's own as vectors that servers can add up: fp32 on the CPU; and back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from rallypoint.worker.collective.sums import Sums
+
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+T = TypeVar("T")
+
+
+class Part:
+    """One tensor of a sum: `given` is what this rank adds, `into` gets the words `keeps` of the sum times `factor`.
+
+    `before` multiplies what this rank adds. Numbers of 16 bits are added up in fp32, and the result is rounded once.
+    """
+
+    def __init__(
+        self, given: torch.Tensor, into: torch.Tensor, *, keeps: range | None = None, factor: float = 1.0,
+        before: float | torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._into, self._factor = into, factor
+        words = given.detach().reshape(-1).to("cpu", torch.float32)
+        self._words = words if before is None else words * before
+        self._keeps = range(words.numel()) if keeps is None else keeps
+        here = into.is_contiguous() and into.dtype is torch.float32 and into.device.type == "cpu"
+        self._target = into.detach().view(-1) if here else torch.empty(len(self._keeps))
+        self._in_place = here
+
+    def ask(self, made: Sums, then: Callable[[BaseException | None], None]) -> None:
+        """Ask for the sum. `then` is called when `into` has it, or with the error."""
+
+        def ended(error: BaseException | None) -> None:
+            try:
+                if error is None:
+                    self._finish()
+            except Exception as fault:  # it belongs to who waits for this sum
+                error = fault
+            then(error)
+
+        made.reducer.sum(self._words, self._target, self._keeps).then(ended)
+
+    def _finish(self) -> None:
+        if self._factor != 1.0:
+            self._target.mul_(self._factor)
+        if not self._in_place:
+            self._into.copy_(self._target.view(self._into.shape))
+
+
+def sum_of(made: Sums, parts: Sequence[Part], result: T, device: torch.device) -> torch.futures.Future[T]:
+    """Ask for the sums of all `parts`; the future has `result` when all are there, or the first error."""
+    future: torch.futures.Future[T] = torch.futures.Future(devices=None if device.type == "cpu" else [device])
+    lock, left, errors = threading.Lock(), [len(parts)], list[BaseException]()
+
+    def ended(error: BaseException | None) -> None:
+        with lock:
+            left[0] -= 1
+            errors.extend([] if error is None else [error])
+            over = left[0] == 0
+        if over and errors:
+            future.set_exception(errors[0])  # type: ignore[arg-type]
+        elif over:
+            future.set_result(result)
+
+    for part in parts:
+        part.ask(made, ended)
+    if not parts:
+        future.set_result(result)
+    return future

@@ -1,0 +1,1 @@
+"""The worker's machine of a job of sums."""

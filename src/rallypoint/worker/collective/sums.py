@@ -1,0 +1,70 @@
+"""A job of sums: joined by a script that has a loop of its own, from its first sum to its end."""
+
+from __future__ import annotations
+
+from rallypoint.config import record_of, resolve
+from rallypoint.core.optimizer import Sum as SumOfAll
+from rallypoint.errors import ConfigError, JobAborted, UsageError
+from rallypoint.worker.collective.pieces import layout_of
+from rallypoint.worker.collective.reducer import Reducer
+from rallypoint.worker.loop.session import Job
+
+UNDER_WAY_BYTES = 16 << 20
+SHARD_BYTES = 512 << 10  # half of a job's own: the first and the last shard of each sum travel alone
+MOST_ROUNDS = (1 << 31) - 1  # of a shard: sums that it takes part in
+
+
+class Sums:
+    """This process as worker `rank` of `world`, which are the workers of `job`.
+
+    Attributes:
+        rank, world: the worker's number, and how many there are.
+        reducer: makes the sums.
+
+    Raises ConfigError where the cluster's settings do not fit, JobAborted when the job ends before it begins.
+    """
+
+    def __init__(self, job: Job, *, rank: int, world: int, under_way_bytes: int = UNDER_WAY_BYTES) -> None:
+        """Wait until all workers and servers are here. `under_way_bytes`: about so much of the sums is, at once."""
+        self.rank, self.world, self._job = rank, world, job
+        settings = {
+            "replicas": world, "steps": MOST_ROUNDS, "optimizer": SumOfAll(), "nonfinite": "continue", "overlap": False,
+            "presum_bytes": 0, "batch": 1, "item": "scripts", "shard_bytes": SHARD_BYTES,
+        }  # fmt: skip
+        config = resolve(settings, job.welcome.overrides)
+        record = record_of(config, layout_of(under_way_bytes, config.shard_bytes))
+        self._exchange = job.open_exchange(record, config, early=False)
+        if (count := len(self._exchange.view.workers)) != world:
+            raise ConfigError(f"the cluster has {count} workers, and the script's world is {world}: start as many")
+        self.reducer = Reducer(self._exchange, rank)
+        self._over = False
+
+    def finish(self) -> None:
+        """End the job when all workers call this. Raises JobAborted when one of them is gone."""
+        if self._over:
+            return
+        self._over = True
+        version = self.reducer.finish()
+        exchange = self._exchange
+        loop, generation = exchange.own_loop, exchange.view.generation
+        self._job.stopping.wish("the scripts have ended")
+        self._job.stopping.say(version, generation)
+        self._job.done(generation, version)
+        with loop.locked.changed:
+            loop.locked.wait(lambda: loop.finished, lambda: "the other workers to end")
+        self.close()
+
+    def fail(self, error: BaseException) -> None:
+        """This worker's script has failed: the job ends for all, with this reason."""
+        if not self._over:
+            self._over = True
+            told = UsageError(str(error)) if isinstance(error, JobAborted) else error  # nobody else has told it
+            self._job.__exit__(type(told), told, None)
+            self.reducer.close()
+
+    def close(self) -> None:
+        """Leave the job: end every thread and link."""
+        self._over = True
+        self.reducer.close()
+        self._job.close()
+

@@ -1,0 +1,160 @@
+"""The examples as whole programs: the lines that a user changes, both launchers, killed servers and workers."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rallypoint.testing.programs import Program, run_program
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+ENV = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+PATIENCE_S = 90.0
+KILLED = """
+import os, pathlib, time, torch
+import rallypoint.bridges.ddp as servers
+state = servers.join()
+for number in range(400):
+    values = torch.full((3000,), float(state.rank + number))
+    state.reducer.sum(values).wait()
+    assert float(values[-1]) == 2 * number + 1, number
+    pathlib.Path(f"at-{state.rank}").write_text(str(number))
+    while number == 100 and not pathlib.Path("go").exists():
+        time.sleep(0.01)
+print(f"rank {state.rank} has all sums", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("before", "after", "added", "removed"), [
+    ("ddp_torch.py", "ddp_rallypoint.py", 3, 0), ("fsdp_torch.py", "fsdp_rallypoint.py", 2, 1),
+], ids=["ddp", "fsdp"])  # fmt: skip
+def test_an_example_is_the_plain_one_with_so_many_lines_changed(
+    before: str, after: str, added: int, removed: int
+) -> None:
+    """Of code: comments do not count."""
+    texts = [_code(EXAMPLES / name) for name in (before, after)]
+    lines = list(difflib.ndiff(*texts))
+    assert len([line for line in lines if line.startswith("+ ")]) == added, lines
+    assert len([line for line in lines if line.startswith("- ")]) == removed, lines
+
+
+def _code(path: Path) -> list[str]:
+    text = re.sub(r'^""".*?"""', "", path.read_text(), flags=re.DOTALL)
+    return [line for line in re.sub(r"  #.*", "", text).splitlines() if line.strip()]
+
+
+def _hashes(text: str) -> set[str]:
+    found = re.findall(r"rank \d: (\w{16})", text)
+    assert len(found) == 2, text
+    return set(found)
+
+
+def _run(tmp_path: Path, *arguments: str, timeout: float = PATIENCE_S) -> tuple[int, str]:
+    return run_program(
+        ["-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "2", *arguments], tmp_path / "out", env=ENV,
+        cwd=tmp_path, timeout=timeout,
+    )  # fmt: skip
+
+
+def _torchrun(tmp_path: Path, script: str, **more: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
+        cwd=tmp_path, env={**ENV, "TMPDIR": str(tmp_path), **more}, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_an_example_ends_with_gloo_s_bytes_under_both_launchers(kind: str, tmp_path: Path) -> None:
+    status, plain = _torchrun(tmp_path, str(EXAMPLES / f"{kind}_torch.py"))
+    assert status == 0, plain
+    script = str(EXAMPLES / f"{kind}_rallypoint.py")
+    for status, text in (_run(tmp_path, "--replication", "2", script), _torchrun(tmp_path, script)):
+        assert status == 0, text
+        assert _hashes(text) == _hashes(plain), text
+
+
+class Killed:
+    """A program that makes sums, held at sum 100 until `go`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "train.py").write_text(KILLED)
+        self.program = Program(
+            ["-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "2", "--replication", "2", "train.py"],
+            folder / "out", ENV, folder,
+        )  # fmt: skip
+
+    def said(self) -> str:
+        return (self.folder / "out").read_text()
+
+    def until_held(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(self._at(rank) == "100" for rank in range(2)):
+            assert self.program.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def _at(self, rank: int) -> str:
+        file = self.folder / f"at-{rank}"
+        return file.read_text() if file.exists() else ""
+
+    def kill(self, name: str) -> None:
+        """Kill the process that the launcher has given this name."""
+        for child in psutil.Process(self.program.pid).children(recursive=True):
+            if child.name() == name:
+                child.send_signal(signal.SIGKILL)
+                return
+        raise AssertionError(f"no {name}")
+
+    def go_on(self) -> tuple[int, str]:
+        (self.folder / "go").touch()
+        status = self.program.wait(PATIENCE_S)
+        return status, self.said()
+
+    def close(self) -> None:
+        self.program.kill()
+        self.program.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.parametrize("victim", ["server0", "coordinator"])
+def test_a_killed_server_or_coordinator_costs_no_sum_with_replication(tmp_path: Path, victim: str) -> None:
+    killed = Killed(tmp_path)
+    try:
+        killed.until_held()
+        killed.kill(victim)
+        status, text = killed.go_on()
+    finally:
+        killed.close()
+    assert status == 0, text
+    assert "rank 0 has all sums" in text
+    assert "rank 1 has all sums" in text
+    assert f"{victim} was killed (SIGKILL)" in text
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+def test_a_killed_worker_ends_the_job_with_a_sentence_that_names_it(tmp_path: Path) -> None:
+    killed = Killed(tmp_path)
+    try:
+        killed.until_held()
+        killed.kill("worker1")
+        status, text = killed.go_on()
+    finally:
+        killed.close()
+    assert status == 1, text
+    assert "worker1 is gone, and this script's world is fixed: start all of it again" in text
