@@ -20,8 +20,8 @@ def nearest_aggregators(
     for aggregator in aggregators:
         places.setdefault(aggregator.near, []).append(aggregator.id)
     at: dict[str, list[str]] = {}
-    for worker in workers:
-        at.setdefault(worker.near, []).append(worker.id)
+    for member in workers:
+        at.setdefault(member.near, []).append(member.id)
     found: dict[str, str] = {}
     for place, here in places.items():
         near = at.get(place, [])

@@ -1,7 +1,7 @@
 """The real coordinator's machine with as many members as one likes: none of them is there, what they say is made up.
 
-Each event is handled by `core.cluster.machine.ClusterMachine` as in a real coordinator, and timed by the caller's clock;
-what goes over the network is what `coordinator.joining.tickets` and `net.messages` make of it.
+`core.cluster.machine.ClusterMachine` handles each event as in a real coordinator, and the caller's clock times it; what
+goes over the network is what `coordinator.joining.tickets` and `net.messages` make of it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class BigCluster:
         self.handle(events.Tick(now))
 
     def step(self, number: int, seconds: Callable[[str], float], now: float) -> None:
-        """Each worker reports its replicas of this step (`seconds(worker)` for each), and each server that it has applied it."""
+        """Each worker reports its replicas of this step, `seconds(worker)` for each; each server has applied it."""
         generation = self.view.generation
         for worker, replicas in self.view.assigned(number).items():
             for replica in replicas:
@@ -158,7 +158,8 @@ class BigCluster:
 
     def members(self) -> Iterable[tuple[str, str]]:
         """The members at the start: (name, role)."""
-        counts = (("server", self.size.servers), ("aggregator", self.size.racks), ("worker", self.size.workers + self.size.standby))
+        size = self.size
+        counts = (("server", size.servers), ("aggregator", size.racks), ("worker", size.workers + size.standby))
         return ((named(role, number), role) for role, count in counts for number in range(count))
 
     def _member(self, name: str, role: str) -> Member:

@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -238,7 +238,7 @@ class Play:
             aggregator_rate=scenario.aggregator_rate or scenario.server_rate, uplink=scenario.uplink, blocks=blocks,
         )  # fmt: skip
 
-    def _most_blocks(self, assigned: dict[str, tuple[int, ...]]) -> float:
+    def _most_blocks(self, assigned: Mapping[str, tuple[int, ...]]) -> float:
         """The blocks that a worker, or an aggregator, pushes on average: its replicas, cut into nodes of the tree."""
         used = self.cluster.view.aggregator_of
         senders: dict[str, list[int]] = {}

@@ -39,7 +39,8 @@ class ScaleOptions:
         metavar="RATE", panel=_CLUSTER, help="A rack's link to all others; by default nothing limits it.",
     )] = ""  # fmt: skip
     replication: Annotated[int, option(
-        min=1, max=2, metavar="N", panel=_CLUSTER, help="2: each shard has a backup; 1: a lost server costs a roll-back.",
+        min=1, max=2, metavar="N", panel=_CLUSTER,
+        help="2: each shard has a backup; with 1 a lost server costs a roll-back.",
     )] = 2  # fmt: skip
     heartbeat: Annotated[float, option(
         min=0.1, metavar="SECONDS", panel=_CLUSTER, help="Silence after which a machine is given up.",
@@ -51,7 +52,8 @@ class ScaleOptions:
         min=1, metavar="H", panel=_JOB, help="Synchronise every H steps (rp.LocalSteps); then --steps are rounds.",
     )] = 1  # fmt: skip
     mtbf: Annotated[str, option(
-        metavar="TIME", panel=_TROUBLE, help="The mean time between failures of one machine, as 2111d (Llama 3's GPUs).",
+        metavar="TIME", panel=_TROUBLE,
+        help="The mean time between failures of one machine, as 2111d (Llama 3's GPUs).",
     )] = ""  # fmt: skip
     away: Annotated[str, option(
         metavar="TIME", panel=_TROUBLE, help="How long until another machine comes in its place.",
