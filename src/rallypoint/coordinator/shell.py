@@ -182,9 +182,7 @@ class CoordinatorShell:
         if (old := self.members.get(hello.id)) is not None:
             acts.append(Close(old))  # the same process connected again before its old connection ended
         self.members[hello.id] = connection
-        member = Member(
-            hello.id, hello.host, hello.address, hello.incarnation, hello.near, link_mbit=hello.link_mbit
-        )
+        member = Member(hello.id, hello.host, hello.address, hello.incarnation, hello.near, link_mbit=hello.link_mbit)
         return [*acts, *self._drive(cluster_events.Joined(member, hello.role, hello.process))]
 
     def refuses(self, hello: Hello) -> bool:
@@ -245,8 +243,8 @@ class CoordinatorShell:
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]
             case Offers():
-                caches = self._tickets.offered(hello.id, message, self.machine.view)
-                return [*acts, *(act for worker, news in caches for act in self._send(news, worker))]
+                offered = self._tickets.offered(hello.id, message, self.machine.view)
+                return [*acts, *(act for worker, news in offered for act in self._send(news, worker))]
             case _ if isinstance(message, Told):
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():

@@ -132,10 +132,8 @@ class Job:
         `dataset` is map-style, or a DataLoader: see `given` for what it decides. `collate_fn` makes a batch of a list
         of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how samples are loaded.
         `carry=` is the state that each replica begins with, where it carries one from step to step: see `Micro.carry`.
-
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
         may replace `optimizer`. The job steps it after every step, then `own_schedule`.
-
         In a worker of several ranks (``--ranks``), all call this: `model` is this rank's part, `parallel` its plan.
         With ``parameters="streamed"`` the model may be on the meta device: see `FirstValues` for ``init(module)``.
 
