@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from rallypoint.data.sources.token_files import TokenFiles
     from rallypoint.data.spec import Loader
     from rallypoint.launch.join import join
+    from rallypoint.launch.wrap import wrap
     from rallypoint.parallel.plan import Parallel
     from rallypoint.worker.loop.micro import Micro
     from rallypoint.worker.loop.run import Run
     from rallypoint.worker.loop.session import Job
+    from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
 
 __version__ = "0.1.0"
 
@@ -62,12 +64,14 @@ _HOMES = {
     "Sync": "rallypoint.core.policy",
     "TokenFiles": "rallypoint.data.sources.token_files",
     "WebDataset": "rallypoint.data.sources.tars",
+    "WrappedOptimizer": "rallypoint.worker.wrapped.optimizer",
     "constant": "rallypoint.core.schedule",
     "cosine": "rallypoint.core.schedule",
     "join": "rallypoint.launch.join",
     "linear": "rallypoint.core.schedule",
     "step_decay": "rallypoint.core.schedule",
     "tabulated": "rallypoint.core.schedule",
+    "wrap": "rallypoint.launch.wrap",
 }
 
 __all__ = [
@@ -101,6 +105,7 @@ __all__ = [
     "Sync",
     "TokenFiles",
     "WebDataset",
+    "WrappedOptimizer",
     "__version__",
     "constant",
     "cosine",
@@ -108,6 +113,7 @@ __all__ = [
     "linear",
     "step_decay",
     "tabulated",
+    "wrap",
 ]
 
 

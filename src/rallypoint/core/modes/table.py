@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rallypoint.core.modes.features import Feature
+from rallypoint.core.modes.own_loop import OWN_LOOP
 from rallypoint.core.modes.traits import ModeName
 
 
@@ -176,6 +177,10 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     _F.OWN_OPTIMIZER: _row(
         No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),
         {_M.ALL_REDUCE: YES},
+    ),
+    _F.OWN_LOOP: _row(
+        No("such a loop waits for each version after its own gradient; use sync=rp.Sync() or sync=rp.AllReduce()"),
+        {_M.SYNC: YES, _M.ALL_REDUCE: YES},
     ),
     _F.FRESH_INNER: _row(
         _OF_LOCAL,
@@ -363,6 +368,7 @@ CONFLICTS = (
         _F.RANKS: "workers of several ranks do not audit each other yet; use workers of one process",
         _F.AGGREGATORS: "an aggregator adds contributions up before servers can compare them; leave --aggregators out",
     }.items()),
+    *(Conflict(_F.OWN_LOOP, other, why) for other, why in OWN_LOOP.items()),
     Conflict(
         _F.FOLD, _F.REPLICATION,
         "the backup applies each contribution by itself, so none is folded into another's update; use fold=1, or leave "
