@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
-from rallypoint.codec.spec import CodecSpec, Raw
-from rallypoint.config.tree import DownSpec, Group
+from rallypoint.codec.spec import CodecSpec
+from rallypoint.config.tree import DownSpec, Group, rate_of
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.join import join
 from rallypoint.worker.loop.session import Job
+from rallypoint.worker.ranks.job import RankJob
 from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
+from rallypoint.worker.wrapped.replay import Replay
 from rallypoint.worker.wrapped.run import OneSample, OwnRun
 
 
@@ -35,8 +38,9 @@ class WrapSettings(TypedDict, total=False):
 
 
 def wrap(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | Optimizer, *, steps: int, replicas: int = 0,
-    batch: int = 1, seeded: bool = True, **settings: Unpack[WrapSettings],
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | Optimizer, *, steps: int,
+    schedule: LRScheduler | None = None, replicas: int = 0, batch: int = 1, seeded: bool = True,
+    **settings: Unpack[WrapSettings],
 ) -> WrappedOptimizer:  # fmt: skip
     """Join the job, and return an optimizer whose `step` is the job's; the loop and its batches stay the script's.
 
@@ -47,21 +51,34 @@ def wrap(
     `optimizer` decides who steps. A torch optimizer steps here, in every process, with the mean gradient of all: the
     script may set its rates. Rallypoint's own, as ``rp.AdamW(lr=3e-4)``, steps on the servers, which hold its state.
 
-    `steps` is the number of optimizer steps of the whole job. `replicas`: how many processes compute; 0: as many as the
+    `steps` is the number of optimizer steps of the whole job. `schedule` is stepped up to the position; from there the
+    loop steps it, as before. `replicas`: how many processes compute; 0: as many as the
     launcher has started. `batch`: samples of one process at one step, for the rate that is shown. `seeded`: the global
     random generators are seeded for each step, so that a step's random numbers do not depend on when the process was
     started.
 
     Raises ConfigError for settings that do not go together, and what `rallypoint.join` and `Job.train` raise.
     """
+    return wrap_in(
+        join(), model, optimizer, steps=steps, schedule=schedule, replicas=replicas, batch=batch, seeded=seeded,
+        **settings,
+    )  # fmt: skip
+
+
+def wrap_in(
+    job: Job | RankJob, model: torch.nn.Module, optimizer: torch.optim.Optimizer | Optimizer, *, steps: int,
+    schedule: LRScheduler | None = None, replicas: int = 0, batch: int = 1, seeded: bool = True,
+    **settings: Unpack[WrapSettings],
+) -> WrappedOptimizer:  # fmt: skip
+    """`wrap` for a job that the script has joined."""
     if strange := settings.keys() - WrapSettings.__annotations__.keys():
         raise ConfigError(f"rp.wrap has no setting {min(strange)}: it is one of job.train, where the job has the loop")
     own = isinstance(optimizer, torch.optim.Optimizer)
-    job = join()
     if not isinstance(job, Job) or job.ranks > 1:
         raise ConfigError("rp.wrap is for workers of one process: leave --ranks out, or use job.train")
     job.run_type = OwnRun
     told = {} if own else {"optimizer": optimizer}
+    replay = None if schedule is None else Replay(schedule)
     run = job.train(
         model, OneSample(), own_optimizer=optimizer if own else None, sync=AllReduce() if own else Sync(),
         replicas=replicas or job.started, batch=1, items_per_sample=batch, steps=steps, order="own", overlap=False,
@@ -73,13 +90,15 @@ def wrap(
     if not run.begin():
         raise SystemExit(0)  # the job is over, and this process has stood by
     inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _shown(model, run)
+    if replay is not None:
+        replay.to(run.position)
     return WrappedOptimizer(run, inner, steps_here=own)
 
 
 def _shown(model: torch.nn.Module, run: OwnRun) -> torch.optim.Optimizer:
-    """An optimizer that nobody steps: it shows the parameters, and the rate at the start."""
+    """An optimizer that nobody steps: it shows the parameters, and the rate."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.SGD(trained, lr=0.0)
+    return torch.optim.SGD(trained, lr=rate_of(run.config, run.position))
 
 
 def _script_ends(job: Job, run: OwnRun) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rallypoint.config.tree import rate_of
 from rallypoint.errors import UsageError
 from rallypoint.worker.wrapped.run import OwnRun
 
@@ -74,6 +75,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._check_rates()
         loss, figures, self._loss, self._figures = self._loss, self._figures, None, {}
         self.run.push(None if loss is None else loss.detach().reshape(()), figures)
+        if not self._steps_here:
+            self._show_rate()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's profiling hooks are for the inner one's step
@@ -100,7 +103,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises UsageError: the job has the state."""
+        """Does nothing if that is the state here, as after ``load_state_dict(state_dict())``. Else raises UsageError:
+        the job has the state."""
+        if _same(state_dict, self.inner.state_dict()):
+            return
         raise UsageError(
             "optimizer.load_state_dict after rp.wrap would change this process only: load before, or let the job go "
             "on from its snapshots (rallypoint resume)"
@@ -121,9 +127,25 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"rallypoint.wrap({self.inner!r})"
 
+    def _show_rate(self) -> None:
+        for group in self.inner.param_groups:
+            group["lr"] = rate_of(self.run.config, self.position)
+        self._rates = [group["lr"] for group in self.inner.param_groups]
+
     def _check_rates(self) -> None:
         if not self._steps_here and [group.get("lr") for group in self.inner.param_groups] != self._rates:
             raise UsageError(
                 "the script has set a learning rate, and servers step: give the schedule to the optimizer, "
                 "rp.AdamW(lr=rp.cosine(3e-4, warmup=100)), or give rp.wrap a torch optimizer, which steps here"
             )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.shape == other.shape and torch.equal(one.to(other.device), other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

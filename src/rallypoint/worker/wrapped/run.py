@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -126,5 +125,4 @@ class OwnRun(Run):
         self.replaced = True
         sentence = f"{self._exchange.me} ends, to be started again: {why}, and its loop has batches of its own"
         self.say(sentence)
-        print(sentence, file=sys.stderr, flush=True)
         return StartAgain(sentence)
