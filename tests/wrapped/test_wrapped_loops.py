@@ -77,7 +77,7 @@ def test_a_closure_is_called_and_its_loss_returned() -> None:
             loss.backward()
             return loss
 
-        assert float(optimizer.step(closure)) > 0
+        assert float(optimizer.step(closure).detach()) > 0
 
 
 def test_random_numbers_of_a_step_follow_from_the_step() -> None:
