@@ -53,7 +53,9 @@ def lightning_module(home: str = "") -> Any:
     return Net()
 
 
-def fit_lightning(job: Any, folder: str, accumulate: int = 1, patience: int = 9, **more: Any) -> tuple[str, int, list[str]]:
+def fit_lightning(
+    job: Any, folder: str, accumulate: int = 1, patience: int = 9, **more: Any
+) -> tuple[str, int, list[str]]:
     """Returns the weights' hash, the step, and the checkpoints in the folder. Without a `job`: plain Lightning."""
     import lightning
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -106,8 +108,8 @@ def train_huggingface(
     data = [{"input_ids": row, "labels": row} for row in rows]
     args = TrainingArguments(
         folder, per_device_train_batch_size=BATCH, gradient_accumulation_steps=accumulate, num_train_epochs=EPOCHS,
-        learning_rate=0.01, warmup_steps=3, max_grad_norm=clip, train_sampling_strategy="sequential", eval_strategy="epoch",
-        save_strategy="epoch", logging_steps=5, report_to=[], use_cpu=True, disable_tqdm=True,
+        learning_rate=0.01, warmup_steps=3, max_grad_norm=clip, train_sampling_strategy="sequential",
+        eval_strategy="epoch", save_strategy="epoch", logging_steps=5, report_to=[], use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     trainer = kind(model=model, args=args, train_dataset=data, eval_dataset=data[:8], **more)
     if job is not None:

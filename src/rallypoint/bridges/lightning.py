@@ -3,8 +3,8 @@
 >>> trainer = Trainer(strategy=RallypointStrategy(clip=1.0), max_epochs=3)
 
 Lightning's own loop, callbacks, loggers and checkpoints stay. Each process computes one replica (`rp.wrap`): its
-optimizer's step takes the mean of all. A process that dies is started again by ``rallypoint run``; its Trainer begins at
-the job's step, in the middle of an epoch if need be, and reads no checkpoint.
+optimizer's step takes the mean of all. A process that dies is started again by ``rallypoint run``; its Trainer begins
+at the job's step, in the middle of an epoch if need be, and reads no checkpoint.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RallypointStrategy(SingleDeviceStrategy):
         self._check(trainer)
         steps = trainer.estimated_stepping_batches
         if not math.isfinite(steps) or steps < 1:
-            raise ConfigError("RallypointStrategy needs to know the last step: give the Trainer max_steps or max_epochs")
+            raise ConfigError("RallypointStrategy needs a last step: give the Trainer max_steps or max_epochs")
         replays = [(config, Replay(config.scheduler)) for config in self.lr_scheduler_configs]
         self.wrapped = wrap_in(
             self._job, self.lightning_module, self.optimizers[0], steps=int(steps), clip=self._clip, seed=self._seed,
@@ -90,7 +90,7 @@ class RallypointStrategy(SingleDeviceStrategy):
     def _check(self, trainer: Any) -> None:
         for unsupported, why in (
             (len(self.optimizers) != 1, "one optimizer: use job.train for several"),
-            (not self.lightning_module.automatic_optimization, "automatic optimization: use rp.wrap in a loop of your own"),
+            (not self.lightning_module.automatic_optimization, "automatic optimization: use rp.wrap in a plain loop"),
             (bool(trainer.gradient_clip_val), "no gradient_clip_val, which would clip before the mean: give it clip="),
             (getattr(self.precision_plugin, "scaler", None) is not None, 'no loss scaling: use precision="bf16-mixed"'),
         ):  # fmt: skip

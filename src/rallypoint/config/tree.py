@@ -66,7 +66,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         best_is: whether the smallest or the largest value is the best.
         seed: seed of the sample order and of every replica's randomness.
         order: "shuffled": every pass over the data set has its own order; "sequential": the data set's; "windowed":
-            shards (files, row groups) are shuffled, and samples in some of them: few are read at a time; "own": `rp.wrap`.
+            shards (files, row groups) are shuffled, and samples in a few at a time; "own": the script's (`rp.wrap`).
         mixed_shards: from how many shards the replicas together read at a time with ``order="windowed"``: each reads
             from ``mixed_shards // replicas`` of them, and at least from one.
         precision: "bf16" or "fp16" computes forward passes and evaluations in `torch.autocast`; parameters stay fp32.

@@ -10,7 +10,6 @@ from torch.utils.data import Sampler
 from rallypoint.core.order import derive_seed
 
 
-
 class ReplicaSampler(Sampler[int]):
     """The part of each global batch that one replica computes, in the order of one seed.
 
