@@ -14,15 +14,15 @@ class Net(lightning.LightningModule):
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
 
-    def training_step(self, batch, index):  # type: ignore[no-untyped-def]
+    def training_step(self, batch, index):
         loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch, index):  # type: ignore[no-untyped-def]
+    def validation_step(self, batch, index):
         self.log("val_loss", torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]))
 
-    def configure_optimizers(self):  # type: ignore[no-untyped-def]
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]

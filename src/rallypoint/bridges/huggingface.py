@@ -39,6 +39,8 @@ class RallypointTrainer(Trainer):  # type: ignore[misc]
         wrapped: the job's optimizer; None before `train`.
     """
 
+    optimizer: Any  # torch's; from `train` on the wrapped one
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.wrapped: WrappedOptimizer | None = None
         self._joined: Any = None

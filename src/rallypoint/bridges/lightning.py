@@ -33,7 +33,7 @@ _LOADER = (
 )  # fmt: skip
 
 
-class RallypointStrategy(SingleDeviceStrategy):
+class RallypointStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """One process with one device, of as many as the launcher has started. One `fit` for one process.
 
     `clip` is the global norm at which servers clip the mean gradient (in place of ``gradient_clip_val``). `seed` is
@@ -76,7 +76,7 @@ class RallypointStrategy(SingleDeviceStrategy):
             raise ConfigError("RallypointStrategy needs a last step: give the Trainer max_steps or max_epochs")
         replays = [(config, Replay(config.scheduler)) for config in self.lr_scheduler_configs]
         self.wrapped = wrap_in(
-            self._job, self.lightning_module, self.optimizers[0], steps=int(steps), clip=self._clip, seed=self._seed,
+            self._job, self.lightning_module, trainer.optimizers[0], steps=int(steps), clip=self._clip, seed=self._seed,
             batch=trainer.accumulate_grad_batches,
         )  # fmt: skip
         self.optimizers = [self.wrapped]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -77,13 +77,13 @@ def wrap_in(
     if not isinstance(job, Job) or job.ranks > 1:
         raise ConfigError("rp.wrap is for workers of one process: leave --ranks out, or use job.train")
     job.run_type = OwnRun
-    told = {} if own else {"optimizer": optimizer}
+    told: dict[str, Any] = {
+        "sync": AllReduce() if own else Sync(), "replicas": replicas or job.started, "batch": 1, "steps": steps,
+        "items_per_sample": batch, "order": "own", "overlap": False, **settings,
+    }  # fmt: skip
+    told |= {"own_optimizer": optimizer} if own else {"optimizer": optimizer}
     replay = None if schedule is None else Replay(schedule)
-    run = job.train(
-        model, OneSample(), own_optimizer=optimizer if own else None, sync=AllReduce() if own else Sync(),
-        replicas=replicas or job.started, batch=1, items_per_sample=batch, steps=steps, order="own", overlap=False,
-        **told, **settings,
-    )  # fmt: skip
+    run = job.train(model, OneSample(), **told)
     assert isinstance(run, OwnRun)
     run.seeded = seeded
     atexit.register(_script_ends, job, run)

@@ -60,7 +60,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     # ---- training ----
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients, and wait for the next version of the model. Returns what `closure` returns.
 
         Afterwards ``.grad`` is None. Raises UsageError after the last step. Ends the process (StartAgain) where its
@@ -122,7 +122,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.inner.__getstate__()  # type: ignore[no-any-return]
+        return self.inner.__getstate__()
 
     def __repr__(self) -> str:
         return f"rallypoint.wrap({self.inner!r})"
