@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rallypoint.data.sources.token_files import TokenFiles
     from rallypoint.data.spec import Loader
     from rallypoint.launch.join import join
-    from rallypoint.launch.wrap import wrap
+    from rallypoint.launch.wrapping.wrap import wrap
     from rallypoint.parallel.plan import Parallel
     from rallypoint.worker.loop.micro import Micro
     from rallypoint.worker.loop.run import Run
@@ -71,7 +71,7 @@ _HOMES = {
     "linear": "rallypoint.core.schedule",
     "step_decay": "rallypoint.core.schedule",
     "tabulated": "rallypoint.core.schedule",
-    "wrap": "rallypoint.launch.wrap",
+    "wrap": "rallypoint.launch.wrapping.wrap",
 }
 
 __all__ = [

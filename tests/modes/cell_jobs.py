@@ -15,7 +15,7 @@ import torch
 import rallypoint as rp
 from rallypoint.config import JobConfig, resolve
 from rallypoint.core.modes import TABLE, Feature, ModeName, Only
-from rallypoint.launch.wrap import wrap_in
+from rallypoint.launch.wrapping.wrap import wrap_in
 from rallypoint.worker.tensors import weights_hash
 
 REPLICAS, STEPS = 4, 12
@@ -64,7 +64,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.FINGERPRINTS: {"fingerprints": 2},
     Feature.AUDIT: {"audit": 0.6},
     Feature.AUDIT_SERVERS: {"audit_servers": 2},
-    Feature.OWN_LOOP: {"order": "own", "replicas": 2},
+    Feature.OWN_LOOP: {"order": "own"},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from rallypoint.data.replica_batches import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.join import join
-from rallypoint.launch.wrap import wrap_in
+from rallypoint.launch.wrapping.wrap import wrap_in
 from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
 from rallypoint.worker.wrapped.replay import Replay
 
