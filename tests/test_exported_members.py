@@ -47,6 +47,7 @@ EXPORTED = [
     "Sync",
     "TokenFiles",
     "WebDataset",
+    "WrappedOptimizer",
     "__version__",
     "constant",
     "cosine",
@@ -54,6 +55,7 @@ EXPORTED = [
     "linear",
     "step_decay",
     "tabulated",
+    "wrap",
 ]
 POLICIES = (rallypoint.Sync, rallypoint.BoundedStaleness, rallypoint.Async)
 DOCUMENTED = [name for name in EXPORTED if name != "__version__"]

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from rallypoint.data.sources.token_files import TokenFiles
     from rallypoint.data.spec import Loader
     from rallypoint.launch.join import join
+    from rallypoint.launch.wrapping.wrap import wrap
     from rallypoint.parallel.plan import Parallel
     from rallypoint.worker.loop.micro import Micro
     from rallypoint.worker.loop.run import Run
     from rallypoint.worker.loop.session import Job
+    from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
 
 __version__ = "0.1.0"
 
@@ -70,12 +72,14 @@ _HOMES = {
     "Sync": "rallypoint.core.policy",
     "TokenFiles": "rallypoint.data.sources.token_files",
     "WebDataset": "rallypoint.data.sources.tars",
+    "WrappedOptimizer": "rallypoint.worker.wrapped.optimizer",
     "constant": "rallypoint.core.schedule",
     "cosine": "rallypoint.core.schedule",
     "join": "rallypoint.launch.join",
     "linear": "rallypoint.core.schedule",
     "step_decay": "rallypoint.core.schedule",
     "tabulated": "rallypoint.core.schedule",
+    "wrap": "rallypoint.launch.wrapping.wrap",
 }
 
 __all__ = [
@@ -113,6 +117,7 @@ __all__ = [
     "Sync",
     "TokenFiles",
     "WebDataset",
+    "WrappedOptimizer",
     "__version__",
     "constant",
     "cosine",
@@ -120,6 +125,7 @@ __all__ = [
     "linear",
     "step_decay",
     "tabulated",
+    "wrap",
 ]
 
 

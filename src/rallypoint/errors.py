@@ -45,6 +45,19 @@ class UsageError(RallypointError):
     """The library was called in a way that cannot work."""
 
 
+class StartAgain(SystemExit):
+    """This process cannot go on: a process that takes its place can (`rp.wrap`). A launcher starts one.
+
+    It ends the process with STATUS ("temporary failure" of sysexits.h). The sentence is printed before.
+    """
+
+    STATUS = 75
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(self.STATUS)
+        self.sentence = sentence
+
+
 class ConfigError(RallypointError):
     """A setting is unknown, of the wrong type, or impossible together with another."""
 

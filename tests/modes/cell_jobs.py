@@ -15,6 +15,7 @@ import torch
 import rallypoint as rp
 from rallypoint.config import JobConfig, resolve
 from rallypoint.core.modes import TABLE, Feature, ModeName, Only
+from rallypoint.launch.wrapping.wrap import wrap_in
 from rallypoint.worker.tensors import weights_hash
 
 REPLICAS, STEPS = 4, 12
@@ -64,6 +65,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.FINGERPRINTS: {"fingerprints": 2},
     Feature.AUDIT: {"audit": 0.6},
     Feature.AUDIT_SERVERS: {"audit_servers": 2},
+    Feature.OWN_LOOP: {"order": "own"},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},
@@ -138,6 +140,8 @@ def dataset() -> torch.utils.data.TensorDataset:
 
 def train_cell(job: rp.Job, cell: CellJob) -> str:
     """The weights' hash at the end."""
+    if cell.has(Feature.OWN_LOOP):
+        return _train_own_loop(job, cell)
     model = Net(cell)
     own = [torch.optim.Adagrad(model.parameters(), lr=0.05)] if cell.has(Feature.OWN_OPTIMIZER) else []
     settings = {key: value for key, value in cell.settings.items() if key != "optimizer" or not own}
@@ -164,6 +168,19 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
         if cell.has(Feature.STOP) and micro.step >= STOPS_AT:
             run.stop("the cell says so")
     return hash_of()
+
+
+def _train_own_loop(job: rp.Job, cell: CellJob) -> str:
+    model, data, wait = Net(cell), dataset(), _gate(job, cell)
+    steps_here = cell.mode is ModeName.ALL_REDUCE
+    inner = torch.optim.SGD(model.parameters(), lr=0.05) if steps_here else rp.SGD(lr=0.05)
+    optimizer = wrap_in(job, model, inner, steps=STEPS, replicas=2, shard_bytes=128)
+    for step in range(optimizer.position, STEPS):
+        wait(step)
+        start = 4 * step + 2 * optimizer.replica
+        loss_of(model, data[start : start + 2]).backward()
+        optimizer.step()
+    return weights_hash(model)
 
 
 def _hash_in_evaluation(run: rp.Run, model: torch.nn.Module, cell: CellJob) -> Callable[[], str]:

@@ -264,7 +264,20 @@ def the_rate_is_changed_and_a_worker_is_killed(walk: Walk) -> None:
     assert stage.result("worker0") == weights_hash(model)
 
 
+def a_process_is_killed_and_another_takes_its_place(walk: Walk) -> None:
+    """Nobody else can compute its replica: the loop's batches are its own."""
+    stage = walk.begin()
+    stage.until_held("worker0", "worker1")
+    stage.kill("worker1")
+    stage.workers_come("worker2")
+    stage.open()
+    with ProcessCluster(workers=2, servers=1) as cluster:
+        expected = cluster.run(train_cell, CellJob(walk.job.mode, walk.job.features))
+    assert [stage.result("worker0"), stage.result("worker2")] == expected
+
+
 PLAYS: dict[Feature, Callable[[Walk], None]] = {
+    Feature.OWN_LOOP: a_process_is_killed_and_another_takes_its_place,
     Feature.STOP: the_script_stops_the_job_after_a_kill,
     Feature.RESCALE: the_rate_is_changed_and_a_worker_is_killed,
     Feature.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,

@@ -66,7 +66,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         best_is: whether the smallest or the largest value is the best.
         seed: seed of the sample order and of every replica's randomness.
         order: "shuffled": every pass over the data set has its own order; "sequential": the data set's; "windowed":
-            shards (files, row groups) are shuffled, and samples within some shards, so that few are read at a time.
+            shards (files, row groups) are shuffled, and samples in a few at a time; "own": the script's (`rp.wrap`).
         mixed_shards: from how many shards the replicas together read at a time with ``order="windowed"``: each reads
             from ``mixed_shards // replicas`` of them, and at least from one.
         precision: "bf16" or "fp16" computes forward passes and evaluations in `torch.autocast`; parameters stay fp32.
@@ -81,8 +81,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
         groups: parameters with their own settings; the first match wins.
         codec: how workers encode gradients; a lossy codec changes the result.
-        down: how servers encode parameters for the workers. The last version always goes raw. There is no error
-            feedback: servers keep exact values, so no error accumulates.
+        down: how servers encode parameters for workers (from exact values: no error accumulates). The last goes raw.
         table_std: standard deviation of the initial values of tables (embeddings whose rows only the servers keep).
         shard_bytes: the largest shard, in bytes.
         window: contributions that may be on their way from one worker to one server.
@@ -129,7 +128,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     keep_best: str = ""
     best_is: Literal["min", "max"] = "min"
     seed: int = 0
-    order: Literal["shuffled", "sequential", "windowed"] = "shuffled"
+    order: Literal["shuffled", "sequential", "windowed", "own"] = "shuffled"
     mixed_shards: int = 16
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScaling = LossScaling()
@@ -376,6 +375,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.HOLD: config.hold != "fp32",
         Feature.STREAMED: config.streamed,
         Feature.OWN_OPTIMIZER: bool(config.own_optimizer),
+        Feature.OWN_LOOP: config.order == "own",
         Feature.FRESH_INNER: local is not None and not local.keep_inner,
         Feature.FRAGMENTS: local is not None and local.fragments > 1,
         Feature.SYNC_EVERY: any(group.sync_every is not None or group.sync_offset for group in groups),

@@ -185,7 +185,7 @@ class CoordinatorService:
         return Welcome(
             about.overrides, about.folder, about.trace,
             about.snapshots if self._terms.snapshots or self._resume is not None else "",
-            about.compression, self._terms.heartbeat,
+            about.compression, self._terms.heartbeat, self._terms.workers_start,
         )  # fmt: skip
 
     def _refusal(self, hello: Hello) -> str:

@@ -67,7 +67,7 @@ class Welcome(AnyMessage, frozen=True):
 
     `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
     steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
-    may be silent.
+    may be silent. `workers` is how many workers the job begins with.
     """
 
     overrides: dict[str, Any] = {}
@@ -76,6 +76,7 @@ class Welcome(AnyMessage, frozen=True):
     snapshots: str = ""
     compression: str = "none"
     heartbeat: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)] = 3.0
+    workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
 
 
 class Refused(Shown, frozen=True):

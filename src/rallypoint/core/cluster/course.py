@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rallypoint.core.assignment.pinned import pins_after
 from rallypoint.core.audits.suspects import Suspects
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
 from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
@@ -47,6 +48,7 @@ class Course:
         links: what members say of the links of servers.
         ordered_period: how often an operator wants snapshots; None: as the terms say.
         suspects: the servers that audits have found something about.
+        pins: where replicas stay with their workers: who has each, or had it last.
         record: the job's record; None before a worker has proposed one.
         strategies: what depends on the record: see `strategies_for`.
     """
@@ -70,6 +72,7 @@ class Course:
     ordered_period: SnapshotPeriod | None = None
     links: Links = field(default_factory=Links)
     suspects: Suspects = field(default_factory=Suspects)
+    pins: dict[int, str] = field(default_factory=dict)
     record: JobRecord | None = None
     strategies: Strategies = field(default_factory=Strategies)
 
@@ -83,6 +86,8 @@ class Course:
         self.record, self.strategies = record, Strategies() if record is None else strategies_for(record, self.terms)
         self.views.replication = self.recovery.replication(self.terms.replication)
         self.views.aggregates = self.strategies.aggregates
+        if self.view is not None:  # of an earlier coordinator
+            self.pins = pins_after(self.pins, self.view)
 
     def changed(self) -> None:
         """Raise `revision`: something has changed that the next coordinator needs."""
@@ -225,7 +230,8 @@ class Course:
     @property
     def workers_to_begin(self) -> int:
         """The workers to wait for before computing: `workers_start`; `workers_min` once there has been a view."""
-        return self.terms.workers_min if self.views.begun else self.terms.workers_start
+        wanted = self.terms.workers_min if self.views.begun else self.terms.workers_start
+        return max(wanted, self.replicas) if self.strategies.pinned else wanted
 
     @property
     def servers_to_begin(self) -> int:
@@ -236,6 +242,8 @@ class Course:
     def active(self) -> list[str]:
         """The workers that compute, those that are ready longest first; the others stand by."""
         last = None if self.record is None else self.last
+        if self.strategies.pinned:  # a replica that has no worker waits, and nobody computes meanwhile
+            return self.members.active(self.replicas, self.replicas, last)
         return self.members.active(self.terms.workers_min, self.workers_max, last)
 
     def computing(self) -> list[str]:

@@ -31,6 +31,7 @@ class Strategies:
         by_speed: replicas may move to a faster worker. False where a replica leaves state on its worker.
         backup_tasks: an idle worker is asked for a straggler's replica.
         aggregates: workers may use aggregators.
+        pinned: each replica stays with its worker, also while that is away: see `core.assignment.pinned`.
         workers_have_codec_states: a snapshot needs the workers' codec states.
         in_rounds: servers report each round, once.
         leases: evaluations may be leased.
@@ -43,6 +44,7 @@ class Strategies:
     by_speed: bool = True
     backup_tasks: bool = False
     aggregates: bool = True
+    pinned: bool = False
     workers_have_codec_states: bool = False
     in_rounds: bool = True
     leases: bool = False
@@ -58,6 +60,7 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         recovery=_RECOVERY[record.mode.holder](),
         by_speed=record.supports(Feature.BY_SPEED),
         backup_tasks=terms.backup_tasks and record.supports(Feature.BACKUP_TASKS),
+        pinned=Feature.OWN_LOOP in record.features,
         aggregates=not terms.backup_tasks and record.supports(Feature.AGGREGATORS),
         workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is Holder.SERVERS,
         in_rounds=record.mode.pace is Pace.ROUNDS,

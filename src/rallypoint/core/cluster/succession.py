@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rallypoint.core.assignment.assigner import Assigner
+from rallypoint.core.assignment.pinned import pinned_assignments, pins_after
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
@@ -101,6 +102,8 @@ class Succession:
         active = course.active()
         if not active or course.record is None or course.storing_first_weights:
             return ()
+        if course.strategies.pinned:
+            return pinned_assignments(course.pins, active, course.replicas)
         assigned = before.assigned(course.furthest + 1) if before is not None else {}
         if before is not None and assigned.keys() == set(active):
             return before.assignments_from(course.furthest + 1)  # no worker has come or gone
@@ -230,6 +233,7 @@ class Succession:
         course = self.course
         course.views.adopt(view)
         course.recovery.published(view)
+        course.pins = pins_after(course.pins, view)
         course.changed()
         if abandon:
             self.snapshots.duty.abandon()

@@ -34,6 +34,7 @@ class Feature(enum.Enum):
     AUDIT_SERVERS = "audit_servers="
     OWN_OPTIMIZER = "own_optimizer="
     SUMS = "sums for a loop of the script's own (bridges.ddp, bridges.c10d)"
+    OWN_LOOP = "rp.wrap (a loop of its own)"
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"
     FRAGMENTS = "fragments="

@@ -168,6 +168,10 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),
         {_M.ALL_REDUCE: YES},
     ),
+    _F.OWN_LOOP: _row(
+        No("such a loop waits for each version after its own gradient; use sync=rp.Sync() or sync=rp.AllReduce()"),
+        {_M.SYNC: YES, _M.ALL_REDUCE: YES},
+    ),
     _F.FRESH_INNER: _row(
         _OF_LOCAL,
         {

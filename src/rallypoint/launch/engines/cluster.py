@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from signal import Signals
 from typing import ClassVar, Protocol
 
+from rallypoint.errors import StartAgain
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
@@ -42,8 +44,9 @@ class Exit:
 
     @property
     def died(self) -> bool:
-        """True if something outside ended the process. Then it makes sense to start another one."""
-        return bool(self.signal)
+        """True if something outside ended the process, or it says so itself (`StartAgain`). Then it makes sense to
+        start another one."""
+        return bool(self.signal) or self.status == StartAgain.STATUS
 
     def __str__(self) -> str:
         """Return the end of a sentence that begins with the process's name."""

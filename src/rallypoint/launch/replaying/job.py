@@ -96,7 +96,7 @@ class ReplayedRun(Run):
 class ReplayJob(EmbeddedJob):
     """A worker with its own cluster, which begins with a run's snapshot. It writes into the task's folder alone."""
 
-    _run_type = ReplayedRun
+    run_type = ReplayedRun
 
     def __init__(self, task: Task) -> None:
         manifest = SnapshotStore(task.snapshots).load(task.snapshot)

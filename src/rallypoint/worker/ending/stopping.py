@@ -72,10 +72,13 @@ class Stopping:
         with suppress(Rewound):  # the other ranks send their gradients first: `end_replica` raises it after that
             self.heed(exchange)
 
-    def leave(self, exchange: Exchange, reason: str) -> None:
-        """Main thread: the script has left its loop, for this reason if it gave no other."""
+    def leave(self, exchange: Exchange, reason: str, *, own: bool = False) -> None:
+        """Main thread: the script has left its loop, for this reason if it gave no other.
+
+        `own`: the loop is the script's, and all processes leave theirs here: the job ends with what they hold.
+        """
         self.wish(reason)
-        version = exchange.step + 1
+        version = exchange.step + (not own)
         needed = exchange.step if exchange.end.computes() else version
         self.say(version, exchange.end.generation, left=needed)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -66,6 +66,7 @@ class Exchange:
         own_loop: for a script's own loop, which has no replicas and no steps.
         arrivals: the receiver that the links call with what arrives.
         updates: the newest update in what was installed last: 0 if that is the first weights.
+        viewed: is called with each view, on the thread of the coordinator's link.
         had_version: the model has held a version; also while a roll-back has made that stale.
     """
 
@@ -87,6 +88,7 @@ class Exchange:
             observed(shell.states, f"{context.me}-codec-states")
         self._locked = locked = LockedShell(shell, context.say)
         self._adopting = threading.Lock()
+        self.viewed: Callable[[View], None] = lambda view: None
         self.updates = 0
         self._closed = False  # guarded by `_adopting`
         self._evaluating = self.had_version = False
@@ -141,6 +143,7 @@ class Exchange:
                 self._links.overdraw(step, rolled_back=rolled_back)  # who computes what may have changed in mid-step
             self._locked.effects.run(effects)
             self._links.open(new, self.arrivals, view)
+            self.viewed(view)
 
     def assist(self, step: int, replica: int) -> None:
         """Add one more replica for this worker, as the coordinator asks (a backup task)."""

@@ -26,6 +26,7 @@ class Passes:
         losses, weights: of the replica's micro-batches and steps so far.
         logged: the figures that the script has logged of the replica.
         autocast: as `precision` says.
+        told: the script has told the loss. (A loop of its own need not.)
     """
 
     def __init__(self, parts: Parts, early: EarlyForward, installed_early: Callable[[int], None]) -> None:
@@ -35,12 +36,13 @@ class Passes:
         self.autocast = Autocast(parts.config, parts.tensors.device)
         self._activations = Activations(parts.model, parts.config, parts.tensors.device)
         self._streamed, self._carried = parts.streamed, parts.tensors.carried
+        self._own = parts.config.order == "own"
         self._new_losses = losses_of(parts.staging, parts.config, parts.say)
         self.begin(0)
 
     def begin(self, replica: int) -> None:
         """A replica begins its round."""
-        self.logged = Logged()
+        self.logged, self.told = Logged(), True
         self.resume(self._new_losses(replica), [])
 
     def resume(self, losses: Losses, weights: list[float]) -> None:
@@ -65,7 +67,8 @@ class Passes:
         It makes no check: `__exit__` could not swallow an error of `__enter__`.
         """
         self._early.inside = self._exchange.rows.in_micro = True
-        seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
+        if not self._own:
+            seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
         self.autocast.enter()
         self._activations.enter()
         if self._streamed is not None:
@@ -132,6 +135,12 @@ class Passes:
 
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
         """The script has back-propagated one micro-batch by itself (called by Micro)."""
+        if self._own:
+            self.told = loss is not None
+            self._count(micro, loss, weight)
+            self._parts.source.begin_backward(weight, finite=self.losses.finite, last=True)
+            self._parts.source.end_backward()  # `end_replica` sends what is in .grad
+            return
         if self._parts.alone:
             raise UsageError(
                 "micro.computed is for a worker of several ranks (--ranks), whose script runs a pipeline schedule: "

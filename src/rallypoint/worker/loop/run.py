@@ -43,6 +43,8 @@ class Run:
     When the loop ends, the model holds the final weights on every worker.
     """
 
+    own = False  # True: driven by a loop of the script's own
+
     def __init__(self, parts: Parts) -> None:
         self._parts, self._config = parts, parts.config
         self._exchange, self._source, self._tracer = parts.exchange, parts.source, parts.tracer
@@ -161,6 +163,8 @@ class Run:
     def __iter__(self) -> Iterator[Micro]:
         if self._started:
             raise UsageError("a run is iterated once")
+        if self._config.order == "own" and not self.own:
+            raise UsageError('order="own" is a setting of rp.wrap: leave it out')
         self._started = True
         self._leased.register()
         _forget_gradients(self._parts)  # of the script's own passes before the loop
@@ -227,7 +231,8 @@ class Run:
         except Rewound:
             self._early.undo()
             self._source.abandon()
-        stopping.leave(self._exchange, f"the loop was left at step {self._config.steps_at(round)}")
+        own = self._config.order == "own"
+        stopping.leave(self._exchange, f"the loop was left at step {self._config.steps_at(round)}", own=own)
         while (action := self._next_action(early=False)) is not None:
             if isinstance(action, machine.Compute):
                 stopping.cannot_compute(self._exchange, action.step)
@@ -294,7 +299,7 @@ class Run:
             mean_of(passes.losses.read()), mean_of(passes.weights), passes.logged
         )
         self._parts.coordinator.send(Report(
-            round, replica, loss, weight,
+            round, replica, loss if passes.told else math.nan, weight,
             items=len(steps) * self._config.batch * self._config.items_per_sample,
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
             settings=optimizer.settings_digest() if optimizer is not None else "", figures=figures,

@@ -78,15 +78,15 @@ class Job:
     """This process as a worker of a job, made by `rallypoint.join`. A context manager.
 
     Attributes:
-        id: the worker's name.
-        rank: this process's number among the ranks of its worker: 0, also where the worker is one process.
-        ranks: the number of ranks of this worker (``--ranks``); 1 where it is one process.
+        id, started: the worker's name; the number of workers that the job begins with.
+        rank, ranks: this process's number among the ranks of its worker, and their number: 0 and 1 without ``--ranks``.
+        run_type: what `train` returns.
         welcome, stopping: what the coordinator has said at first, and what it is told of the job's end.
 
     Raises AccessDenied or LinkError when the coordinator cannot be joined.
     """
 
-    _run_type: type[Run] = Run
+    run_type: type[Run] = Run
 
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None, near: str = "",
@@ -118,7 +118,7 @@ class Job:
         self._sharing = Sharing(self._transport, self._link)
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
-        self.welcome, self.stopping = self._link.welcome, self._stopping
+        self.welcome, self.stopping, self.started = self._link.welcome, self._stopping, self._link.welcome.workers
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
 
     def train(
@@ -172,7 +172,7 @@ class Job:
             lead.source(tensors, exchange) if lead is not None and isinstance(tensors, LeaderTensors)
             else source_for(model, tensors, config, exchange, self._staging, self._say)
         )  # fmt: skip
-        self._run = self._run_type(Parts(
+        self._run = self.run_type(Parts(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange, source=source,
             staging=self._staging, coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
             say=self._say, reports=self._reports, optimizer=optimizer, stopping=self._stopping,

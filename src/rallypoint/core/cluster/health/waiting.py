@@ -27,6 +27,17 @@ def waiting_for(course: Course, snapshots: Snapshots, *, cut_off: bool) -> str |
         phrase := awaits_rate(course) or holds(course) or holds_back(course)
     ):
         return phrase
+    if course.phase is Phase.RUNNING and (phrase := _unmanned(course)):
+        return phrase
     return awaited(
         course.phase, course.members, course.terms, workers=course.workers_to_begin, servers=course.servers_to_begin
     )
+
+
+def _unmanned(course: Course) -> str:
+    """Of a job whose replicas stay with their workers: the replicas that have none, as a phrase; "" if all have."""
+    if not course.strategies.pinned or course.active():
+        return ""
+    gone = {r: worker for r, worker in sorted(course.pins.items()) if worker not in course.members.present}
+    lost = ", ".join(f"replica {r} ({worker} had it)" for r, worker in gone.items())
+    return f"a process for {lost}: its loop has its own batches, which no other can compute" if lost else ""

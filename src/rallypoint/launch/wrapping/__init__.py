@@ -1,0 +1,1 @@
+"""A loop that stays the script's own: `rp.wrap`."""

@@ -1,0 +1,105 @@
+"""`RallypointStrategy`: Lightning's Trainer ends with the bytes of plain Lightning, also when a process is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainings import fit_lightning
+
+from rallypoint.errors import ConfigError
+from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.testing.processes import ProcessCluster
+from rallypoint.testing.programs import run_program
+
+pytest.importorskip("lightning", reason='Lightning is missing: pip install "rallypoint[lightning]"')
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,  # importing Lightning takes seconds
+]
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+import torch, trainings, rallypoint as rp
+model = trainings.lightning_module
+trainings.lightning_module = lambda: model(sys.argv[1])
+print("weights", *trainings.fit_lightning(rp.join(), sys.argv[1] + "/checkpoints")[:2], flush=True)
+"""
+
+
+def test_one_process_trains_as_plain_lightning_with_its_callbacks(tmp_path: Path) -> None:
+    with EmbeddedJob() as job:
+        weights, step, saved = fit_lightning(job, str(tmp_path / "job"))
+    assert (weights, step, saved) == fit_lightning(None, str(tmp_path / "plain"))
+    assert saved == ["step=40.ckpt"]
+
+
+def test_accumulated_gradients_are_lightnings_own(tmp_path: Path) -> None:
+    with EmbeddedJob() as job:
+        ours = fit_lightning(job, str(tmp_path / "job"), accumulate=4)
+    assert ours == fit_lightning(None, str(tmp_path / "plain"), accumulate=4)
+
+
+def test_early_stopping_ends_the_job(tmp_path: Path) -> None:
+    """After the second validation in an epoch of its own: Lightning ends there, and so does the job."""
+    more: dict[str, Any] = {"val_check_interval": 0.25}
+    with EmbeddedJob() as job:
+        ours = fit_lightning(job, str(tmp_path / "job"), patience=1, **more)
+    assert ours == fit_lightning(None, str(tmp_path / "plain"), patience=1, **more)
+    assert ours[1] == 10
+
+
+@pytest.mark.parametrize(("more", "why"), [
+    ({"gradient_clip_val": 1.0}, "give it clip="),
+    ({"max_steps": -1, "max_epochs": -1}, "give the Trainer max_steps or max_epochs"),
+])  # fmt: skip
+def test_what_has_no_place_is_refused_with_what_to_do(tmp_path: Path, more: dict[str, Any], why: str) -> None:
+    with EmbeddedJob() as job, pytest.raises(ConfigError, match=why):
+        _fit_with(job, tmp_path, more)
+
+
+def _fit_with(job: Any, folder: Path, more: dict[str, Any]) -> None:
+    import lightning
+    from trainings import lightning_module
+
+    from rallypoint.bridges.lightning import RallypointStrategy
+
+    strategy = RallypointStrategy("cpu")
+    strategy._job = job
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 8), torch.zeros(8, 4))
+    trainer = lightning.Trainer(
+        strategy=strategy, logger=False, enable_progress_bar=False, default_root_dir=folder, limit_val_batches=0,
+        enable_checkpointing=False, **more,
+    )  # fmt: skip
+    trainer.fit(lightning_module(), torch.utils.data.DataLoader(data, batch_size=2))
+
+
+def test_two_processes_train_as_one_with_two_accumulated_batches(tmp_path: Path) -> None:
+    with ProcessCluster(workers=2, servers=1) as cluster:
+        first, second = cluster.run(fit_lightning, str(tmp_path / "job"))
+    assert first == second == fit_lightning(None, str(tmp_path / "plain"), accumulate=2)
+
+
+@pytest.mark.programs
+def test_a_process_that_is_killed_in_mid_epoch_goes_on_there(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(here=str(HERE)))
+    given = ["-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "1", str(script), str(tmp_path)]
+    status, text = run_program(given, tmp_path / "output", env=dict(os.environ), cwd=tmp_path, timeout=100.0)
+    assert status == 0, text
+    weights, step, _ = fit_lightning(None, str(tmp_path / "plain"), accumulate=2)
+    assert re.findall(r"weights (\w+) (\d+)", text) == [(weights, str(step))] * 2, text
+    assert "was killed (SIGKILL): starting another" in text
+
+
+def test_the_example_is_the_plain_one_with_two_lines_changed() -> None:
+    before, after = ((EXAMPLES / f"lightning_{name}.py").read_text().splitlines() for name in ("plain", "rallypoint"))
+    assert sum(bool(line) and line not in before for line in after) == 2
+    assert sum(line not in after for line in before) == 1

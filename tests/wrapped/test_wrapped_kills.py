@@ -1,0 +1,105 @@
+"""Kill processes of a wrapped job: it ends with the bytes of plain training, and nobody else starts again for it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from own_loops import train_plain
+
+from rallypoint.testing.programs import run_program
+
+pytestmark = pytest.mark.programs
+
+HERE = Path(__file__).parent
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import psutil
+sys.path.insert(0, {here!r})
+from own_loops import STEPS, Net, build, loss_of
+import rallypoint as rp
+from rallypoint.worker.tensors import weights_hash
+
+strikes, kind = sys.argv[1].split("+"), sys.argv[2]
+struck = Path("struck")
+model = Net()
+optimizer, schedule = build(kind, model)
+optimizer = rp.wrap(model, optimizer, steps=STEPS, schedule=schedule, decay_1d=True)
+print("replica", optimizer.replica, "begins at", optimizer.position, flush=True)
+for step in range(optimizer.position, STEPS):
+    loss_of(model, step, optimizer.replica).backward()
+    if step == 7 and optimizer.replica == 1 and not struck.exists():
+        struck.touch()
+        for process in psutil.Process(os.getppid()).children():
+            if process.name() in strikes:
+                process.kill()
+                process.wait()
+        if "me" in strikes:
+            os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+    if schedule is not None:
+        schedule.step()
+print("weights", weights_hash(model), flush=True)
+"""
+
+
+def run(home: Path, strikes: str, kind: str, *options: str) -> str:
+    script = home / "script.py"
+    script.write_text(SCRIPT.format(here=str(HERE)))
+    given = ["-m", "rallypoint.cli", "run", "--workers", "2", "--folder", str(home / "run"), *options]
+    status, text = run_program(
+        [*given, str(script), strikes, kind], home / "output", env=dict(os.environ), cwd=home, timeout=90.0
+    )
+    assert status == 0, text
+    assert re.findall(r"weights (\w+)", text) == [train_plain(kind, 2)] * 2, text
+    return text
+
+
+@pytest.mark.parametrize("kind", ["servers", pytest.param("workers", marks=pytest.mark.slow)])
+def test_a_killed_process_is_started_again_at_the_jobs_step(tmp_path: Path, kind: str) -> None:
+    text = run(tmp_path, "me", kind)
+    begun = sorted(re.findall(r"replica \d begins at \d+", text))
+    assert begun == ["replica 0 begins at 0", "replica 1 begins at 0", "replica 1 begins at 7"]
+
+
+@pytest.mark.slow
+def test_a_server_with_a_backup_is_lost_and_no_loop_starts_again(tmp_path: Path) -> None:
+    text = run(tmp_path, "server0", "servers", "--servers", "2", "--replication", "2")
+    assert text.count("begins at") == 2
+
+
+@pytest.mark.slow
+def test_a_job_that_goes_back_to_a_snapshot_starts_its_loops_there(tmp_path: Path) -> None:
+    text = run(tmp_path, "server0+me", "servers", "--servers", "1", "--snapshot-steps", "5")
+    assert "to be started again: the job has gone back to step" in text
+    assert "ended with status 75: starting another" in text
+
+
+@pytest.mark.slow
+def test_where_workers_step_lost_servers_cost_nothing(tmp_path: Path) -> None:
+    text = run(tmp_path, "server0", "workers", "--servers", "1")
+    assert text.count("begins at") == 2
+
+
+@pytest.mark.slow
+def test_a_standby_process_takes_the_place_of_a_killed_one(tmp_path: Path) -> None:
+    text = run(tmp_path, "me", "servers", "--standby", "1")
+    assert "replica 1 begins at 7" in text
+
+
+def test_a_script_that_ends_early_fails_the_job_with_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, rallypoint as rp\nmodel = torch.nn.Linear(2, 1)\n"
+        "optimizer = rp.wrap(model, rp.SGD(lr=0.1), steps=5)\n"
+        "model(torch.ones(1, 2)).sum().backward()\noptimizer.step()\n"
+    )
+    status, text = run_program(
+        ["-m", "rallypoint.cli", "run", "--workers", "1", str(script)], tmp_path / "output", env=dict(os.environ),
+        cwd=tmp_path, timeout=90.0,
+    )  # fmt: skip
+    assert status != 0
+    assert "its script has ended at step 1 of 5: call optimizer.finish()" in " ".join(text.split())
