@@ -312,7 +312,7 @@ class Settings(TypedDict, total=False):
     keep_best: str
     best_is: Literal["min", "max"]
     seed: int
-    order: Literal["shuffled", "sequential", "windowed"]
+    order: Literal["shuffled", "sequential", "windowed", "own"]
     mixed_shards: int
     precision: Literal["fp32", "bf16", "fp16"]
     loss_scale: LossScaling
