@@ -33,6 +33,7 @@ class Feature(enum.Enum):
     AUDIT = "audit="
     AUDIT_SERVERS = "audit_servers="
     OWN_OPTIMIZER = "own_optimizer="
+    KEYED = "job.store"
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"
     FRAGMENTS = "fragments="

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rallypoint.core.modes.features import Feature
+from rallypoint.core.modes.keyed import WITH_KEYS
 from rallypoint.core.modes.traits import ModeName
 
 
@@ -65,6 +66,7 @@ _DECIDES_NOT = No(
     "it counts from a version that all replicas compute from, and that anybody can evaluate again; use sync=rp.Sync() "
     "without a quorum, or leave it out"
 )
+_NO_KEYS = No("each key of a store goes on by itself; use sync=rp.Sync(), rp.BoundedStaleness(s) or rp.Async()")
 _STAYS = No("what a replica has changed stays on the worker that computes it; replicas do not move")
 
 
@@ -275,9 +277,11 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         },
     ),
     _F.STOP_WHEN: _row(_DECIDES_NOT, {_M.SYNC: YES}),
+    _F.KEYED: _row(_NO_KEYS, dict.fromkeys((_M.SYNC, _M.SSP, _M.ASYNC), YES)),
 }
 
 CONFLICTS = (
+    *(Conflict(_F.KEYED, other, f"{why}, or use job.train") for other, why in WITH_KEYS.items()),
     Conflict(
         _F.BACKUP_TASKS, _F.CODEC_STATE,
         "the codec's state of a replica is on the worker that computes it; use a codec without state "
