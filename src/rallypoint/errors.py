@@ -130,6 +130,11 @@ class RankLost(RallypointError):
     """Another rank of this worker has ended: its own error says why, or it was killed, and so is this one."""
 
 
+class StoreRolledBack(RallypointError):
+    """A store's servers lost values that no other had, and went back to a snapshot: ask `store.step` and go on there.
+    """
+
+
 class JobAborted(RallypointError):
     """The job ended before its last step; the message says who gave up and why."""
 

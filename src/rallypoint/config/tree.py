@@ -46,8 +46,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         replicas: R, the logical data-parallel replicas; the global batch is `replicas` * `batch` samples (I1).
-        batch: samples of one replica at one step.
-        steps: updates to make.
+        batch, steps: samples of one replica at one step; updates to make.
         optimizer: the optimizer on the servers (under LocalSteps: the workers' between two synchronisations; under
             AllReduce: every worker's, which steps with the mean gradient).
         optimizers: the optimizer of each model, by name, where a job trains several; `optimizer` has no effect then.
@@ -100,6 +99,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         pace_mbit: Mbit/s that a worker or a server sends at most, in equal parts on its links; 0: as TCP likes. Of
             flows that share a port TCP gives some more than others, and a shard's sum waits for the last of them. A
             little less than the rate of the links: 970 for 1 Gbit/s. Linux only; not used where there are aggregators.
+        keyed: the job is a store (`job.store`): keys that are pushed and pulled one by one.
         item, items_per_sample: what the progress line counts ("tokens", 128).
         fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
             run's folder, for `rallypoint replay` and `rallypoint diff`; 0: never.
@@ -150,6 +150,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hold_bytes: int = 256 << 20
     in_flight_bytes: int = 0
     pace_mbit: float = 0.0
+    keyed: bool = False
     item: str = "samples"
     items_per_sample: int = 1
     fingerprints: int = 0
@@ -258,10 +259,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def decides(self) -> bool:
-        """True if servers decide together before they apply a round.
-
-        Stopping needs no decision: a worker sees its own loss before it pushes anything of that replica.
-        """
+        """True if servers decide together before they apply a round. Stopping needs no decision: a worker sees its own
+        loss before it pushes anything of that replica."""
         return self.mode.pace is Pace.ROUNDS and (self.clips_on_servers or self.skips)
 
     @property
@@ -385,6 +384,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.FINGERPRINTS: config.fingerprints > 0,
         Feature.AUDIT: config.audit > 0,
         Feature.AUDIT_SERVERS: config.audit_servers > 0,
+        Feature.KEYED: config.keyed,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 

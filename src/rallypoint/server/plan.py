@@ -24,5 +24,5 @@ def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:
         decides=waiting if config.decides else frozenset(), rule=rule, rounds=config.rounds,
         buffer_policy=Sync(quorum=1) if config.contributors("buffers") > 1 else None,
         compensates=config.compensation > 0, cadence=cadence_of(config, shards),
-        audits=audits_of(config), carried=carried_in(shards),
+        audits=audits_of(config), carried=carried_in(shards), keyed=config.keyed,
     )  # fmt: skip

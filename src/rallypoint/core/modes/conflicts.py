@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rallypoint.core.modes.features import Feature
+from rallypoint.core.modes.keyed import WITH_KEYS
 from rallypoint.core.modes.own_loop import OWN_LOOP
 from rallypoint.core.modes.sums import NOT_WITH_SUMS
 from rallypoint.core.modes.traits import ModeName
@@ -116,6 +117,7 @@ CONFLICTS = (
         _F.RANKS: "workers of several ranks do not audit each other yet; use workers of one process",
         _F.AGGREGATORS: "an aggregator adds contributions up before servers can compare them; leave --aggregators out",
     }.items()),
+    *(Conflict(_F.KEYED, other, f"{why}, or use job.train") for other, why in WITH_KEYS.items()),
     *(Conflict(_F.OWN_LOOP, other, why) for other, why in OWN_LOOP.items()),
     Conflict(
         _F.FOLD, _F.REPLICATION,

@@ -35,6 +35,7 @@ class Feature(enum.Enum):
     OWN_OPTIMIZER = "own_optimizer="
     SUMS = "sums for a loop of the script's own (bridges.ddp, bridges.c10d)"
     OWN_LOOP = "rp.wrap (a loop of its own)"
+    KEYED = "job.store"
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"
     FRAGMENTS = "fragments="

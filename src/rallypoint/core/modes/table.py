@@ -55,6 +55,7 @@ _DECIDES_NOT = No(
     "it counts from a version that all replicas compute from, and that anybody can evaluate again; use sync=rp.Sync() "
     "without a quorum, or leave it out"
 )
+_NO_KEYS = No("each key of a store goes on by itself; use sync=rp.Sync(), rp.BoundedStaleness(s) or rp.Async()")
 _STAYS = No("what a replica has changed stays on the worker that computes it; replicas do not move")
 
 
@@ -283,4 +284,5 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         },
     ),
     _F.STOP_WHEN: _row(_DECIDES_NOT, {_M.SYNC: YES}),
+    _F.KEYED: _row(_NO_KEYS, dict.fromkeys((_M.SYNC, _M.SSP, _M.ASYNC), YES)),
 }

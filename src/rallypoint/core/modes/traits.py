@@ -148,6 +148,8 @@ def name_of(sync: Mode, features: Set[Feature] = frozenset()) -> ModeName:
 def describe(sync: Mode, features: Set[Feature] = frozenset()) -> ModeTraits:
     """The description of `sync`, in a job with these `features`."""
     traits = MODES[name_of(sync, features)]
+    if Feature.KEYED in features:  # each key counts its own updates, and what is pushed is the script's own affair
+        traits = msgspec.structs.replace(traits, clock=Clock.REPLICA, bytes=Bytes.NO)
     leaves_state = Feature.CODEC_STATE in features or (traits.leaves_state and Feature.FRESH_INNER not in features)
     if leaves_state == traits.leaves_state:
         return traits

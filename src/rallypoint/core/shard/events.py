@@ -141,9 +141,10 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class CaptureAt:
-    """A snapshot needs the shard's state at `version`."""
+    """A snapshot needs the shard's state at `version`; with `any_version`, as it is now."""
 
     version: int
+    any_version: bool = False
 
 
 Event = (

@@ -149,8 +149,8 @@ class ShardMachine:
                 return self._assigned(event)
             case events.FillBackup():
                 return self._fill()
-            case events.CaptureAt(version=version):
-                return [*self._capture.ask(version, self.version, primary=self.primary, any_version=bool(self.clocks))]
+            case events.CaptureAt(version=at, any_version=free):
+                return [*self._capture.ask(at, self.version, primary=self.primary, any_version=free or bool(self.clocks))]
             case events.GoOn():
                 return self._finish_when_complete()
 

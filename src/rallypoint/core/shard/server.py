@@ -30,10 +30,10 @@ FILLS_AT_ONCE = 2  # whole states in transit to backups at a time: limits their 
 class Plan:
     """What the machine needs to know of the job.
 
-    `expected[i]` replicas contribute to shard i, `rounds` times each; in a staggered job as often as `cadence` says. To
-    the `carried` (shards of carried state) only the named one does. `measured` are the shards that count in the global
-    norm (the parameters). `decides` are the shards that wait for a decision that all servers take together. Where the
-    `rule` examines, every other shard is decided by its own server.
+    `expected[i]` replicas contribute to shard i, `rounds` times each; staggered, as often as `cadence` says. To the
+    `carried` (shards of carried state) only the named one does. `measured` shards count in the global norm
+    (parameters), `decides` wait for a decision that all servers take together. Where the `rule` examines, every other
+    shard is decided by its own server.
     """
 
     policy: Policy
@@ -47,6 +47,7 @@ class Plan:
     cadence: Cadence = TOGETHER
     audits: Audits | None = None
     carried: Mapping[int, int] = field(default_factory=dict)
+    keyed: bool = False  # each shard counts its own updates, and any worker may begin it
 
     def rounds_of(self, index: int) -> int:
         """The shard's own version at the end of the job."""
@@ -102,10 +103,8 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Disproved:
-    """Tell the coordinator that the backup of this shard does not hold `version`, which it has acknowledged.
-
-    `paired` is the view in which the two became primary and backup.
-    """
+    """Tell the coordinator that the backup of this shard does not hold `version`, which it has acknowledged, as the two
+    were in the view `paired`."""
 
     shard: int
     version: int
@@ -186,7 +185,8 @@ class ServerMachine:
         """
         effects: list[Effect] = []
         for index in (i for i in self.held if self.is_primary(i)):
-            for effect in self.handle(index, shard_events.CaptureAt(self.plan.cadence.updates_before(index, version))):
+            at = shard_events.CaptureAt(self.plan.cadence.updates_before(index, version), self.plan.keyed)
+            for effect in self.handle(index, at):
                 match effect:
                     case On(effect=shard_effects.Capture(missed=True)) if self._may_be_the_one_before(index, version):
                         effects.append(On(index, shard_effects.Capture(self._machines[index].version - 1)))

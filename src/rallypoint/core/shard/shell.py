@@ -148,9 +148,9 @@ class ServerShell(Generic[L]):
         return audits is not None and step >= 0 and audits.may_contribute(view, worker, step)
 
     def may_begin(self, worker: str) -> bool:
-        """Is this the worker that uploads the first version of the generation?"""
+        """Is this the worker that uploads the first version of the generation? Keys: any worker; the first one wins."""
         view = self.machine.view
-        return view is not None and view.uploader == worker
+        return view is not None and (view.uploader == worker or self.machine.plan.keyed)
 
     def want(self, link: L, worker: str, shard: int, replica: int) -> Sequence[Effect]:
         """A worker asks for the parameters for a replica's next step."""

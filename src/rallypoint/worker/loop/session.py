@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
@@ -17,33 +17,21 @@ from rallypoint.config import JobConfig, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.spec import Collate, Data, Loader, given
-from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, JobAborted, RallypointError, UsageError
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
-    Aborted,
-    Assist,
-    Beat,
     Capture,
-    Finished,
     GiveUp,
     Leaving,
-    Message,
-    NewView,
-    NotStored,
     Propose,
-    Refused,
-    Say,
 )
-from rallypoint.net.ordering.messages import StopWanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import LOAD, Tracer
-from rallypoint.observe.waits import wait_until
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.auditing.kernels import kernels_of
@@ -52,10 +40,14 @@ from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context
+from rallypoint.worker.keys.exchange import KeyExchange
+from rallypoint.worker.keys.settings import KeySettings, KeyShape, declared, first_values
+from rallypoint.worker.keys.store import KeyStore
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
+from rallypoint.worker.membership import TOO_LATE, DataPlane, Member
 from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.ranks.followers import NoFollowers
 from rallypoint.worker.ranks.lead import Lead
@@ -71,10 +63,9 @@ from rallypoint.worker.streamed.parameters import streamed_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
-_TOO_LATE = "the job was over before this worker took part in it"
 
 
-class Job:
+class Job(Member):
     """This process as a worker of a job, made by `rallypoint.join`. A context manager.
 
     Attributes:
@@ -106,7 +97,9 @@ class Job:
         self._lead = self._captured = ""
         self._wanted: Capture | None = None  # the last snapshot that the coordinator asked for
         self._failure: BaseException | None = None
+        self._plane: DataPlane | None = None
         self._exchange: Exchange | None = None
+        self._keys: KeyStore | None = None
         self._staging: Staging | None = None
         self._run: Run | None = None
         self._link = CoordinatorLink(
@@ -140,7 +133,7 @@ class Job:
         Returns when all workers and servers are here and agree. Raises ConfigError, ModelError or DataError on bad
         input, JobAborted when the job ends before it begins.
         """
-        if self._exchange is not None:
+        if self._plane is not None:
             raise UsageError("this job has its run already: one job.train for one rp.join")
         carry = settings.pop("carry", None)
         own = several(own_optimizer, torch.optim.Optimizer, "own_optimizer")
@@ -184,6 +177,22 @@ class Job:
         ))  # fmt: skip
         return self._run
 
+    def store(self, keys: Mapping[str, KeyShape], **settings: Unpack[KeySettings]) -> KeyStore:
+        """A key-value store on this job's servers, in place of a training run: see `KeyStore`, and `KeySettings`.
+
+        `keys` maps each name to a shape, or to a tensor: that is its first value too. All workers give the same names
+        and shapes. Returns when all workers and servers are here. Raises ConfigError, ModelError, JobAborted.
+        """
+        if self._plane is not None:
+            raise UsageError("this job has its run or its store already: one for one rp.join")
+        config, layout = declared(keys, settings, self._link.welcome.overrides)
+        self._propose(record_of(config, layout))
+        context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
+        exchange = KeyExchange(layout, config, context, self._link.send)
+        self._begin(exchange)
+        self._keys = KeyStore(exchange, self.done, first_values(keys))
+        return self._keys
+
     def open_exchange(
         self, record: JobRecord, config: JobConfig, *, pinned: bool = False, early: bool = True
     ) -> Exchange:
@@ -192,17 +201,25 @@ class Job:
         `early`: forward passes may begin before all of their version is here, if the settings allow it. This is the
         data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
         """
+        self._propose(record)
+        context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
+        self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early)
+        self._begin(self._exchange)
+        return self._exchange
+
+    def _propose(self, record: JobRecord) -> None:
         with self._changed:
             self._record = record
         self._link.send(Propose(record, self._kernels))
         self._wait_for_view()
-        context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
-        exchange = Exchange(record.layout, config, context, pinned=pinned, early=early)
+
+    def _begin(self, exchange: DataPlane) -> None:
+        """Give the data plane what the coordinator has said so far, and from now on."""
         with self._changed:
-            self._exchange = exchange
+            self._plane = exchange
             view, failure, finished = self._view, self._failure, self._finished
         if finished:  # the job ended while the exchange was being made, and no message will repeat that
-            raise JobAborted(_TOO_LATE)
+            raise JobAborted(TOO_LATE)
         assert view is not None
         exchange.adopt(view)
         self._capture()
@@ -210,7 +227,6 @@ class Job:
             exchange.fail(failure)
         if self._leaving:
             exchange.leave()
-        return exchange
 
     def done(self, generation: ViewNumber, version: int = -1) -> None:
         """Tell the coordinator that this worker holds the job's last `version` (-1: its last round).
@@ -251,8 +267,8 @@ class Job:
 
     def _leave(self, status: int) -> None:
         self._link.send(Leaving())
-        if self._exchange is not None:
-            self._exchange.leave()
+        if self._plane is not None:
+            self._plane.leave()
         time.sleep(max(LEAVE_WITHIN_S, self._link.welcome.heartbeat))
         if not self._finished:
             os._exit(status)
@@ -260,7 +276,7 @@ class Job:
     def _leads(self) -> bool:
         if self._finished:
             return self._lead == self.id
-        exchange = self._exchange
+        exchange = self._plane
         return exchange is not None and exchange.view.lead(exchange.step) == self.id
 
     def __enter__(self) -> Job:
@@ -278,16 +294,17 @@ class Job:
     def _finish(self, run: Run | None) -> None:
         """The script has ended without an error: if it has left the loop of `run`, take part in the job to its end."""
         try:
-            if run is not None and not self._finished and not self._leaving:
-                run.finish()
+            for part in (run, self._keys):
+                if part is not None and not self._finished and not self._leaving:
+                    part.finish()
         except RallypointError as error:
             self._give_up(str(error))
             raise
-        if self._exchange is not None and not self._finished and not self._leaving:
+        if self._plane is not None and not self._finished and not self._leaving:
             self._give_up("its loop ended before the last step")
 
     def _give_up(self, reason: str) -> None:
-        exchange = self._exchange
+        exchange = self._plane
         if exchange is None or self._view is None:
             self._link.send(GiveUp(reason))
             return
@@ -299,102 +316,8 @@ class Job:
         atexit.unregister(self.close)  # `rallypoint.join` registers it
         if self._run is not None:
             self._run.release_model()
-        for part in (self._exchange, self._staging, self._sharing, self._watch, self._link):
+        for part in (self._plane, self._staging, self._sharing, self._watch, self._link):
             if part is not None:
                 part.close()
         if self._link.welcome.folder:
             self._tracer.save(Path(self._link.welcome.folder))
-
-    # ---- waiting ----
-
-    def _wait_for_view(self) -> None:
-        with self._changed:
-            wait_until(
-                self._changed, lambda: self._failure is not None or self._finished or self._view is not None,
-                lambda: "the other members of the job", self._report_wait,
-            )  # fmt: skip
-            if self._failure is not None:
-                raise self._failure
-            if self._view is None:
-                raise JobAborted(_TOO_LATE)
-
-    def _say(self, text: str) -> None:
-        self._link.send(Say(text))
-
-    def _report_wait(self, sentence: str) -> None:
-        self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
-
-    def _beat(self) -> Beat:
-        return Beat() if self._exchange is None else self._exchange.beat()
-
-    # ---- messages from the coordinator, on the link's thread ----
-
-    def _on_admitted(self, new: bool) -> None:
-        """The coordinator has admitted this worker (again): repeat what the coordinator may not know.
-
-        Repeat it even when the coordinator seems to know this worker. A coordinator that died before anything was
-        agreed left nothing in its journal, so the next one counts incarnations from 1 again.
-        """
-        with self._changed:
-            record = self._record
-        if record is not None:
-            self._link.send(Propose(record, self._kernels))
-        self._sharing.repeat()
-        self._reports.repeat(new=new)
-        self._stopping.repeat(self._view)
-        if self._leaving:
-            self._link.send(Leaving())
-
-    def _on_message(self, message: Message) -> None:
-        match message:
-            case NewView(view=view):
-                self._adopt(view)
-            case Assist(step=step, replica=replica):
-                if self._exchange is not None:
-                    self._exchange.assist(step, replica)
-            case Capture():
-                with self._changed:
-                    self._wanted = message
-                self._capture()
-            case Finished(lead=lead):
-                with self._changed:
-                    self._finished, self._lead = True, lead
-                    self._changed.notify_all()
-                if self._exchange is not None:
-                    self._exchange.finish()
-            case StopWanted(reason=reason):
-                self._stopping.wish(reason or "the operator")
-            case Aborted(reason=reason) | Refused(reason=reason):
-                self._fail(JobAborted(reason))
-            case _ if not self._sharing.takes(message):
-                raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
-
-    def _capture(self) -> None:
-        """Pass the coordinator's last request for a snapshot to the exchange, once. (Each view repeats the request.)"""
-        with self._changed:
-            wanted, exchange = self._wanted, self._exchange
-            if exchange is None or wanted is None or wanted.snapshot == self._captured:
-                return
-            self._captured = wanted.snapshot
-        if (passed := exchange.capture(Store(wanted.snapshot, wanted.version, wanted.writers))) >= 0:
-            self._link.send(NotStored(wanted.snapshot, "the step was over before the request came", passed))
-
-    def _adopt(self, view: View) -> None:
-        with self._changed:
-            self._view = view
-            exchange = self._exchange
-            self._changed.notify_all()
-        if exchange is not None:
-            exchange.adopt(view)
-        self._stopping.adopted(view)
-
-    def _on_lost(self, error: RallypointError) -> None:
-        if not self._finished:
-            self._fail(JobAborted(f"the coordinator is gone: {error}"))
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
-        if self._exchange is not None:
-            self._exchange.fail(error)

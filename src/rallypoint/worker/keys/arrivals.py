@@ -1,0 +1,105 @@
+"""What arrives on a store's links, checked: values, answers, and the ends of links. Called on the links' threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from rallypoint.core.layout import Layout, Shard
+from rallypoint.core.view import Member
+from rallypoint.errors import JobAborted, ProtocolError, RallypointError
+from rallypoint.net.frames import SKIP, Header
+
+
+class Heard(Protocol):
+    """Takes what has arrived; the exchange of the store. Each takes the lock."""
+
+    def valued(self, shard: int, contributor: int, clock: int, version: int, data: bytearray) -> None:
+        """The answer to a want, with the shard's value."""
+
+    def answered(self, shard: int, number: int, version: int, data: bytearray | None) -> None:
+        """The answer to a pull; None: the version is not kept any more."""
+
+    def to_wait(self, contributor: int) -> None:
+        """The policy makes the contributor wait."""
+
+    def link_up(self, server: str) -> None:
+        """The link is up (again)."""
+
+    def link_lost(self, server: str) -> None:
+        """The link has ended."""
+
+    def fail(self, error: BaseException) -> None:
+        """Raise this error in whatever waits."""
+
+
+class KeyArrivals:
+    """The `Receiver` of all links of one store, which has `contributors` contributors."""
+
+    def __init__(self, layout: Layout, contributors: int, heard: Heard) -> None:
+        self._layout, self._contributors, self._heard = layout, contributors, heard
+        self._landing = threading.local()  # each link has a thread, and receives one value at a time
+
+    def arriving(self, header: Header, server: str) -> memoryview | None:
+        shard = self._shard(header)
+        if header.codec or header.length != shard.nbytes:
+            raise ProtocolError(f"{header.length} bytes for shard {shard.index}, which has {shard.nbytes}")
+        if header.wanted is None or not 0 <= header.wanted < self._contributors:
+            raise ProtocolError(f"the parameters of contributor {header.wanted}: there are {self._contributors}")
+        self._landing.now = header, bytearray(header.length)
+        return memoryview(self._landing.now[1])
+
+    def landed(self, shard: int) -> None:
+        header, data = self._landing.now
+        self._heard.valued(shard, header.wants - 2, header.base, header.step, data)
+
+    def rows(self, header: Header, data: bytearray) -> None:
+        shard = self._shard(header)
+        if header.flags & SKIP:
+            self._heard.answered(shard.index, header.base, header.step, None)
+        elif len(data) != shard.nbytes:
+            raise ProtocolError(f"{len(data)} bytes for shard {shard.index}, which has {shard.nbytes}")
+        else:
+            self._heard.answered(shard.index, header.base, header.step, data)
+
+    def to_wait(self, replica: int, clock: int) -> None:
+        self._heard.to_wait(replica)
+
+    def link_up(self, server: Member) -> None:
+        self._heard.link_up(server.id)
+
+    def link_lost(self, server: Member, error: RallypointError) -> None:
+        if isinstance(error, ProtocolError):
+            self._heard.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
+        self._heard.link_lost(server.id)
+
+    def link_failed(self, server: Member, fault: Exception) -> None:
+        self._heard.fail(JobAborted(f"the link to server {server.id} has failed: {fault!r}"))
+
+    def _shard(self, header: Header) -> Shard:
+        if not 0 <= header.shard < len(self._layout.shards):
+            raise ProtocolError(f"a {header.kind.name} frame for shard {header.shard}: not in this store's layout")
+        return self._layout.shards[header.shard]
+
+    # ---- what no server sends to a store ----
+
+    def decode(self, shard: int, payload: memoryview) -> None:
+        raise ProtocolError(f"an encoded value of shard {shard}: a store's values are raw")
+
+    def words_arriving(self, header: Header) -> memoryview | None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
+
+    def words_arrived(self, header: Header) -> None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
+
+    def state(self, header: Header, data: bytearray, server: str) -> None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
+
+    def check_codec_state(self, header: Header) -> None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
+
+    def codec_state(self, header: Header, data: bytearray) -> None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
+
+    def codec_state_taken(self, header: Header) -> None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
