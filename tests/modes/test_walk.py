@@ -37,7 +37,8 @@ SUPPORTED = [
         marks=() if mode in QUICK.get(feature, set()) else (pytest.mark.slow,),
     )
     for feature, cells in TABLE.items() for mode, cell in cells.items()
-    if not isinstance(cell, No) and feature not in (Feature.RANKS, Feature.SUMS)  # tests/ranks, tests/bridges
+    # These are in tests/ranks, tests/bridges and test_survival_store.py
+    if not isinstance(cell, No) and feature not in (Feature.RANKS, Feature.SUMS, Feature.KEYED)
 ]  # fmt: skip
 
 

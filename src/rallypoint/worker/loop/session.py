@@ -41,7 +41,7 @@ from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.keys.exchange import KeyExchange
-from rallypoint.worker.keys.settings import KeySettings, KeyShape, declared, first_values
+from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape, declared, first_values
 from rallypoint.worker.keys.store import KeyStore
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
 from rallypoint.worker.loop.parts import Parts
@@ -185,6 +185,8 @@ class Job(Member):
         """
         if self._plane is not None:
             raise UsageError("this job has its run or its store already: one for one rp.join")
+        if self._group is not None:
+            raise UsageError(NOT_OF_RANKS)
         config, layout = declared(keys, settings, self._link.welcome.overrides)
         self._propose(record_of(config, layout))
         context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
