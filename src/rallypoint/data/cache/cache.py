@@ -69,8 +69,8 @@ class Cache:
     def __init__(self, folder: str | Path, *, limit: int = LIMIT, peers: bool = True) -> None:
         if "://" in str(folder):
             raise UsageError(f"rp.Cache({str(folder)!r}): give a folder on a disk of this machine")
-        if limit < 1:
-            raise UsageError(f"rp.Cache(limit={limit}): give a number of bytes, 1 or more")
+        if not isinstance(limit, int | float) or limit < 1:
+            raise UsageError(f"rp.Cache(limit={limit!r}): give a number of bytes, 1 or more, as 500 << 30 for 500 GiB")
         self.peers = peers
         self._entries = Entries(Path(folder).expanduser().absolute(), limit)
         self._neighbours: Neighbours | None = None
