@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -59,6 +60,10 @@ def pytest_report_header() -> str:
 def _one_thread_for_torch() -> None:
     """The same bytes on every machine, and no fight over two cores."""
     torch.set_num_threads(1)
+    with suppress(ImportError):  # what compiles shows progress with it, and it would leave a thread for ever
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0
 
 
 @pytest.fixture(autouse=True)

@@ -186,6 +186,9 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
     assert work is not None
     work.wait()
     found["strided, later"] = strided.tolist()
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), values, (2,))
+    dist.all_reduce(sparse)
+    found["sparse"] = sparse.to_dense().tolist()
     part = torch.zeros(1)
     dist.reduce_scatter_tensor(part, values.repeat(world)[: world].contiguous())
     found["scattered"] = part.tolist()

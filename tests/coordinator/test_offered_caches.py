@@ -60,3 +60,10 @@ def test_each_view_is_followed_by_the_caches() -> None:
     list(tickets.offered("w0", offers(0), now))
     news = [(id, type(message)) for id, message in tickets.views(now, ["w0", "w1"])]
     assert news == [("w0", NewView), ("w1", NewView), ("w0", Caches)]
+
+
+def test_who_says_the_same_again_is_answered_and_nobody_else_is_told() -> None:
+    tickets, now = Tickets(SECRET), view(w0=1, w1=2)
+    for id, cache in (("w0", 0), ("w1", 1)):
+        list(tickets.offered(id, offers(cache), now))
+    assert [id for id, _ in tickets.offered("w1", offers(1), now)] == ["w1"]

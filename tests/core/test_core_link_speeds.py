@@ -156,3 +156,14 @@ def test_the_gain_is_what_the_fullest_link_takes_too_long() -> None:
     assert gain(dict.fromkeys("abcd", 25), {"a": 1, "b": 1, "c": 1, "d": 0.5}) == pytest.approx(1.75)
     assert gain({"a": 20, "b": 10}, {"a": 1, "b": 0.5}) == pytest.approx(1.0)
     assert gain({"a": 0, "b": 0}, {"a": 1, "b": 0.5}) == 1.0
+
+
+def test_figures_that_all_but_vanish_and_names_without_end_cost_the_coordinator_nothing() -> None:
+    least, most = (5e-324, 1.0), (1e15, 1.0)
+    links = after(5, {"w0": {"s0": least, "s1": most}, "w1": {"s2": least, "s1": most}})
+    assert links.speeds(SERVERS) == {}
+    for beat in range(5):
+        links.heard("w0", {f"{beat} {number}": most for number in range(1000)})
+    assert sum(map(len, links._said.values())) <= 1002
+    tiny = {id: Member(id, "h", "10.0.0.1:1", 1, link_mbit=5e-324) for id in SERVERS}
+    assert weights_of(tiny, {}) == {}

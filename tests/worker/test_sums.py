@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rallypoint.bridges.words import Part, sum_of
 from rallypoint.config import resolve, with_own_optimizer
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
@@ -181,6 +182,40 @@ def test_when_a_worker_is_gone_every_other_one_s_sum_says_so() -> None:
     for rank in (0, 2):
         assert isinstance(results[rank], JobAborted)
         assert "worker1 is gone, and this script's world is fixed: start all of it again" in str(results[rank])
+
+
+def test_a_worker_that_is_gone_while_another_has_ended_already_fails_the_job() -> None:
+    """The worker that has ended tells the coordinator: else the lost one's place would be waited for without an end."""
+
+    ended: list[Sums] = []
+
+    def script(made: Sums) -> None:
+        ask_for_all(made, (100,))
+        if made.rank == 0:
+            ended.append(made)
+        else:
+            until(lambda: bool(ended and ended[0].reducer._queues.by_shard.get(CLOCK)), "worker0 has not ended")
+            made.close()
+
+    with cluster(2) as here:
+        results = here.run(script)
+        until(lambda: "worker1 is gone" in (here.coordinator._failure or ""), "the job goes on")
+    assert isinstance(results[0], JobAborted)
+
+
+def test_what_follows_a_sum_may_wait_for_another_one() -> None:
+    """As torch's PowerSGD hook does it: the sums go on beside what was to be called when one is there."""
+
+    def script(made: Sums) -> list[float]:
+        first, second = torch.ones(100), torch.ones(100)
+
+        def next_one(_: object) -> torch.Tensor:
+            return sum_of(made, [Part(second, second)], second, second.device).wait() * 3
+
+        return sum_of(made, [Part(first, first)], first, first.device).then(next_one).wait()[:2].tolist()
+
+    with cluster(2) as here:
+        assert here.run(script) == [[6.0, 6.0]] * 2
 
 
 def test_only_the_wanted_part_of_a_sum_is_written_and_what_was_given_stays() -> None:

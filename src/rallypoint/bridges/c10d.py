@@ -103,7 +103,7 @@ class RallypointGroup(dist.ProcessGroup):
     def _by_servers(self, op: Any, tensors: Tensors) -> Sums | None:
         """What makes this sum; None if it goes over Gloo."""
         adds = op == _Op.SUM or op == _Op.AVG or op == _Op.PREMUL_SUM  # (`in` would compare them the other way round)
-        return self._sums if adds and all(t.dtype in SUMMED and t.numel() for t in tensors) else None
+        return self._sums if adds and all(map(_goes, tensors)) else None
 
     def _own(self, each: int) -> range:
         return range(self._number * each, (self._number + 1) * each)
@@ -126,6 +126,11 @@ class RallypointGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """End Gloo's connections. The cluster's job ends with the script."""
         self._gloo.shutdown()
+
+
+def _goes(tensor: torch.Tensor) -> bool:
+    """True if servers can add it up: sparse gradients go over Gloo."""
+    return tensor.dtype in SUMMED and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _op_of(*given: Any) -> Any:

@@ -119,14 +119,20 @@ def _end_with_the_script(made: Sums) -> None:
     def noted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         errors.append(error)
         before(kind, error, trace)
-        if isinstance(error, JobAborted):  # `rallypoint run` says it too; torchrun does not
-            print(f"error: {printable_lines(str(error))}", file=sys.stderr)
+        if isinstance(error, JobAborted):
+            say(error)
+
+    def say(error: JobAborted) -> None:  # `rallypoint run` says it too; torchrun does not
+        print(f"error: {printable_lines(str(error))}", file=sys.stderr)
 
     def end() -> None:
         if errors:
             made.fail(errors[0])
-        else:
+            return
+        try:
             made.finish()
+        except JobAborted as error:  # another script is gone, or has failed
+            say(error)
 
     sys.excepthook = noted
     atexit.register(end)  # it runs before what `join` has registered

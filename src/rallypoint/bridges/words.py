@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -62,10 +63,10 @@ def sum_of(made: Sums, parts: Sequence[Part], result: T, device: torch.device) -
             left[0] -= 1
             errors.extend([] if error is None else [error])
             over = left[0] == 0
-        if over and errors:
-            future.set_exception(errors[0])  # type: ignore[arg-type]
-        elif over:
-            future.set_result(result)
+        if over:  # on a thread of its own: what a script has hung on the future may wait for the next sum
+            failed = partial(future.set_exception, errors[0] if errors else None)  # type: ignore[arg-type]
+            call = failed if errors else partial(future.set_result, result)
+            threading.Thread(target=call, name="sums-result", daemon=True).start()
 
     for part in parts:
         part.ask(made, ended)

@@ -20,7 +20,20 @@ from rallypoint.config.tree import Group, JobConfig
 from rallypoint.core.average import EMA, SWA
 from rallypoint.core.deciding.decisions import ReduceOnPlateau
 from rallypoint.core.loss_scale import LossScaling, is_power_of_two
-from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
+from rallypoint.core.optimizer import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Sum,
+)
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.schedule import Constant, Cosine, Linear, StepDecay
 from rallypoint.core.settings import EXAMPLES, written
@@ -167,8 +180,9 @@ def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bo
         wrong = (_in_struct(group, [Group], f"{path}[{n}].", False) for n, group in groups)
         if first := next(filter(None, wrong), ""):
             return first
-    if isinstance(value, str) and structs and all(kind in (*_MODES, *_OPTIMIZERS, *_AVERAGES) for kind in structs):
-        return _in_words(value, structs, path)
+    named = [kind for kind in structs if kind is not Sum]  # that one is not for users
+    if isinstance(value, str) and named and all(kind in (*_MODES, *_OPTIMIZERS, *_AVERAGES) for kind in named):
+        return _in_words(value, named, path)
     return "" if _fits(value, hint, limit) else f"{path} is {_shown(value)}: it must be {_described(hint, limit)}"
 
 
@@ -212,7 +226,7 @@ _PLURALS: dict[Any, str] = {float: "numbers", str: "texts", str | tuple[str, ...
 
 def _described(hint: Any, limit: Limit | None) -> str:
     """Return ``a number above 0, or none``."""
-    parts = list(_parts(hint))
+    parts = [part for part in _parts(hint) if part is not Sum]
     said = [_kind(part) for part in parts if part is not NoneType and not _is_struct(part)]
     if said and limit is not None:
         said[-1] += f" {limit.words}"

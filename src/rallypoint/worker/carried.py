@@ -77,10 +77,12 @@ class Carried:
         for name, tensor in given.items():
             own = self.tensors[_named(replica, name)]
             if tensor.shape != own.shape or tensor.dtype != own.dtype:
+                do = "is carry= for one replica's batch? is the last batch shorter?" if tensor.dtype == own.dtype else (
+                    "give carry= this type, or convert what you assign"
+                )  # fmt: skip
                 raise UsageError(
                     f"{_named(replica, name)} is {_type(tensor)} {list(tensor.shape)}, and carry= of job.train has "
-                    f"{_type(own)} {list(own.shape)} there: what a replica carries keeps its shape and type (is the "
-                    "last batch shorter?)"
+                    f"{_type(own)} {list(own.shape)} there: what a replica carries keeps its shape and type ({do})"
                 )
         self._given = replica, [tensor.detach() for tensor in given.values()]
 

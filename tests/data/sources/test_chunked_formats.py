@@ -21,6 +21,9 @@ from rallypoint.config import JobConfig
 from rallypoint.data.dataset import fetch
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
+from rallypoint.data.sources import mds
+from rallypoint.data.sources.chunks import Chunk, ChunkRows
+from rallypoint.data.sources.remote import File
 from rallypoint.errors import DataError
 
 from failing_store import FailingStore, failing_store  # isort: skip
@@ -200,3 +203,25 @@ def test_what_the_installed_litdata_writes_is_read(tmp_path: Path) -> None:
     except ImportError as error:
         pytest.skip(f"litdata is not installed ({error})")
     assert all(map(same, fetch(rp.LitData(tmp_path / "lit"), range(50)), map(write_formats.litdata_sample, range(50))))
+
+
+@pytest.mark.parametrize("number", [-1, 10**30, 2**62])
+def test_an_index_that_tells_impossible_numbers_of_samples_is_refused(number: int, tmp_path: Path) -> None:
+    folder = changed(tmp_path, "litdata", lambda index: index["chunks"][0].update(chunk_size=number))
+    with pytest.raises(DataError):
+        rp.LitData(folder)
+
+
+def test_a_sample_without_its_sizes_and_a_file_cut_anywhere_are_data_errors() -> None:
+    def ends(data: memoryview) -> Any:
+        return mds._sample(["a", "b"], [0, 0], [bytes, bytes], data)
+
+    file = File("", "x", "x", 20, "")
+    whole = np.array([1, 12, 16, 0], "<u4").tobytes()
+    with pytest.raises(DataError, match="sample 0"):
+        ChunkRows(Chunk(file, 1, 16, "", ends), whole).row(0)
+    for length in range(12):
+        with pytest.raises(DataError, match="damaged"):
+            ChunkRows(Chunk(file, 1, 16, "", ends), whole[:length])
+    with pytest.raises(DataError, match="sample 0"):
+        ChunkRows(Chunk(file, 1, 16, "", mds._decimal), whole).row(0)

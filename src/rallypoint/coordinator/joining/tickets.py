@@ -54,8 +54,11 @@ class Tickets:
         """A worker answers for a cache: what to tell those who do."""
         if view is None or (here := next((one for one in view.workers if one.id == worker), None)) is None:
             return
-        self._offers[worker] = (here.incarnation, offers)
-        yield from self.caches(view)
+        told, self._offers[worker] = self._offers.get(worker), (here.incarnation, offers)
+        if told != self._offers[worker]:
+            yield from self.caches(view)
+        else:  # it says so again, and nobody else needs to hear that
+            yield from ((id, caches) for id, caches in self.caches(view) if id == worker)
 
     def caches(self, view: View) -> Iterator[tuple[str, Caches]]:
         """For each worker that answers for a cache: all that do, with its tickets for them."""

@@ -18,6 +18,8 @@ from rallypoint.core.topology.weights import clamped
 _DECAY = 0.8  # of what earlier beats said, with each beat: half of it counts after three
 _MOMENT = 0.01  # a link that was busy for less of the time says nothing
 MOST_RATE = 1e15  # bytes a second
+_LEAST_RATE = 1.0  # bytes a second: ratios of what is less could vanish
+_MOST_SERVERS = 1000  # of which one member's words are kept: as many as a beat may name
 _ALIKE = 1.1  # a link that differs less from the median one counts as that
 
 
@@ -55,6 +57,8 @@ class LinkSpeeds:
         said = self._said.setdefault(member, {})
         self._beats[member] = self._beats.get(member, 0.0) * _DECAY + 1.0
         for server in said.keys() | paced.keys():
+            if server not in said and len(said) >= _MOST_SERVERS:
+                continue  # it has made names up
             rate, busy = paced.get(server, (0.0, 0.0))
             if 0.0 <= rate <= MOST_RATE and 0.0 <= busy <= 1.0:  # (not NaN)
                 said[server] = said.get(server, Paced()).plus(Paced(rate, busy, 1.0))
@@ -103,8 +107,11 @@ class LinkSpeeds:
         if self._beats.get(member, 0.0) < self.least:
             return {}
         said = self._said.get(member, {})
-        found = {server: paced for server, paced in said.items() if paced.rate and paced.busy > _MOMENT * paced.beats}
-        return {server: paced.rate / paced.busy for server, paced in found.items()}
+        return {
+            server: paced.rate / paced.busy
+            for server, paced in said.items()
+            if paced.rate >= _LEAST_RATE and paced.busy > _MOMENT * paced.beats
+        }
 
 
 def alike(one: Mapping[str, float], other: Mapping[str, float]) -> bool:

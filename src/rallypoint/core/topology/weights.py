@@ -12,6 +12,7 @@ from statistics import median
 
 from rallypoint.core.view import Member
 
+_LEAST_MBIT = 1e-3  # who says less says nothing
 LEAST, MOST = 1 / 16, 16.0  # of a weight: what one server can be worth, compared with the median
 
 
@@ -23,7 +24,9 @@ def weights_of(servers: Mapping[str, Member], measured: Mapping[str, float]) -> 
     """
     sharing = Counter(_machine(member) for member in servers.values())
     told = {
-        id: member.link_mbit / sharing[_machine(member)] for id, member in servers.items() if member.link_mbit > 0
+        id: member.link_mbit / sharing[_machine(member)]
+        for id, member in servers.items()
+        if member.link_mbit >= _LEAST_MBIT
     }
     middle = median(told.values()) if told else 1.0
     found = {id: clamped(measured.get(id) or told.get(id, middle) / middle) for id in servers}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,8 +70,8 @@ class Cache:
     def __init__(self, folder: str | Path, *, limit: int = LIMIT, peers: bool = True) -> None:
         if "://" in str(folder):
             raise UsageError(f"rp.Cache({str(folder)!r}): give a folder on a disk of this machine")
-        if limit < 1:
-            raise UsageError(f"rp.Cache(limit={limit}): give a number of bytes, 1 or more")
+        if not isinstance(limit, int | float) or limit < 1:
+            raise UsageError(f"rp.Cache(limit={limit!r}): give a number of bytes, 1 or more, as 500 << 30 for 500 GiB")
         self.peers = peers
         self._entries = Entries(Path(folder).expanduser().absolute(), limit)
         self._neighbours: Neighbours | None = None
@@ -94,7 +95,16 @@ class Cache:
 
     def get(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
         """Return the bytes of a piece: those that are kept, a neighbour's, or what `fetch` returns from the store."""
-        return self._get(piece, lambda: self._from_neighbour(piece, fetch) or fetch())
+        neighbours = self._neighbours
+        if neighbours is None:
+            return self._get(piece, fetch)
+        if (found := self._read(piece.name)) is not None:
+            return found
+        with self._asking(piece.name):
+            if (found := self._read(piece.name)) is not None:
+                return found
+            asked = neighbours.ask(piece, fetch)
+            return self._get(piece, fetch if asked is None else lambda: asked)
 
     def serve(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
         """The same for a neighbour that asks: nobody else is asked."""
@@ -132,8 +142,16 @@ class Cache:
             folder = self._entries.folder
             log.warning("process %d keeps nothing more in the cache %s: %s", os.getpid(), folder, error)
 
-    def _from_neighbour(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes | None:
-        return None if self._neighbours is None else self._neighbours.ask(piece, fetch)
+    @contextmanager
+    def _asking(self, name: str) -> Iterator[None]:
+        """One process of the machine asks for a piece. These are no locks that `serve` needs: else two hosts that ask
+        each other could each wait for the other."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._entries.locked(name, WAIT_S, "asks-"))
+            except OSError as error:
+                self._fail(error)
+            yield
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_neighbours": None}  # a process that is not forked asks the store

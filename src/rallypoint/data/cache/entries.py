@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import struct
 import time
@@ -14,6 +15,7 @@ import xxhash
 
 _MAGIC = b"RPC1"
 _HEAD = struct.Struct("<4sQ16s")  # the magic, how many bytes follow, their checksum
+_NAME = re.compile(rb"[0-9a-f]{16}")
 _STRIPES = 1024  # locks of entries: a file for each entry would never go away
 _LOWERED = 0.9  # of the limit: what is left when something has to go
 _SIZE_LOCK_S = 10.0
@@ -41,10 +43,13 @@ class Entries:
         for made in (self.folder, self._entries, self._locks):
             made.mkdir(parents=True, exist_ok=True, mode=0o700)
         name = self.folder / "id"
-        with self._locked("id", _SIZE_LOCK_S):
-            if not name.exists():
-                _write(name.with_suffix(".new"), secrets.token_hex(8).encode(), name)
-        return name.read_text("ascii")
+        try:
+            with self._locked("id", _SIZE_LOCK_S):
+                if not name.exists() or not _NAME.fullmatch(name.read_bytes()):  # (a machine without power loses them)
+                    _write(name.with_suffix(".new"), secrets.token_hex(8).encode(), name)
+                return name.read_text("ascii")
+        except _Held:
+            raise TimeoutError(f"another process holds {self._locks / 'id'}, and does not go on") from None
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an entry, which counts as used now; None if there is none. A damaged one is deleted."""
@@ -59,7 +64,8 @@ class Entries:
             if head != _head(name, data):
                 path.unlink()
                 return None
-            os.utime(path)
+            with contextlib.suppress(OSError):
+                os.utime(path)
         return data
 
     def keep(self, name: str, data: bytes) -> None:
@@ -76,13 +82,13 @@ class Entries:
             _write(path.with_suffix(".partial"), _head(name, data), path, data)
 
     @contextlib.contextmanager
-    def locked(self, name: str, timeout: float) -> Iterator[bool]:
+    def locked(self, name: str, timeout: float, of: str = "") -> Iterator[bool]:
         """Hold the lock of an entry in the body. False if others have held it for `timeout` seconds.
 
-        It ends with the process that holds it.
+        It ends with the process that holds it. Some entries have the same lock; each `of` has locks of its own.
         """
         try:
-            with self._locked(f"{int(name[:8], 16) % _STRIPES:03x}", timeout):
+            with self._locked(f"{of}{int(name[:8], 16) % _STRIPES:03x}", timeout):
                 yield True
         except _Held:
             yield False

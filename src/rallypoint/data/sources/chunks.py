@@ -31,6 +31,7 @@ _HASHES: dict[str, Callable[[bytes], str]] = {  # the fastest first
     "blake2s": lambda data: hashlib.blake2s(data).hexdigest(), "sha256": lambda data: hashlib.sha256(data).hexdigest(),
     "sha1": lambda data: hashlib.sha1(data).hexdigest(), "md5": lambda data: hashlib.md5(data).hexdigest(),
 }  # fmt: skip
+_MOST = 1 << 32  # offsets and numbers of samples are uint32
 _T = TypeVar("_T")
 
 
@@ -70,6 +71,9 @@ class ChunkedDataset(ShardedDataset):
         with ThreadPoolExecutor(threads, "reading indexes") as pool:
             read = pool.map(lambda file: (file, self._store.fetch(file, 0, file.size)), indexes)
             self._chunks = [chunk for file, data in read for chunk in self._chunks_of(file, data)]
+        for one in self._chunks:
+            if not (0 <= one.samples < _MOST and 0 < one.nbytes <= _MOST and one.file.size <= 2 * _MOST):
+                raise DataError(f"the {INDEX} of {one.file} tells sizes that no such file can have")
         self._files = [chunk.file for chunk in self._chunks]
         self._index(chunk.samples for chunk in self._chunks)
         if not len(self):
@@ -102,7 +106,7 @@ class ChunkRows:
     def __init__(self, chunk: Chunk, data: bytes) -> None:
         self.nbytes, self._chunk, self._data = len(data), chunk, memoryview(data)
         first = 4 * (chunk.samples + 2)
-        offsets = np.frombuffer(data[4:first], "<u4").astype(np.int64)
+        offsets = np.frombuffer(data[4:first] if len(data) >= first else b"", "<u4").astype(np.int64)
         told = int.from_bytes(data[:4], "little") == chunk.samples == len(offsets) - 1
         if not told or offsets[0] < first or (np.diff(offsets) < 0).any() or offsets[-1] > len(data):
             raise DataError(f"{chunk.file} is damaged: its offsets are not those of {chunk.samples} samples")
@@ -112,7 +116,7 @@ class ChunkRows:
         """Return one sample, with values of its own. DataError if its bytes are none."""
         try:
             return self._chunk.decode(self._data[int(self._offsets[number]) : int(self._offsets[number + 1])])
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError, RuntimeError) as error:
+        except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, StopIteration) as error:
             raise DataError(f"sample {number} of {self._chunk.file} cannot be decoded: {error}") from error
 
 

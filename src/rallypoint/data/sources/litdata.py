@@ -60,7 +60,7 @@ class LitData(ChunkedDataset):
         config = told.config
         _check(index, config)
         decoders = [_decoder(index, name) for name in config.data_format]
-        shape = msgspec.json.decode(config.data_spec, type=tuple[int, _Spec])[1] if config.data_spec else _Spec()
+        shape = parsed(index, config.data_spec.encode(), tuple[int, _Spec])[1] if config.data_spec else _Spec()
         if _leaves(index, shape) != len(decoders):
             raise DataError(f"{index} tells {len(decoders)} types for {_leaves(index, shape)} values of a sample")
         decode = partial(_sample, shape, decoders)

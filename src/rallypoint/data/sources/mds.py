@@ -84,7 +84,8 @@ def _chunk(index: File, shard: _Shard) -> Chunk:
     if (shard.format, shard.version) != ("mds", 2):
         raise DataError(f"{index} is of format {shard.format!r}, version {shard.version}: MDS, version 2, is read")
     names, sizes = shard.column_names, shard.column_sizes
-    if not len(names) == len(sizes) == len(shard.column_encodings) or shard.samples < 0:
+    odd = shard.samples < 0 or any(size is not None and size < 0 for size in sizes)
+    if odd or not len(names) == len(sizes) == len(shard.column_encodings):
         raise DataError(f"{index} does not tell an encoding and a size for each column")
     decoders = [_decoder(index, *one) for one in zip(names, shard.column_encodings, strict=True)]
     kind = (shard.compression or "").partition(":")[0] if shard.zip_data is not None else ""
@@ -137,7 +138,10 @@ def _array_decoder(index: File, config: str) -> Decoder:
     dtype, _, shape = config.partition(":")
     if dtype and dtype not in _SCALARS:
         raise DataError(f"{index}: arrays of {dtype} are not read")
-    fixed = tuple(int(one) for one in shape.split(",")) if shape else None
+    try:
+        fixed = tuple(int(one) for one in shape.split(",")) if shape else None
+    except ValueError:
+        raise DataError(f"{index}: arrays of shape {shape} are not read") from None
     return partial(_array, np.dtype(dtype).newbyteorder("<") if dtype else None, fixed)
 
 

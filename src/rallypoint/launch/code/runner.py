@@ -106,6 +106,7 @@ def run(kept: str, script: str, arguments: Sequence[str]) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next  # skip our own frames above the script's
         error.__traceback__ = trace
+        sys.last_value = error  # as the interpreter does: `rp.wrap` tells the job why the script has ended
         if sys.excepthook is sys.__excepthook__:  # it would show the lines of the file as it is now
             traceback.print_exception(error)
         else:

@@ -14,7 +14,7 @@ from rallypoint.codec.spec import CodecSpec
 from rallypoint.config.tree import DownSpec, Group, rate_of
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.policy import AllReduce, Sync
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, sentence_of
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.join import join
 from rallypoint.worker.loop.session import Job
@@ -106,7 +106,7 @@ def _script_ends(job: Job, run: OwnRun) -> None:
     error = getattr(sys, "last_value", None)
     if run.over or job.left or run.replaced or isinstance(job, EmbeddedJob):
         return
-    why = f"its script has failed: {type(error).__name__}" if error is not None else (
+    why = sentence_of(error) if error is not None else (
         f"its script has ended at step {run.position} of {run.config.steps}: call optimizer.finish() where the loop "
         "ends earlier on all processes"
     )  # fmt: skip

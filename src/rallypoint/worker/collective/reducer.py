@@ -176,6 +176,8 @@ class Reducer:
         )  # fmt: skip
 
     def _awaited(self) -> str:
+        if self._queues.waiting == [CLOCK]:
+            return "the other workers' scripts to end: this one's has, and asks for no more sums"
         shards = [shard for shard in self._machine.waits_for if self._queues.by_shard.get(shard)]
         where = self._loop.where(shards or self._machine.waits_for)
         return f"sums of all workers: {where}" if where else "sums of all workers"
@@ -191,13 +193,14 @@ class Reducer:
     def _take(self, shard: int) -> None:
         asked = None
         if self._machine.at[shard] >= 0:  # else it is the first version, which is nobody's sum
-            asked, piece = self._queues.by_shard[shard].popleft()
+            asked, piece = self._queues.by_shard[shard][0]  # left there for `_run`, should this fail
             start, stop = max(piece.start, asked.keeps.start), min(piece.stop, asked.keeps.stop)
             if start < stop:
                 words = self._exchange.memory.words(shard)[start - piece.start : stop - piece.start]
                 asked.into[start - asked.keeps.start : stop - asked.keeps.start].copy_(words)
         self._locked.apply(lambda: self._taken(shard))
         if asked is not None:
+            self._queues.by_shard[shard].popleft()
             asked.left -= 1
             if not asked.left:
                 self.made += 1

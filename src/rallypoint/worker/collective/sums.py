@@ -40,11 +40,15 @@ class Sums:
         self._over = False
 
     def finish(self) -> None:
-        """End the job when all workers call this. Raises JobAborted when one of them is gone."""
+        """End the job when all workers call this. Raises JobAborted, and fails the job, when one of them is gone."""
         if self._over:
             return
+        try:
+            version = self.reducer.finish()
+        except BaseException as error:
+            self.fail(error)  # nobody asks this worker for anything more, so nobody else may notice
+            raise
         self._over = True
-        version = self.reducer.finish()
         exchange = self._exchange
         loop, generation = exchange.own_loop, exchange.view.generation
         self._job.stopping.wish("the scripts have ended")

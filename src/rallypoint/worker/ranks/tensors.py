@@ -21,7 +21,7 @@ class LeaderTensors(ModelTensors):
     def __init__(self, spread: SpreadModel, config: JobConfig) -> None:
         self._spread = spread
         self.layout = layout_of(spread, config)
-        self.tables, self.tied, self.device = [], spread.tied, spread.device
+        self.tables, self.tied, self.device, self.carried = [], spread.tied, spread.device, None
         self.frozen = {t.name: here for t in spread.frozen if (here := spread.here(t)) is not None}
         self.spread = in_order(spread, self.layout)
         own = [
