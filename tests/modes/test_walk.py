@@ -37,7 +37,7 @@ SUPPORTED = [
         marks=() if mode in QUICK.get(feature, set()) else (pytest.mark.slow,),
     )
     for feature, cells in TABLE.items() for mode, cell in cells.items()
-    if not isinstance(cell, No) and feature is not Feature.RANKS  # whole programs: tests/ranks
+    if not isinstance(cell, No) and feature not in (Feature.RANKS, Feature.KEYED)  # tests/ranks, test_survival_store.py
 ]  # fmt: skip
 
 

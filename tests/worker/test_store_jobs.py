@@ -17,8 +17,9 @@ POLICIES = {"sync": rp.Sync(), "async": rp.Async(), "ssp": rp.BoundedStaleness(1
 def counting(job: rp.Job, sync: Any, contributors: int, steps: int) -> tuple[list[float], float]:
     """Each push to `w` is contributor + 1; `b` is pushed half as often. SGD(lr=1) on the mean: an exact sum."""
     store = job.store(
-        {"w": torch.zeros(70), "b": (3,)}, contributors=contributors, sync=sync, optimizer=rp.SGD(lr=1.0), shard_bytes=128
-    )
+        {"w": torch.zeros(70), "b": (3,)}, contributors=contributors, sync=sync, optimizer=rp.SGD(lr=1.0),
+        shard_bytes=128,
+    )  # fmt: skip
     store.init("b", torch.ones(3))
     for step, contributor in store.due("w", steps):
         store.push("w", torch.full((70,), float(contributor + 1)), step=step, contributor=contributor)

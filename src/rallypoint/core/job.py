@@ -80,8 +80,8 @@ class JobRecord(msgspec.Struct, frozen=True):
 
         The rest stays with the lead: other modes, a lossy `down`, parameters held in bf16 or streamed, tables.
         """
-        whole = not {Feature.DOWN, Feature.HOLD, Feature.TABLES, Feature.STREAMED, Feature.KEYED}.intersection(self.features)
-        return self.mode.name is ModeName.SYNC and whole
+        part = {Feature.DOWN, Feature.HOLD, Feature.TABLES, Feature.STREAMED, Feature.KEYED}
+        return self.mode.name is ModeName.SYNC and not part.intersection(self.features)
 
     @property
     def audits(self) -> bool:

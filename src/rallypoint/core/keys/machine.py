@@ -105,7 +105,8 @@ class Line:
 
 @dataclass(slots=True)
 class KeyMachine:
-    """The machine of one worker `me`. `tables`: shards whose value is asked for by rows. `streaming`: see the module.
+    """The machine of one worker `me`. `tables`: shards whose value is asked for by rows. `by_clocks`: each
+    contributor has a clock (streaming).
 
     Attributes:
         view: the view in force; None before the first.
@@ -115,7 +116,7 @@ class KeyMachine:
     me: str
     shards: int
     tables: frozenset[int] = frozenset()
-    streaming: bool = False
+    by_clocks: bool = False
     view: View | None = None
     links: set[str] = field(default_factory=set)
     lines: list[Line] = field(init=False)
@@ -137,9 +138,19 @@ class KeyMachine:
     def next_step(self, shard: int, contributor: int) -> int | None:
         """The step of this contributor's next push to the shard; None while it is not known."""
         line = self.lines[shard]
-        if self.streaming:
+        if self.by_clocks:
             return line.clocks.get(contributor)
         return line.version if line.version >= 0 else None
+
+    def next_of(self, shards: Iterable[int], contributor: int) -> int | None:
+        """The step of this contributor's next push to a key of these shards; None while it is not known."""
+        steps = [self.next_step(shard, contributor) for shard in shards]
+        known = [step for step in steps if step is not None]
+        return min(known) if len(known) == len(steps) else None
+
+    def counts(self, shards: Iterable[int], contributor: int) -> bool:
+        """True if no push of this contributor to the shards is on its way."""
+        return all(contributor not in self.lines[shard].pushes for shard in shards)
 
     # ---- what the caller wants ----
 
@@ -170,7 +181,7 @@ class KeyMachine:
         for shard in shards:
             line = self.lines[shard]
             line.followed = True
-            if self.streaming:
+            if self.by_clocks:
                 line.watched |= set(contributors) - line.pushes.keys()
         return self._advance(shards)
 
@@ -251,7 +262,7 @@ class KeyMachine:
             line.version, line.followed = version, False
         if line.version >= 0:
             line.begins = False
-        if not self.streaming:
+        if not self.by_clocks:
             for contributor in [c for c, step in line.pushes.items() if step < line.version]:
                 del line.pushes[contributor]
                 line.sent.discard(contributor)
@@ -273,11 +284,11 @@ class KeyMachine:
         for contributor in sorted(line.pushes.keys() - line.sent if line.version >= 0 else ()):
             line.sent.add(contributor)
             effects.append(SendPush(shard, contributor, line.pushes[contributor], home))
-            if self.streaming:
+            if self.by_clocks:
                 line.wanted = contributor  # the push asks, in place of what asked before it
-        if self.streaming and (contributor := self._next_want(line)) is not None:
-            line.wanted = contributor
-            effects.append(SendWant(shard, contributor, home))
+        if self.by_clocks and (asked := self._next_want(line)) is not None:
+            line.wanted = asked
+            effects.append(SendWant(shard, asked, home))
         if (need := self._next_need(line)) is not None and need != line.asked:
             line.asked = need
             effects.append(SendPull(shard, *need, home))
@@ -296,9 +307,9 @@ class KeyMachine:
         needs = [(version, number) for number, version in line.needs.items()]
         if line.begins or (line.pushes and line.version < 0):
             needs.append((NEWEST, OWN))
-        elif not self.streaming and line.pushes:
+        elif not self.by_clocks and line.pushes:
             needs.append((min(line.pushes.values()) + 1, OWN))
-        elif not self.streaming and line.followed:
+        elif not self.by_clocks and line.followed:
             needs.append((line.version + 1 if line.version >= 0 else NEWEST, OWN))
         return min(needs)[::-1] if needs else None
 

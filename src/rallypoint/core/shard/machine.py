@@ -1,7 +1,6 @@
 """The state machine of one shard on a server. Events go in, effects come out.
 
-The machine only decides. `server/reducer/effects.py` runs the effects on tensors and connections. The machine has no
-lock: only the server's owner thread calls it.
+The machine only decides; `server/reducer/effects.py` runs the effects. It has no lock: one thread calls it, its owner.
 
 A shard has one primary, which sums contributions and publishes versions. It may have one backup, which applies the same
 updates and acknowledges them. `core/shard/replication.py` shows the states of a backup and what is published when.
@@ -148,8 +147,9 @@ class ShardMachine:
                 return self._assigned(event)
             case events.FillBackup():
                 return self._fill()
-            case events.CaptureAt(version=at, any_version=free):
-                return [*self._capture.ask(at, self.version, primary=self.primary, any_version=free or bool(self.clocks))]
+            case events.CaptureAt(version=at):
+                free = event.any_version or bool(self.clocks)
+                return [*self._capture.ask(at, self.version, primary=self.primary, any_version=free)]
             case events.GoOn():
                 return self._finish_when_complete()
 

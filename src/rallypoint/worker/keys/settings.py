@@ -14,6 +14,7 @@ from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.errors import ConfigError
 
+NOT_OF_RANKS = "job.store is for workers of one process: leave --ranks out"
 MOST_PUSHES = 1 << 30  # of a contributor to a key
 
 KeyShape = torch.Tensor | Sequence[int]
@@ -50,10 +51,8 @@ def declared(
         raise ConfigError("a store without keys: give job.store a dict of names and shapes")
     names = sorted(keys)
     groups = tuple(Group(match=(glob.escape(name),)) for name in names)
-    config = resolve(
-        {"steps": MOST_PUSHES, **given, "replicas": settings.get("contributors", 1), "groups": groups, "keyed": True},
-        overrides,
-    )
+    ours = {"replicas": settings.get("contributors", 1), "groups": groups, "keyed": True}
+    config = resolve({"steps": MOST_PUSHES, "batch": 1, **given, **ours}, overrides)
     specs = [TensorSpec(name, _shape(keys[name]), "float32", group_of(config, name, 2)) for name in names]
     return config, build_layout(specs, config.shard_bytes)
 

@@ -41,7 +41,7 @@ class Push:
         self._exchange.wait(self._counts, self._describe, self._generation)
 
     def _counts(self) -> bool:
-        return self._exchange.is_counted(self._shards, self._due.contributor)
+        return self._exchange.machine.counts(self._shards, self._due.contributor)
 
     def _describe(self) -> str:
         return f"step {self._due.step} of key {self._name} to count (contributor {self._due.contributor})"
@@ -64,11 +64,11 @@ class Pull:
         """Wait for the value, and copy it into `out` (the key's shape), or into a new fp32 tensor."""
         self._exchange.wait(self._here, lambda: f"a value of key {self._entry.spec.name}", self._generation)
         with self._exchange.changed:
-            parts = {shard: self._exchange.take(number)[1] for shard, number in self._numbers.items()}
+            parts = {shard: self._exchange.answers.take(number) for shard, number in self._numbers.items()}
         return filled(self._exchange, self._entry, parts, out)
 
     def _here(self) -> bool:
-        return all(self._exchange.answer(number) is not None for number in self._numbers.values())
+        return self._exchange.answers.here(self._numbers.values())
 
 
 class KeyStore:
@@ -115,7 +115,7 @@ class KeyStore:
         exchange, generation = self._exchange, self._exchange.rolled_back
 
         def known() -> bool:
-            return exchange.next_step(shards, contributor) is not None
+            return exchange.machine.next_of(shards, contributor) is not None
 
         with exchange.changed:
             ask = not known()
@@ -123,7 +123,7 @@ class KeyStore:
             exchange.watch(shards, [contributor])
             exchange.wait(known, lambda: f"the first value of key {name}", generation)
         with exchange.changed:
-            step = exchange.next_step(shards, contributor)
+            step = exchange.machine.next_of(shards, contributor)
         assert step is not None
         return step
 
@@ -139,7 +139,7 @@ class KeyStore:
         contributor, shards = self._contributor(contributor), self._shards[name]
         exchange, generation = self._exchange, self._exchange.rolled_back
         exchange.wait(
-            lambda: exchange.is_counted(shards, contributor),
+            lambda: exchange.machine.counts(shards, contributor),
             lambda: f"the push before this one to key {name} (contributor {contributor})", generation,
         )  # fmt: skip
         at = self.step(name, contributor)
@@ -162,10 +162,12 @@ class KeyStore:
         if step is None:
             mine = range(exchange.config.replicas)
             exchange.wait(
-                lambda: all(exchange.is_counted(shards, one) for one in mine),
+                lambda: all(exchange.machine.counts(shards, one) for one in mine),
                 lambda: f"this worker's pushes to key {name} to count", generation,
             )  # fmt: skip
-            parts = {shard: value[1] for shard in shards if (value := exchange.value_with_push(shard)) is not None}
+            with exchange.changed:
+                came = {shard: exchange.answers.with_push.pop(shard, None) for shard in shards}
+            parts = {shard: value[1] for shard, value in came.items() if value is not None}
             if len(parts) == len(shards):
                 return filled(exchange, self._entries[name], parts, out)
         return self.pull_later(name, step=step).result(out)
@@ -189,10 +191,14 @@ class KeyStore:
         while True:
             exchange.watch(shards, self._unfinished(shards, steps))
             look_again = time.monotonic() + LOOK_AGAIN_S  # (`wait` looks at the clock a few times a second)
+
+            def ready(look_again: float = look_again) -> bool:
+                if time.monotonic() > look_again or self._next_due(shards, steps) is not None:
+                    return True
+                return not self._unfinished(shards, steps)
+
             exchange.wait(
-                lambda: self._next_due(shards, steps) is not None or not self._unfinished(shards, steps)
-                or time.monotonic() > look_again,
-                lambda: f"round {self._round(shards)} of key {name}, or its first value",
+                ready, lambda: f"round {self._round(shards)} of key {name}, or its first value",
                 waited=time.monotonic() - idle,
             )
             with exchange.changed:
@@ -216,15 +222,15 @@ class KeyStore:
         exchange = self._exchange
         found = [
             Due(step, one) for one in exchange.machine.contributors
-            if exchange.is_counted(shards, one)
-            and (step := exchange.next_step(shards, one)) is not None and step < steps
+            if exchange.machine.counts(shards, one)
+            and (step := exchange.machine.next_of(shards, one)) is not None and step < steps
         ]  # fmt: skip
         return min(found, default=None)
 
     def _unfinished(self, shards: Sequence[int], steps: int) -> list[int]:
         """The contributors that are not known to have pushed so many steps."""
         everybody = range(self._exchange.config.replicas)
-        nexts = {one: self._exchange.next_step(shards, one) for one in everybody}
+        nexts = {one: self._exchange.machine.next_of(shards, one) for one in everybody}
         return [one for one, step in nexts.items() if step is None or step < steps]
 
     def _round(self, shards: Sequence[int]) -> int:

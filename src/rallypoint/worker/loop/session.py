@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -18,33 +17,21 @@ from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.spec import Collate, Data, Loader, given
-from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, JobAborted, RallypointError, UsageError
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
-    Aborted,
-    Assist,
-    Beat,
     Capture,
-    Finished,
     GiveUp,
     Leaving,
-    Message,
-    NewView,
-    NotStored,
     Propose,
-    Refused,
-    Say,
 )
-from rallypoint.net.ordering.messages import StopWanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import LOAD, Tracer
-from rallypoint.observe.waits import wait_until
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.auditing.kernels import kernels_of
@@ -53,7 +40,7 @@ from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.keys.exchange import KeyExchange
-from rallypoint.worker.keys.settings import KeySettings, KeyShape, declared, first_values
+from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape, declared, first_values
 from rallypoint.worker.keys.store import KeyStore
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
 from rallypoint.worker.loop.parts import Parts
@@ -192,6 +179,8 @@ class Job(Member):
         """
         if self._plane is not None:
             raise UsageError("this job has its run or its store already: one for one rp.join")
+        if self._group is not None:
+            raise UsageError(NOT_OF_RANKS)
         config, layout = declared(keys, settings, self._link.welcome.overrides)
         self._propose(record_of(config, layout))
         context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)

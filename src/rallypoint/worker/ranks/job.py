@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
@@ -14,6 +15,8 @@ from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import UsageError, sentence_of
 from rallypoint.parallel.group import RankGroup, is_of_another_rank
 from rallypoint.parallel.plan import Parallel
+from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape
+from rallypoint.worker.keys.store import KeyStore
 from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.ranks.followers import LEFT_LOOP
 from rallypoint.worker.ranks.run import RankRun
@@ -45,6 +48,10 @@ class RankJob:
     def ranks(self) -> int:
         """The number of ranks of this worker."""
         return self._group.size
+
+    def store(self, keys: Mapping[str, KeyShape], **settings: Unpack[KeySettings]) -> KeyStore:
+        """Raises UsageError: a store is for workers of one process."""
+        raise UsageError(NOT_OF_RANKS)
 
     def train(
         self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,

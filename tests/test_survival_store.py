@@ -1,0 +1,97 @@
+"""A key-value store under fire: whatever is killed, each push counts once.
+
+What is pushed does not depend on the values, and every sum of it is exact: the values at the end are right if and only
+if each push has counted once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from test_survival import Cluster
+
+pytestmark = pytest.mark.programs
+
+STEPS, AT = 12, 5
+SCRIPT = f"""
+import json, sys, time
+from pathlib import Path
+import torch, rallypoint as rp
+gate = Path(sys.argv[1])
+with rp.join() as job:
+    store = job.store({{"w": torch.zeros(70), "b": torch.zeros(3)}}, contributors=4, optimizer=rp.SGD(lr=1.0),
+                      shard_bytes=128)  # the launcher says sync=
+    for step, contributor in store.due("w", {STEPS}):
+        while step >= int(gate.read_text()):
+            gate.with_name(f"{{job.id}} waits before {{gate.read_text()}}").touch()
+            time.sleep(0.005)
+        store.push("w", torch.full((70,), contributor + 1.0), step=step, contributor=contributor)
+        if store.step("b", contributor) <= step:  # (a dead worker may have pushed the one and not the other)
+            store.push("b", torch.ones(3), contributor=contributor)
+    for step, contributor in store.due("b", {STEPS}):
+        store.push("b", torch.ones(3), step=step, contributor=contributor)
+    found = [store.pull(key, step=0) for key in ("w", "b")]
+    assert all((value == value[0]).all() for value in found)
+    gate.with_name(f"found-{{job.id}}").write_text(json.dumps([float(value[0]) for value in found]))
+"""
+EXPECTED = [-2.5 * STEPS, -1.0 * STEPS]
+POLICIES = {
+    "sync": (), "async": ("--set", "sync.type=async"),
+    "ssp": ("--set", "sync.type=bounded-staleness", "--set", "sync.staleness=2"),
+}  # fmt: skip
+every = pytest.mark.parametrize("policy", POLICIES)
+
+
+class StoreCluster(Cluster):
+    """Its workers run the script above."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.script.write_text(SCRIPT)
+
+    def until_at(self, step: int) -> None:
+        """Until both workers wait in front of this step."""
+        self.open(step)
+        self.until(lambda: all((self.home / f"worker{i} waits before {step}").exists() for i in range(2)))
+
+    @property
+    def found(self) -> list[list[float]]:
+        """The values at the end, as each worker has pulled them."""
+        return [json.loads(path.read_text()) for path in sorted(self.home.glob("found-*"))]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[StoreCluster]:
+    cluster = StoreCluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+@pytest.mark.some("sync")
+@every
+def test_a_killed_workers_pushes_are_made_by_others_and_count_once(cluster: StoreCluster, policy: str) -> None:
+    cluster.run("--workers", "2", "--servers", "2", *POLICIES[policy])
+    cluster.until_at(AT)
+    cluster.processes()["worker1"].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "worker1 was killed (SIGKILL)" in cluster.output
+    assert cluster.found == [EXPECTED] * 2
+
+
+@pytest.mark.some("sync")
+@every
+def test_a_killed_server_loses_no_push_and_counts_none_twice(cluster: StoreCluster, policy: str) -> None:
+    cluster.run("--workers", "2", "--servers", "2", "--replication", "2", *POLICIES[policy])
+    cluster.until_at(AT)
+    cluster.until(lambda: cluster.members["exposed"] == 0)  # every shard is on both
+    cluster.processes()["server0"].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "server0 was killed (SIGKILL)" in cluster.output
+    assert "going back" not in cluster.output
+    assert cluster.found == [EXPECTED] * 2
