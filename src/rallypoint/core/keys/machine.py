@@ -105,7 +105,8 @@ class Line:
 
 @dataclass(slots=True)
 class KeyMachine:
-    """The machine of one worker `me`. `tables`: shards whose value is asked for by rows. `by_clocks`: each contributor has a clock (streaming).
+    """The machine of one worker `me`. `tables`: shards whose value is asked for by rows. `by_clocks`: each
+    contributor has a clock (streaming).
 
     Attributes:
         view: the view in force; None before the first.

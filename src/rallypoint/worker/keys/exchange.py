@@ -141,7 +141,7 @@ class KeyExchange:
         """Push `values` (1-D fp32; not changed any more) as this contributor's `step`. Its last push counts already."""
 
         def pushes() -> list[machine.Effect]:
-            self._sends.pushes[shard, contributor] = values
+            self._sends.pushes[shard, contributor] = step, values
             self.answers.with_push.pop(shard, None)
             return self.machine.push(shard, contributor, step)
 
@@ -198,17 +198,19 @@ class KeyExchange:
 
     def valued(self, shard: int, contributor: int, clock: int, version: int, data: bytearray) -> None:
         def replied() -> list[machine.Effect]:
-            self.answers.with_push[shard] = version, data
+            if clock > self.machine.lines[shard].pushes.get(contributor, clock):
+                self.answers.with_push[shard] = version, data
             return self.machine.replied(shard, contributor, clock, version)
 
         self.apply(replied)
 
     def answered(self, shard: int, number: int, version: int, data: bytearray | None) -> None:
         def answers() -> list[machine.Effect]:
+            pushed = bool(self.machine.lines[shard].pushes)
             done, effects = self.machine.answered(shard, number, version, kept=data is not None)
             if data is not None:
                 self.answers.came(done, version, data)
-                if number == machine.OWN:
+                if number == machine.OWN and pushed:
                     self.answers.with_push[shard] = version, data
             return effects
 

@@ -25,14 +25,14 @@ class Sends:
 
     Attributes:
         initial: by shard, a first value that is not known to be there.
-        pushes: by shard and contributor, a push that is not known to count.
+        pushes: by shard and contributor, the step and values of a push that is not known to count.
         counted: by contributor, the last step that counts in some key.
     """
 
     keys: machine.KeyMachine
     links: Links
     initial: dict[int, torch.Tensor] = field(default_factory=dict)
-    pushes: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    pushes: dict[tuple[int, int], tuple[int, torch.Tensor]] = field(default_factory=dict)
     counted: dict[int, int] = field(default_factory=dict)
 
     def clear(self) -> None:
@@ -67,7 +67,8 @@ class Sends:
                     data = bytes_of(values)
                     link.push(header._replace(kind=Kind.INITIAL, length=len(data)), data, sent=_nothing)
             case machine.SendPush(shard=shard, contributor=contributor, step=step):
-                if (values := self.pushes.get((shard, contributor))) is not None:
+                at, values = self.pushes.get((shard, contributor), (-1, None))
+                if values is not None and at == step:  # else it counts by now, or is of an older generation
                     data = bytes_of(values)
                     header = header._replace(replica=contributor, step=step, weight=1.0, length=len(data))
                     if self.keys.by_clocks:

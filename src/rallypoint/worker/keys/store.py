@@ -166,7 +166,8 @@ class KeyStore:
                 lambda: f"this worker's pushes to key {name} to count", generation,
             )  # fmt: skip
             with exchange.changed:
-                parts = {shard: value[1] for shard in shards if (value := exchange.answers.with_push.pop(shard, None)) is not None}
+                came = {shard: exchange.answers.with_push.pop(shard, None) for shard in shards}
+            parts = {shard: value[1] for shard, value in came.items() if value is not None}
             if len(parts) == len(shards):
                 return filled(exchange, self._entries[name], parts, out)
         return self.pull_later(name, step=step).result(out)
