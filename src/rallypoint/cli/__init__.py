@@ -18,7 +18,6 @@ from rallypoint.cli import (  # noqa: F401
     planner,
     report,
     running,
-    simulating,
     slurm,
     start,
     tokens,

@@ -1,4 +1,4 @@
-"""``rallypoint plan``."""
+"""``rallypoint plan`` and ``rallypoint simulate``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from rallypoint.cli.app import START, app
 from rallypoint.launch.costing.question import CostOptions
 from rallypoint.launch.options import with_options
+from rallypoint.testing.scale.question import ScaleOptions
 
 
 @app.command(rich_help_panel=START)
@@ -39,3 +40,18 @@ def plan(
     from rallypoint.launch.costing.answer import answer
 
     answer(options, run, Screen(highlight=False))
+
+
+@app.command(rich_help_panel=START)
+@with_options(ScaleOptions)
+def simulate(options: ScaleOptions) -> None:
+    """Play a job on thousands of machines that are not there: how long are its steps, and what do failures cost?
+
+    The real coordinator decides about the members; how long a step takes is the arithmetic of [bold]plan[/bold].
+
+    [bold]rallypoint simulate --workers 10000 --servers 1000 --standby 20 --mtbf 2111d --model 1B --compute 2s[/bold]
+    """
+    from rallypoint.launch.console import Screen
+    from rallypoint.testing.scale.answer import answer
+
+    answer(options, Screen(highlight=False))

@@ -190,10 +190,6 @@ class Membership:
         """The workers that are here and have proposed the job's record."""
         return self.proposed.keys() & self.workers.keys()
 
-    def is_present(self, worker: str) -> bool:
-        """True if that worker is here and has proposed the job's record."""
-        return worker in self.proposed and worker in self.workers
-
     @property
     def all_done(self) -> bool:
         """True if there are workers and all of them hold the last version."""
