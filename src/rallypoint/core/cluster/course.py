@@ -138,8 +138,8 @@ class Course:
     def may_report(self, worker: str, step: int) -> bool:
         """True if a report of `step` from `worker` can be true: it has proposed the record, and the job has that step.
         """
-        proposed = worker in self.members.proposed and worker in self.members.workers
-        return proposed and self.record is not None and 0 <= step < self.record.rounds
+        here = worker in self.members.proposed and worker in self.members.workers  # not `present`: it is built anew
+        return here and self.record is not None and 0 <= step < self.record.rounds
 
     def has_a_part(self, member: str) -> bool:
         """True if the member can know that the job cannot go on: it was assigned replicas in this generation, uploads

@@ -29,7 +29,7 @@ from rallypoint.core.cost.workload import Workload
 from rallypoint.core.sums.tree import blocks_of
 from rallypoint.testing.scale.cluster import BigCluster, Messages, Size, messages_of, named
 
-_TICKET_S, _ENCODE_S = 3e-6, 2e-9  # a member's ticket for a server; a byte of a message (python -m ... --members)
+_TICKET_S, _ENCODE_S = 3e-6, 2e-9  # a ticket for a server; a byte of a message: timed once, 1,000 + 1,000
 _BEATS = 4  # of a heartbeat
 _STATE = 12  # bytes of a parameter in a snapshot
 _Key = tuple[int, bool, bool]  # a worker's replicas; is it slow; is its link
