@@ -92,7 +92,7 @@ def test_everybody_dies_after_the_rate_has_changed_and_a_run_resumed_from_before
     """The change is in the journal, and not in the snapshot: that is older."""
     cluster.run("--workers", "2", "--servers", "2", "--snapshot-steps", "4")
     cluster.until_caught_up(AT)
-    cluster.until(lambda: any(taken["version"] >= AT - 1 for taken in cluster.events("Snapshotted")))
+    cluster.until(lambda: bool(cluster.events("Snapshotted")))  # of version 4, say
     assert cluster.ask("learning-rate", str(cluster.folder), "0.25") == 0, cluster.answer.read_text()
     cluster.until_caught_up(AT + 2)
     assert cluster.launcher is not None
