@@ -66,6 +66,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.AUDIT: {"audit": 0.6},
     Feature.AUDIT_SERVERS: {"audit_servers": 2},
     Feature.OWN_LOOP: {"order": "own"},
+    Feature.KEYED: {"keyed": True},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},

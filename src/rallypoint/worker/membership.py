@@ -26,7 +26,6 @@ from rallypoint.net.messages import (
     Say,
 )
 from rallypoint.net.ordering.messages import StopWanted
-from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
@@ -77,7 +76,6 @@ class Member:
     _failure: BaseException | None
     _plane: DataPlane | None
     _link: CoordinatorLink
-    _tracer: Tracer
     _stopping: Stopping
     _reports: EvaluationReports
     _sharing: Sharing
@@ -100,9 +98,6 @@ class Member:
 
     def _report_wait(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
-
-    def _waited_for_data(self) -> float:
-        return self._tracer.seconds(LOAD)
 
     def _beat(self) -> Beat:
         return Beat() if self._plane is None else self._plane.beat()

@@ -19,5 +19,6 @@ WITH_KEYS = {
     _F.BACKUP_TASKS: "only the script knows how to compute a push; leave it out",
     _F.BY_SPEED: "a store has no step times to measure; contributors are assigned evenly",
     _F.AGGREGATORS: "pushes and pulls go straight to the servers; leave it out",
+    _F.CARRY: _OF_LOOPS,
     _F.RANKS: "use workers of one process; leave it out",
 }  # fmt: skip
