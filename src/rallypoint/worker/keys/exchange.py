@@ -129,10 +129,10 @@ class KeyExchange:
     # ---- the script's threads ----
 
     def begin(self, shard: int, values: torch.Tensor) -> None:
-        """Give the shard its first value, unless it has one (1-D fp32; kept until one is there)."""
+        """Give the shard its first value, unless it has one (1-D fp32; kept until one is there). The first one wins."""
 
         def begins() -> list[machine.Effect]:
-            self._sends.initial[shard] = values
+            self._sends.initial.setdefault(shard, values)
             return self.machine.begin(shard)
 
         self.apply(begins)
