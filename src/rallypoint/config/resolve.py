@@ -72,8 +72,11 @@ def with_own_optimizer(config: JobConfig, kind: str, overrides: Mapping[str, Any
     """Return the configuration of a job whose script has its own optimizer of class `kind`; "": it has none.
 
     Raises ConfigError where workers step no optimizer, the configuration says something else, or the launcher's
-    `overrides` set something that the job's own optimizer would have: it is not stepped.
+    `overrides` set something that the job's own optimizer would have: it is not stepped. Raises it too for what is set
+    by other calls than `job.train`.
     """
+    if config.keyed:
+        raise ConfigError("keyed is set by job.store: leave it out of job.train")
     if Feature.SUMS in config.features:
         raise ConfigError("optimizer.type=sum is for loops of a script's own (bridges): use another optimizer")
     if kind and (why := refusal(config.mode.name, {Feature.OWN_OPTIMIZER})):

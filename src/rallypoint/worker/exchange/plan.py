@@ -10,7 +10,6 @@ from rallypoint.config import JobConfig, audits_of, cadence_of, codec_of
 from rallypoint.core.layout import Layout, carried_in
 from rallypoint.core.optimizer import Sum
 from rallypoint.core.worker.factory import WorkerPlan
-from rallypoint.errors import ConfigError
 
 
 def worker_plan(
@@ -20,8 +19,6 @@ def worker_plan(
 
     `early`: a forward pass may begin before all of its version is here, if the settings allow it.
     """
-    if config.keyed:
-        raise ConfigError("keyed is set by job.store: leave it out of job.train")
     shards = layout.shards
     return WorkerPlan(
         shards=len(shards), rounds=config.rounds, mode=config.mode,

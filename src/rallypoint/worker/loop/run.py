@@ -163,8 +163,6 @@ class Run:
     def __iter__(self) -> Iterator[Micro]:
         if self._started:
             raise UsageError("a run is iterated once")
-        if self._config.order == "own" and not self.own:
-            raise UsageError('order="own" is a setting of rp.wrap: leave it out')
         self._started = True
         self._leased.register()
         _forget_gradients(self._parts)  # of the script's own passes before the loop

@@ -144,6 +144,8 @@ class Job(Member):
         overrides, data = self._link.welcome.overrides, given(dataset, collate_fn, loader)
         model, by_name = one_model(model, settings)
         config = with_own_optimizer(resolve({**data.settings, **by_name}, overrides), kinds, overrides)
+        if config.order == "own" and not self.run_type.own:
+            raise ConfigError('order="own" is set by rp.wrap: leave it out of job.train')
         folder = self._link.welcome.folder
         lead = None if self._group is None else Lead(self._group, config, model, parallel, folder, carry)
         made = prepare(model, config, init)
