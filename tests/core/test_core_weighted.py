@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, place_backups
-from rallypoint.core.topology.weighted import weighted_ranking
+from rallypoint.core.topology.weighted import _within, weighted_ranking
 
 PURE = settings(derandomize=True, deadline=None, max_examples=70)
 NAMES = ("a", "b", "c", "d")
@@ -127,3 +127,9 @@ def test_a_server_with_half_the_link_gets_half_the_backups() -> None:
     loads = Counter(place_backups(shards, NAMES, primary, weights=weights).values())
     assert 15 <= loads["b"] <= 25
     assert all(35 <= loads[name] <= 45 for name in "acd")
+
+
+@pytest.mark.parametrize("bits", [0, 1, 1 << 63, (1 << 64) - 1])
+def test_any_hash_gives_a_score(bits: int) -> None:
+    """A number that rounding had made 0 or 1 would have no logarithm, or one to divide by that is 0."""
+    assert 0.0 < _within(bits) < 1.0
