@@ -105,8 +105,7 @@ class Line:
 
 @dataclass(slots=True)
 class KeyMachine:
-    """The machine of one worker `me`. `tables`: shards whose value is asked for by rows. `by_clocks`: each
-    contributor has a clock (streaming).
+    """The machine of one worker `me`. `by_clocks`: each contributor has a clock (streaming).
 
     Attributes:
         view: the view in force; None before the first.
@@ -115,7 +114,6 @@ class KeyMachine:
 
     me: str
     shards: int
-    tables: frozenset[int] = frozenset()
     by_clocks: bool = False
     view: View | None = None
     links: set[str] = field(default_factory=set)
@@ -242,8 +240,8 @@ class KeyMachine:
             line.asked = None
         done: list[int] = []
         if kept:
-            others = shard not in self.tables  # a request for the newest value is answered by its own answer only
-            done = [n for n, at in line.needs.items() if at <= version and (n == number or (others and at >= 0))]
+            # A request for the newest value is answered by its own answer only
+            done = [n for n, at in line.needs.items() if at <= version and (n == number or at >= 0)]
         elif number in line.needs:
             line.needs[number] = NEWEST
         for one in done:
