@@ -195,7 +195,11 @@ def train_case(job: rp.Job, name: str, replicas: int, changes: dict[str, Any] | 
 
 
 def bytes_of(job: rp.Job) -> dict[str, tuple[int, int, int]]:
-    """Of each model: the bytes that this worker has pushed, those of the versions that it got, and the model's."""
+    """Of each model: the bytes that this worker has pushed, those of the versions that it got, and the model's.
+
+    A version that is here before its shard's contribution has left the sending thread finds no room, and is asked for
+    again (FETCH): that one counts once.
+    """
     models = gan()
     settings = CASES["dcgan"].all_settings(1)
     one, named = one_model(models, settings)
@@ -210,6 +214,8 @@ def bytes_of(job: rp.Job) -> dict[str, tuple[int, int, int]]:
 
     def counted_send(self: Channel, header: Header, *args: Any, **kwargs: Any) -> None:
         count(header, pushed, Kind.PUSH)
+        if header.kind is Kind.FETCH and (asked := shards[header.shard]).group >= 0:
+            got[names[asked.group]] -= asked.nbytes
         send(self, header, *args, **kwargs)
 
     def counted_receive(self: Channel) -> Header:
