@@ -38,7 +38,7 @@ from train_member import Design
 CASES, SEED = 40, 21
 TIE = 2.0  # standard errors: a measured lead below that is none, and either verdict is right
 _BLOCK = 8  # bytes in a sample: next to nothing is really computed
-_WARM_UP, _STEPS = 5, 6  # steps 0, 1, 2, 4, 8 wait for all of a version
+_WARM_UP, _STEPS = 9, 6  # steps 0, 1, 2, 4, 8 wait for all of a version, and the step after such a one is short
 _QUEUE_BYTES, _QUEUE_S = 512 * 1024, 0.010  # what `testing.netlab` lets wait at a port
 
 
@@ -101,10 +101,15 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def error_of_median(steps: Sequence[float]) -> float:
-    """The standard error of the median of so many steps (s), as of normally distributed ones; 0 of fewer than two."""
+    """The standard error of the median of so many steps (s), as of normally distributed ones; 0 of fewer than two.
+
+    Their scatter is taken from the median distance to the median (times 1.4826), so that one odd step makes no tie.
+    """
     if len(steps) < 2:
         return 0.0
-    return math.sqrt(math.pi / 2) * statistics.stdev(steps) / math.sqrt(len(steps))
+    middle = statistics.median(steps)
+    scatter = 1.4826 * statistics.median(abs(step - middle) for step in steps)
+    return math.sqrt(math.pi / 2) * scatter / math.sqrt(len(steps))
 
 
 @dataclass(frozen=True, slots=True)
