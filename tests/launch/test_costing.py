@@ -160,11 +160,11 @@ def test_help_teaches_with_examples() -> None:
 
 @pytest.mark.skipif(HAS_MATPLOTLIB, reason="matplotlib is installed")
 def test_without_matplotlib_a_plot_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"pip install 'rallypoint\[plot\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'rallypoint\[plots\]'"):
         said(*MODEL, "--plot", str(tmp_path / "plan.png"))
 
 
-@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib (rallypoint[plot])")
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib (rallypoint[plots])")
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     said(*MODEL, "--plot", str(tmp_path / "plan.png"))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

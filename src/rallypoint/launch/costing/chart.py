@@ -1,4 +1,4 @@
-"""The planner's answer as a picture, by matplotlib (the extra ``plot``)."""
+"""The planner's answer as a picture, by matplotlib (the extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_chart(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        raise UsageError("--plot needs matplotlib: pip install 'rallypoint[plot]'") from None
+        raise UsageError("--plot needs matplotlib: pip install 'rallypoint[plots]'") from None
     if path.suffix not in _KINDS:
         raise UsageError(f"--plot {path}: name a file that ends with {', '.join(_KINDS)}")
 
