@@ -356,19 +356,19 @@ def test_one_worker_has_a_few_pieces_fetched_for_it_at_once_and_others_are_answe
     assert not too_many
 
 
-def test_who_waits_for_its_turn_when_the_host_ends_waits_no_longer() -> None:
-    turns, ended = answering_module.Turns(1), threading.Event()
+def test_who_waits_to_be_answered_when_the_host_ends_waits_no_longer() -> None:
+    bounded, ended = answering_module.BoundedPeers(1), threading.Event()
 
     def wait() -> None:
-        with pytest.raises(LinkError), turns.of("w1"):
+        with pytest.raises(LinkError), bounded.of("w1"):
             pass
         ended.set()
 
-    with turns.of("w1"):
+    with bounded.of("w1"):
         thread = threading.Thread(target=wait)
         thread.start()
-        with turns.of("w2"):
-            turns.close()
+        with bounded.of("w2"):
+            bounded.close()
         assert ended.wait(20)
         thread.join()
 

@@ -75,12 +75,12 @@ class Tickets:
         now = {one.id: one for one in named}
         self._told = {id: told for id, told in self._told.items() if id in self._offers}
         for id, (number, _) in self._offers.items():
-            told, self._told[id] = self._told.get(id), now
-            new = [one for one in named if told is None or told.get(one.id) != one]
-            gone = () if told is None else tuple(sorted(told.keys() - now.keys()))
-            if told is None or new or gone:
+            before, self._told[id] = self._told.get(id), now
+            new = [one for one in named if before is None or before.get(one.id) != one]
+            gone = () if before is None else tuple(sorted(before.keys() - now.keys()))
+            if before is None or new or gone:
                 tickets = {one.id: ticket(secrets[one.id], "worker", id, number) for one in new if one.id != id}
-                yield id, Caches(tuple(new), tickets, told is not None, gone)
+                yield id, Caches(tuple(new), tickets, before is not None, gone)
 
     def proof(self, view: View) -> bytes:
         """The proof that a coordinator of this job has written `view`."""

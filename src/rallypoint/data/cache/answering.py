@@ -43,12 +43,12 @@ class Answering:
         self._files: Mapping[bytes, tuple[Files, File]] = {
             file.digest: (files, file) for files, found in sources for file in found
         }
-        self._turns = Turns(MOST_AT_ONCE)
+        self._bounded = BoundedPeers(MOST_AT_ONCE)
         self.gate = Gate(transport, bind, me, self._admit, self._serve)
 
     def close(self) -> None:
         """Stop listening, and end every connection."""
-        self._turns.close()
+        self._bounded.close()
         self.gate.close()
 
     def _admit(self, hello: Hello) -> Welcome:
@@ -64,7 +64,7 @@ class Answering:
             wanted = channel.receive_message(header)
             if not isinstance(wanted, Wanted):
                 raise ProtocolError(f"a {type(wanted).__name__} message from worker {hello.id}")
-            with self._turns.of(hello.id):
+            with self._bounded.of(hello.id):
                 self._answer(channel, wanted)
                 if not channel.flush(SENT_WITHIN_S):
                     raise LinkError(f"{hello.id} does not read what it has asked for")
@@ -87,7 +87,7 @@ class Answering:
         channel.send(Header(Kind.PIECE, length=len(data)), memoryview(data), urgent=True)
 
 
-class Turns:
+class BoundedPeers:
     """Lets each peer have `most` things done for it at once; whoever asks for more waits. Thread-safe."""
 
     def __init__(self, most: int) -> None:
@@ -97,7 +97,7 @@ class Turns:
 
     @contextmanager
     def of(self, peer: str) -> Iterator[None]:
-        """Wait for a turn of this peer's, and hold it in the body. LinkError after `close`."""
+        """Wait until one more may be done for this peer, and do it in the body. LinkError after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._busy[peer] < self._most)
             if self._closed:

@@ -81,7 +81,7 @@ class Entries:
         try:
             self._keep(name, data, size)
         except OSError as error:
-            if error.errno not in _FULL or not self._give_way(size):
+            if error.errno not in _FULL or not self._delete_oldest(size):
                 raise
             self._keep(name, data, size)
 
@@ -122,8 +122,8 @@ class Entries:
             return False
         return True
 
-    def _give_way(self, size: int) -> bool:
-        """The disk is full: delete what was used longest ago, `size` bytes and a tenth of all. False if nothing went."""
+    def _delete_oldest(self, size: int) -> bool:
+        """The disk is full: delete what was used longest ago, `size` bytes and a tenth of all. False: nothing went."""
         try:
             with self._locked("size", _SIZE_LOCK_S):
                 total = self.total
