@@ -70,6 +70,10 @@ class Entries:
                 os.utime(path)
         return data
 
+    def has(self, name: str) -> bool:
+        """True if there is an entry, which may be damaged."""
+        return self._path(name).exists()
+
     def keep(self, name: str, data: bytes) -> None:
         """Keep these bytes, instead of those that were used longest ago. Needs the lock of `name`.
 
