@@ -33,6 +33,7 @@ class MicroBatches:
     Attributes:
         config: the job's configuration.
         loader: as it was given.
+        dataset: as it was given.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class MicroBatches:
             dataset.check(config)
         self.config, self.loader = config, loader or Loader()
         self._device, self._collate = device, collate
-        self._reading = Reading(dataset, self.loader)
+        self.dataset, self._reading = dataset, Reading(dataset, self.loader)
         self._micro, self._part = config.batch // config.accumulate, part
         self._parted = part[:1] if part[1] > 1 else ()  # ranks that have the same part draw the same random numbers
         if self._micro % part[1]:

@@ -25,6 +25,7 @@ class Tickets:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._offers: dict[str, tuple[int, Offers]] = {}  # of workers: the incarnation that said it
+        self._told: dict[str, dict[str, Holder]] = {}  # to each of them: whom it was told of
 
     def admitted(self, id: str, incarnation: int, role: str) -> Admitted:
         """The message that admits this member."""
@@ -54,14 +55,15 @@ class Tickets:
         """A worker answers for a cache: what to tell those who do."""
         if view is None or (here := next((one for one in view.workers if one.id == worker), None)) is None:
             return
-        told, self._offers[worker] = self._offers.get(worker), (here.incarnation, offers)
-        if told != self._offers[worker]:
-            yield from self.caches(view)
-        else:  # it says so again, and nobody else needs to hear that
-            yield from ((id, caches) for id, caches in self.caches(view) if id == worker)
+        self._offers[worker] = here.incarnation, offers
+        self._told.pop(worker, None)  # what was on its way to it may be lost: it hears all, and others what is new
+        yield from self.caches(view)
 
     def caches(self, view: View) -> Iterator[tuple[str, Caches]]:
-        """For each worker that answers for a cache: all that do, with its tickets for them."""
+        """For each worker that answers for a cache: all that do, with its tickets for them; later, what has changed.
+
+        So N workers that begin at once cost N^2 tickets together, and not N of them N times.
+        """
         here = {one.id: one.incarnation for one in view.workers}
         self._offers = {id: (number, told) for id, (number, told) in self._offers.items() if here.get(id) == number}
         named, of_cache = list[Holder](), Counter[str]()
@@ -70,9 +72,15 @@ class Tickets:
             if of_cache[told.cache] <= MOST_OF_ONE_CACHE:
                 named.append(Holder(id, number, told.address, told.cache))
         secrets = {one.id: ticket(self._secret, "worker", one.id, one.incarnation) for one in named}
+        now = {one.id: one for one in named}
+        self._told = {id: told for id, told in self._told.items() if id in self._offers}
         for id, (number, _) in self._offers.items():
-            tickets = {other: ticket(secret, "worker", id, number) for other, secret in secrets.items() if other != id}
-            yield id, Caches(tuple(named), tickets)
+            before, self._told[id] = self._told.get(id), now
+            new = [one for one in named if before is None or before.get(one.id) != one]
+            gone = () if before is None else tuple(sorted(before.keys() - now.keys()))
+            if before is None or new or gone:
+                tickets = {one.id: ticket(secrets[one.id], "worker", id, number) for one in new if one.id != id}
+                yield id, Caches(tuple(new), tickets, before is not None, gone)
 
     def proof(self, view: View) -> bytes:
         """The proof that a coordinator of this job has written `view`."""

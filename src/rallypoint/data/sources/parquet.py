@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rallypoint.data.cache.cache import Cache, cache_of
-from rallypoint.data.sources.remote import Files
+from rallypoint.data.sources.remote import File, Files
 from rallypoint.data.sources.shards import Rows, ShardedDataset, Transform
 from rallypoint.errors import DataError, UsageError
 
@@ -80,6 +80,14 @@ class Parquet(ShardedDataset):
     def fingerprint(self) -> bytes:
         """Return a digest of the files' names, sizes and footers (row groups, types, statistics), and the columns."""
         return self._digest
+
+    def ranges(self, shard: int) -> list[tuple[File, int, int]]:
+        """Return the chunks of the columns of a row group, as pyarrow reads them: each in one piece."""
+        number, group = self._groups[shard]
+        about = self._footer(number).row_group(group)
+        chunks = [about.column(column) for column in range(about.num_columns)]
+        wanted = [chunk for chunk in chunks if self._columns is None or _is_part(chunk.path_in_schema, self._columns)]
+        return [(self._files[number], (at := _begin(chunk)), at + chunk.total_compressed_size) for chunk in wanted]
 
     def _read(self, shard: int) -> Rows:
         number, group = self._groups[shard]
@@ -210,6 +218,17 @@ def _or_none(array: pyarrow.Array, value: Callable[[int], Any]) -> Callable[[int
     """`value`, and None for the rows that are missing."""
     valid = _valid(array)
     return value if valid is None else lambda row: value(row) if valid[row] else None
+
+
+def _is_part(path: str, columns: Sequence[str]) -> bool:
+    """True if a leaf is one of these columns, or inside one."""
+    return any(path == column or path.startswith(f"{column}.") for column in columns)
+
+
+def _begin(chunk: Any) -> int:
+    """Where the chunk of a column begins: with its dictionary, if it has one."""
+    first = int(chunk.data_page_offset)
+    return min(first, chunk.dictionary_page_offset) if chunk.dictionary_page_offset else first
 
 
 def _add(digest: hashlib.blake2b, *parts: bytes) -> None:
