@@ -19,12 +19,15 @@ STEPS, CONTRIBUTORS = 4, 3
 POLICIES = [Sync(), Async(), BoundedStaleness(1)]
 
 
-def view(count: int, home: str, assigned: dict[str, tuple[int, ...]], *, generation: int = 1, moved: int = 1) -> View:
+def view(
+    count: int, home: str, assigned: dict[str, tuple[int, ...]], *, generation: int = 1, moved: int = 1,
+    origin: str = "",
+) -> View:  # fmt: skip
     number = ViewNumber(1, count)
     return View(
         number=number, generation=ViewNumber(1, generation), workers=tuple(Member(w, "", "", 1) for w in assigned),
         servers=(Member(home, "", "", 1),), assignments=(Assignment(0, assigned),), primary={0: home},
-        homed={0: ViewNumber(1, moved)},
+        homed={0: ViewNumber(1, moved)}, contributors=assigned, origin=origin,
     )  # fmt: skip
 
 

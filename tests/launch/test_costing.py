@@ -177,7 +177,7 @@ def test_a_plot_into_a_folder_that_does_not_exist_is_refused_before_anything_is_
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rallypoint.testing.scale.answer.Play", lambda scenario: pytest.fail("it is played"))
-    with pytest.raises(UsageError, match="there is no folder .*missing; make it first"):
+    with pytest.raises(UsageError, match=r"there is no folder .*missing; make it first"):
         said(*command, "--plot", str(tmp_path / "missing" / "plan.png"))
 
 

@@ -206,6 +206,11 @@ class Course:
         best = -1 if decided.best is None else decided.best.version
         return None if self.rules.best is None else (best, decided.version)
 
+    def uploads(self, worker: str) -> bool:
+        """True if the first weights are lost, or half there, when this worker dies now."""
+        alone = not (self.begun or self.strategies.anybody_begins)
+        return alone and self.view is not None and self.view.uploader == worker
+
     @property
     def recovery(self) -> Recovery:
         """The strategy of this job for lost state."""

@@ -328,7 +328,7 @@ class ClusterMachine:
         said = Say(f"{member} {'has left' if polite else 'is gone'}: {reason}")
         if course.phase is Phase.RECOVERING:
             return [said]
-        if was_worker and not course.begun and course.view is not None and member == course.view.uploader:
+        if was_worker and course.uploads(member):
             return [said, *self._succession.new_generation("")]  # it may have uploaded half of the first weights
         if was_worker and course.recovery.workers_store and course.view is not None:
             course.revision += had_state
