@@ -39,7 +39,8 @@ class DenseKey:
         """By shard, the bytes of a push: a copy. UsageError for a tensor of another shape."""
         self._no_rows(rows)
         if tuple(values.shape) != self.shape:
-            raise UsageError(f"a tensor of shape {list(values.shape)} for key {self.name}, which has {list(self.shape)}")
+            shapes = f"a tensor of shape {list(values.shape)} for key {self.name}, which has {list(self.shape)}"
+            raise UsageError(shapes)
         vector = in_fp32(values, self.name).reshape(-1)
         return {shard: bytes_of(vector[place].clone()) for shard, place in self._ranges.items()}
 

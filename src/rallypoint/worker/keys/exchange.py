@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rallypoint.config import JobConfig
@@ -18,7 +17,8 @@ from rallypoint.observe.waits import wait_until
 from rallypoint.worker.exchange.links import Context, Links
 from rallypoint.worker.keys.answers import Answers, Asked
 from rallypoint.worker.keys.arrivals import KeyArrivals
-from rallypoint.worker.keys.sends import Sends
+from rallypoint.worker.keys.heard import KeysHeard
+from rallypoint.worker.keys.sends import KeyLinks, Sends
 
 Change = Callable[[], Sequence[machine.Effect]]
 _OVER = "the job is over: no server answers any more"
@@ -27,17 +27,21 @@ _OVER = "the job is over: no server answers any more"
 class KeyExchange:
     """One worker's data plane in one store.
 
-    Locks: `_adopting`, one view after the other; below it `_sending`, one effect after the other, in the order in which
-    the machine has returned them (a server keeps the newest request only); below it `changed`, the machine and all
-    fields. Nobody sends or receives under `changed`.
+    Locks: `_adopting`, one view after the other; below it that of the sends, one effect after the other; below it
+    `changed`, the machine and all fields. Nobody sends or receives under `changed`.
 
     Attributes:
+        heard: takes what arrives on links.
         answers: what was asked for, and what came with acknowledgements of pushes. Guarded by `changed`.
         rolled_back: rises with each roll-back to a snapshot: whatever began before it is stale.
         finished: the coordinator has said that the job is over.
     """
 
-    def __init__(self, layout: Layout, config: JobConfig, context: Context, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, layout: Layout, config: JobConfig, context: Context, send: Callable[[Message], None],
+        links: KeyLinks | None = None,
+    ) -> None:  # fmt: skip
+        """`links` are for simulated clusters; None: this process's own."""
         self.layout, self.config, self.me = layout, config, context.me
         self.changed = threading.Condition()
         self.machine = machine.KeyMachine(
@@ -46,16 +50,16 @@ class KeyExchange:
         )  # fmt: skip
         self.rolled_back, self.finished = 0, False
         self._send_report, self._say = send, context.say
-        self._adopting, self._sending = threading.Lock(), threading.Lock()
-        self._outgoing: deque[machine.Effect] = deque()
+        self._adopting = threading.Lock()
         self._closed = self._leaving = False
         self._failure: BaseException | None = None
         self._activity, self._numbers = 0, machine.OWN
         self._table = LinkTable(context.me)
-        self._links = Links(context, config, lambda: self.machine.number)
-        self._arrivals = KeyArrivals(layout, config, self)
+        self._links = links or Links(context, config, lambda: self.machine.number)
         self.answers = Answers()
-        self._sends = Sends(self.machine, self._links, self.answers)
+        self.heard = KeysHeard(self.machine, self.answers, self._table, self.changed, self.apply, self.fail)
+        self._arrivals = KeyArrivals(layout, config, self.heard)
+        self._sends = Sends(self.machine, self._links, self.answers, self.changed)
 
     # ---- messages of the coordinator, on its link's thread: see `DataPlane` ----
 
@@ -78,23 +82,22 @@ class KeyExchange:
                 return
             ended = self._table.to_end(before, view)
             self._links.end(ended)
-            with self._sending, self.changed:
+            with self._sends.sending, self.changed:
                 for server in ended:
                     self._table.end(server)
                     self.machine.link_lost(server)
                 if before is not None and before.generation != view.generation:
                     self._roll_back(view)
-                self._outgoing.extend(self.machine.adopt(view))
+                self._sends.outgoing.extend(self.machine.adopt(view))
                 new = self._table.to_open(view)
                 self.changed.notify_all()
-            self._send_all()
+            self._sends.run_all()
             self._links.open(new, self._arrivals, view)
 
     def _roll_back(self, view: View) -> None:
         """Nothing of the generation before leaves any more, but first values if there is no snapshot to go back to."""
         self.rolled_back += 1
         self.answers.clear()
-        self._outgoing.clear()
         self._sends.clear(keep_first=not view.origin)
 
     def assist(self, step: int, replica: int) -> None:
@@ -170,9 +173,9 @@ class KeyExchange:
             for shard, (rows, nbytes) in wanted.items():
                 self._numbers += 1
                 requests[shard] = self.answers.asked[self._numbers] = Asked(self._numbers, rows, nbytes)
-                self._outgoing.extend(self.machine.need(shard, self._numbers, version))
+                self._sends.outgoing.extend(self.machine.need(shard, self._numbers, version))
             generation = self.rolled_back
-        self._send_all()
+        self._sends.run_all()
         return requests, generation
 
     def watch(self, shards: Iterable[int], contributors: Iterable[int]) -> None:
@@ -200,8 +203,8 @@ class KeyExchange:
                 if self._gone:
                     raise SystemExit(0)
                 raise JobAborted(_OVER)
-            self._outgoing.extend(then() if then is not None else ())
-        self._send_all()
+            self._sends.outgoing.extend(then() if then is not None else ())
+        self._sends.run_all()
 
     def check(self, generation: int | None) -> None:
         """Raise the error of whatever has failed; StoreRolledBack if there was a roll-back after `generation`. Needs
@@ -226,67 +229,14 @@ class KeyExchange:
     def _gone(self) -> bool:
         return self._leaving and not self.machine.contributors
 
-    # ---- what has arrived, on the links' threads: see `Heard` ----
-
-    def valued(self, shard: int, contributor: int, clock: int, version: int, data: bytearray) -> None:
-        def replied() -> list[machine.Effect]:
-            counts = clock > self.machine.lines[shard].pushes.get(contributor, clock)
-            if counts and shard not in self.machine.tables:
-                self.answers.with_push[shard] = version, data
-            return self.machine.replied(shard, contributor, clock, version)
-
-        self.apply(replied)
-
-    def answered(self, shard: int, number: int, version: int, data: bytearray | None) -> None:
-        def answers() -> list[machine.Effect]:
-            pushed = bool(self.machine.lines[shard].pushes)
-            done, effects = self.machine.answered(shard, number, version, kept=data is not None)
-            if data is not None:
-                self.answers.came(done, version, data)
-                if number == machine.OWN and pushed and shard not in self.machine.tables:
-                    self.answers.with_push[shard] = version, data
-            return effects
-
-        self.apply(answers)
-
-    def to_wait(self, contributor: int) -> None:
-        self.apply(lambda: self.machine.to_wait(contributor))
-
-    def link_up(self, server: str) -> None:
-        self.apply(lambda: self.machine.link_up(server) if self._table.up(server) else [])
-
-    def link_lost(self, server: str) -> None:
-        def lost() -> list[machine.Effect]:
-            self._table.lost(server)
-            return self.machine.link_lost(server)
-
-        self.apply(lost)
-
-    def fits(self, number: int, nbytes: int) -> bool:
-        with self.changed:
-            return number == machine.OWN or self.answers.fits(number, nbytes)
-
     # ---- inside ----
 
     def apply(self, change: Change) -> None:
         """Make a change under the lock, then run its effects without it."""
         with self.changed:
-            self._outgoing.extend(change())
+            self._sends.outgoing.extend(change())
             reports = self._sends.forget_counted()
             self.changed.notify_all()
-        self._send_all()
+        self._sends.run_all()
         for report in reports:
             self._send_report(report)
-
-    def _send_all(self) -> None:
-        """Send what is to leave. If another thread does, it sends this too."""
-        while self._outgoing and self._sending.acquire(blocking=False):
-            try:
-                while (effect := self._next_outgoing()) is not None:
-                    self._sends.run(effect)
-            finally:
-                self._sending.release()
-
-    def _next_outgoing(self) -> machine.Effect | None:
-        with self.changed:
-            return self._outgoing.popleft() if self._outgoing else None

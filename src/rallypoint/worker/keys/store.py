@@ -17,8 +17,8 @@ from rallypoint.worker.keys.futures import LOOK_AGAIN_S, Pull, Push, Waiting, ch
 from rallypoint.worker.keys.table import TableKey
 
 _LEFT = (
-    "the servers lost values and went back to a snapshot after this worker's script had ended: start the job again with "
-    "--resume (with --replication 2 a server's death alone costs nothing)"
+    "the servers lost values and went back to a snapshot after this worker's script had ended: resume the job "
+    "(with --replication 2 a server's death alone costs nothing)"
 )
 
 
