@@ -163,11 +163,6 @@ class KeyMachine:
             if self._takes(one)
         ]  # fmt: skip
 
-    def holder(self, contributor: int) -> str:
-        """The worker to which the view gives this contributor; "" if there is none."""
-        newest = self.view.assignments[-1].replicas if self.view is not None and self.view.assignments else {}
-        return next((worker for worker, own in newest.items() if contributor in own), "")
-
     # ---- what the caller wants ----
 
     def begin(self, shard: int) -> list[Effect]:
@@ -214,7 +209,7 @@ class KeyMachine:
         elif before is not None:
             for shard in view.moved(before):
                 self.lines[shard].forget()
-            if self._standing(before) != self._standing(view):
+            if _standing(before, self.me) != _standing(view, self.me):
                 for line in self.lines:
                     line.sent.clear()
         return self._advance(range(self.shards))
@@ -343,20 +338,25 @@ class KeyMachine:
         """True if servers take this contributor's pushes from this worker."""
         return self.view is not None and self.view.takes(self.me, [contributor])
 
-    def _standing(self, view: View) -> tuple[int, tuple[int, ...]]:
-        """This worker's incarnation (-1: the view does not have it), and whose pushes servers take from it."""
-        incarnation = next((member.incarnation for member in view.workers if member.id == self.me), -1)
-        return incarnation, view.contributors.get(self.me, ())
-
     # ---- invariants ----
 
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
         for shard, line in enumerate(self.lines):
+            linked = self.view is not None and self.view.primary.get(shard) in self.links
             assert line.sent <= line.pushes.keys(), f"shard {shard}: sent {line.sent}, which nobody pushes"
             assert not (line.first and line.version > 0), f"shard {shard} may begin, at version {line.version}"
-            assert line.asked is None or self._linked(shard), f"shard {shard}: a pull without a link"
-            assert line.wanted is None or self._linked(shard), f"shard {shard}: a want without a link"
+            assert line.asked is None or linked, f"shard {shard}: a pull without a link"
+            assert line.wanted is None or linked, f"shard {shard}: a want without a link"
 
-    def _linked(self, shard: int) -> bool:
-        return self.view is not None and self.view.primary.get(shard) in self.links
+
+def holder(view: View, contributor: int) -> str:
+    """The worker to which the view gives this contributor; "" if there is none."""
+    newest = view.assignments[-1].replicas if view.assignments else {}
+    return next((worker for worker, own in newest.items() if contributor in own), "")
+
+
+def _standing(view: View, worker: str) -> tuple[int, tuple[int, ...]]:
+    """The worker's incarnation (-1: the view does not have it), and whose pushes servers take from it."""
+    incarnation = next((member.incarnation for member in view.workers if member.id == worker), -1)
+    return incarnation, view.contributors.get(worker, ())

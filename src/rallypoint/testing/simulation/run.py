@@ -17,6 +17,8 @@ from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
+from rallypoint.testing.simulation.failures.played import played_by
+from rallypoint.testing.simulation.failures.stuck import stuck
 from rallypoint.testing.simulation.flips.job import FlippedJob
 from rallypoint.testing.simulation.flips.server import AuditedServer
 from rallypoint.testing.simulation.keys.job import KeyedJob
@@ -27,13 +29,11 @@ from rallypoint.testing.simulation.operating.pauses import Operators
 from rallypoint.testing.simulation.operating.plans import PAUSE, RESCALE
 from rallypoint.testing.simulation.operating.rates import RateOperators
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
-from rallypoint.testing.simulation.played import played_by
 from rallypoint.testing.simulation.policies import Played, replay_line
 from rallypoint.testing.simulation.replicas.evaluated import check_evaluations
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.store import SimulatedStore
-from rallypoint.testing.simulation.stuck import stuck
 from rallypoint.testing.simulation.worker import SimulatedWorker
 
 LIMIT_S = 600.0  # of simulated time: a run takes about five

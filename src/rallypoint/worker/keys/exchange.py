@@ -55,7 +55,7 @@ class KeyExchange:
         self._failure: BaseException | None = None
         self._activity, self._numbers = 0, machine.OWN
         self._table = LinkTable(context.me)
-        self._links = links or Links(context, config, lambda: self.machine.number)
+        self._links: KeyLinks = Links(context, config, lambda: self.machine.number) if links is None else links
         self.answers = Answers()
         self.heard = KeysHeard(self.machine, self.answers, self._table, self.changed, self.apply, self.fail)
         self._arrivals = KeyArrivals(layout, config, self.heard)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from rallypoint.core.keys.machine import NEWEST, Effect
+from rallypoint.core.keys.machine import NEWEST, Effect, holder
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import StoreRolledBack, UsageError
 from rallypoint.worker.keys.dense import DenseKey, Rows
@@ -253,8 +253,8 @@ class KeyStore:
             )  # fmt: skip
 
     def _before(self, name: str, contributor: int) -> str:
-        holder = self._exchange.machine.holder(contributor)
-        whose = "" if holder in ("", self._exchange.me) else f", which is {holder}'s"
+        worker = holder(self._exchange.view, contributor)
+        whose = "" if worker in ("", self._exchange.me) else f", which is {worker}'s"
         return f"the push before this one to key {name} (contributor {contributor}{whose})"
 
     def _last(self) -> str:

@@ -1,0 +1,174 @@
+"""What a store's calls promise when the servers go back to a snapshot, and when nobody keeps an answer."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+
+from rallypoint.config import JobConfig
+from rallypoint.core.layout import Layout
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.errors import StoreRolledBack, UsageError
+from rallypoint.net.frames import Header, Kind
+from rallypoint.worker.exchange.links import Context
+from rallypoint.worker.keys.exchange import KeyExchange
+from rallypoint.worker.keys.settings import declared
+from rallypoint.worker.keys.store import KeyStore
+
+
+class Wire:
+    """A link that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Header] = []
+
+    def push(self, header: Header, payload: memoryview, sent: Any) -> None:
+        self.sent.append(header)
+
+    def want(self, shard: int, replica: int, number: ViewNumber) -> None:
+        self.sent.append(Header(Kind.WANT, number, shard=shard))
+
+    def pull(self, header: Header, payload: memoryview | None = None) -> None:
+        self.sent.append(header)
+
+
+class Wires(dict[str, Wire]):
+    def open(self, servers: Any, receiver: Any, view: View) -> None:
+        self.update({server.id: Wire() for server in servers})
+
+    def end(self, servers: Any) -> None:
+        for server in servers:
+            del self[server]
+
+    def close(self) -> None:
+        self.clear()
+
+    def unreachable(self) -> dict[str, float]:
+        return {}
+
+
+def view(count: int, generation: int) -> View:
+    return View(
+        number=ViewNumber(1, count), generation=ViewNumber(1, generation), workers=(Member("w", "", "", 1),),
+        servers=(Member("s", "", "", 1),), assignments=(Assignment(0, {"w": (0,)}),), primary={0: "s"},
+        homed={0: ViewNumber(1, 1)}, contributors={"w": (0,)}, origin="snapshot" if generation > 1 else "",
+    )  # fmt: skip
+
+
+class Stage:
+    """One worker's store with one key, `w`, and the server that it hears."""
+
+    def __init__(self) -> None:
+        self.wires = Wires()
+        config, layout = cast(tuple[JobConfig, Layout], declared({"w": (4,)}, {"steps": 9}, {}))
+        context = cast(Context, SimpleNamespace(me="w", say=lambda said: None))
+        self.exchange = KeyExchange(layout, config, context, lambda report: None, cast(Any, self.wires))
+        self.exchange.adopt(view(1, 1))
+        self.exchange.heard.link_up("s")
+        self.store = KeyStore(self.exchange, lambda generation: None, {})
+
+    def is_at(self, version: int, number: int = 0) -> None:
+        self.exchange.heard.answered(0, number, version, bytearray(16))
+
+    def rolls_back(self, version: int) -> None:
+        self.exchange.adopt(view(2, 2))
+        self.exchange.heard.link_up("s")
+        self.is_at(version)
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def test_a_thread_hears_of_a_roll_back_once_whatever_it_calls_next(stage: Stage) -> None:
+    """A pull of the step that was due would wait for ever: the version comes when this thread itself has gone back."""
+    stage.is_at(5)
+    assert next(stage.store.due("w", 9)) == (5, 0)
+    stage.rolls_back(3)
+    with pytest.raises(StoreRolledBack):
+        stage.store.pull("w", step=5)
+    assert stage.store.step("w") == 3
+
+
+def test_a_push_of_a_step_from_before_a_roll_back_is_no_mistake_of_the_script(stage: Stage) -> None:
+    stage.is_at(5)
+    due = next(stage.store.due("w", 9))
+    stage.rolls_back(3)
+    with pytest.raises(StoreRolledBack):
+        stage.store.push("w", torch.ones(4), step=due.step)
+    assert next(stage.store.due("w", 9)) == (3, 0)
+
+
+def test_futures_of_a_generation_that_is_over_end(stage: Stage) -> None:
+    stage.is_at(5)
+    push, pull = stage.store.push("w", torch.ones(4)), stage.store.pull_later("w")
+    stage.rolls_back(3)
+    for future in (push, pull):
+        with pytest.raises(StoreRolledBack):
+            future.done()
+
+
+def test_a_pull_that_nobody_keeps_needs_no_memory(stage: Stage) -> None:
+    stage.is_at(0)
+    pull = stage.store.pull_later("w")
+    assert len(stage.exchange.answers.asked) == 1
+    del pull
+    gc.collect()
+    assert len(stage.exchange.answers.asked) == 0
+    stage.is_at(0, number=1)
+
+
+def test_a_value_that_came_with_a_push_is_not_given_after_a_newer_one(stage: Stage) -> None:
+    stage.is_at(0)
+    stage.store.push("w", torch.ones(4))
+    stage.is_at(1)
+    stage.is_at(7, number=0)
+    with stage.exchange.changed:
+        assert stage.exchange.with_pushes([0]) == {}
+
+
+def test_requests_leave_in_the_order_of_the_machine_whichever_thread_sends(stage: Stage) -> None:
+    """A server keeps only the newest request: one that overtakes another would never be answered."""
+    stage.is_at(0)
+    wire = stage.wires["s"]
+    wire.sent.clear()
+    with stage.exchange._sends.sending:  # another thread sends
+        first, second = stage.store.pull_later("w", step=2), stage.store.pull_later("w")
+        assert wire.sent == [], "it leaves this to that thread"
+    stage.exchange._sends.run_all()
+    assert [header.base for header in wire.sent] == [1, 2]
+    assert not first.done()
+    assert not second.done()
+
+
+def test_steps_that_no_key_gets_to_are_refused(stage: Stage) -> None:
+    stage.is_at(0)
+    calls: list[Any] = [
+        lambda: stage.store.pull("w", step=10), lambda: stage.store.pull("w", step=-1),
+        lambda: stage.store.push("w", torch.ones(4), step=9), lambda: next(stage.store.due("w", 10)),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(UsageError, match="this store has steps="):
+            call()
+    stage.is_at(9)
+    with pytest.raises(UsageError, match="has made all of its 9 pushes"):
+        stage.store.push("w", torch.ones(4))
+
+
+def test_servers_take_no_first_value_where_a_generation_begins_from_a_snapshot() -> None:
+    from rallypoint.core.policy import Sync
+    from rallypoint.core.shard.server import Plan, ServerMachine
+    from rallypoint.core.shard.shell import ServerShell
+
+    plan = Plan(policy=Sync(), expected=[1], measured=frozenset({0}), decides=frozenset(), keyed=True)
+    shell: ServerShell[Any] = ServerShell(ServerMachine("s", plan))
+    shell.adopt(view(1, 1))
+    assert shell.may_begin("w")
+    shell.adopt(msgspec.structs.replace(view(2, 2)))
+    assert not shell.may_begin("w")
