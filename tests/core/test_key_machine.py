@@ -279,3 +279,47 @@ def test_rows_of_a_table_answer_no_other_pull() -> None:
     machine.need(0, 8, 1)
     done, effects = machine.answered(0, 7, 1)
     assert (done, effects) == ([7], [SendPull(0, 8, 1, "s")])
+
+
+def test_how_far_a_contributor_is_is_asked_anew_when_it_becomes_this_workers() -> None:
+    """Another worker has pushed for it since: `store.step` would name a push that counts already."""
+    machine = KeyMachine("w", 1, by_clocks=True)
+    linked(machine)
+    machine.watch([0], [2])
+    machine.replied(0, 2, 3, 9)
+    assert machine.adopt(view(2, "s", {"w": (0, 1, 2)})) == [SendWant(0, 2, "s")]
+    assert machine.next_step(0, 2) is None
+    machine.replied(0, 2, 7, 20)
+    assert machine.next_step(0, 2) == 7
+
+
+def test_a_first_value_that_is_given_twice_is_said_again_in_a_generation_that_begins_from_no_snapshot() -> None:
+    machine = KeyMachine("w", 1)
+    linked(machine)
+    machine.begin(0)
+    machine.answered(0, OWN, 0)
+    machine.begin(0)
+    machine.link_lost("s")
+    machine.adopt(view(2, "s", {"w": (0, 1)}, generation=2))
+    assert machine.link_up("s") == [SendInitial(0, "s"), SendPull(0, OWN, NEWEST, "s")]
+
+
+def test_threads_that_pull_the_newest_rows_again_and_again_keep_nobody_waiting_for_a_version_that_exists() -> None:
+    machine = KeyMachine("w", 1, tables=frozenset({0}))
+    linked(machine)
+    machine.answered(0, OWN, 5)
+    machine.need(0, 1, NEWEST)
+    machine.need(0, 2, 4)
+    machine.need(0, 3, NEWEST)
+    assert machine.answered(0, 1, 5) == ([1], [SendPull(0, 2, 4, "s")])
+
+
+def test_only_pushes_that_servers_take_from_this_worker_are_waited_for_before_it_leaves() -> None:
+    machine = KeyMachine("w", 1)
+    linked(machine)
+    machine.answered(0, OWN, 0)
+    machine.push(0, 1, 0)
+    assert machine.unfinished() == [(0, 1, 0)]
+    machine.push(0, 2, 0)  # another worker's
+    machine.adopt(view(2, "s", {"w": (0,), "v": (1, 2)}))
+    assert machine.unfinished() == []

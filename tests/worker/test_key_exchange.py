@@ -12,12 +12,13 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Layout
+from rallypoint.core.policy import Async
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.errors import StoreRolledBack, UsageError
+from rallypoint.errors import JobAborted, StoreRolledBack, UsageError
 from rallypoint.net.frames import Header, Kind
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.keys.exchange import KeyExchange
-from rallypoint.worker.keys.settings import declared
+from rallypoint.worker.keys.settings import KeySettings, declared
 from rallypoint.worker.keys.store import KeyStore
 
 
@@ -63,14 +64,16 @@ def view(count: int, generation: int) -> View:
 class Stage:
     """One worker's store with one key, `w`, and the server that it hears."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.wires = Wires()
-        config, layout = cast(tuple[JobConfig, Layout], declared({"w": (4,)}, {"steps": 9}, {}))
+        given = cast(KeySettings, {"steps": 9, **settings})
+        config, layout = cast(tuple[JobConfig, Layout], declared({"w": (4,)}, given, {}))
         context = cast(Context, SimpleNamespace(me="w", say=lambda said: None))
         self.exchange = KeyExchange(layout, config, context, lambda report: None, cast(Any, self.wires))
         self.exchange.adopt(view(1, 1))
         self.exchange.heard.link_up("s")
-        self.store = KeyStore(self.exchange, lambda generation: None, {})
+        self.done: list[ViewNumber] = []
+        self.store = KeyStore(self.exchange, self.done.append, {})
 
     def is_at(self, version: int, number: int = 0) -> None:
         self.exchange.heard.answered(0, number, version, bytearray(16))
@@ -172,3 +175,32 @@ def test_servers_take_no_first_value_where_a_generation_begins_from_a_snapshot()
     assert shell.may_begin("w")
     shell.adopt(msgspec.structs.replace(view(2, 2)))
     assert not shell.may_begin("w")
+
+
+def test_leaving_waits_until_the_last_push_counts(stage: Stage) -> None:
+    """Else the coordinator could end the job while a push is on its way, with nobody left to send it again."""
+    stage.is_at(0)
+    stage.store.push("w", torch.ones(4), step=0)
+    stage.exchange.finish()
+    with pytest.raises(JobAborted):  # there is nothing to wait for any more: it has waited
+        stage.store.finish()
+    assert stage.done == [], "it says that it is done before its push counts"
+    stage.is_at(1)
+    stage.store.finish()
+    assert stage.done == [stage.exchange.view.generation]
+
+
+def test_the_future_of_a_push_that_is_another_workers_by_now_is_done_when_that_has_made_it() -> None:
+    """Only asking tells (streaming): `done` alone, in a script's own loop, has to ask."""
+    stage = Stage(sync=Async(), contributors=2)
+    stage.exchange.heard.valued(0, 1, 0, 0, bytearray(16))
+    push = stage.store.push("w", torch.ones(4), step=0, contributor=1)
+    wire = stage.wires["s"]
+    wire.sent.clear()
+    assert not push.done()
+    assert [(header.kind, header.shard) for header in wire.sent] == [(Kind.WANT, 0)]
+    stage.exchange.heard.valued(0, 1, 0, 0, bytearray(16))
+    assert not push.done()
+    assert len(wire.sent) == 1, "each answer brings the value: it does not ask again at once"
+    stage.exchange.heard.valued(0, 1, 1, 1, bytearray(16))
+    assert push.done()

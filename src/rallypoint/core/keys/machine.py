@@ -101,6 +101,13 @@ class Line:
         self.sent.clear()
         self.blocked.clear()
 
+    def ask_again(self, contributors: set[int]) -> None:
+        """These are this worker's from now on: what is known of their clocks is from before others pushed for them."""
+        for contributor in contributors & self.clocks.keys():
+            del self.clocks[contributor]
+            if contributor not in self.pushes:  # (else the push asks)
+                self.watched.add(contributor)
+
     def order(self, contributor: int) -> tuple[int, int]:
         """Whose clock to ask for first: under bounded staleness the one that is furthest behind waits for nobody."""
         return self.pushes.get(contributor, self.clocks.get(contributor, 0)), contributor
@@ -167,7 +174,7 @@ class KeyMachine:
 
     def begin(self, shard: int) -> list[Effect]:
         """The caller has a first value for the shard."""
-        self.lines[shard].first = self.lines[shard].version < 0
+        self.lines[shard].first = self.lines[shard].version <= 0  # at 0 it may be lost yet: see `adopt`
         return self._advance([shard])
 
     def push(self, shard: int, contributor: int, step: int) -> list[Effect]:
@@ -210,8 +217,10 @@ class KeyMachine:
             for shard in view.moved(before):
                 self.lines[shard].forget()
             if _standing(before, self.me) != _standing(view, self.me):
+                taken = _standing(view, self.me)[1]
                 for line in self.lines:
                     line.sent.clear()
+                    line.ask_again(set(taken) - set(_standing(before, self.me)[1]))
         return self._advance(range(self.shards))
 
     def link_up(self, server: str) -> list[Effect]:
@@ -324,7 +333,7 @@ class KeyMachine:
         return pick if pick != line.wanted else None
 
     def _next_need(self, line: Line) -> tuple[int, int] | None:
-        """The number and version to ask for: those that wait for nobody first."""
+        """The number and version to ask for: first what is there already, the oldest question first."""
         needs = [(version, number) for number, version in line.needs.items()]
         if line.version < 0 and (line.first or line.pushes):
             needs.append((NEWEST, OWN))
@@ -332,7 +341,11 @@ class KeyMachine:
             needs.append((min(line.pushes.values()) + 1, OWN))
         elif not self.by_clocks and line.followed:
             needs.append((line.version + 1 if line.version >= 0 else NEWEST, OWN))
-        return min(needs)[::-1] if needs else None
+        if not needs:
+            return None
+        # A thread that pulls the newest value again and again is not to keep others waiting for a version that exists
+        version, number = min(needs, key=lambda need: (max(need[0], line.version), need[1], need[0]))
+        return number, version
 
     def _takes(self, contributor: int) -> bool:
         """True if servers take this contributor's pushes from this worker."""

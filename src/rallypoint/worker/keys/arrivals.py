@@ -90,7 +90,7 @@ class KeyArrivals:
     def _shard(self, header: Header) -> Shard:
         if not 0 <= header.shard < len(self._layout.shards):
             raise ProtocolError(f"a {header.kind.name} frame for shard {header.shard}: not in this store's layout")
-        if header.step > self._most and not header.flags & SKIP:
+        if header.step > self._most:
             raise ProtocolError(f"version {header.step} of shard {header.shard}, which has {self._most} at most")
         return self._layout.shards[header.shard]
 

@@ -86,7 +86,7 @@ class Reading:
     def filled(self, parts: Mapping[int, bytearray], out: torch.Tensor | None) -> torch.Tensor:
         """What was asked for, from the bytes of each shard, in `out` if it is given."""
         count = sum(map(_count, self._places.values()))
-        values = torch.empty(count, self._columns)
+        values = torch.empty(count, self._columns, dtype=torch.float32, device="cpu")  # whatever the script's defaults
         for shard, data in parts.items():
             values[self._places[shard]] = torch.frombuffer(data, dtype=torch.float32).view(-1, self._columns)
         value = self._arranged(values).view(self._shape)

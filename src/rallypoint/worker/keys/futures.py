@@ -15,7 +15,7 @@ from rallypoint.worker.keys.dense import Reading
 from rallypoint.worker.keys.exchange import KeyExchange
 
 LOOK_AGAIN_S = 0.5  # how often it asks how far others are, where no answer comes by itself (streaming)
-NEVER = float("inf")
+NEVER, NEVER_YET = float("inf"), float("-inf")
 
 
 class Waiting:
@@ -87,12 +87,16 @@ class Push:
     ) -> None:
         self._exchange, self._waiting, self._name, self._shards = exchange, waiting, name, shards
         self._step, self._contributor = step, contributor
-        self._generation = waiting.generation
+        self._generation, self._looked = waiting.generation, NEVER_YET
 
     def done(self) -> bool:
         """True if the push counts, durably (under ``rp.Sync()``: its round is complete). Raises what `result` raises
         when that can never be."""
-        return self._waiting.ask(self._counts, self._generation)
+        counts = self._waiting.ask(self._counts, self._generation)
+        if not counts and self._exchange.machine.by_clocks and time.monotonic() > self._looked + LOOK_AGAIN_S:
+            self._looked = time.monotonic()  # nobody tells how far a contributor is that is another worker's by now
+            self._exchange.watch(self._shards, [self._contributor])
+        return counts
 
     def result(self) -> None:
         """Wait until the push counts. Raises StoreRolledBack, or JobAborted when the job is over."""

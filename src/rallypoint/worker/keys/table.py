@@ -45,7 +45,7 @@ class TableKey:
                 f"{[*ids.shape, self.shape[1]]} are wanted"
             )
         unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
-        sums = torch.zeros(len(unique), self.shape[1])
+        sums = torch.zeros(len(unique), self.shape[1], dtype=torch.float32, device="cpu")
         sums.index_add_(0, inverse, in_fp32(values, self.name).reshape(-1, self.shape[1]))
         split = self._split(unique)
         return {
@@ -68,7 +68,12 @@ class TableKey:
     def _numbers(self, rows: Rows) -> torch.Tensor:
         if rows is None:
             raise UsageError(f"key {self.name} is a table, of which nobody holds all: say which rows with rows=")
-        ids = torch.as_tensor(rows, device="cpu") if len(rows) else torch.empty(0, dtype=torch.int64)
+        try:
+            ids = torch.as_tensor(rows, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:  # ragged, not numbers, beyond 64 bits
+            raise UsageError(f"rows of key {self.name} are whole numbers, in a tensor or a list: {error}") from None
+        if not ids.numel():
+            ids = ids.to(torch.int64)  # an empty list has no dtype of its own
         if ids.dtype not in _WHOLE:
             raise UsageError(f"rows of key {self.name} are whole numbers, not {str(ids.dtype).removeprefix('torch.')}")
         ids = ids.to(torch.int64)
