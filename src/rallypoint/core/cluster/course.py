@@ -254,3 +254,9 @@ class Course:
     def is_current(self, generation: ViewNumber) -> bool:
         """True if a claim made in `generation` counts; one of an older generation is stale (I10)."""
         return self.view is not None and self.view.generation == generation
+
+
+def uploads(course: Course, worker: str) -> bool:
+    """True if the first weights are lost, or half there, when this worker dies now."""
+    alone = not (course.begun or course.strategies.anybody_begins)
+    return alone and course.view is not None and course.view.uploader == worker

@@ -22,7 +22,7 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.auditing.probes import probed
 from rallypoint.core.cluster.auditing.verdicts import Auditing
 from rallypoint.core.cluster.completion import Completion
-from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.course import Course, uploads
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.evaluating.deciding import Deciding
 from rallypoint.core.cluster.health.apart import disagrees, set_apart
@@ -328,7 +328,7 @@ class ClusterMachine:
         said = Say(f"{member} {'has left' if polite else 'is gone'}: {reason}")
         if course.phase is Phase.RECOVERING:
             return [said]
-        if was_worker and not course.begun and course.view is not None and member == course.view.uploader:
+        if was_worker and uploads(course, member):
             return [said, *self._succession.new_generation("")]  # it may have uploaded half of the first weights
         if was_worker and course.recovery.workers_store and course.view is not None:
             course.revision += had_state
