@@ -158,8 +158,8 @@ class CoordinatorShell:
             case inbox.SnapshotFailed(snapshot=snapshot, reason=reason):
                 return self._drive(cluster_events.SnapshotLost(snapshot, reason))
             case inbox.SnapshotFound():
-                known = (event.stop, event.decided, event.scales)
-                return self._drive(cluster_events.Found(event.snapshot, event.version, *known))
+                return self._drive(cluster_events.Found(
+                    event.snapshot, event.version, event.stop, event.decided, event.scales))
             case inbox.Ended(reason=reason):
                 return self._end(Aborted(reason))
             case inbox.Said(text=text):
@@ -182,6 +182,7 @@ class CoordinatorShell:
         if (old := self.members.get(hello.id)) is not None:
             acts.append(Close(old))  # the same process connected again before its old connection ended
         self.members[hello.id] = connection
+        self._tickets.connected_anew(hello.id)
         member = Member(hello.id, hello.host, hello.address, hello.incarnation, hello.near, link_mbit=hello.link_mbit)
         return [*acts, *self._drive(cluster_events.Joined(member, hello.role, hello.process))]
 
@@ -346,7 +347,7 @@ class CoordinatorShell:
             else:
                 tally.rewind(self.machine.course.furthest, view.generation)
                 self.evaluations.rewind(self.announcer.config.steps_at(self.machine.course.furthest + 1))
-        for member, news in self._tickets.views(view, members):
+        for member, news in self._tickets.news(view, [one for one in members if one in self.members]):
             acts += self._send(news, member)
         return [*acts, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]  # the new ones
 
