@@ -4,8 +4,8 @@
     workers w0 w1 w2          ->      gone: position 1          ->      w0 w2
     replicas w1: (1,)                 gone: w1, entries w2: (1, 2)      w2: (1, 2)
 
-A difference names its base by number, and carries a digest of the view that it must lead to. So a wrong base, or a wrong
-difference, is found by who applies it, and is never taken for a view.
+A difference names its base by number, and carries a digest of the view that it must lead to. So a wrong base, or a
+wrong difference, is found by who applies it, and is never taken for a view.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _V = TypeVar("_V")
 _DIGEST_BYTES = 16
 _MEMBERS = ("workers", "servers", "aggregators")
 _ENTRIES = ("primary", "backup", "paired", "homed", "contributors", "aggregator_of", "speeds")
-_LARGE: dict[str, Any] = {"assignments": (), **dict.fromkeys(_MEMBERS, ()), **{name: {} for name in _ENTRIES}}  # the others are small
+_LARGE: dict[str, Any] = {"assignments": (), **dict.fromkeys(_MEMBERS, ()), **{name: {} for name in _ENTRIES}}
 
 
 class WrongBase(ValueError):
