@@ -47,6 +47,8 @@ class Size:
     window: int
     hold_bytes: int
     in_flight_bytes: int
+    pace_mbit: float = 0.0
+    tune: Literal["off", "auto"] = "off"
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +98,7 @@ def run_once(at: Site, size: Size, design: Design) -> list[float]:
             design="gloo" if design == "gloo" else "rallypoint", rank=rank, workers=len(at.workers),
             words=size.words, steps=size.steps + size.warm_up, shard_bytes=size.shard_bytes, window=size.window,
             hold_bytes=size.hold_bytes, in_flight_bytes=size.in_flight_bytes,
+            pace_mbit=size.pace_mbit, tune=size.tune,
         )
         for rank in range(len(at.workers))
     ]  # fmt: skip
@@ -109,7 +112,7 @@ def run_once(at: Site, size: Size, design: Design) -> list[float]:
 
 def figures(case: Case, size: Size, design: Design, times: dict[Design, list[float]]) -> Figures:
     """The figures of one design beside the other's."""
-    seconds, peer = Spread.of(times[design]), Spread.of(times["gloo"])
+    seconds, peer = Spread.of(times[design]), Spread.of(times.get("gloo") or times[design])
     ideal = case.wire_seconds(size.nbytes)
     return Figures(
         case=case.name, design=design, seconds=seconds, times_kb=seconds.median / ideal if ideal else None,
@@ -166,6 +169,9 @@ def command(
     in_flight_kib: Annotated[
         int, typer.Option(min=0, help="KiB on their way to one host at once; 0: the kernel's choice.")
     ] = _DEFAULTS.in_flight_bytes // 1024,
+    pace: Annotated[float, typer.Option(min=0.0, help="Rallypoint's pace_mbit.")] = 0.0,
+    tune: Annotated[bool, typer.Option("--tune", help="Rallypoint with tune=\"auto\": give it a warm-up of 100 steps.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Rallypoint without Gloo.")] = False,
     tls: Annotated[bool, typer.Option("--tls", help="Measure Rallypoint with TLS too.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
@@ -178,9 +184,10 @@ def command(
     size = Size(
         words=int(megabytes * 1e6 / 4), steps=steps, warm_up=warm_up, rounds=rounds,
         shard_bytes=shard_kib * 1024, window=window, hold_bytes=hold_kib * 1024, in_flight_bytes=in_flight_kib * 1024,
+        pace_mbit=pace, tune="auto" if tune else "off",
     )  # fmt: skip
     one = (Case(workers, servers, None if loopback else rate), size)
-    designs: tuple[Design, ...] = ("rallypoint", "tls", "gloo") if tls else ("rallypoint", "gloo")
+    designs: tuple[Design, ...] = ("rallypoint", *(("tls",) if tls else ()), *(() if alone else ("gloo",)))
     run([(case, replace(size, **tuning)) for case, tuning in GOALS] if goals else [one], designs, json)
 
 

@@ -121,6 +121,8 @@ class View(msgspec.Struct, frozen=True):
         speeds: server -> how fast its link was measured to be, compared with the median one. Where it was not, what was
             told of it counts: `core.topology.weights`.
         disputes: audited contributions on which workers do not agree (`audit=`).
+        pace: Mbit/s that each worker and server sends at most (0: as TCP likes), in place of the job's `pace_mbit`:
+            `tune="auto"`; None: as the job's settings say.
     """
 
     number: ViewNumber
@@ -148,6 +150,7 @@ class View(msgspec.Struct, frozen=True):
     scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = {}
+    pace: float | None = None
 
     def last(self, rounds: int) -> int:
         """The job's last version, where it would have so many rounds."""

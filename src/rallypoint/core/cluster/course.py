@@ -13,6 +13,7 @@ from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
 from rallypoint.core.cluster.events import RateAwaited
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.placing.links import Links
+from rallypoint.core.cluster.placing.tuning import Tuning
 from rallypoint.core.cluster.recovery import Recovery
 from rallypoint.core.cluster.state import ClusterState, Failing, Phase
 from rallypoint.core.cluster.strategies import Strategies, strategies_for
@@ -46,6 +47,7 @@ class Course:
         evaluations: the script's evaluations, and their results.
         awaiting_rate: what servers have said of an order that changes the learning rate (`ordering.rate`), by server.
         links: what members say of the links of servers.
+        tuning: how long steps take, and what is tried to make them shorter.
         ordered_period: how often an operator wants snapshots; None: as the terms say.
         suspects: the servers that audits have found something about.
         pins: where replicas stay with their workers: who has each, or had it last.
@@ -71,6 +73,7 @@ class Course:
     awaiting_rate: dict[str, RateAwaited] = field(default_factory=dict)
     ordered_period: SnapshotPeriod | None = None
     links: Links = field(default_factory=Links)
+    tuning: Tuning = field(default_factory=Tuning)
     suspects: Suspects = field(default_factory=Suspects)
     pins: dict[int, str] = field(default_factory=dict)
     record: JobRecord | None = None
@@ -116,6 +119,12 @@ class Course:
         """The job's last version: its last round, or an earlier one if it is stopped. Call it only with a record."""
         assert self.record is not None
         return self.record.rounds if self.views.stop is None else min(self.record.rounds, self.views.stop.version)
+
+    def reach(self, step: int, now: float) -> None:
+        """Reports prove at the time `now` (s) that the job has reached `step`."""
+        if step > self.furthest:
+            self.furthest = step
+            self.tuning.reached(step, now)
 
     def reached_by(self, step: int) -> int:
         """The step that a report of `step` proves: at most one after what servers have applied.

@@ -360,7 +360,7 @@ class ClusterMachine:
         course.has_state(event.worker, event.step)
         reached = course.reached_by(event.step)
         self._assigner.computed(event, course.replicas, max(course.now, event.now))
-        course.furthest = max(course.furthest, reached)
+        course.reach(reached, max(course.now, event.now))
         self._reach.computed(event.worker, event.step)
         self._snapshots.duty.computed(event.step, event.replica)
         return [*self._snapshots.take_if_due(), *self._completion.advance()]
