@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -28,7 +28,7 @@ _DEFAULTS = JobConfig()
 # The three cases of the project's goals, each with the settings that suit its links: on slow ones small shards, so that
 # less of the first and the last shard travels alone, no credit out of turn, so that no flow runs far ahead, and with
 # many members a limit to what is in flight, so that they do not overrun each other's ports.
-GOALS: tuple[tuple[Case, dict[str, int]], ...] = (
+GOALS: tuple[tuple[Case, dict[str, Any]], ...] = (
     (Case(4, 4, 1000.0), {"shard_bytes": 512 << 10, "window": 8, "hold_bytes": 0}),
     (Case(8, 8, 200.0), {"shard_bytes": 384 << 10, "window": 2, "hold_bytes": 0, "in_flight_bytes": 256 << 10}),
     (Case(2, 1, None), {}),
@@ -170,7 +170,7 @@ def command(
         int, typer.Option(min=0, help="KiB on their way to one host at once; 0: the kernel's choice.")
     ] = _DEFAULTS.in_flight_bytes // 1024,
     pace: Annotated[float, typer.Option(min=0.0, help="Rallypoint's pace_mbit.")] = 0.0,
-    tune: Annotated[bool, typer.Option("--tune", help="Rallypoint with tune=\"auto\": give it a warm-up of 100 steps.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="With tune=auto: it needs 150 steps of warm-up.")] = False,
     alone: Annotated[bool, typer.Option("--alone", help="Rallypoint without Gloo.")] = False,
     tls: Annotated[bool, typer.Option("--tls", help="Measure Rallypoint with TLS too.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,

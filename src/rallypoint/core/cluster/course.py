@@ -120,12 +120,6 @@ class Course:
         assert self.record is not None
         return self.record.rounds if self.views.stop is None else min(self.record.rounds, self.views.stop.version)
 
-    def reach(self, step: int, now: float) -> None:
-        """Reports prove at the time `now` (s) that the job has reached `step`."""
-        if step > self.furthest:
-            self.furthest = step
-            self.tuning.reached(step, now)
-
     def reached_by(self, step: int) -> int:
         """The step that a report of `step` proves: at most one after what servers have applied.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Of the rate that steps reach now. A link can carry that much, and at most a few times more: steps also compute, and
-# flows that share a port are not equally fast. A tenth apart: a pace that is up to a tenth too low costs less than that.
+# flows that share a port are not equally fast. A tenth apart: one of them is at most a tenth too low.
 _ABOVE = (1.08, 1.18, 1.29, 1.4, 1.53, 1.68, 1.85, 2.1)
 
 
@@ -33,9 +33,9 @@ class Knob:
 def pace_knob(start: float, nbytes: int, workers: int, servers: int, seconds: float) -> Knob:
     """Return the knob `pace_mbit` for a job whose steps take `seconds` now.
 
-    `nbytes` are those of the parameters, which each worker sends and gets in a step. A server sends all of its shards to
-    every worker, so with fewer servers than workers theirs are the busiest links. Paces below what steps need now cannot
-    help, so none is tried.
+    `nbytes` are those of the parameters, which each worker sends and gets in a step. A server sends all of its shards
+    to every worker, so with fewer servers than workers theirs are the busiest links. Paces below what steps need now
+    cannot help, so none is tried.
     """
     busiest = nbytes * max(1.0, workers / max(1, servers))
     rate = busiest * 8e-6 / seconds

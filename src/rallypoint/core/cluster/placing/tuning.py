@@ -19,8 +19,8 @@ _MOST_STEPS = 256  # step times that wait for the next look
 class Tuning:
     """Knows how long steps take, and which pace is on trial.
 
-    `tuner` is None until the candidates are known. A coordinator that is started again goes on from the pace of the view
-    in force, and tries candidates anew.
+    `tuner` is None until the candidates are known. A coordinator that is started again goes on from the pace of the
+    view in force, and tries candidates anew.
     """
 
     tuner: Tuner | None = None
@@ -29,7 +29,9 @@ class Tuning:
     _seen: object = None  # the members and homes of the view in which steps were measured
 
     def reached(self, step: int, now: float) -> None:
-        """The job has reached `step`, the highest so far."""
+        """The job is at `step`, the highest so far; also said more than once."""
+        if self._last is not None and step == self._last[0]:
+            return
         if self._last is not None and step == self._last[0] + 1 and len(self._seconds) < _MOST_STEPS:
             self._seconds.append(now - self._last[1])
         self._last = step, now
@@ -44,7 +46,10 @@ class Tuning:
             self._seen, self._last = seen, None
             self._seconds.clear()
             return None if self.tuner is None else self.tuner.disturbed()
-        return self._begin(view, record) if self.tuner is None else self._go_on(self.tuner)
+        if self.tuner is not None:
+            return self._go_on(self.tuner)
+        self._begin(view, record)
+        return None
 
     def _begin(self, view: View, record: JobRecord) -> None:
         """Choose the candidates, once enough steps have been measured."""
