@@ -122,11 +122,11 @@ class Tuner:
 
     # ---- trials ----
 
-    def _next(self) -> Decision | None:
+    def _next(self) -> Decision:
         """Begin the next trial, or settle."""
         if self._waiting:
             self._change(self._waiting.pop(0), _Stage.SCREEN)
-            return Decision(self.value, "")
+            return Decision(self.value, f"{self.knob.phrase(self.value)} is tried")
         if self._screened:
             self._screened.sort()
             stay = min(FINALISTS, (len(self._screened) + 1) // 2)
@@ -134,41 +134,42 @@ class Tuner:
             self._screened.clear()
         if self._finalists:
             self._change(self._finalists.pop(0), _Stage.COMPARE)
-            return Decision(self.value, "")
+            return Decision(self.value, f"{self.knob.phrase(self.value)} is tried for longer")
         self._stage, self.value = _Stage.SETTLED, self.best
         return Decision(self.best, f"tuning has ended: {self.knob.phrase(self.best)}")
 
     def _screen(self) -> Decision | None:
         assert self._base is not None
-        found = Window.of(self._seconds).median
+        found, steps = Window.of(self._seconds).median, len(self._seconds)
+        said = f"{self.knob.phrase(self.value)}: {self._base.median / max(found, 1e-9):.2f} x ({steps} steps)"
         if found < self._base.median * BETTER:
             self._screened.append((found, self.value))
-            return self._next()
-        return self._rest_for(len(self._seconds))
+            return self._and_next(f"{said}, stays")
+        self._change(self.best, _Stage.SCREEN)
+        self._rest = steps
+        return Decision(self.best, f"{said}, taken back")
 
     def _judge(self) -> Decision | None:
         assert self._rival is not None
         (value, rival), base = self._rival, Window.of(self._seconds)
         self._rival, self._base = None, base
-        gain = f"{base.median / rival.median:.2f} x ({rival.steps} steps, beside {base.steps} of {base.median:.3g} s)"
+        gain = f"{base.median / max(rival.median, 1e-9):.2f} x ({rival.steps} steps, beside {base.steps} of {base.median:.3g} s)"
         if rival.steps == MEASURED and rival.median < base.median * BETTER and rival.high < base.median:
             before, self.best = self.best, value
             self._base = rival
             said = f"{self.knob.phrase(value)} in place of {self.knob.phrase(before)}: {gain}, kept"
         else:
             said = f"{self.knob.phrase(value)}: {gain}, taken back"
+        return self._and_next(said)
+
+    def _and_next(self, said: str) -> Decision:
         following = self._next()
-        return Decision(self.value, "; ".join(filter(None, (said, following.said if following else ""))))
+        return Decision(following.value, f"{said}; {following.said}")
 
     def _hopeless(self) -> bool:
         """True if a finalist turns out to be slower: no need to measure it to the end."""
         assert self._base is not None
         return len(self._seconds) == SCREENED and min(self._seconds) > self._base.median / BETTER
-
-    def _rest_for(self, steps: int) -> Decision | None:
-        self._change(self.best, _Stage.SCREEN)
-        self._rest = steps
-        return Decision(self.best, "")
 
     def _change(self, value: float, stage: _Stage) -> None:
         self._skip = WARM_UP if value != self.value or stage is _Stage.MEASURE else 0

@@ -163,8 +163,7 @@ class Reducer:
             self._restores.cancel()
         computing = view.assignments[-1].replicas if view.assignments else {}
         config = self.job.config
-        pace = config.pace_mbit if view.pace is None else view.pace
-        limits = Limits.of(config.in_flight_bytes, 0.0 if view.aggregators else pace)
+        limits = Limits.of(config.in_flight_bytes, view.paced(config.pace_mbit))
         self._followers.share(limits, sum(map(bool, computing.values())))
         if self._codec_states is not None:
             self._codec_states.adopt(view)
