@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Literal, TypedDict
+from typing import Literal
 
 import msgspec
 
@@ -111,6 +110,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "stop" ends the job, "tell" only says so. None of them uses that contribution.
         audit_servers: every so many versions each server compares a digest of each shard's whole state with its
             backup's, and with the state right before the next update; 0: never.
+        tune: "auto": while the job runs, values of `pace_mbit` are tried, and kept where steps get shorter. The bytes
+            are the same.
     """
 
     replicas: int = 1
@@ -160,6 +161,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     audit: float = 0.0
     audit_action: Literal["drain", "stop", "tell"] = "drain"
     audit_servers: int = 0
+    tune: Literal["off", "auto"] = "off"
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -292,57 +294,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def codecs(self) -> tuple[CodecSpec, ...]:
         """The job's codec, and the groups' own codecs."""
         return (self.codec, *(group.codec for group in self.groups if group.codec is not None))
-
-
-class Settings(TypedDict, total=False):
-    """The keywords of `job.train`: the fields of JobConfig, for type checkers."""
-
-    replicas: int
-    batch: int
-    steps: int
-    optimizer: Optimizer | Mapping[str, Optimizer]
-    optimizers: dict[str, Optimizer]
-    alternate: Sequence[str | Sequence[str]]
-    batch_for: Literal["iteration", "step"]
-    sync: Mode
-    accumulate: int
-    scale_lr: Literal["none", "linear", "sqrt"]
-    base_batch: int
-    clip: float | None
-    average: EMA | SWA | None
-    plateau: ReduceOnPlateau | None
-    keep_best: str
-    best_is: Literal["min", "max"]
-    seed: int
-    order: Literal["shuffled", "sequential", "windowed", "own", "stream"]
-    passes: int
-    mixed_shards: int
-    precision: Literal["fp32", "bf16", "fp16"]
-    loss_scale: LossScaling
-    hold: Literal["fp32", "bf16"]
-    recompute: Literal["none", "blocks"]
-    offload: Literal["none", "activations"]
-    nonfinite: Literal["stop", "skip", "continue"]
-    decay_1d: bool
-    groups: Sequence[Group]
-    codec: CodecSpec
-    down: DownSpec
-    table_std: float
-    shard_bytes: int
-    window: int
-    parameters: Literal["local", "streamed"]
-    prefetch_bytes: int
-    presum_bytes: int
-    overlap: bool
-    hold_bytes: int
-    in_flight_bytes: int
-    pace_mbit: float
-    item: str
-    items_per_sample: int
-    fingerprints: int
-    audit: float
-    audit_action: Literal["drain", "stop", "tell"]
-    audit_servers: int
 
 
 build_now(JobConfig)  # build now: every member's proposal is parsed on its connection's thread

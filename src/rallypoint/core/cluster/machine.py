@@ -104,8 +104,7 @@ class ClusterMachine:
         course.views.go_on_from(view, state.caught_up, goes_on=state.goes_on)
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
-        course.last_word, course.failing = state.last_word, state.failing
-        course.ordered_period = state.ordered_period
+        course.last_word, course.failing, course.ordered_period = state.last_word, state.failing, state.ordered_period
         course.evaluations.recovered(state)
         if not self.terms.earlier:  # else the launcher knows the last size that was announced; the journal may not
             course.workers_max = state.workers_max
@@ -361,6 +360,7 @@ class ClusterMachine:
         reached = course.reached_by(event.step)
         self._assigner.computed(event, course.replicas, max(course.now, event.now))
         course.furthest = max(course.furthest, reached)
+        course.tuning.reached(course.furthest, max(course.now, event.now))
         self._reach.computed(event.worker, event.step)
         self._snapshots.duty.computed(event.step, event.replica)
         return [*self._snapshots.take_if_due(), *self._completion.advance()]
