@@ -35,6 +35,7 @@ class Settings(TypedDict, total=False):
     best_is: Literal["min", "max"]
     seed: int
     order: Literal["shuffled", "sequential", "windowed", "own", "stream"]
+    passes: int
     mixed_shards: int
     precision: Literal["fp32", "bf16", "fp16"]
     loss_scale: LossScaling
