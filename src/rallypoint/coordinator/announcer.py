@@ -140,7 +140,9 @@ class Announcer:
             servers=tuple(m.id for m in view.servers), steps_per_round=config.steps_per_round,
             items=items_of_step(config), done=config.steps_at(furthest + 1),
         )  # fmt: skip
-        return self.announce(self.planned, now)
+        members = (*view.workers, *view.servers, *view.aggregators)
+        nowhere = [] if taking_over else self._machine.terms.topology.nowhere(members)
+        return [*self.announce(self.planned, now), *(act for text in nowhere for act in self.announce(Say(text), now))]
 
     def members(self, view: View, now: float) -> list[Act]:
         """Announce the members, if they have changed since the last call."""
