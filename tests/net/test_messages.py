@@ -30,7 +30,7 @@ from rallypoint.net.ordering.messages import (
     StopWanted,
 )
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
-from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled
+from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled, ScriptAt
 from rallypoint.net.sharing.messages import Caches, Found, Holder, NotFound, Offers, Wanted
 from rallypoint.net.views.messages import ViewChange
 
@@ -61,6 +61,7 @@ EXAMPLES: list[m.Message] = [
     ViewChange(difference(VIEW, canonical(msgspec.structs.replace(VIEW, workers=(), uploader=""))), {}, b"\3" * 32),
     m.Assist(3, 1),
     m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
+    ScriptAt(1, 20, 4000, ended=True, worker="w1"),
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
     m.Knows(VIEW, b"\4" * 32), m.Held("here"), m.Release(),
     Evaluates((3, 70), True, (StopWhen(metric="loss", patience=3),)),

@@ -92,7 +92,7 @@ class CoordinatorShell:
         self._tickets = Tickets(secret)
         self.members: dict[str, Connection] = {}
         self.last_word: Finished | Aborted | None = None
-        self.announcer = Announcer(self.machine, now)
+        self.announcer = Announcer(self.machine, now, self.members)
         self.evaluations, self._early = Evaluations(), Early[Metrics](EVALUATED)
         for version, figures in self.machine.course.evaluations.results.items():  # shown by an earlier coordinator
             self.evaluations.add(self.announcer.config.steps_at(version), figures)

@@ -24,7 +24,7 @@ from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
 from rallypoint.net.ordering.messages import OfOrders
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
-from rallypoint.net.sampling.messages import Paced
+from rallypoint.net.sampling.messages import OfMembers, Paced
 from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.net.sharing.messages import Caches, OfSharing
 from rallypoint.net.views.messages import NewView as NewView
@@ -285,8 +285,8 @@ class Aborted(Shown, frozen=True):
 
 class Planned(AnyMessage, frozen=True):
     """The running job, for a progress line. A round is `steps_per_round` of the `steps`.
-
-    Each step uses `items` of `item` (such as samples). `done` steps were already done when this was sent.
+    Each step uses `items` of `item` (such as samples). `done` steps were already done when this was sent. `steps` is 0
+    in a job of sums: scripts decide when they end.
     """
 
     steps: int
@@ -351,7 +351,7 @@ Message = (
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | OfViews | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
     Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
-    AuditFound | OfAudits | Sampled | OfOrders | OfSharing
+    AuditFound | OfAudits | OfMembers | OfOrders | OfSharing
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
