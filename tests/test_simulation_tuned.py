@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 
@@ -16,7 +14,7 @@ from rallypoint.testing.simulation.run import simulate
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tuned]]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[Tuned]:
     """Every job is tuned, by trials of a step: a simulated job has few of them. What was decided, in order."""
     decided: list[Tuned] = []
     look = Tuning.look
@@ -30,7 +28,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tuned]]:
     for module, names in ((tuning, ("_FIRST", "_WARM_UP")), (tuner, ("SCREENED", "MEASURED", "WARM_UP"))):
         for name in names:
             monkeypatch.setattr(module, name, 0 if "WARM" in name else 1)
-    yield decided
+    return decided
 
 
 @pytest.mark.some("0", "3", "7")

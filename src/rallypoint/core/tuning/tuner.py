@@ -153,7 +153,8 @@ class Tuner:
         assert self._rival is not None
         (value, rival), base = self._rival, Window.of(self._seconds)
         self._rival, self._base = None, base
-        gain = f"{base.median / max(rival.median, 1e-9):.2f} x ({rival.steps} steps, beside {base.steps} of {base.median:.3g} s)"
+        times = base.median / max(rival.median, 1e-9)
+        gain = f"{times:.2f} x ({rival.steps} steps, beside {base.steps} of {base.median:.3g} s)"
         if rival.steps == MEASURED and rival.median < base.median * BETTER and rival.high < base.median:
             before, self.best = self.best, value
             self._base = rival
