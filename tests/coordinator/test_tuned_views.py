@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from rallypoint.config import record_of, resolve
+from rallypoint.config.values import check_values
 from rallypoint.core.cluster.placing.tuning import Tuning
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, Pace, View, ViewNumber
+from rallypoint.errors import ConfigError
 
 RATE = 100.0  # Mbit/s; a step of K = 12.5 MB takes 1 s at that rate
 
@@ -115,3 +118,17 @@ def test_with_aggregators_nobody_is_paced() -> None:
     assert view(pace=Pace(80.0, 80.0)).paced(70.0) == 80.0
     assert view().paced(70.0) == 70.0
     assert view(pace=Pace(80.0, 80.0), aggregators=(Member("a0", "e"),)).paced(70.0) == 0.0
+
+
+def test_a_run_that_is_resumed_without_tuning_has_the_pace_of_its_settings() -> None:
+    decided = Tuning().look(view(pace=Pace(300.0, 80.0)), record("off"))
+    assert decided is not None
+    assert decided.pace is None
+
+
+@pytest.mark.parametrize("value", ["codec", ["codec"], True])
+def test_what_changes_results_is_not_tuned_and_the_refusal_says_so(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"tune is .*one of off, auto\. What changes a job's results .* set it your"):
+        resolve({"tune": value})
+    with pytest.raises(ConfigError, match="never tried"):
+        check_values({"tune": value})

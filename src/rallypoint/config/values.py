@@ -122,6 +122,9 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
     PowerSGD: {"rank": _FROM_1},
 }  # fmt: skip
 
+# What follows the sentence about a wrong value of these settings
+_WHY = {"tune": ". What changes a job's results (codec, sync) is never tried: set it yourself; auto tries pace_mbit"}
+
 
 def check_values(overrides: Mapping[str, Any]) -> None:
     """Raise ConfigError for a value that no setting of that name can have: ``steps=lots``, ``clip=nan``.
@@ -183,7 +186,9 @@ def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bo
     named = [kind for kind in structs if kind is not Sum]  # that one is not for users
     if isinstance(value, str) and named and all(kind in (*_MODES, *_OPTIMIZERS, *_AVERAGES) for kind in named):
         return _in_words(value, named, path)
-    return "" if _fits(value, hint, limit) else f"{path} is {_shown(value)}: it must be {_described(hint, limit)}"
+    if _fits(value, hint, limit):
+        return ""
+    return f"{path} is {_shown(value)}: it must be {_described(hint, limit)}{_WHY.get(path, '')}"
 
 
 def _in_words(value: str, kinds: _Structs, path: str) -> str:

@@ -17,9 +17,9 @@ _MOST_STEPS = 256  # step times that wait for the next look
 
 
 class Tuned(NamedTuple):
-    """The pace from now on, and a sentence for the log ("" if nothing was decided)."""
+    """The pace from now on (None: as the job's settings say), and a sentence for the log; "": nothing was decided."""
 
-    pace: Pace
+    pace: Pace | None
     said: str
 
 
@@ -46,7 +46,9 @@ class Tuning:
 
     def look(self, view: View, record: JobRecord) -> Tuned | None:
         """Return the pace from now on and what is said of it; None: as before."""
-        if record.config.get("tune") != "auto" or view.aggregators or view.paused is not None or view.ending:
+        if record.config.get("tune") != "auto":  # a run that was tuned may be resumed without
+            return None if view.pace is None else Tuned(None, "")
+        if view.aggregators or view.paused is not None or view.ending:
             self._last = None  # what comes next is not one step later
             self._seconds.clear()
             return None
