@@ -87,16 +87,16 @@ def load(dataset: Any, *, kills: bool = False) -> list[tuple[Place, Any]]:
         processes.expect(0, 0, (0, 1))
         for place in places_from(0, 0, (0, 1), CONFIG):
             found.append((place, processes.take(place)))
-            if kills and len(found) == 1 and (pid := reader()) is not None:
-                os.kill(pid, signal.SIGKILL)
+            if kills and len(found) == 1:
+                os.kill(reader(), signal.SIGKILL)
     finally:
         processes.close()
     assert not multiprocessing.active_children()
     return found
 
 
-def reader() -> int | None:
-    return next((one.pid for one in multiprocessing.active_children() if one.name == "reading ahead"), None)
+def reader() -> int:
+    return next(one.pid or 0 for one in multiprocessing.active_children() if one.name == "reading ahead")
 
 
 def same(found: list[tuple[Place, Any]], rows: str) -> bool:
