@@ -7,7 +7,6 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +55,13 @@ class SlowStore(LocalFileSystem):
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Iterator[str]:
+def rows(tmp_path: Path) -> str:
     fsspec.register_implementation("slow", SlowStore, clobber=True)
     SlowStore.log, SlowStore.fails_ahead = str(tmp_path / "log"), False
     table = pa.table({"x": pa.array(range(GROUPS * ROWS)), "bytes": [os.urandom(500) for _ in range(GROUPS * ROWS)]})
     (tmp_path / "rows").mkdir()
     pyarrow.parquet.write_table(table, tmp_path / "rows" / "0.parquet", row_group_size=ROWS)
-    yield f"slow://{tmp_path}/rows"
-    fsspec.registry._registry.pop("slow", None)
+    return f"slow://{tmp_path}/rows"
 
 
 def noisy(row: dict[str, Any]) -> dict[str, Any]:
