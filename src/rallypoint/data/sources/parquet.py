@@ -85,7 +85,7 @@ class Parquet(ShardedDataset):
     def ranges(self, shard: int) -> list[tuple[File, int, int]]:
         """Return the chunks of the columns of a row group as the one range in which pyarrow reads them.
 
-        None, if it would read several: bytes that were kept in other pieces would be fetched twice.
+        Nothing, if it would read several: bytes that were kept in other pieces would be fetched twice.
         """
         number, group = self._groups[shard]
         about = self._footer(number).row_group(group)
