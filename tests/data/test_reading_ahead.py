@@ -7,7 +7,6 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +55,13 @@ class SlowStore(LocalFileSystem):
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Iterator[str]:
+def rows(tmp_path: Path) -> str:
     fsspec.register_implementation("slow", SlowStore, clobber=True)
     SlowStore.log, SlowStore.fails_ahead = str(tmp_path / "log"), False
     table = pa.table({"x": pa.array(range(GROUPS * ROWS)), "bytes": [os.urandom(500) for _ in range(GROUPS * ROWS)]})
     (tmp_path / "rows").mkdir()
     pyarrow.parquet.write_table(table, tmp_path / "rows" / "0.parquet", row_group_size=ROWS)
-    yield f"slow://{tmp_path}/rows"
-    fsspec.registry._registry.pop("slow", None)
+    return f"slow://{tmp_path}/rows"
 
 
 def noisy(row: dict[str, Any]) -> dict[str, Any]:
@@ -87,16 +85,16 @@ def load(dataset: Any, *, kills: bool = False) -> list[tuple[Place, Any]]:
         processes.expect(0, 0, (0, 1))
         for place in places_from(0, 0, (0, 1), CONFIG):
             found.append((place, processes.take(place)))
-            if kills and len(found) == 1 and (pid := reader()) is not None:
-                os.kill(pid, signal.SIGKILL)
+            if kills and len(found) == 1:
+                os.kill(reader(), signal.SIGKILL)
     finally:
         processes.close()
     assert not multiprocessing.active_children()
     return found
 
 
-def reader() -> int | None:
-    return next((one.pid for one in multiprocessing.active_children() if one.name == "reading ahead"), None)
+def reader() -> int:
+    return next(one.pid or 0 for one in multiprocessing.active_children() if one.name == "reading ahead")
 
 
 def same(found: list[tuple[Place, Any]], rows: str) -> bool:

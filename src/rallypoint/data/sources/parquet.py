@@ -6,7 +6,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 END_BYTES = 64 << 10  # of a file that are read for its footer; more if it is longer
+HOLE_BYTES, RANGE_BYTES = 8192, 32 << 20  # pyarrow reads chunks at once that are so near, and together so short
 FOOTER_BYTES = 64 << 20  # of footers that are kept, for files to be opened without asking for them again
 
 
@@ -82,12 +83,19 @@ class Parquet(ShardedDataset):
         return self._digest
 
     def ranges(self, shard: int) -> list[tuple[File, int, int]]:
-        """Return the chunks of the columns of a row group, as pyarrow reads them: each in one piece."""
+        """Return the chunks of the columns of a row group as the one range in which pyarrow reads them.
+
+        Nothing, if it would read several: bytes that were kept in other pieces would be fetched twice.
+        """
         number, group = self._groups[shard]
         about = self._footer(number).row_group(group)
         chunks = [about.column(column) for column in range(about.num_columns)]
         wanted = [chunk for chunk in chunks if self._columns is None or _is_part(chunk.path_in_schema, self._columns)]
-        return [(self._files[number], (at := _begin(chunk)), at + chunk.total_compressed_size) for chunk in wanted]
+        spans = sorted((_begin(chunk), _begin(chunk) + chunk.total_compressed_size) for chunk in wanted)
+        near = all(after - stop <= HOLE_BYTES for (_, stop), (after, _) in pairwise(spans))
+        if not spans or not near or spans[-1][1] - spans[0][0] > RANGE_BYTES:
+            return []
+        return [(self._files[number], spans[0][0], spans[-1][1])]
 
     def _read(self, shard: int) -> Rows:
         number, group = self._groups[shard]
