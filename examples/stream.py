@@ -38,4 +38,4 @@ with rp.join() as job:
             micro.backward(F.cross_entropy(model(x), y))
     if run.lead:
         weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-        run.say(f"the stream ended after {run.step} steps: {hashlib.sha256(weights).hexdigest()[:16]}")
+        print(f"{run.step} steps: {hashlib.sha256(weights).hexdigest()[:16]}", flush=True)
