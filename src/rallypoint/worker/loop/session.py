@@ -20,7 +20,7 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.spec import Collate, Data, Loader, given
-from rallypoint.errors import ConfigError, JobAborted, RallypointError, UsageError
+from rallypoint.errors import ConfigError, JobAborted, RallypointError, StartAgain, UsageError
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
@@ -271,6 +271,9 @@ class Job(Member):
         threading.Thread(target=self._leave, args=(status,), name="leave", daemon=True).start()
 
     def _leave(self, status: int) -> None:
+        if self._run is not None and self._run.own:  # nobody else can compute its replica
+            print(StartAgain.LINE, flush=True)
+            status = status or StartAgain.STATUS
         self._link.send(Leaving())
         if self._plane is not None:
             self._plane.leave()

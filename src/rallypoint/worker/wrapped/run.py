@@ -33,7 +33,8 @@ class OwnRun(Run):
     """A run whose micro-batches are the steps of the script's own loop. Main thread only.
 
     This process computes one replica, from `begin` to its end. When a server is lost it sends its gradients again. When
-    the job goes back to a snapshot, or has gone on without this process, its loop is at the wrong step: StartAgain.
+    the job goes back to a snapshot, or has gone on without this process, its loop is at the wrong step: StartAgain. So
+    it ends too when it is told to leave: its replica needs another process.
 
     Attributes:
         position: the step that the loop is to compute next: updates that the model holds.
@@ -128,8 +129,14 @@ class OwnRun(Run):
         if self.replica >= 0 and (why := lost_place(view, self._exchange.me, self.replica)):
             self._exchange.fail(self._start_again(why))
 
+    def _end(self) -> None:
+        if self._exchange.gone and not self.replaced:
+            raise self._start_again("it was told to leave")
+        super()._end()
+
     def _start_again(self, why: str) -> StartAgain:
         self.replaced = True
+        print(StartAgain.LINE, flush=True)
         sentence = f"{self._exchange.me} ends, to be started again: {why}, and its loop has batches of its own"
         self.say(sentence)
         return StartAgain(sentence)
