@@ -294,3 +294,35 @@ def test_every_worker_cuts_the_same_sums_in_the_same_way_and_wastes_little(shard
         assert all(size >= piece.stop - piece.start for size, piece in zip(sizes, pieces, strict=True))
         assert sum(sizes) <= words * 9 // 8 + 1024
         assert CLOCK not in [piece.shard for piece in pieces]
+
+
+def test_a_script_that_asks_for_more_sums_than_one_that_has_ended_is_told_which_rank_has_ended() -> None:
+    def script(made: Sums) -> None:
+        for _ in range(3 if made.rank == 1 else 4):
+            try:
+                ask_for_all(made, (100,))
+            except JobAborted as error:
+                made.fail(error)  # as the end of a script does
+                raise
+
+    with cluster(3) as here:
+        results = here.run(script)
+    for rank in (0, 2):
+        assert isinstance(results[rank], JobAborted)
+        assert "rank 1 (worker1) has ended its script after 3 sums, and sum 4 needs all ranks" in str(results[rank])
+    assert isinstance(results[1], JobAborted), "it does not wait for the others for ever"
+
+
+def test_scripts_that_end_one_after_the_other_with_as_many_sums_end_well() -> None:
+    ended: list[Sums] = []
+
+    def script(made: Sums) -> int:
+        ask_for_all(made, (100, 2000))
+        if made.rank == 0:
+            ended.append(made)
+        else:
+            until(lambda: bool(ended and ended[0].reducer._queues.by_shard.get(CLOCK)), "worker0 has not ended")
+        return made.reducer.asked
+
+    with cluster(2) as here:
+        assert here.run(script) == [2, 2]

@@ -5,7 +5,7 @@
 
 DDP, FSDP2 (`fully_shard` on a CPU) and a script's own ``all_reduce`` use it as any backend. What adds up floating-point
 numbers over all ranks goes to the servers: K bytes up and K bytes down for each rank, whatever their number. All else
-(broadcasts, gathers, other operations, whole numbers, float64, groups of some of the ranks) goes over Gloo.
+(broadcasts, gathers, other operations, whole numbers, float64, every group but the first) goes over Gloo.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class RallypointGroup(dist.ProcessGroup):
 
     def __init__(self, made: Sums, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub has only the other form
-        self._sums = made if size == made.world else None  # servers know sums of all ranks only
+        # Servers add up what all ranks ask for in one order. Another group of all ranks may be used at the same time
+        # from another thread, and in another order on each rank: its sums go over Gloo.
+        self._sums = made if size == made.world and not dist.is_initialized() else None
         self._number, self._count = rank, size
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         # What is not overridden below goes to Gloo: torch looks up the backend of a tensor's device

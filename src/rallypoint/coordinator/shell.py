@@ -92,7 +92,7 @@ class CoordinatorShell:
         self._tickets = Tickets(secret)
         self.members: dict[str, Connection] = {}
         self.last_word: Finished | Aborted | None = None
-        self.announcer = Announcer(self.machine, now)
+        self.announcer = Announcer(self.machine, now, self.members)
         self.evaluations, self._early = Evaluations(), Early[Metrics](EVALUATED)
         for version, figures in self.machine.course.evaluations.results.items():  # shown by an earlier coordinator
             self.evaluations.add(self.announcer.config.steps_at(version), figures)
@@ -158,7 +158,7 @@ class CoordinatorShell:
             case inbox.SnapshotFailed(snapshot=snapshot, reason=reason):
                 return self._drive(cluster_events.SnapshotLost(snapshot, reason))
             case inbox.SnapshotFound():
-                known = (event.stop, event.decided, event.scales)
+                known = event.stop, event.decided, event.scales
                 return self._drive(cluster_events.Found(event.snapshot, event.version, *known))
             case inbox.Ended(reason=reason):
                 return self._end(Aborted(reason))
@@ -174,14 +174,14 @@ class CoordinatorShell:
             return [Send(connection, self.last_word)]
         if hello.role == "observer":
             return self.announcer.observe(connection)
-        acts: list[Act] = []
         if self.refuses(hello):
             return [Refuse(connection, taken(hello.id))]
         if (told := self._newcomers.keeps(opened, self.machine.course.members, self._now)) is not None:
             return self._announce(Say(told)) if told else []
-        if (old := self.members.get(hello.id)) is not None:
-            acts.append(Close(old))  # the same process connected again before its old connection ended
+        old = self.members.get(hello.id)  # the same process connected again before its old connection ended
+        acts: list[Act] = [] if old is None else [Close(old)]
         self.members[hello.id] = connection
+        self._tickets.connected_anew(hello.id)
         member = Member(hello.id, hello.host, hello.address, hello.incarnation, hello.near, link_mbit=hello.link_mbit)
         return [*acts, *self._drive(cluster_events.Joined(member, hello.role, hello.process))]
 
@@ -346,8 +346,8 @@ class CoordinatorShell:
             else:
                 tally.rewind(self.machine.course.furthest, view.generation)
                 self.evaluations.rewind(self.announcer.config.steps_at(self.machine.course.furthest + 1))
-        for member, news in self._tickets.views(view, members):
-            acts += self._send(news, member)
+        news = self._tickets.news(view, [one for one in members if one in self.members])
+        acts += [act for member, message in news for act in self._send(message, member)]
         return [*acts, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]  # the new ones
 
     def _ask_workers_for_codec_states(self) -> list[Act]:

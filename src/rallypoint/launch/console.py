@@ -8,7 +8,7 @@ import queue
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import IO, TextIO, cast
 
 import msgspec
@@ -20,6 +20,9 @@ from rich.text import Text
 from rallypoint.core.shard.clip import phrase
 from rallypoint.launch.output import Line
 from rallypoint.launch.plan import Launch
+from rallypoint.launch.showing.contributions import account
+from rallypoint.launch.showing.members import changes
+from rallypoint.launch.showing.sums import SumsShown, is_of_sums
 from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
@@ -38,6 +41,7 @@ from rallypoint.net.messages import (
     Waiting,
 )
 from rallypoint.net.ordering.messages import Drain, Ordered, RateScaled
+from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.lines import Once
 from rallypoint.observe.unhurried import Unhurried
 from rallypoint.store.manifest import age
@@ -104,6 +108,7 @@ class RunConsole:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._recent: deque[tuple[float, int]] = deque()
+        self._sums = SumsShown()
         self._metrics: dict[str, float] = {}
         self._skipped = Counter[bool]()  # contributions (True), or whole steps
         self._start = time.monotonic()
@@ -140,6 +145,8 @@ class RunConsole:
                 self._plan_shown(message)
             case StepDone():
                 self._step(message)
+            case ScriptAt():
+                self._sums_made(message)
             case Metrics(step=step, values=values, generation=generation):
                 if not self._evaluated.is_new((step, generation, str(values))):
                     return  # workers have repeated it to the next coordinator
@@ -188,7 +195,8 @@ class RunConsole:
         silence = now - self.heard
         if now - max(self.heard, self._silence_said) > after:
             self._silence_said = now
-            without = "" if self._plan is None else " Steps go on without it, but nobody can join or be replaced"
+            what = "Sums" if self.of_sums else "Steps"
+            without = "" if self._plan is None else f" {what} go on without it, but nobody can join or be replaced"
             self.say(
                 f"nothing has been heard from the coordinator for {silence:.0f} s: is it stopped, or its machine "
                 f"overloaded?{without}"
@@ -221,6 +229,9 @@ class RunConsole:
         if self.finished and self._plan is not None and not self._said_done:
             self._said_done = True
             seconds = (self._over_at or time.monotonic()) - self._start
+            if self.of_sums:
+                self.console.print(f"[bold]done[/bold]: {self._sums.done(seconds)}")
+                return
             # Each item once, even if it was computed again
             (stopped_at, why), last = self._stopped, self._plan.steps
             steps = f"{last} steps"
@@ -244,6 +255,9 @@ class RunConsole:
             return
         self._plan = plan
         self._start = time.monotonic()
+        if self.of_sums:
+            self._sums_begin(plan)
+            return
         self.console.print(
             f"[bold]{_millions(plan.words)}[/bold] parameters in {_count(plan.shards, 'shard')} on "
             f"{_count(len(plan.servers), 'server')}; {_count(plan.replicas, 'replica')} on "
@@ -261,6 +275,28 @@ class RunConsole:
                 "train", total=plan.steps, completed=plan.done, loss="-", metrics="", rate=""
             )
             self._progress.start()
+
+    @property
+    def of_sums(self) -> bool:
+        """True if the job makes sums for scripts: it has no steps."""
+        return is_of_sums(self._plan)
+
+    def _sums_begin(self, plan: Planned) -> None:
+        self.console.print(
+            f"sums of {_count(len(plan.workers), 'worker')} on {_count(len(plan.servers), 'server')}; the scripts "
+            "decide when they end"
+        )
+        if self.console.is_terminal:
+            self._progress = Progress(TextColumn("{task.description}"), console=self.console, transient=True)
+            self._task = self._progress.add_task("0 sums", total=None)
+            self._progress.start()
+
+    def _sums_made(self, script: ScriptAt) -> None:
+        self._sums.take(script)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=self._sums.line)
+        elif line := self._sums.plain():
+            self.console.print(line)
 
     def _members_shown(self, members: Members) -> None:
         before, self.members = self.members, members
@@ -328,42 +364,6 @@ class RunConsole:
         return f"{items / max(seconds, 1e-9):,.0f} {self._plan.item}/s"
 
 
-def changes(before: Members, now: Members, replicas: int | None = None) -> list[str]:
-    """Return sentences that say who has joined and left between two views, and who computes now.
-
-    `replicas`: the job's, if they are known. A view names more workers than that while replicas move by speed: those
-    that had one and those that get one.
-    """
-    said = []
-    news = _news((*before.workers, *before.standby), (*now.workers, *now.standby))
-    begins = not before.workers and (not news or not now.workers)  # or the first weights are not safe yet
-    if (news and not begins) or (set(before.workers) != set(now.workers) and not begins):
-        idle = f", {_listed(now.standby)} stand{'s' * (len(now.standby) == 1)} by" if now.standby else ""
-        if replicas is not None and len(now.workers) > replicas:
-            one = f"{replicas} of {_listed(now.workers)} compute{'s' * (replicas == 1)}"
-            who = f"{one}: replicas are assigned by speed{idle}"
-        else:
-            who = f"{_listed(now.workers)} compute{'s' * (len(now.workers) < 2)}{idle}"
-        said.append(f"{news}: {who}" if news else who)
-    if news := _news(before.servers, now.servers):
-        said.append(f"{news}: the parameters are on {_listed(now.servers)}")
-    if news := _news(before.aggregators, now.aggregators):
-        said.append(f"{news}: {len(now.through)} workers have an aggregator")
-    return said
-
-
-def _news(before: Sequence[str], now: Sequence[str]) -> str:
-    gone = [name for name in before if name not in now]
-    new = [name for name in now if name not in before]
-    parts = [f"without {_listed(gone)}"] if gone else []
-    return " and ".join([*parts, *([f"with {_listed(new)}"] if new else [])])
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return ``worker2, worker10``: ordered by their numbers."""
-    return ", ".join(sorted(names, key=lambda name: (len(name), name))) or "nobody"
-
-
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
@@ -379,22 +379,3 @@ def _size(nbytes: int) -> str:
 
 def _figures(values: dict[str, float]) -> str:
     return escape("  ".join(f"{name} {f'{value:#.4g}'.rstrip('.')}" for name, value in values.items()))
-
-
-def account(accounted: Accounted) -> str:
-    """Return a line that says what happened to the contributions."""
-    said = [f"{accounted.applied:,} contributions applied"]
-    said += [f"{accounted.folded:,} folded into another's update"] if accounted.folded else []
-    said += [f"{accounted.dropped:,} dropped"] if accounted.dropped else []
-    if late := sorted(accounted.staleness.items()):
-        said.append(f"staleness p50 {_quantile(late, 0.5)}, p99 {_quantile(late, 0.99)}, at most {late[-1][0]} updates")
-    return ", ".join(said)
-
-
-def _quantile(counts: list[tuple[int, int]], share: float) -> int:
-    total, seen = sum(count for _, count in counts), 0
-    for value, count in counts:
-        seen += count
-        if seen >= share * total:
-            return value
-    return 0

@@ -24,9 +24,11 @@ from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
 from rallypoint.net.ordering.messages import OfOrders
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
-from rallypoint.net.sampling.messages import Paced
+from rallypoint.net.sampling.messages import OfMembers, Paced
 from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.net.sharing.messages import Caches, OfSharing
+from rallypoint.net.views.messages import NewView as NewView
+from rallypoint.net.views.messages import OfViews, ViewChange
 from rallypoint.observe.lines import printable
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
@@ -244,16 +246,6 @@ class Prepare(AnyMessage, frozen=True):
     record: JobRecord
 
 
-class NewView(AnyMessage, frozen=True):
-    """The new view. `tickets` are the receiver's own, by server: it proves itself with them to the view's servers. They
-    are encrypted on their way. With `proof` the receiver shows the next coordinator that an earlier one has published
-    this view."""
-
-    view: View
-    tickets: dict[Name, Hidden] = msgspec.field(default_factory=dict)
-    proof: Secret = b""
-
-
 class Assist(AnyMessage, frozen=True):
     """To an idle worker: compute a slow worker's replica as a backup task."""
 
@@ -293,8 +285,8 @@ class Aborted(Shown, frozen=True):
 
 class Planned(AnyMessage, frozen=True):
     """The running job, for a progress line. A round is `steps_per_round` of the `steps`.
-
-    Each step uses `items` of `item` (such as samples). `done` steps were already done when this was sent.
+    Each step uses `items` of `item` (such as samples). `done` steps were already done when this was sent. `steps` is 0
+    in a job of sums: scripts decide when they end.
     """
 
     steps: int
@@ -357,9 +349,9 @@ class Snapshotted(AnyMessage, frozen=True):
 Message = (
     Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
-    Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
+    Prepare | OfViews | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
     Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
-    AuditFound | OfAudits | Sampled | OfOrders | OfSharing
+    AuditFound | OfAudits | OfMembers | OfOrders | OfSharing
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -372,7 +364,7 @@ def with_secrets(message: Message, change: Callable[[bytes], bytes]) -> Message:
     match message:
         case Admitted(secret=secret):
             return msgspec.structs.replace(message, secret=change(secret))
-        case NewView(tickets=tickets) | Caches(tickets=tickets):
+        case NewView(tickets=tickets) | ViewChange(tickets=tickets) | Caches(tickets=tickets):
             return msgspec.structs.replace(message, tickets={id: change(one) for id, one in tickets.items()})
         case _:
             return message

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 
 from rallypoint.core.typed import Name, build_now
 from rallypoint.core.view import Member
+from rallypoint.errors import meant
 
 MOST_MBIT = 1e9
 Mbit = Annotated[float, msgspec.Meta(ge=0.0, le=MOST_MBIT)]
@@ -30,6 +32,15 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         member listens."""
         by_name = self.hosts.get(member.host)
         return self.hosts.get(_host_of(member.address), HostFacts()) if by_name is None else by_name
+
+    def nowhere(self, members: Iterable[Member]) -> list[str]:
+        """A sentence about each told host that none of these members is on, with the nearest name that one has."""
+        everybody = list(members)
+        here = {one.host for one in everybody} | {_host_of(one.address) for one in everybody if one.address}
+        return [
+            f"the topology tells of {host}, and no worker or server is on it{meant(host, sorted(here))}"
+            for host in self.hosts if host not in here
+        ]  # fmt: skip
 
     def told(self, member: Member) -> Member:
         """The member with what is told of its host, where it was not started with another word."""

@@ -11,18 +11,21 @@ its own fills slots, and copies out what has landed, so the caller goes on meanw
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from rallypoint.core.sums.scripts import EndedScripts
 from rallypoint.core.worker.slots import Effect, Filled
 from rallypoint.core.worker.sums.rolling import RollingMachine
 from rallypoint.errors import JobAborted, UsageError
 from rallypoint.worker.collective.pieces import CLOCK, Cutter, Piece
 from rallypoint.worker.exchange.exchange import Exchange
 
+SAID_EVERY_S = 1.0
 Done = Callable[[BaseException | None], None]
 
 
@@ -55,13 +58,18 @@ class Reducer:
     """This process as worker number `rank` of a job of sums. Any thread may ask for a sum.
 
     Attributes:
-        made: how many sums are here.
+        asked, made: how many sums were asked for, and how many are here. (The last one, with which the job ends, is
+            none of them.)
+        nbytes: the size of those that were asked for.
 
-    Raises JobAborted, from then on and of every sum under way, when a worker is gone or servers have lost sums: the
-    script's world is fixed, so nothing can go on.
+    Raises JobAborted, from then on and of every sum under way, when a worker is gone, when a sum is asked for after
+    another worker's script has ended, or when servers have lost sums: the world is fixed, so nothing can go on.
     """
 
-    def __init__(self, exchange: Exchange, rank: int) -> None:
+    def __init__(
+        self, exchange: Exchange, rank: int, ended: EndedScripts, say: Callable[[int, int], None] | None = None
+    ) -> None:
+        """`ended`: the other workers' scripts. `say` is told now and then how many sums are here, and their bytes."""
         self._exchange, self._loop, self._locked = exchange, exchange.own_loop, exchange.own_loop.locked
         machine = self._locked.machine
         assert isinstance(machine, RollingMachine)
@@ -69,7 +77,8 @@ class Reducer:
         self._cutter, self._queues = Cutter(exchange.layout), _Queues()
         self._failure: BaseException | None = None
         self._closing = False
-        self.made = 0
+        self._ended, self._say, self._said_at = ended, say, 0.0
+        self.asked = self.made = self.nbytes = 0
         self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
         self._thread.start()
 
@@ -86,8 +95,12 @@ class Reducer:
         if not keeps and not values.numel():
             future.ended(None)
             return future
-        self._ask(_Sum(values, into, keeps, future.ended), lambda: self._cutter.cut(values.numel()))
+        self._ask(_Sum(values, into, keeps, future.ended), lambda: self._next(values.numel()))
         return future
+
+    def other_ended(self, rank: int, sums: int, worker: str) -> None:
+        """Another worker's script has ended, after so many sums. The thread of the coordinator's link calls this."""
+        self._locked.set(lambda: self._ended.told(rank, sums, worker))
 
     def finish(self) -> int:
         """Wait until all workers call this too. Returns the version of the clock shard: the job ends with it."""
@@ -104,6 +117,10 @@ class Reducer:
             self._closing = True
             self._locked.changed.notify_all()
         self._thread.join()
+
+    def _next(self, words: int) -> list[Piece]:
+        self.asked, self.nbytes = self.asked + 1, self.nbytes + 4 * words
+        return self._cutter.cut(words)
 
     def _ask(self, asked: _Sum, cut: Callable[[], list[Piece]]) -> None:
         with self._locked.changed:
@@ -162,6 +179,8 @@ class Reducer:
                 self._locked.changed.wait_for(lambda: self._ready() or self._locked.failure or self._queues.waiting)
         if self._locked.failure is not None:
             raise self._locked.failure
+        if refusal := self._ended.refusal_of(self.asked):
+            raise JobAborted(refusal)
         if self._machine.broken:
             raise JobAborted(
                 f"{self._machine.broken}, and this script's world is fixed: start all of it again, from the last "
@@ -171,7 +190,8 @@ class Reducer:
     def _ready(self) -> bool:
         machine = self._machine
         return bool(
-            self._closing or machine.broken or machine.complete or machine.next_action() is not None
+            self._closing or machine.broken or self._ended.refusal_of(self.asked)
+            or machine.complete or machine.next_action() is not None
             or any(machine.may_fill(shard) for shard in self._queues.waiting)
         )  # fmt: skip
 
@@ -206,6 +226,13 @@ class Reducer:
                 self.made += 1
                 self._locked.progress.got_on()
                 asked.done(None)
+                self._tell()
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if self._say is not None and now - self._said_at >= SAID_EVERY_S:
+            self._said_at = now
+            self._say(self.made, self.nbytes)
 
     def _taken(self, shard: int) -> list[Effect]:
         return self._machine.taken(shard)

@@ -122,8 +122,9 @@ class Job(Member):
         """Train `model` (in place) on `dataset` with the settings of `JobConfig`; iterate over the result. Several
         models are a dict, and so are their optimizers: see `config.models`.
 
-        `dataset` is map-style, or a DataLoader: see `given` for what it decides. `collate_fn` makes a batch of a list
-        of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how samples are loaded.
+        `dataset` is map-style, a DataLoader or an iterable (`Stream`): see `given` for what it decides. `collate_fn`
+        makes a batch of a list of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how
+        samples are loaded.
         `carry=` is the state that each replica begins with, where it carries one from step to step: see `Micro.carry`.
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
         may replace `optimizer`. The job steps it after every step, then `own_schedule`.
