@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rallypoint.errors import StartAgain
 from rallypoint.launch.output import Output
 
 BOOM = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    boom()", "ValueError: {}"]
@@ -109,3 +110,10 @@ def test_what_processes_print_while_we_end_them_is_dropped() -> None:
     output = Output(ending=True)
     assert say(output, "worker0", ["bye", *boom("x")]) == []
     assert output.ended("worker0", 0.0) == []
+
+
+def test_a_process_that_wants_another_in_its_place_may_have_drawn_a_progress_bar_before() -> None:
+    output = Output()
+    assert say(output, "worker0", [StartAgain.LINE]) == []
+    assert say(output, "worker1", [f" 45%|####     {StartAgain.LINE}"]) == [" 45%|####"]
+    assert output._asked == {"worker0", "worker1"}

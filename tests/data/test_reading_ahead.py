@@ -27,6 +27,7 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.data.places import Place, places_from
 from rallypoint.data.processes import LoaderProcesses
 from rallypoint.data.spec import Loader
+from rallypoint.errors import DataError
 
 CPU = torch.device("cpu")
 GROUPS, ROWS = 24, 8  # row groups, and rows in each
@@ -145,7 +146,25 @@ def test_a_filled_row_group_is_read_from_the_cache(
     assert fetch(rp.Parquet(rows, columns=columns), [0, 117]) == [found[0], found[117]]
 
 
-def test_tars_and_chunks_are_filled_too(rows: str, tmp_path: Path) -> None:
+def test_one_error_of_the_store_is_no_error_of_the_caches_disk(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, errors = rp.Parquet(rows, cache=tmp_path / "cache"), [OSError("the store hiccups")]
+    read_file = SlowStore.cat_file
+
+    def cat_file(self: SlowStore, *arguments: Any, **settings: Any) -> bytes:
+        if errors:
+            raise errors.pop()
+        return read_file(self, *arguments, **settings)
+
+    monkeypatch.setattr(SlowStore, "cat_file", cat_file)
+    with pytest.raises(DataError, match="the store hiccups"):
+        made.fill(0)
+    assert made.fill(0)
+    assert made.fill(1)
+
+
+def test_tars_are_filled_too(rows: str, tmp_path: Path) -> None:
     import io
     import tarfile
 

@@ -27,6 +27,7 @@ from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.observe.lines import Allowance, Once
 
 _EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the others
+_FAR = 1 << 60  # a step behind every job's end
 _EARLY_DIGESTS = 4  # steps: only synchronous jobs record digests
 _BURST, _SENTENCE_S = 100, 1.0  # sentences that a member may say at once; then one in so many seconds
 Told = Say | Skipped | Accounted | Fingerprint | Sampled | ScriptAt  # what members say for observers and the log
@@ -63,6 +64,7 @@ class Announcer:
         self._said_idle = False
         self._pieces: list[int] = []  # by shard: the digests of a version of it
         self._script, self._script_said = ScriptAt(0), now
+        self._ended: dict[str, ScriptAt] = {}  # by worker that computes: the end of its script
         self.last_news = self._last_said = now
 
     # ---- announcements ----
@@ -102,16 +104,24 @@ class Announcer:
     def _script_told(self, member: str, script: ScriptAt) -> list[Act]:
         """A worker of a job of sums says how far its script is. All workers hear of one that has ended (I8)."""
         view = self._machine.view
-        workers = [] if view is None else [one.id for one in view.workers]
-        if Feature.SUMS not in self.config.features or member not in workers:
+        computing = {} if view is None else {one: own for one, own in view.assigned(_FAR).items() if own}
+        if Feature.SUMS not in self.config.features or member not in computing or script.rank >= len(computing):
             return []
         if script.sums >= self._script.sums:
             self._script = script
-        if not script.ended:
-            return []
         told = msgspec.structs.replace(script, worker=member)
-        others = [self._members[worker] for worker in workers if worker in self._members]
+        if not script.ended or member in self._ended:  # it is said again when the coordinator comes back
+            return []
+        self._ended[member] = told
+        others = [self._members[worker] for worker in computing if worker in self._members]
         return [Log(told), *(Send(one, told) for one in (*others, *self.observers))]
+
+    def ended_scripts(self, member: str) -> list[Act]:
+        """Tell a worker that has just been admitted which scripts have ended: it may have been away meanwhile."""
+        connection = self._members.get(member)
+        if connection is None or self._machine.course.members.role_of(member) != "worker":
+            return []
+        return [Send(connection, told) for told in self._ended.values()]
 
     def _tell(self, message: Message) -> list[Act]:
         return [Log(message), *(Send(observer, message) for observer in self.observers)]

@@ -308,8 +308,8 @@ class CoordinatorShell:
             case cluster_effects.Dismiss(server=server):
                 return self._send(Finished(), server)
             case cluster_effects.Admit(member=member, incarnation=incarnation):
-                role = self.machine.course.members.role_of(member)
-                return self._send(self._tickets.admitted(member, incarnation, role), member)
+                admitted = self._tickets.admitted(member, incarnation, self.machine.course.members.role_of(member))
+                return [*self._send(admitted, member), *self.announcer.ended_scripts(member)]
             case cluster_effects.Prepare(member=member, record=record):
                 return self._send(Prepare(record), member)
             case cluster_effects.Publish(view=view, members=members):

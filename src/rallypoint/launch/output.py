@@ -53,9 +53,10 @@ class Output:
 
     def line(self, process: str, text: str, now: float) -> list[Line]:
         """`process` has printed a line. Returns the lines to show now."""
-        if text == StartAgain.LINE:
+        if text.endswith(StartAgain.LINE):  # a progress bar may stand before it, without an end of its line
             self._asked.add(process)
-            return []
+            text = text.removesuffix(StartAgain.LINE).rstrip()
+            return [Line(process, text)] if text and not self.ending else []
         held = self._held.get(process)
         if held is None and (text == _TRACEBACK or text.startswith((_SENTENCE, _SYNTAX))):
             held = self._held[process] = _Held(now)

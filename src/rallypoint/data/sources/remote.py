@@ -110,14 +110,14 @@ class Files:
     def fill(self, file: File, start: int, stop: int) -> bool:
         """Get the bytes `start..stop` of a file into the cache, if they are not there. For any thread.
 
-        Returns False if the cache does not keep them. Each request is made once: raises what the store raises.
+        Returns False if the cache does not keep them. Each request is made once: raises DataError for what the store raises.
         """
         if self.cache is None or self.here(file) is not None:
             return False
         for first, last in self._parts(file, start, stop):
             piece = Piece(file.digest, first, last)
             if not self.cache.has(piece):
-                self.cache.get(piece, partial(self._once, file, first, last))
+                self.cache.get(piece, partial(self._once_for_cache, file, first, last))
                 if not self.cache.has(piece):
                     return False
         return True
@@ -125,6 +125,13 @@ class Files:
     def fetch(self, file: File, start: int, stop: int) -> bytes:
         """Return the bytes `start..stop` of a file from its store: one request. For any thread."""
         return patiently(partial(self._once, file, start, stop), str(file)) if stop > start else b""
+
+    def _once_for_cache(self, file: File, start: int, stop: int) -> bytes:
+        """For a cache, to which an OSError is its own disk's."""
+        try:
+            return self._once(file, start, stop)
+        except OSError as error:
+            raise DataError(f"{file}: {error}") from error
 
     def _once(self, file: File, start: int, stop: int) -> bytes:
         data = bytes(self._system(file.url).cat_file(file.path, start=start, end=stop))

@@ -138,7 +138,7 @@ class Supervisor:
         def show(line: str) -> None:
             if command.role == "coordinator" and line.startswith(environment.LISTENS_AT):
                 self._address = line.removeprefix(environment.LISTENS_AT)
-            elif line == StartAgain.LINE:
+            elif line.endswith(StartAgain.LINE):  # a progress bar may stand before it
                 self._asked.add(command.name)
             else:
                 print(line if command.role == "worker" else f"{command.name} | {line}", flush=True)
