@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,15 +68,13 @@ def test_a_loader_process_a_worker_and_the_coordinator_are_killed(cluster: Clust
 
 
 def test_all_are_killed_and_another_number_of_workers_goes_on(cluster: Cluster, wanted: str) -> None:
-    cluster.run("--workers", "3", "--servers", "1", "--snapshot-every", "4")
+    cluster.run("--workers", "3", "--servers", "1", "--snapshot-steps", "4")
     cluster.until_caught_up(AT + 2)
-    cluster.until(lambda: bool(cluster.events("Snapshotted")))
-    for process in cluster.processes().values():
-        process.kill()
+    cluster.until(lambda: any(event["version"] for event in cluster.events("Snapshotted")))
     assert cluster.launcher is not None
-    cluster.launcher.kill()
-    cluster.launcher.wait()
+    cluster.launcher.send_signal(signal.SIGKILL)
+    assert cluster.ended() == -signal.SIGKILL
     cluster.open(100)
-    cluster.resume()
-    assert cluster.ended() == 0, cluster.output
+    assert cluster.ask("resume", "--workers", "2", str(cluster.folder)) == 0, cluster.answer.read_text()
+    assert "2 workers" in cluster.answer.read_text()
     assert cluster.hash == wanted

@@ -132,3 +132,17 @@ def test_what_changes_results_is_not_tuned_and_the_refusal_says_so(value: object
         resolve({"tune": value})
     with pytest.raises(ConfigError, match="never tried"):
         check_values({"tune": value})
+
+
+def test_after_tuning_has_ended_other_numbers_of_members_are_tuned_anew_from_the_setting() -> None:
+    tuning, job = Tuning(), record("auto")
+    seen, said = play(tuning, job)
+    assert "tuning has ended" in said[-1]
+    fewer = msgspec.structs.replace(seen, servers=seen.servers[:1], primary=dict.fromkeys(seen.primary, "s0"))
+    first = tuning.look(fewer, job)
+    assert first is None or first.pace == seen.pace, "the first look notes the view"
+    decided = tuning.look(fewer, job)
+    assert decided is not None
+    assert (decided.pace, tuning.tuner) == (Pace(0.0, 0.0), None)
+    assert decided.said == "there are other numbers of members now: pace_mbit is tuned anew"
+    assert tuning.look(msgspec.structs.replace(fewer, pace=decided.pace), job) is None

@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, parent_process
 
 from rallypoint.data.child import Begin
 from rallypoint.data.loader import MicroBatches
@@ -27,6 +27,7 @@ SHARE = 8  # of the cache's limit: one part of so many
 PLACES = 512  # micro-batches that it looks ahead, at most
 AT_ONCE = 4  # shards that are fetched at a time
 LOOK_S = 1.0  # how often it looks whether the worker is still there
+END_S = 10.0  # seconds in which a killed process ends
 
 Position = tuple[Place, tuple[int, ...], int]  # what is loaded now, the worker's replicas, how often the loop waited
 
@@ -112,7 +113,7 @@ class ReadAhead:
         theirs, self._pipe = context.Pipe(duplex=False)
         os.set_blocking(self._pipe.fileno(), False)  # what does not go in is lost: the next position tells it too
         process = context.Process(  # type: ignore[attr-defined]
-            target=_read_ahead, args=(theirs, self._pipe, self._batches, os.getpid()), name="reading ahead", daemon=True
+            target=_read_ahead, args=(theirs, self._pipe, self._batches), name="reading ahead", daemon=True
         )
         with contextlib.suppress(OSError):
             process.start()
@@ -129,8 +130,9 @@ class ReadAhead:
         """End it, whatever it does: the cache takes no harm of that."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
-            self._process.close()
+            self._process.join(END_S)
+            if self._process.exitcode is not None:  # else it is stuck in the system: a dead disk, say
+                self._process.close()
             self._process = None
         if self._pipe is not None:
             self._pipe.close()
@@ -160,13 +162,13 @@ class _Fetching:
                 kept = self._dataset.fill(shard)
 
 
-def _read_ahead(positions: Connection, workers_end: Connection, batches: MicroBatches, worker: int) -> None:
+def _read_ahead(positions: Connection, workers_end: Connection, batches: MicroBatches) -> None:
     """Run in the process of its own until the worker is gone."""
     Begin(None)(0)
     workers_end.close()
     assert isinstance(batches.dataset, ShardedDataset)
     fetching = _Fetching(batches, batches.dataset)
     with contextlib.suppress(EOFError, OSError):
-        while os.getppid() == worker:
+        while (parent := parent_process()) is not None and parent.is_alive():
             if positions.poll(LOOK_S):
                 fetching.at(positions.recv())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +154,86 @@ def test_micro_batches_go_to_processes_that_are_started_anew() -> None:
     batches.load(0, 0, 0)
     assert torch.equal(pickle.loads(pickle.dumps(batches)).load(1, 0, 0), batches.load(1, 0, 0))
     assert default_collate([8.0]).dtype == batches.load(1, 0, 0).dtype
+
+
+def test_a_forked_process_opens_the_stream_itself(tmp_path: Path) -> None:
+    """An inherited file has one place for both processes."""
+    file = tmp_path / "numbers"
+    file.write_text("".join(f"{number}\n" for number in range(20_000)))  # more than one block of the file
+
+    def lines() -> Iterator[int]:
+        with open(file) as opened:
+            yield from map(int, opened)
+
+    batches = batches_of(rp.Stream(lines), replicas=1)
+    batches.loaded(0, 0, 0)
+    receiving, sending = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def child() -> None:
+        sending.send([values(batches, step, 0) for step in range(1, 4000)][-1])
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    expected = list(range(4 * 3999, 4 * 4000))
+    assert receiving.recv() == expected
+    process.join()
+    assert [values(batches, step, 0) for step in range(1, 4000)][-1] == expected
+    receiving.close()
+    sending.close()
+
+
+@pytest.mark.parametrize("sync", [rp.Async(), rp.LocalSteps(20)])
+def test_replicas_that_are_not_at_one_step_do_not_make_each_other_begin_anew(sync: Any) -> None:
+    opened = 0
+
+    def counted() -> Iterator[int]:
+        nonlocal opened
+        opened += 1
+        return itertools.count()
+
+    batches = batches_of(rp.Stream(counted), sync=sync, steps=400)
+    opened = 0
+    for step in range(5, 60):
+        assert values(batches, step, 0) == list(range(8 * step, 8 * step + 4))
+        assert values(batches, step - 5, 1) == list(range(8 * step - 36, 8 * step - 32))
+    assert opened == 2
+
+
+def test_a_pass_that_cannot_be_opened_at_once_is_tried_again_by_whoever_needs_its_items() -> None:
+    failed: list[int] = []
+
+    def source(epoch: int) -> Iterator[float]:
+        if epoch == 1 and not failed:
+            failed.append(epoch)
+            raise OSError("connection reset")
+        return iter([float(number) for number in range(8)])
+
+    batches = batches_of(rp.Stream(source, passes=2), rp.Loader(retries=3), replicas=1)
+    loaded = [values(batches, step, 0) for step in range(4)]
+    assert failed == [1]
+    assert loaded == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]] * 2
+
+
+def test_the_script_may_iterate_its_data_set_beside_the_job() -> None:
+    class Placed(IterableDataset[int]):
+        place = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.place = 0
+            return self._on()
+
+        def _on(self) -> Iterator[int]:
+            while True:
+                self.place += 1
+                yield self.place - 1
+
+    data = Placed()
+    batches = batches_of(rp.Stream(data), replicas=1)
+    assert values(batches, 0, 0) == [0, 1, 2, 3]
+    next(iter(data))
+    assert values(batches, 1, 0) == [4, 5, 6, 7]
+
+
+def values(batches: MicroBatches, step: int, replica: int) -> list[float]:
+    batch, _ = batches.loaded(step, replica, 0)
+    return [float(value) for value in (batch.batch if isinstance(batch, LastBatch) else batch)]

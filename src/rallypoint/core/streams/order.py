@@ -21,26 +21,30 @@ class StreamOrder:
     step 5 reads items 88 to 95 of part 1. R = 1 and two parts: step 5 reads items 16 to 23 of part 1.
 
     Raises ValueError if neither number divides the other.
+
+    Attributes:
+        parts: how many parts there are.
+        sharing: how many replicas share a part.
     """
 
     def __init__(self, parts: int, *, replicas: int, batch: int) -> None:
         if replicas % parts and parts % replicas:
             raise ValueError(f"{parts} parts for {replicas} replicas: neither divides the other")
         self.parts, self._batch = parts, batch
-        self._sharing, self._alternating = max(1, replicas // parts), max(1, parts // replicas)
+        self.sharing, self._alternating = max(1, replicas // parts), max(1, parts // replicas)
 
     @property
     def stride(self) -> int:
         """How many items of one part lie between the beginnings of two batches of a replica in it."""
-        return self._sharing * self._batch
+        return self.sharing * self._batch
 
     def items(self, step: int, replica: int) -> Items:
         """The `batch` items of replica `replica` at step `step`."""
         if self._alternating > 1:
             block, part = divmod(step, self._alternating)
             return self._block(replica * self._alternating + part, block)
-        part, place = divmod(replica, self._sharing)
-        return self._block(part, step * self._sharing + place)
+        part, place = divmod(replica, self.sharing)
+        return self._block(part, step * self.sharing + place)
 
     def samples(self, step: int, replica: int) -> range:
         """The same items as numbers of the whole stream: item i of part p is ``i * parts + p``."""

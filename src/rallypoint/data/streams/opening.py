@@ -62,8 +62,8 @@ class PartIterator:
         source = self._source
         if _shards_itself(source, self._parts):
             source = source.shard(num_shards=self._parts, index=self._part)
-        elif self._parts > 1:
-            source = copy.copy(source)  # `__iter__` may keep its place on it
+        else:
+            source = copy.copy(source)  # `__iter__` may keep its place on it, and the script may iterate it too
         if callable(set_epoch := getattr(source, "set_epoch", None)):
             set_epoch(self._epoch)
         return iter(source)

@@ -59,7 +59,7 @@ class Reader:
             self._read_to(number + 1, set())
         except EndOfStream:
             return False
-        except NotASample:
+        except Exception:  # of an item, or of opening the next pass: `take` meets it again, where it is tried again
             return True
         return True
 

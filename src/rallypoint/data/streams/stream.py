@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rallypoint.config import JobConfig
+from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.core.streams.order import StreamOrder
 from rallypoint.data.streams.opening import PartIterator, asked_for
 from rallypoint.data.streams.reader import Reader
 from rallypoint.errors import DataError, UsageError
 
 STEPS_KEPT = 3  # the step in progress, the one before it, and the one after, of which the end is looked for
+_inherited: list[object] = []  # iterators of the process that this one was forked from, kept so that none is finalized
 
 
 class Stream:
@@ -87,14 +90,22 @@ class Stream:
 class StreamItems:
     """The items of a stream by number, as a map-style data set without a length. For one thread of each process.
 
-    Item i of part p has the number ``i * parts + p``. It pickles without its open iterators.
+    Item i of part p has the number ``i * parts + p``. It pickles without its open iterators, and a forked process opens
+    its own: an inherited one shares its place in a file or a connection with its parent's.
+
+    Replicas that share a part read it with one iterator where all are at one step; else each has its own, because one
+    would begin anew whenever a replica is behind another.
     """
 
     def __init__(self, stream: Stream, order: StreamOrder, config: JobConfig) -> None:
         self._stream, self._order = stream, order
         self._seed, self._passes = config.seed, config.passes
         self._keep = STEPS_KEPT * order.stride
-        self._readers: dict[int, Reader] = {}
+        together = isinstance(config.sync, (Sync, AllReduce))
+        self._lanes = 1 if together else order.sharing
+        self._batch = config.batch
+        self._readers: dict[tuple[int, int], Reader] = {}
+        self._process = os.getpid()
 
     def __len__(self) -> int:
         raise TypeError("a stream has no length")
@@ -104,8 +115,8 @@ class StreamItems:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the items of these numbers, ascending and of one part, transformed."""
-        part = indices[0] % self._stream.parts
-        items = self._reader(part).take([index // self._stream.parts for index in indices])
+        numbers = [index // self._stream.parts for index in indices]
+        items = self._reader(indices[0] % self._stream.parts, numbers[0]).take(numbers)
         return items if self._stream.transform is None else [self._stream.transform(item) for item in items]
 
     def name_of(self, index: int) -> str:
@@ -117,15 +128,20 @@ class StreamItems:
         """True if there is a full batch for the replica at this step, which is read now."""
         if not self._passes:
             return True
-        part, _, stop = self._order.items(step, replica)
-        return self._reader(part).has(stop - 1)
+        part, first, stop = self._order.items(step, replica)
+        return self._reader(part, first).has(stop - 1)
 
-    def _reader(self, part: int) -> Reader:
-        if part not in self._readers:
-            self._readers[part] = Reader(
+    def _reader(self, part: int, item: int) -> Reader:
+        """The one that reads this item of the part."""
+        if self._process != os.getpid():
+            _inherited.append(self._readers)
+            self._readers, self._process = {}, os.getpid()
+        which = part, item // self._batch % self._lanes
+        if which not in self._readers:
+            self._readers[which] = Reader(
                 self._stream.source, part, self._stream.parts, seed=self._seed, passes=self._passes, keep=self._keep
             )
-        return self._readers[part]
+        return self._readers[which]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_readers": {}}

@@ -35,6 +35,7 @@ class Tuning:
     _last: tuple[int, float] | None = None  # the highest step, and when it was reached
     _seconds: list[float] = field(default_factory=list)
     _seen: object = None  # the members and homes of the view in which steps were measured
+    _counts: tuple[int, int] = (0, 0)  # workers that compute and servers for which the candidates were chosen
 
     def reached(self, step: int, now: float) -> None:
         """The job is at `step`, the highest so far; also said more than once."""
@@ -57,6 +58,8 @@ class Tuning:
             self._seen, self._last = seen, None
             self._seconds.clear()
             return self._back(view) if self.tuner is None else self._told(self.tuner, self.tuner.disturbed())
+        if self.tuner is not None and self.tuner.settled and self._counts != _counts(view):
+            return self._anew(record)
         if self.tuner is not None:
             return self._told(self.tuner, self._go_on(self.tuner))
         self._begin(view, record)
@@ -68,6 +71,12 @@ class Tuning:
             return None
         return Tuned(Pace(view.pace.kept, view.pace.kept), "the trial of another pace_mbit ended with its coordinator")
 
+    def _anew(self, record: JobRecord) -> Tuned:
+        """What was kept is of other numbers of members, each of which needs another rate now."""
+        self.tuner, setting = None, _setting(record)
+        self._seconds.clear()
+        return Tuned(Pace(setting, setting), "there are other numbers of members now: pace_mbit is tuned anew")
+
     def _told(self, tuner: Tuner, decided: Decision | None) -> Tuned | None:
         return None if decided is None else Tuned(Pace(decided.value, tuner.best), decided.said)
 
@@ -77,11 +86,11 @@ class Tuning:
             return
         seconds = median(self._seconds[_WARM_UP:])
         self._seconds.clear()
-        start = float(record.config.get("pace_mbit", 0.0)) if view.pace is None else view.pace.kept
+        start = _setting(record) if view.pace is None else view.pace.kept
         nbytes = sum(shard.nbytes for shard in record.layout.shards)
-        workers = sum(map(bool, view.assigned(1 << 60).values()))
+        self._counts = workers, servers = _counts(view)
         if seconds > 0:
-            self.tuner = Tuner(pace_knob(start, nbytes, workers, len(set(view.primary.values())), seconds))
+            self.tuner = Tuner(pace_knob(start, nbytes, workers, servers, seconds))
 
     def _go_on(self, tuner: Tuner) -> Decision | None:
         """Tell the tuner of the steps since the last look. What comes after a change is of the next trial."""
@@ -90,3 +99,13 @@ class Tuning:
             if (decided := tuner.stepped(seconds)) is not None:
                 return decided
         return None
+
+
+def _setting(record: JobRecord) -> float:
+    """The pace of the job's settings, in Mbit/s; 0: none."""
+    return float(record.config.get("pace_mbit", 0.0))
+
+
+def _counts(view: View) -> tuple[int, int]:
+    """How many workers compute, and how many servers have shards."""
+    return sum(map(bool, view.assigned(1 << 60).values())), len(set(view.primary.values()))
