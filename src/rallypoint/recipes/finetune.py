@@ -236,7 +236,7 @@ HELP = """Fine-tune a model of Hugging Face (a local folder) on a folder of text
 
 [bold]rallypoint train finetune --model gpt2/ --data texts/[/bold] teaches a causal language model to write such text.
 
-[bold]rallypoint train finetune --task labels --model bert/ --data reviews/[/bold] teaches a model which label a text
+[bold]rallypoint train finetune --task labels --model bert/ --data reviews/[/bold] teaches a model which label a text \
 has: reviews/good/ and reviews/bad/ hold one text in each file. The head for it is new, unless the folder has one.
 
 Nothing is downloaded: `hf download NAME --local-dir FOLDER` fetches a model. Needs rallypoint\\[huggingface].
