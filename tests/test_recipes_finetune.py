@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 from rallypoint.errors import DataError
 from rallypoint.recipes import finetune, picture
+from rallypoint.recipes.chart import chart
+from rallypoint.recipes.labelled import labels_of, load_labelled
 
 STEPS = 3
 
@@ -74,6 +77,54 @@ def test_windows_longer_than_the_model_takes_are_refused(
     assert "--block 65: this model takes windows of 64 tokens at most" in capsys.readouterr().err
 
 
+@pytest.fixture
+def reviews(tmp_path: Path) -> Path:
+    """Ten short texts of each label, which one word tells apart."""
+    for label, word in (("bad", "dull"), ("good", "fine")):
+        (tmp_path / "reviews" / label).mkdir(parents=True)
+        for number in range(10):
+            (tmp_path / "reviews" / label / f"{number}.txt").write_text(f"{word * 2} {number}")
+    return tmp_path / "reviews"
+
+
+@pytest.mark.slow
+def test_labels_are_learnt_and_their_names_saved(
+    model_folder: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = options(model_folder, tmp_path, task="labels", data=reviews, steps=40, block=16, lr=0.02)
+    assert finetune.main(given) == 0
+    assert "validation accuracy: 1.000 of held out texts" in capsys.readouterr().out
+    from transformers import AutoModelForSequenceClassification
+
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.id2label == {0: "bad", 1: "good"}
+
+
+@pytest.mark.slow
+def test_of_each_label_every_fifth_text_is_held_out(model_folder: Path, reviews: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    train, validation = load_labelled(reviews, ["bad", "good"], tokenizer, block=16)
+    tokens, mask, labels = validation.tensors
+    assert labels.tolist() == [0, 0, 1, 1]
+    assert len(train) == 16
+    assert tokenizer.decode(tokens[0][mask[0] == 1]) == "dulldull 1"
+
+
+def test_labels_are_the_names_of_folders(reviews: Path) -> None:
+    assert labels_of(reviews) == ["bad", "good"]
+    with pytest.raises(DataError, match="has 0 folders with a label's name: to classify texts"):
+        labels_of(reviews / "bad")
+    (reviews / "ugly").mkdir()
+    with pytest.raises(DataError, match="ugly has 0 text files: a label needs two"):
+        load_labelled(reviews, ["ugly"], None, block=8)
+
+
+def test_labels_need_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finetune.main(["--task", "labels", "--model", str(tmp_path)]) == 1
+    assert "one folder of text files for each label" in capsys.readouterr().err
+
+
 def test_without_transformers_one_sentence_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +151,9 @@ def test_a_picture_shows_losses_and_images(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     log(tmp_path, 20)
     said = picture.save_picture(tmp_path, tmp_path, curves=("one", "other"), images=torch.rand(3, 1, 8, 8))
-    assert said == f"a picture of the losses: {tmp_path / 'picture.png'}"
+    *drawn, sentence = said.splitlines()
+    assert sentence == f"a picture of the losses: {tmp_path / 'picture.png'}"
+    assert [line for line in drawn if line.endswith(":")] == ["one:", "other:"]
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -114,4 +167,18 @@ def test_a_run_without_a_log_or_steps_has_no_picture(tmp_path: Path) -> None:
 def test_without_matplotlib_a_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log(tmp_path, 5)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert picture.save_picture(tmp_path, tmp_path) == "for a picture of the losses: pip install 'rallypoint[plots]'"
+    *drawn, sentence = picture.save_picture(tmp_path, tmp_path).splitlines()
+    assert sentence == "for a picture of the losses: pip install 'rallypoint[plots]'"
+    assert drawn[:3] == ["", "loss:", "  1 |*"]  # in characters it is there all the same
+
+
+def test_a_chart_falls_from_the_highest_value_to_the_lowest() -> None:
+    assert chart({step: 4.0 - step for step in range(4)}, rows=4) == [
+        "4 |*", "  | *", "  |  *", "1 |   *", "   0  3 (step)",
+    ]  # fmt: skip
+    assert all(len(line) < 80 for line in chart(dict.fromkeys(range(10_000), 1.0)))
+
+
+def test_values_that_are_not_finite_are_left_out_of_a_chart() -> None:
+    assert chart({0: 2.0, 1: math.nan, 2: 1.0, 3: math.inf}, rows=2) == ["2 |*", "1 | *", "   0 2 (step)"]
+    assert chart({0: math.nan}) == []

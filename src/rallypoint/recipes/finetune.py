@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model of Hugging Face on a folder of text: `python -m rallypoint.recipes.finetune`.
+"""Fine-tune a model of Hugging Face on a folder of text, or of labelled texts: `python -m rallypoint.recipes.finetune`.
 
 The model and its tokenizer come from a folder that `save_pretrained` has written, and go into such a folder. Alone, it
 starts a cluster inside its own process. Under `rallypoint run --workers 2 --servers 2` every worker runs this file.
@@ -6,30 +6,45 @@ starts a cluster inside its own process. Under `rallypoint run --workers 2 --ser
 
 import sys
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 import rallypoint as rp
 from rallypoint.errors import ConfigError, DataError
 from rallypoint.recipes import PRECISION_HELP, Precision, as_typed, choose_device, exit_status, save_patiently
+from rallypoint.recipes.labelled import accuracy, labels_of, load_labelled
 from rallypoint.recipes.picture import save_picture
 from rallypoint.recipes.text import load_text
 
 PROGRAM = "python -m rallypoint.recipes.finetune"
 _WINDOWS = 64  # of the validation
 _PROMPT, _SAMPLE = 8, 60  # tokens that are given at the end, and that are generated
+_FIGURES = {
+    "val_loss": ("validation loss", " nats/token"),
+    "val_accuracy": ("validation accuracy", " of held out texts"),
+}
+_KIND = {True: "AutoModelForCausalLM", False: "AutoModelForSequenceClassification"}
 _MISSING = "the recipe finetune needs Hugging Face's transformers: pip install 'rallypoint[huggingface]'"
+
+
+class Task(StrEnum):
+    """What the model learns, as choices of the command line."""
+
+    TEXT = "text"
+    LABELS = "labels"
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of one training. `batch`: windows of `block` tokens per replica; `lr`: the highest rate."""
 
+    task: Task = Task.TEXT
     steps: int = 200
     batch: int = 4
     block: int = 128
@@ -69,18 +84,19 @@ def train(settings: Settings, *, source: Path, data: Path | None, device: torch.
     Afterwards the lead worker saves model and tokenizer, and shows the validation loss and a sample. Raises ConfigError
     without transformers or a model in `source`, DataError without enough text.
     """
-    model, tokenizer = _load(source)
+    labels = _labels(settings.task, data)
+    torch.manual_seed(settings.seed)  # A new head has the same first weights on every worker.
+    model, tokenizer = _load(source, labels)
     longest = getattr(model.config, "max_position_embeddings", None) or settings.block
     if settings.block > longest:
         raise ConfigError(f"--block {settings.block}: this model takes windows of {longest} tokens at most")
-    windows, validation = (Windows(tokens, settings.block) for tokens in _tokens(tokenizer, data, settings.block))
-    torch.manual_seed(settings.seed)
+    samples, validation = _samples(settings, data, labels, tokenizer)
     model = model.to(device)
-    before = validation_loss(model, validation)
+    before = evaluate(model, validation)
     with rp.join() as job:
         run = job.train(
             model,
-            windows,
+            samples,
             replicas=settings.replicas,
             batch=settings.batch,
             steps=settings.steps,
@@ -97,14 +113,44 @@ def train(settings: Settings, *, source: Path, data: Path | None, device: torch.
 
         @run.every(settings.validate_every)
         def validate(step: int) -> dict[str, float]:
-            return {"val_loss": validation_loss(model, validation)}
+            return evaluate(model, validation)
 
         for micro in run:
             with micro:
-                micro.backward(model(input_ids=micro.batch, labels=micro.batch).loss)
+                micro.backward(model(**_arguments(micro.batch)).loss)
         if run.lead:
             _finish(model, tokenizer, validation, before, out or run.folder / "model")
             print(save_picture(run.folder, run.folder))
+
+
+def evaluate(model: Any, validation: Windows | TensorDataset) -> dict[str, float]:
+    """Return val_loss of windows, val_accuracy of labelled texts."""
+    if isinstance(validation, Windows):
+        return {"val_loss": validation_loss(model, validation)}
+    return {"val_accuracy": accuracy(model, validation)}
+
+
+def _arguments(batch: Any) -> dict[str, Tensor]:
+    """What the model is called with: windows are their own labels, texts have others."""
+    if isinstance(batch, Tensor):
+        return {"input_ids": batch, "labels": batch}
+    return dict(zip(("input_ids", "attention_mask", "labels"), batch, strict=True))
+
+
+def _labels(task: Task, data: Path | None) -> list[str]:
+    if task is Task.TEXT:
+        return []
+    if data is None:
+        raise ConfigError("--task labels needs --data: a folder that has one folder of text files for each label")
+    return labels_of(data)
+
+
+def _samples(settings: Settings, data: Path | None, labels: list[str], tokenizer: Any) -> tuple[Any, Any]:
+    """The training samples and those of the validation."""
+    if labels and data is not None:
+        return load_labelled(data, labels, tokenizer, block=settings.block)
+    train, validation = (Windows(tokens, settings.block) for tokens in _tokens(tokenizer, data, settings.block))
+    return train, validation
 
 
 @torch.no_grad()
@@ -118,9 +164,9 @@ def validation_loss(model: torch.nn.Module, windows: Windows) -> float:
     return sum(losses) / len(chosen)
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
+def _load(folder: Path, labels: list[str]) -> tuple[Any, Any]:
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
     except ModuleNotFoundError:
         raise ConfigError(_MISSING) from None
     if not (folder / "config.json").is_file():
@@ -130,9 +176,18 @@ def _load(folder: Path) -> tuple[Any, Any]:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).train(), tokenizer
+        if not labels:
+            return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).train(), tokenizer
+        model = AutoModelForSequenceClassification.from_pretrained(
+            folder, local_files_only=True, id2label=dict(enumerate(labels)),
+            label2id={label: number for number, label in enumerate(labels)},
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model in {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return model.train(), tokenizer
 
 
 def _tokens(tokenizer: Any, data: Path | None, block: int) -> tuple[Tensor, Tensor]:
@@ -142,8 +197,9 @@ def _tokens(tokenizer: Any, data: Path | None, block: int) -> tuple[Tensor, Tens
     return train, validation
 
 
-@torch.no_grad()
-def _finish(model: Any, tokenizer: Any, validation: Windows, before: float, folder: Path) -> None:
+def _finish(
+    model: Any, tokenizer: Any, validation: Windows | TensorDataset, before: dict[str, float], folder: Path
+) -> None:  # fmt: skip
     model.eval()
 
     def save(where: Path) -> None:
@@ -151,6 +207,17 @@ def _finish(model: Any, tokenizer: Any, validation: Windows, before: float, fold
         tokenizer.save_pretrained(where)
 
     save_patiently(save, folder)
+    for name, value in evaluate(model, validation).items():
+        what, unit = _FIGURES[name]
+        print(f"{what}: {value:.3f}{unit} (before: {before[name]:.3f})")
+    if isinstance(validation, Windows):
+        _show_sample(model, tokenizer, validation)
+    print(f"model and tokenizer saved; to use them: {_KIND[isinstance(validation, Windows)]}"
+          f".from_pretrained({as_typed(folder)!r})")  # fmt: skip
+
+
+@torch.no_grad()
+def _show_sample(model: Any, tokenizer: Any, validation: Windows) -> None:
     prompt = validation.windows[:1, :_PROMPT].to(model.device)
     length = min(_SAMPLE, max(1, validation.windows.shape[1] - _PROMPT))  # a window is what the model is sure to take
     torch.manual_seed(0)
@@ -159,21 +226,33 @@ def _finish(model: Any, tokenizer: Any, validation: Windows, before: float, fold
         pad_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     shown = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in tokenizer.decode(sample[0]))
-    print(f"validation loss: {validation_loss(model, validation):.3f} nats/token (before: {before:.3f})")
     print(f"a sample:\n{shown}\n")
-    print(f"model and tokenizer saved; to use them: AutoModelForCausalLM.from_pretrained({as_typed(folder)!r})")
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
-@app.command(help="Fine-tune a causal language model of Hugging Face (a local folder) on a folder of text.")
+HELP = """Fine-tune a model of Hugging Face (a local folder) on a folder of text.
+
+[bold]rallypoint train finetune --model gpt2/ --data texts/[/bold] teaches a causal language model to write such text.
+
+[bold]rallypoint train finetune --task labels --model bert/ --data reviews/[/bold] teaches a model which label a text \
+has: reviews/good/ and reviews/bad/ hold one text in each file. The head for it is new, unless the folder has one.
+
+Nothing is downloaded: `hf download NAME --local-dir FOLDER` fetches a model. Needs rallypoint\\[huggingface].
+"""
+
+
+@app.command(help=HELP)
 def _command(
     model: Annotated[Path, typer.Option(help="Folder with the model and its tokenizer, as save_pretrained writes it.")],
     data: Annotated[
         Path | None,
         typer.Option(help="Folder of text files, searched recursively. Default: Python's standard library."),
     ] = None,
+    task: Annotated[
+        Task, typer.Option(help="text: predict the next token. labels: classify; each folder in --data is a label.")
+    ] = DEFAULTS.task,
     steps: Annotated[int, typer.Option(min=1, help="Updates of the model.")] = DEFAULTS.steps,
     block: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = DEFAULTS.block,
     replicas: Annotated[
@@ -194,7 +273,7 @@ def _command(
     out: Annotated[Path | None, typer.Option(help="Folder for the model. Default: `model` in the run folder.")] = None,
 ) -> None:
     settings = Settings(
-        steps=steps, batch=batch, block=block, lr=lr, warmup=min(DEFAULTS.warmup, steps), replicas=replicas,
+        task=task, steps=steps, batch=batch, block=block, lr=lr, warmup=min(DEFAULTS.warmup, steps), replicas=replicas,
         accumulate=accumulate, seed=seed, validate_every=validate_every, precision=precision,
     )  # fmt: skip
     train(settings, source=model, data=data, device=choose_device(device), out=out)

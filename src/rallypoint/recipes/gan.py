@@ -149,7 +149,7 @@ def _command(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as `argv` (default: the command line) says. Recurves the exit status."""
+    """Train as `argv` (default: the command line) says. Returns the exit status."""
     return exit_status(app, argv, program=PROGRAM)
 
 

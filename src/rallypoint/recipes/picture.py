@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rallypoint.errors import DataError
 from rallypoint.launch.replaying.losses import recorded_losses
+from rallypoint.recipes.chart import chart
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +28,8 @@ _SHOWN = 8  # images
 
 
 def save_picture(log: Path, folder: Path, *, curves: Sequence[str] = ("loss",), images: Tensor | None = None) -> str:
-    """Draw the run whose folder is `log` into `folder`/picture.png. Recurves a sentence for the user.
+    """Draw the run whose folder is `log` into `folder`/picture.png. Returns what to print: the losses in characters,
+    and a sentence.
 
     `curves`: what the steps update in turn, each a curve of its own: ("discriminator", "generator").
     `images`: [n, 1, height, width] in [0, 1]; the first eight are shown.
@@ -38,15 +40,34 @@ def save_picture(log: Path, folder: Path, *, curves: Sequence[str] = ("loss",), 
         return "no picture: only a run under `rallypoint train` or `rallypoint run` has a log of its losses"
     if len(losses) < _LEAST:
         return "no picture: the log has too few steps"
+    drawn = [
+        line for name, part in _parted(losses, curves).items() if len(part) >= _LEAST
+        for line in ["", f"{name}:", *chart(part)]
+    ]  # fmt: skip
+    return "\n".join([*drawn, _saved(losses, measured, curves, images, folder / NAME)])
+
+
+def _saved(
+    losses: dict[int, float], measured: dict[str, dict[int, float]], curves: Sequence[str], images: Tensor | None,
+    path: Path,
+) -> str:  # fmt: skip
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
         return "for a picture of the losses: pip install 'rallypoint[plots]'"
     try:
-        _figure(losses, measured, curves, images).savefig(folder / NAME, dpi=110)
+        _figure(losses, measured, curves, images).savefig(path, dpi=110)
     except OSError as error:
-        return f"the picture {folder / NAME} cannot be written: {error.strerror}"
-    return f"a picture of the losses: {folder / NAME}"
+        return f"the picture {path} cannot be written: {error.strerror}"
+    return f"a picture of the losses: {path}"
+
+
+def _parted(losses: dict[int, float], curves: Sequence[str]) -> dict[str, dict[int, float]]:
+    """The finite losses of each of `curves`, which steps update in turn."""
+    return {
+        name: {step: loss for step, loss in losses.items() if step % len(curves) == place and math.isfinite(loss)}
+        for place, name in enumerate(curves)
+    }
 
 
 def _figure(
@@ -59,9 +80,8 @@ def _figure(
     FigureCanvasAgg(figure)
     grid: Any = figure.add_gridspec(2, _SHOWN, height_ratios=(4, 0.001 if images is None else 1))
     axes = figure.add_subplot(grid[0, :])
-    for number, name in enumerate(curves):
-        steps = [step for step, loss in losses.items() if step % len(curves) == number and math.isfinite(loss)]
-        axes.plot(steps, [losses[step] for step in steps], color=_COLORS[number % 2], label=name, linewidth=0.9)
+    for number, (name, part) in enumerate(_parted(losses, curves).items()):
+        axes.plot(list(part), list(part.values()), color=_COLORS[number % 2], label=name, linewidth=0.9)
     for name, values in measured.items():
         axes.plot(list(values), list(values.values()), "o-", color=_OTHER, label=name, markersize=3)
     axes.set_xlabel("step")

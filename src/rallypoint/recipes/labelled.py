@@ -1,0 +1,65 @@
+"""A folder of labelled texts as training data: one folder of text files for each label."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from rallypoint.errors import DataError
+from rallypoint.recipes.text import list_text_files
+
+VALIDATION_EVERY = 5
+"""Of each label every fifth text is kept for validation, from the second on."""
+
+
+def labels_of(folder: Path) -> list[str]:
+    """Return the labels: the names of the folders in `folder`, in their order. Raises DataError for fewer than two."""
+    found = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    labels = [name for name in found if not name.startswith((".", "__"))]
+    if len(labels) < 2:
+        raise DataError(
+            f"{folder} has {len(labels)} folders with a label's name: to classify texts, give --data a folder that has "
+            "one folder of text files for each label, as reviews/good and reviews/bad"
+        )
+    return labels
+
+
+def load_labelled(
+    folder: Path, labels: Sequence[str], tokenizer: Any, *, block: int
+) -> tuple[TensorDataset, TensorDataset]:
+    """Return the training and the validation texts: samples (tokens [block], mask [block], label), all int64.
+
+    Each file is one text, whose first `block` tokens count. `tokenizer`: one of Hugging Face's, with a token to pad.
+    Raises DataError for a label with fewer than two texts.
+    """
+    texts: tuple[list[str], list[str]] = [], []
+    numbers: tuple[list[int], list[int]] = [], []
+    for number, label in enumerate(labels):
+        files = list_text_files(folder / label)
+        if len(files) < 2:
+            raise DataError(f"{folder / label} has {len(files)} text files: a label needs two, one of them to validate")
+        for place, file in enumerate(files):
+            held_out = place % VALIDATION_EVERY == 1
+            texts[held_out].append(file.read_text(errors="replace"))
+            numbers[held_out].append(number)
+    parts = []
+    for some, their in zip(texts, numbers, strict=True):
+        coded = tokenizer(some, truncation=True, max_length=block, padding="max_length", return_tensors="pt")
+        parts.append(TensorDataset(coded["input_ids"], coded["attention_mask"], torch.tensor(their)))
+    return parts[0], parts[1]
+
+
+@torch.no_grad()
+def accuracy(model: Any, texts: TensorDataset, *, batch: int = 16) -> float:
+    """Return the share of `texts`, from 0 to 1, to which `model` gives the right label, in eval mode."""
+    training, right = model.training, 0
+    model.eval()
+    for start in range(0, len(texts), batch):
+        tokens, mask, labels = (part[start : start + batch].to(model.device) for part in texts.tensors)
+        right += int((model(input_ids=tokens, attention_mask=mask).logits.argmax(-1) == labels).sum())
+    model.train(training)
+    return right / len(texts)
