@@ -24,6 +24,7 @@ from rallypoint.core.view import View
 from rallypoint.net.messages import Accounted, Applied, Members, Message, Planned, Report, Say, Skipped, Waiting
 from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
 from rallypoint.net.sampling.messages import Sampled
+from rallypoint.net.summing.messages import Summed
 from rallypoint.observe.lines import Allowance, Once
 
 _EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the others
@@ -56,6 +57,7 @@ class Announcer:
         self._allowances: dict[str, Allowance] = {}  # by member with a part in the job; "": all others
         self._announced: Members | None = None
         self._said_idle = False
+        self._summed = Summed()
         self._pieces: list[int] = []  # by shard: the digests of a version of it
         self.last_news = self._last_said = now
 
@@ -116,7 +118,7 @@ class Announcer:
             words=layout.words + sum(table.numel for table in layout.tables),
             shards=len(layout.shards), workers=tuple(m.id for m in view.workers),
             servers=tuple(m.id for m in view.servers), steps_per_round=config.steps_per_round,
-            items=items_of_step(config), done=config.steps_at(furthest + 1),
+            items=items_of_step(config), done=config.steps_at(furthest + 1), sums=Feature.SUMS in config.features,
         )  # fmt: skip
         return self.announce(self.planned, now)
 
@@ -206,6 +208,11 @@ class Announcer:
         self._late.add(message.late)
         return [Log(message)]
 
+    def summed(self, message: Summed, now: float) -> list[Act]:
+        """Rank 0 has so many sums: observers are told, and the event log is not."""
+        self._summed, self._last_said, self.last_news = message, now, now
+        return [Send(observer, message) for observer in self.observers]
+
     # ---- what is waited for ----
 
     def waiting(self, now: float) -> list[Act]:
@@ -214,6 +221,8 @@ class Announcer:
             return []
         self._last_said = now
         what = self._machine.waiting_for() or self._who_is_late()
+        if not what and Feature.SUMS in self.config.features:  # the script computes: observers hear that we are here
+            return [Send(observer, self._summed) for observer in self.observers]
         return [] if not what else self._tell(Waiting(f"waiting for {what}, {now - self.last_news:.0f} s so far"))
 
     def _who_is_late(self) -> str:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
-import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, TextIO, cast
+from collections.abc import Iterable
 
 import msgspec
 from rich.console import Console
@@ -20,6 +16,11 @@ from rich.text import Text
 from rallypoint.core.shard.clip import phrase
 from rallypoint.launch.output import Line
 from rallypoint.launch.plan import Launch
+from rallypoint.launch.showing.phrases import account as account
+from rallypoint.launch.showing.phrases import changes as changes
+from rallypoint.launch.showing.phrases import count_of, figures_of, millions, size_of
+from rallypoint.launch.showing.screen import Screen as Screen
+from rallypoint.launch.showing.sums import SumsShown
 from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
@@ -38,13 +39,12 @@ from rallypoint.net.messages import (
     Waiting,
 )
 from rallypoint.net.ordering.messages import Drain, Ordered, RateScaled
+from rallypoint.net.summing.messages import Summed
 from rallypoint.observe.lines import Once
-from rallypoint.observe.unhurried import Unhurried
 from rallypoint.store.manifest import age
 
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
-_HURRIED_S = 2.0  # seconds for the last lines of a run that was interrupted
 _WIDE = 80  # columns: a narrower terminal shows only the step and the loss
 _REFUSED = "refused: "  # how the coordinator's message about a refused worker begins
 
@@ -54,40 +54,6 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["rate"], style="green")
-
-
-class Screen(Console):
-    """A rich console that becomes silent when its reader is gone (``rallypoint run ... | head``)."""
-
-    closed = False
-    hurried = False  # at the end of `unhurried`: do not wait long for the reader
-
-    @contextlib.contextmanager
-    def unhurried(self) -> Iterator[None]:
-        """In the body, printing does not wait for the reader; what was not read by then is waited for at the end."""
-        if not _has_descriptor(self.file):
-            yield
-            return
-        before, output = self._file, Unhurried(cast(TextIO, self.file))
-        self._file = cast(IO[str], output)
-        try:
-            yield
-        finally:
-            output.end(_HURRIED_S if self.hurried else None)
-            self._file = before
-
-    def on_broken_pipe(self) -> None:
-        """Print nothing any more. The default would end the thread that has just printed."""
-        self.quiet = self.closed = True
-        with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes when it exits
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
-def _has_descriptor(file: IO[str]) -> bool:
-    try:
-        return file.fileno() >= 0
-    except (OSError, ValueError):  # (io.UnsupportedOperation is both)
-        return False
 
 
 class RunConsole:
@@ -101,6 +67,7 @@ class RunConsole:
         self._stopped = (-1, "")  # the step with which the script has stopped the job, and why
         self._over_at = 0.0  # when the job ended: what comes after that is no training
         self._plan: Planned | None = None
+        self.sums: SumsShown | None = None  # of a script's own loop, in place of steps
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._recent: deque[tuple[float, int]] = deque()
@@ -140,11 +107,14 @@ class RunConsole:
                 self._plan_shown(message)
             case StepDone():
                 self._step(message)
+            case Summed():
+                if self.sums is not None:
+                    self.sums.take(message)
             case Metrics(step=step, values=values, generation=generation):
                 if not self._evaluated.is_new((step, generation, str(values))):
                     return  # workers have repeated it to the next coordinator
                 self._metrics = values
-                self.console.print(f"[cyan]step {step:>6}[/cyan]  {_figures(values)}")
+                self.console.print(f"[cyan]step {step:>6}[/cyan]  {figures_of(values)}")
             case Say(text=text) if text.startswith(_REFUSED):
                 if text not in self._said:
                     self._said.add(text)
@@ -171,7 +141,7 @@ class RunConsole:
                 if message.version == 0:
                     self._start = time.monotonic()  # workers compute from now on
                 else:
-                    size, seconds = _size(message.nbytes), message.seconds
+                    size, seconds = size_of(message.nbytes), message.seconds
                     self.console.print(f"[dim]snapshot of step {self.steps_stored}: {size} in {seconds:.1f} s[/dim]")
             case Accounted():
                 self._accounted = message
@@ -218,7 +188,9 @@ class RunConsole:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        if self.finished and self._plan is not None and not self._said_done:
+        if self.sums is not None:
+            self.sums.close(done=self.finished)
+        elif self.finished and self._plan is not None and not self._said_done:
             self._said_done = True
             seconds = (self._over_at or time.monotonic()) - self._start
             # Each item once, even if it was computed again
@@ -244,10 +216,13 @@ class RunConsole:
             return
         self._plan = plan
         self._start = time.monotonic()
+        if plan.sums:
+            self.sums = SumsShown(self.console, plan)
+            return
         self.console.print(
-            f"[bold]{_millions(plan.words)}[/bold] parameters in {_count(plan.shards, 'shard')} on "
-            f"{_count(len(plan.servers), 'server')}; {_count(plan.replicas, 'replica')} on "
-            f"{_count(min(len(plan.workers), plan.replicas), 'worker')}; {_count(plan.steps, 'step')}"
+            f"[bold]{millions(plan.words)}[/bold] parameters in {count_of(plan.shards, 'shard')} on "
+            f"{count_of(len(plan.servers), 'server')}; {count_of(plan.replicas, 'replica')} on "
+            f"{count_of(min(len(plan.workers), plan.replicas), 'worker')}; {count_of(plan.steps, 'step')}"
         )
         if self.console.is_terminal:
             where, loss = TextColumn("step {task.completed}/{task.total}"), TextColumn("loss {task.fields[loss]}")
@@ -296,7 +271,7 @@ class RunConsole:
         if self._progress is not None and self._task is not None:
             self._progress.update(
                 self._task, completed=done.step + 1, loss=f"{done.loss:.4f}", rate=self._rate(),
-                metrics=_figures({**done.figures, **self._metrics}),
+                metrics=figures_of({**done.figures, **self._metrics}),
             )  # fmt: skip
         elif now - self._last_plain >= _PLAIN_EVERY_S or done.step + 1 == self._plan.steps:
             self._last_plain = now
@@ -304,7 +279,7 @@ class RunConsole:
             left = (now - self._start) / here * (self._plan.steps - done.step - 1)
             # The first step's time is no estimate
             estimate = f"  {self._rate()}  {left:.0f} s left" if here > 1 else ""
-            logged = f"  {_figures(done.figures)}" if done.figures else ""
+            logged = f"  {figures_of(done.figures)}" if done.figures else ""
             self.console.print(f"step {done.step + 1}/{self._plan.steps}  loss {done.loss:.4f}{logged}{estimate}")
 
     def _named(self, round: int) -> str:
@@ -326,75 +301,3 @@ class RunConsole:
         seconds = self._recent[-1][0] - self._recent[0][0]
         items = sum(count for _, count in list(self._recent)[1:])
         return f"{items / max(seconds, 1e-9):,.0f} {self._plan.item}/s"
-
-
-def changes(before: Members, now: Members, replicas: int | None = None) -> list[str]:
-    """Return sentences that say who has joined and left between two views, and who computes now.
-
-    `replicas`: the job's, if they are known. A view names more workers than that while replicas move by speed: those
-    that had one and those that get one.
-    """
-    said = []
-    news = _news((*before.workers, *before.standby), (*now.workers, *now.standby))
-    begins = not before.workers and (not news or not now.workers)  # or the first weights are not safe yet
-    if (news and not begins) or (set(before.workers) != set(now.workers) and not begins):
-        idle = f", {_listed(now.standby)} stand{'s' * (len(now.standby) == 1)} by" if now.standby else ""
-        if replicas is not None and len(now.workers) > replicas:
-            one = f"{replicas} of {_listed(now.workers)} compute{'s' * (replicas == 1)}"
-            who = f"{one}: replicas are assigned by speed{idle}"
-        else:
-            who = f"{_listed(now.workers)} compute{'s' * (len(now.workers) < 2)}{idle}"
-        said.append(f"{news}: {who}" if news else who)
-    if news := _news(before.servers, now.servers):
-        said.append(f"{news}: the parameters are on {_listed(now.servers)}")
-    if news := _news(before.aggregators, now.aggregators):
-        said.append(f"{news}: {len(now.through)} workers have an aggregator")
-    return said
-
-
-def _news(before: Sequence[str], now: Sequence[str]) -> str:
-    gone = [name for name in before if name not in now]
-    new = [name for name in now if name not in before]
-    parts = [f"without {_listed(gone)}"] if gone else []
-    return " and ".join([*parts, *([f"with {_listed(new)}"] if new else [])])
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return ``worker2, worker10``: ordered by their numbers."""
-    return ", ".join(sorted(names, key=lambda name: (len(name), name))) or "nobody"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _millions(number: int) -> str:
-    """Return ``0.84 M``; of a small number all digits."""
-    return f"{number:,}" if number < 100_000 else f"{number / 1e6:,.2f} M"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
-
-
-def _figures(values: dict[str, float]) -> str:
-    return escape("  ".join(f"{name} {f'{value:#.4g}'.rstrip('.')}" for name, value in values.items()))
-
-
-def account(accounted: Accounted) -> str:
-    """Return a line that says what happened to the contributions."""
-    said = [f"{accounted.applied:,} contributions applied"]
-    said += [f"{accounted.folded:,} folded into another's update"] if accounted.folded else []
-    said += [f"{accounted.dropped:,} dropped"] if accounted.dropped else []
-    if late := sorted(accounted.staleness.items()):
-        said.append(f"staleness p50 {_quantile(late, 0.5)}, p99 {_quantile(late, 0.99)}, at most {late[-1][0]} updates")
-    return ", ".join(said)
-
-
-def _quantile(counts: list[tuple[int, int]], share: float) -> int:
-    total, seen = sum(count for _, count in counts), 0
-    for value, count in counts:
-        seen += count
-        if seen >= share * total:
-            return value
-    return 0

@@ -27,6 +27,7 @@ from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import Paced
 from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.net.sharing.messages import Caches, OfSharing
+from rallypoint.net.summing.messages import OfSums
 from rallypoint.observe.lines import printable
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
@@ -262,10 +263,8 @@ class Assist(AnyMessage, frozen=True):
 
 
 class Capture(AnyMessage, frozen=True):
-    """A snapshot begins.
-
-    To servers: keep and store your shards at `version`. To stateful workers: worker number i of the n `writers` stores
-    the shards i, i + n, i + 2n and so on.
+    """A snapshot begins. To servers: keep and store your shards at `version`. To stateful workers: worker number i of
+    the n `writers` stores the shards i, i + n, i + 2n and so on.
     """
 
     snapshot: str
@@ -274,8 +273,7 @@ class Capture(AnyMessage, frozen=True):
 
 
 class Finished(AnyMessage, frozen=True):
-    """The job is done: all members may exit. The worker `lead` saves the model. For the rest see
-    `core.cluster.effects.Finish`."""
+    """The job is done: all may exit; the worker `lead` saves the model. See `core.cluster.effects.Finish`."""
 
     lead: str = ""
     stopped_at: int = -1
@@ -295,6 +293,7 @@ class Planned(AnyMessage, frozen=True):
     """The running job, for a progress line. A round is `steps_per_round` of the `steps`.
 
     Each step uses `items` of `item` (such as samples). `done` steps were already done when this was sent.
+    `sums`: sums for a script's own loop, and no steps.
     """
 
     steps: int
@@ -307,6 +306,7 @@ class Planned(AnyMessage, frozen=True):
     steps_per_round: int = 1
     items: int = 0
     done: int = 0
+    sums: bool = False
 
 
 class StepDone(AnyMessage, frozen=True):
@@ -359,7 +359,7 @@ Message = (
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
     Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
-    AuditFound | OfAudits | Sampled | OfOrders | OfSharing
+    AuditFound | OfAudits | Sampled | OfOrders | OfSharing | OfSums
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

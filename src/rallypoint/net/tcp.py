@@ -27,6 +27,7 @@ from rallypoint.observe.traffic import Traffic
 
 DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
 _UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
+_PACE, _NO_PACE = struct.Struct("@L"), (1 << 8 * struct.calcsize("@L")) - 1  # bytes a second, an unsigned long
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h: bytes a second; all ones: no limit
 _BACKLOG = 256
 _FULL = {errno.EMFILE, errno.ENFILE}
@@ -186,7 +187,7 @@ class TcpConnection:
             return
         unsent = min(max(rate // 100, 64 << 10), _UNSENT_BYTES) if rate else _UNSENT_BYTES  # 10 ms of a slow one
         with contextlib.suppress(OSError):  # closed
-            self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate if 0 < rate < 1 << 31 else -1)
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE.pack(rate or _NO_PACE))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
 
     def finish(self) -> None:

@@ -26,7 +26,9 @@ from rallypoint.net.messages import (
     Say,
 )
 from rallypoint.net.ordering.messages import StopWanted
+from rallypoint.net.summing.messages import ScriptEnded
 from rallypoint.observe.waits import wait_until
+from rallypoint.worker.ending.scripts import Scripts
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.sharing.sharing import Sharing
@@ -79,6 +81,7 @@ class Member:
     _stopping: Stopping
     _reports: EvaluationReports
     _sharing: Sharing
+    scripts: Scripts
 
     # ---- waiting ----
 
@@ -92,6 +95,10 @@ class Member:
                 raise self._failure
             if self._view is None:
                 raise JobAborted(TOO_LATE)
+
+    def tell(self, message: Message) -> None:
+        """Send the coordinator this. Any thread may call it."""
+        self._link.send(message)
 
     def _say(self, text: str) -> None:
         self._link.send(Say(text))
@@ -117,6 +124,7 @@ class Member:
         self._sharing.repeat()
         self._reports.repeat(new=new)
         self._stopping.repeat(self._view)
+        self.scripts.repeat()
         if self._leaving:
             self._link.send(Leaving())
 
@@ -137,6 +145,8 @@ class Member:
                     self._changed.notify_all()
                 if self._plane is not None:
                     self._plane.finish()
+            case ScriptEnded():
+                self.scripts.heard(message)
             case StopWanted(reason=reason):
                 self._stopping.wish(reason or "the operator")
             case Aborted(reason=reason) | Refused(reason=reason):

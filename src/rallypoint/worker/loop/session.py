@@ -36,6 +36,7 @@ from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.auditing.kernels import kernels_of
 from rallypoint.worker.carried import TrainSettings
+from rallypoint.worker.ending.scripts import Scripts
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
@@ -73,6 +74,7 @@ class Job(Member):
         rank, ranks: this process's number among the ranks of its worker, and their number: 0 and 1 without ``--ranks``.
         run_type: what `train` returns.
         welcome, stopping: what the coordinator has said at first, and what it is told of the job's end.
+        scripts: which workers' scripts have ended, in a job of sums.
 
     Raises AccessDenied or LinkError when the coordinator cannot be joined.
     """
@@ -110,6 +112,7 @@ class Job(Member):
         )  # fmt: skip
         self._sharing = Sharing(self._transport, self._link)
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
+        self.scripts = Scripts(self._link.send)
         self._link.start()
         self.welcome, self.stopping, self.started = self._link.welcome, self._stopping, self._link.welcome.workers
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)

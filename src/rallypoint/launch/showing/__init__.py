@@ -1,0 +1,1 @@
+"""What the console of a run is made of."""

@@ -1,0 +1,1 @@
+"""Messages of a job of sums."""
