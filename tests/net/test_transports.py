@@ -151,6 +151,9 @@ def test_the_kernel_knows_a_connections_pace() -> None:
     near, far = transport.connect(listener.address, 5.0), listener.accept()
     assert isinstance(near, TcpConnection)
     rate = lambda: near._socket.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE)  # noqa: E731
+    wide = lambda: int.from_bytes(near._socket.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 8), sys.byteorder)  # noqa: E731
+    Limits.of(0, 40_000).set_on(near)  # 40 Gbit/s are more bytes a second than 32 bits hold
+    assert wide() == 5_000_000_000
     Limits(pace=1_000_000).set_on(near)
     assert rate() == 1_000_000
     Limits().set_on(near, before=Limits(pace=1_000_000))

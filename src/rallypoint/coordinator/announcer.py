@@ -120,7 +120,9 @@ class Announcer:
             servers=tuple(m.id for m in view.servers), steps_per_round=config.steps_per_round,
             items=items_of_step(config), done=config.steps_at(furthest + 1), sums=Feature.SUMS in config.features,
         )  # fmt: skip
-        return self.announce(self.planned, now)
+        everybody = (*view.workers, *view.servers, *view.aggregators)
+        unknown = self._machine.terms.topology.of_nobody(everybody)
+        return [*self.announce(self.planned, now), *(act for one in unknown for act in self.announce(Say(one), now))]
 
     def members(self, view: View, now: float) -> list[Act]:
         """Announce the members, if they have changed since the last call."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 
 from rallypoint.core.typed import Name, build_now
 from rallypoint.core.view import Member
+from rallypoint.errors import meant
 
 MOST_MBIT = 1e9
 Mbit = Annotated[float, msgspec.Meta(ge=0.0, le=MOST_MBIT)]
@@ -30,6 +32,15 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         member listens."""
         by_name = self.hosts.get(member.host)
         return self.hosts.get(_host_of(member.address), HostFacts()) if by_name is None else by_name
+
+    def of_nobody(self, members: Iterable[Member]) -> list[str]:
+        """Sentences about the hosts in it on which none of these members is, with the name that is nearest."""
+        here = list(members)
+        names = {member.host for member in here} | {_host_of(member.address) for member in here if member.address}
+        return [
+            f"no member is on {host}, which the topology names{meant(host, sorted(names))}"
+            for host in sorted(self.hosts) if host not in names
+        ]  # fmt: skip
 
     def told(self, member: Member) -> Member:
         """The member with what is told of its host, where it was not started with another word."""

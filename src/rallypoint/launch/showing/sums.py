@@ -56,8 +56,8 @@ class SumsShown:
             return "no sum so far"
         (began, before), (at, nbytes) = self._recent[0], self._recent[-1]
         rate = size_of(int((nbytes - before) / max(at - began, 1e-9)))
-        since = self._clock() - self._at
-        return f"{_sums(self._now.sums)}, {rate}/s, last {since:.1f} s ago"
+        ago = self._clock() - self._at
+        return f"{_sums(self._now.sums)}, {rate}/s, last {ago:.1f} s ago"
 
     def close(self, *, done: bool) -> None:
         """Remove the live line; `done`: the job has ended well, so say what it did."""
