@@ -158,3 +158,58 @@ def test_a_killed_worker_ends_the_job_with_a_sentence_that_names_it(tmp_path: Pa
         killed.close()
     assert status == 1, text
     assert "worker1 is gone, and this script's world is fixed: start all of it again" in text
+
+
+UNEVEN = """
+import sys, torch
+import rallypoint.bridges.ddp as servers
+state = servers.join()
+for number in range(10):
+    state.reducer.sum(torch.ones(3000)).wait()
+    if number == 3 and state.rank == 1:
+        sys.exit(1)
+"""
+GROUPS = """
+import threading, time, torch
+import torch.distributed as dist
+import rallypoint.bridges.c10d
+dist.init_process_group("rallypoint")
+rank, wrong = dist.get_rank(), []
+def use(group, unit):
+    for number in range(50):
+        if (rank + (unit == 1)) % 2:  # the two threads' sums come in another order on each rank
+            time.sleep(0.003)
+        values = torch.full((5000,), float(unit * (rank + 1)))
+        dist.all_reduce(values, group=group)
+        if not bool((values == 3 * unit).all()):
+            wrong.append(number)
+groups = [dist.new_group(backend="rallypoint") for _ in range(2)]
+threads = [threading.Thread(target=use, args=pair) for pair in zip(groups, (1, 10))]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(f"rank {rank}: {len(wrong)} wrong", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+def test_a_script_that_exits_after_fewer_sums_fails_the_job_with_its_name_and_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNEVEN)
+    status, text = _run(tmp_path, "train.py")
+    assert status == 1
+    assert "failed: worker0: worker1's script has ended after 4 sums, and this one waits for sum 5" in text
+    assert "give every rank the same number of batches" in text
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+def test_two_groups_of_all_ranks_in_two_threads_add_up_their_own_tensors(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GROUPS)
+    status, text = _run(tmp_path, "train.py")
+    assert status == 0, text
+    assert "rank 0: 0 wrong" in text
+    assert "rank 1: 0 wrong" in text
+    assert "done: the scripts have ended, 100 sums of 2.0 MB for each worker in" in text
+    assert "stopped at step" not in text

@@ -31,6 +31,7 @@ from rallypoint.net.ordering.messages import (
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled
 from rallypoint.net.sharing.messages import Caches, Found, Holder, NotFound, Offers, Wanted
+from rallypoint.net.summing.messages import ScriptEnded, Summed
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
 RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, 9, {"frozen": "00ff"})
@@ -58,6 +59,7 @@ EXAMPLES: list[m.Message] = [
     m.NewView(VIEW, {"s0": b"\2" * 32}, b"\3" * 32), m.Assist(3, 1),
     m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
+    Summed(7, 900), ScriptEnded({0: 7, 2: 1}, "w0"),
     m.Knows(VIEW, b"\4" * 32), m.Held("here"), m.Release(),
     Evaluates((3, 70), True, (StopWhen(metric="loss", patience=3),)),
     Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), NotKept(7, ViewNumber(2, 1)),

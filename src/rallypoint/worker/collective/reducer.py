@@ -31,7 +31,7 @@ CLOCK_LANE = -1  # of the last sum, with which the job ends
 _TELL_S, _TELL_IDLE_S = 1.0, 0.25  # seconds between two words about how many sums are here
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # two sums of equal values are not one
 class _Sum:
     """A sum that was asked for: the `number`-th of its lane. `keeps`: the words of it that the caller wants."""
 
