@@ -3,6 +3,8 @@
     python benchmarks/planned.py                       # 40 cases (netlab: needs root), about half a minute each
     python benchmarks/planned.py --cases 2             # the first two
     python benchmarks/planned.py --only 7 --only 12    # these
+    python benchmarks/planned.py --only 7 --into FILE  # adds case 7 to FILE, unless it is there: goes on where it ended
+    python benchmarks/planned.py --show --into FILE    # the table and the counts of all cases in FILE
     python benchmarks/planned.py --dry                 # what the planner says, without running anything
 
 Each case draws a GPT, workers, servers, a link's rate, how long computing takes (blocks sleep, as if an accelerator
@@ -12,6 +14,7 @@ even number were there to fit the model's constants; those with an odd one are t
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -33,9 +36,9 @@ from train import Plan, run_once
 from train_member import Design
 
 CASES, SEED = 40, 21
-TIE = 1.03  # a lead below that is none: either verdict is right
+TIE = 2.0  # standard errors: a measured lead below that is none, and either verdict is right
 _BLOCK = 8  # bytes in a sample: next to nothing is really computed
-_WARM_UP, _STEPS = 5, 5  # steps 0, 1, 2, 4, 8 wait for all of a version
+_WARM_UP, _STEPS = 9, 6  # steps 0, 1, 2, 4, 8 wait for all of a version, and the step after such a one is short
 _QUEUE_BYTES, _QUEUE_S = 512 * 1024, 0.010  # what `testing.netlab` lets wait at a port
 
 
@@ -72,17 +75,41 @@ class Outcome(msgspec.Struct, frozen=True):
     ours_planned: float
     ddp: float
     ddp_planned: float
+    ours_steps: list[float] = []
+    ddp_steps: list[float] = []
+
+    @property
+    def tie(self) -> bool:
+        """The two medians differ by less than the steps' own scatter explains."""
+        noise = math.hypot(error_of_median(self.ours_steps), error_of_median(self.ddp_steps))
+        return abs(self.ddp - self.ours) < TIE * noise
+
+    @property
+    def named(self) -> bool:
+        """The planner names the one whose median is smaller."""
+        return (self.ddp > self.ours) == (self.ddp_planned > self.ours_planned)
 
     @property
     def right(self) -> bool:
         """The planner names the faster one, or it makes no difference."""
-        lead = self.ddp / self.ours
-        return 1 / TIE < lead < TIE or (lead > 1) == (self.ddp_planned > self.ours_planned)
+        return self.tie or self.named
 
     @property
     def errors(self) -> tuple[float, float]:
         """How far the planned steps are from the measured ones: 0.1 is 10 % too long."""
         return self.ours_planned / self.ours - 1, self.ddp_planned / self.ddp - 1
+
+
+def error_of_median(steps: Sequence[float]) -> float:
+    """The standard error of the median of so many steps (s), as of normally distributed ones; 0 of fewer than two.
+
+    Their scatter is taken from the median distance to the median (times 1.4826), so that one odd step makes no tie.
+    """
+    if len(steps) < 2:
+        return 0.0
+    middle = statistics.median(steps)
+    scatter = 1.4826 * statistics.median(abs(step - middle) for step in steps)
+    return math.sqrt(math.pi / 2) * scatter / math.sqrt(len(steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +176,13 @@ def measure(case: Drawn, console: Console) -> Outcome:
     )  # fmt: skip
     designs: tuple[Design, ...] = ("alone", "rallypoint", "ddp")
     with site(Case(case.workers, case.servers, case.rate)) as at:
-        found = {design: statistics.median(run_once(at, plan, design).steps) for design in designs}
+        steps = {design: run_once(at, plan, design).steps for design in designs}
+    found = {design: statistics.median(steps[design]) for design in designs}
     said = planned(case, found["alone"])
-    outcome = Outcome(case, found["alone"], found["rallypoint"], said.ours, found["ddp"], said.ddp)
+    outcome = Outcome(
+        case, found["alone"], found["rallypoint"], said.ours, found["ddp"], said.ddp,
+        steps["rallypoint"], steps["ddp"],
+    )  # fmt: skip
     console.print(" | ".join(row(outcome)), style="dim")
     return outcome
 
@@ -169,8 +200,13 @@ def row(found: Outcome) -> list[str]:
         found.case.name, str(found.case.shard_kib), f"{found.compute:.3f}", f"{found.ours:.3f}",
         f"{found.ours_planned:.3f} {errors[0]}", f"{found.ddp:.3f}", f"{found.ddp_planned:.3f} {errors[1]}",
         f"{'ours' if faster > 1 else 'DDP'} {max(faster, 1 / faster):.2f}",
-        f"{'ours' if says > 1 else 'DDP'} {max(says, 1 / says):.2f}{'' if found.right else ' WRONG'}",
+        f"{'ours' if says > 1 else 'DDP'} {max(says, 1 / says):.2f}{note(found)}",
     ]  # fmt: skip
+
+
+def note(found: Outcome) -> str:
+    """What the table says of a verdict that is not simply right."""
+    return " (a tie)" if found.tie else "" if found.named else " WRONG"
 
 
 def summary(name: str, found: Sequence[Outcome]) -> str:
@@ -179,11 +215,24 @@ def summary(name: str, found: Sequence[Outcome]) -> str:
         return f"{name}: no case"
     ours, ddp = ([abs(one.errors[kind]) for one in found] for kind in (0, 1))
     return (
-        f"{name}: the verdict is right in {sum(one.right for one in found)} of {len(found)}; a step of ours is off by "
+        f"{name}: the verdict is right in {sum(one.right for one in found)} of {len(found)} "
+        f"({sum(one.tie for one in found)} of them ties); a step of ours is off by "
         f"{statistics.median(ours):.1%} in the median, {max(ours):.0%} at most, within 10 % in "
         f"{sum(error <= 0.1 for error in ours)}; one of DDP's by {statistics.median(ddp):.1%}, {max(ddp):.0%}, "
         f"{sum(error <= 0.1 for error in ddp)}"
     )
+
+
+def kept(path: Path) -> list[Outcome]:
+    """The cases in a file of `--into`, by number."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return sorted((msgspec.json.decode(line, type=Outcome) for line in lines), key=lambda one: one.case.number)
+
+
+def keep(path: Path, outcome: Outcome) -> None:
+    """Add a case to a file of `--into`: a line of JSON."""
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(outcome) + b"\n")
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -195,6 +244,8 @@ def command(
     only: Annotated[list[int] | None, typer.Option(min=0, help="Only this case; repeatable.")] = None,
     dry: Annotated[bool, typer.Option("--dry", help="Only what the planner says; computing is the sleeps.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
+    into: Annotated[Path | None, typer.Option(help="Add each case to this file; skip those it has.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Run nothing: only what is in the file of --into.")] = False,
 ) -> None:
     """Compare the planner's verdict (ours or DDP) and its step times with measured ones, on random jobs."""
     console = Console(highlight=False)
@@ -204,7 +255,12 @@ def command(
             said = planned(case, 3 * case.layers * case.sleep)
             console.print(f"{case.name}: ours {said.ours:.3f}, DDP {said.ddp:.3f} ({said.ddp / said.ours:.2f})")
         return
-    found = [measure(case, console) for case in drawn]
+    found = [] if into is None else kept(into)
+    there = {one.case.number for one in found}
+    for case in () if show else (case for case in drawn if case.number not in there):
+        found.append(measure(case, console))
+        if into is not None:
+            keep(into, found[-1])
     lines = table("seconds a step, measured and planned", COLUMNS, [row(one) for one in found])
     report(console, [lines], found, json)
     console.print(summary("cases to fit", [one for one in found if one.case.number % 2 == 0]))

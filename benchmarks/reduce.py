@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -28,7 +28,7 @@ _DEFAULTS = JobConfig()
 # The three cases of the project's goals, each with the settings that suit its links: on slow ones small shards, so that
 # less of the first and the last shard travels alone, no credit out of turn, so that no flow runs far ahead, and with
 # many members a limit to what is in flight, so that they do not overrun each other's ports.
-GOALS: tuple[tuple[Case, dict[str, int]], ...] = (
+GOALS: tuple[tuple[Case, dict[str, Any]], ...] = (
     (Case(4, 4, 1000.0), {"shard_bytes": 512 << 10, "window": 8, "hold_bytes": 0}),
     (Case(8, 8, 200.0), {"shard_bytes": 384 << 10, "window": 2, "hold_bytes": 0, "in_flight_bytes": 256 << 10}),
     (Case(2, 1, None), {}),
@@ -47,6 +47,8 @@ class Size:
     window: int
     hold_bytes: int
     in_flight_bytes: int
+    pace_mbit: float = 0.0
+    tune: Literal["off", "auto"] = "off"
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +98,7 @@ def run_once(at: Site, size: Size, design: Design) -> list[float]:
             design="gloo" if design == "gloo" else "rallypoint", rank=rank, workers=len(at.workers),
             words=size.words, steps=size.steps + size.warm_up, shard_bytes=size.shard_bytes, window=size.window,
             hold_bytes=size.hold_bytes, in_flight_bytes=size.in_flight_bytes,
+            pace_mbit=size.pace_mbit, tune=size.tune,
         )
         for rank in range(len(at.workers))
     ]  # fmt: skip
@@ -104,12 +107,15 @@ def run_once(at: Site, size: Size, design: Design) -> list[float]:
             members.start_rallypoint(at)
         members.start_workers(at, "reduce_member.py", tasks)
         members.wait(600.0)
+        if design != "gloo" and size.tune == "auto":
+            said = (members.folder / "coordinator.log").read_text(errors="replace").splitlines()
+            print(*(line for line in said if "pace_mbit" in line), sep="\n")
         return step_times([result.finishes for result in members.results(at, Result)], size.warm_up)
 
 
 def figures(case: Case, size: Size, design: Design, times: dict[Design, list[float]]) -> Figures:
     """The figures of one design beside the other's."""
-    seconds, peer = Spread.of(times[design]), Spread.of(times["gloo"])
+    seconds, peer = Spread.of(times[design]), Spread.of(times.get("gloo") or times[design])
     ideal = case.wire_seconds(size.nbytes)
     return Figures(
         case=case.name, design=design, seconds=seconds, times_kb=seconds.median / ideal if ideal else None,
@@ -166,6 +172,9 @@ def command(
     in_flight_kib: Annotated[
         int, typer.Option(min=0, help="KiB on their way to one host at once; 0: the kernel's choice.")
     ] = _DEFAULTS.in_flight_bytes // 1024,
+    pace: Annotated[float, typer.Option(min=0.0, help="Rallypoint's pace_mbit.")] = 0.0,
+    tune: Annotated[bool, typer.Option("--tune", help="With tune=auto: it needs 150 steps of warm-up.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Rallypoint without Gloo.")] = False,
     tls: Annotated[bool, typer.Option("--tls", help="Measure Rallypoint with TLS too.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
@@ -178,9 +187,10 @@ def command(
     size = Size(
         words=int(megabytes * 1e6 / 4), steps=steps, warm_up=warm_up, rounds=rounds,
         shard_bytes=shard_kib * 1024, window=window, hold_bytes=hold_kib * 1024, in_flight_bytes=in_flight_kib * 1024,
+        pace_mbit=pace, tune="auto" if tune else "off",
     )  # fmt: skip
     one = (Case(workers, servers, None if loopback else rate), size)
-    designs: tuple[Design, ...] = ("rallypoint", "tls", "gloo") if tls else ("rallypoint", "gloo")
+    designs: tuple[Design, ...] = ("rallypoint", *(("tls",) if tls else ()), *(() if alone else ("gloo",)))
     run([(case, replace(size, **tuning)) for case, tuning in GOALS] if goals else [one], designs, json)
 
 

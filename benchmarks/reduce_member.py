@@ -21,6 +21,7 @@ from rallypoint.core.worker.slots import Compute, Initialise, Install
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.lifeline import hold_lifeline
+from rallypoint.net.messages import Report
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.session import Job
 
@@ -37,6 +38,8 @@ class Task(msgspec.Struct, frozen=True):
     window: int
     hold_bytes: int
     in_flight_bytes: int
+    pace_mbit: float = 0.0
+    tune: Literal["off", "auto"] = "off"
     quorum: int | None = None  # of the workers' contributions
     weighted: bool = False  # every replica has another weight, so that sums are rounded
     milestone: tuple[int, str] | None = None  # (version, path): touch this file when that version is here
@@ -55,6 +58,7 @@ def rallypoint(task: Task) -> Result:
         "replicas": task.workers, "steps": task.steps, "optimizer": {"type": "sgd", "lr": 0.01},
         "nonfinite": "continue", "shard_bytes": task.shard_bytes, "window": task.window,
         "hold_bytes": task.hold_bytes, "in_flight_bytes": task.in_flight_bytes, "sync": Sync(quorum=task.quorum),
+        "pace_mbit": task.pace_mbit, "tune": task.tune,
     })  # fmt: skip
     layout = build_layout([TensorSpec("gradient", (task.words,), "float32", 0)], config.shard_bytes)
     record = record_of(config, layout)
@@ -94,6 +98,8 @@ def _exchange_all(job: Job, exchange: Exchange, task: Task) -> list[float]:
                     if exchange.replica.claim(shard):  # the slot still holds the parameters: as good a gradient as any
                         exchange.replica.filled(shard)
                 exchange.replica.computed()
+                if task.tune == "auto":  # the coordinator tunes by the times of reports
+                    job._link.send(Report(step, replica, 0.0, 1.0, 0, generation=exchange.view.generation))
     return finishes
 
 

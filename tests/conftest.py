@@ -111,10 +111,18 @@ def _kept(child: psutil.Process) -> bool:
 
 
 def _command(child: psutil.Process) -> str:
+    """Return its command line; without one (it has ended, and nobody has asked how), who should have asked."""
     try:
-        return " ".join(child.cmdline()) or "a zombie"
+        return " ".join(child.cmdline()) or _remains(child)
     except psutil.Error:
-        return "a zombie"
+        return _remains(child)
+
+
+def _remains(child: psutil.Process) -> str:
+    try:
+        return f"{child.name()}, {child.status()}, a child of {psutil.Process(child.ppid()).name()}"
+    except psutil.Error:
+        return "gone by now"
 
 
 def _sockets() -> set[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # its modules import one another by name
 
-from planned import CASES, Drawn, Outcome, draw, planned, summary, workload_of
+from planned import CASES, Drawn, Outcome, draw, error_of_median, keep, kept, planned, summary, workload_of
 
 
 def test_cases_are_the_same_every_time_and_differ_from_each_other() -> None:
@@ -39,7 +40,31 @@ def outcome(ours: float, ours_planned: float, ddp: float, ddp_planned: float, nu
 def test_a_verdict_is_right_when_the_faster_one_is_named_or_it_makes_no_difference() -> None:
     assert outcome(1.0, 1.1, 2.0, 1.2).right
     assert not outcome(1.0, 1.3, 2.0, 1.2).right
-    assert outcome(1.0, 1.3, 1.02, 1.2).right
+    assert not outcome(1.0, 1.3, 1.02, 1.2).right  # without steps, no scatter is known: a lead is a lead
+
+
+def test_a_lead_is_a_tie_only_if_it_is_within_the_steps_own_scatter() -> None:
+    calm, rough = [0.999, 1.0, 1.001], [0.8, 1.0, 1.2]
+    wrong = outcome(1.0, 1.3, 1.02, 1.2)
+    assert not msgspec.structs.replace(wrong, ours_steps=calm, ddp_steps=[1.02, 1.02, 1.02]).right
+    scattered = msgspec.structs.replace(wrong, ours_steps=rough, ddp_steps=calm)
+    assert scattered.tie
+    assert scattered.right
+    assert not scattered.named
+    assert "(1 of them ties)" in summary("all", [scattered])
+    assert error_of_median(rough) == pytest.approx(1.2533 * 1.4826 * 0.2 / 3**0.5, rel=1e-3)
+    odd = [0.999, 1.0, 1.0, 1.001, 1.7, 0.3]  # a step that waited, and the short one after it
+    assert not msgspec.structs.replace(wrong, ours_steps=odd, ddp_steps=[1.02] * 6).tie
+    assert error_of_median([1.0]) == 0.0
+
+
+def test_cases_are_kept_one_a_line_and_read_back_by_number(tmp_path: Path) -> None:
+    path = tmp_path / "cases.jsonl"
+    assert kept(path) == []
+    later, first = outcome(1.0, 1.1, 2.0, 1.2, number=7), outcome(1.0, 1.1, 2.0, 1.2, number=2)
+    keep(path, later)
+    keep(path, first)
+    assert kept(path) == [first, later]
 
 
 def test_the_summary_counts_steps_within_ten_percent() -> None:

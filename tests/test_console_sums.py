@@ -1,77 +1,86 @@
-"""What a person sees of a job of sums: no steps, no false alarm, a last line that says what was done."""
+"""What a person sees of a job of sums: a script's own loop has no steps and no loss that servers know."""
 
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 from rich.console import Console
 
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.observing.beside import Beside
-from rallypoint.launch.showing.sums import SumsShown
+from rallypoint.launch.showing import sums
 from rallypoint.net.messages import Finished, Members, Planned
-from rallypoint.net.summing.messages import Summed
+from rallypoint.net.sampling.messages import ScriptAt
 
-PLAN = Planned((1 << 31) - 1, 2, "scripts", 9, 3, ("worker0", "worker1"), ("server0", "server1"), sums=True)
-
-
-def _console() -> tuple[RunConsole, io.StringIO]:
-    text = io.StringIO()
-    return RunConsole(Console(file=text, width=200)), text
+PLAN = Planned(0, 2, "scripts", 4_380_000, 61, ("worker0", "worker1"), ("server0", "server1"))
+HERE = Members("1.1", ("worker0", "worker1"), (), ("server0", "server1"))
 
 
-def test_a_script_s_own_loop_is_shown_by_its_sums_and_ends_with_their_number() -> None:
-    console, text = _console()
+def shown(said: io.StringIO, *, terminal: bool = False) -> RunConsole:
+    return RunConsole(Console(file=said, width=100, force_terminal=terminal, color_system=None, highlight=False))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    made = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(sums.time, "monotonic", lambda: made.now)  # (the module `time`: the console's too)
+    return made
+
+
+def test_neither_steps_nor_parameters_are_shown_and_the_last_line_says_how_many_sums_were_made(clock: Any) -> None:
+    said = io.StringIO()
+    console = shown(said)
     console.show(PLAN)
-    console.show(Summed(1234, 5_000_000))
-    console.show(Finished("worker0", 1, "the scripts have ended"))
+    clock.now = 106.0
+    console.show(ScriptAt(0, 120, 6_000_000))
+    clock.now = 110.0
+    console.show(ScriptAt(1, 200, 10_000_000, ended=True))
+    console.show(Finished(stopped_at=1, why="the scripts have ended"))
     console.close()
-    said = text.getvalue()
-    assert "2 servers add up what 2 workers ask for" in said
-    assert "done: the scripts have ended, 1,234 sums of 5.0 MB for each worker in " in said
-    assert "2147483647" not in said
-    assert "stopped at step" not in said
+    assert said.getvalue().splitlines() == [
+        "sums of 2 workers on 2 servers; the scripts decide when they end",
+        "120 sums  1.0 MB/s from each worker",
+        "done: the scripts have ended after 200 sums, 10.0 MB from each worker, in 10.0 s",
+    ]
 
 
-def test_the_line_says_how_many_how_fast_and_how_long_ago() -> None:
-    now = [100.0]
-    shown = SumsShown(Console(file=io.StringIO()), PLAN, lambda: now[0])
-    assert shown.line() == "no sum so far"
-    now[0] = 102.0
-    shown.take(Summed(10, 4_000_000))
-    now[0] = 102.2
-    shown.take(Summed(10, 4_000_000))  # a sign of life is no news
-    assert shown.line() == "10 sums, 2.0 MB/s, last 0.2 s ago"
-
-
-def test_a_sign_of_life_between_two_sums_is_heard_so_no_silence_is_warned_of() -> None:
-    console, text = _console()
+def test_a_terminal_shows_the_sums_so_far() -> None:
+    said = io.StringIO()
+    console = shown(said, terminal=True)
     console.show(PLAN)
-    console.heard -= 60.0
-    console._silence_said -= 60.0
-    console.show(Summed())
+    console.show(ScriptAt(0, 1234, 6_000_000))
+    assert console._progress is not None
+    console._progress.refresh()
+    console.close()
+    assert "1,234 sums" in said.getvalue()
+    assert "2147483647" not in said.getvalue()
+
+
+def test_the_coordinator_is_not_called_silent_while_it_repeats_how_far_the_scripts_are(clock: Any) -> None:
+    said = io.StringIO()
+    console = shown(said)
+    console.show(PLAN)
+    for _ in range(60):
+        clock.now += 1.0
+        console.show(ScriptAt(0))
+        console.warn_of_silence(10.0)
+    assert "nothing has been heard" not in said.getvalue()
+    clock.now += 11.0
     console.warn_of_silence(10.0)
-    assert "nothing has been heard" not in text.getvalue()
+    assert "nothing has been heard from the coordinator for 11 s" in said.getvalue()
+    assert "Sums go on without it" in said.getvalue()
 
 
-def test_a_pause_between_two_sums_is_no_stall() -> None:
-    counted: list[int] = []
-
-    class Reports:
-        def steps(self, done: int) -> None:
-            counted.append(done)
-
-        def said(self) -> list[str]:
-            return []
-
-    class Page:
-        def said(self) -> list[str]:
-            return []
-
-    console, _ = _console()
-    console.show(PLAN)
-    beside = Beside.__new__(Beside)
-    beside._reports, beside._page, beside._trackers = Reports(), Page(), []  # type: ignore[assignment]
-    console.show(Members("1.1", ("worker0",), (), ("server0",)))
+def test_a_job_without_steps_is_not_called_stalled() -> None:
+    told: list[int] = []
+    beside = cast(Any, Beside.__new__(Beside))
+    beside._reports = SimpleNamespace(steps=told.append, said=list[str])
+    beside._page, beside._trackers = SimpleNamespace(said=list[str]), []
+    console = shown(io.StringIO())
+    for message in (PLAN, HERE):
+        console.show(message)
     beside.look(console)
-    assert counted == [-1]
+    assert told == [-1], "no step is waited for"

@@ -44,6 +44,7 @@ EXPORTED = [
     "RMSprop",
     "ReduceOnPlateau",
     "Run",
+    "Stream",
     "Sync",
     "TokenFiles",
     "WebDataset",

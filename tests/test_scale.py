@@ -17,7 +17,7 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, ranking
 from rallypoint.core.view import assign_replicas, reassign_orphans
 from rallypoint.errors import ConfigError
-from rallypoint.testing.scale.cluster import BigCluster, Size, messages_of
+from rallypoint.testing.scale.cluster import BigCluster, Size, change_bytes, messages_of
 from rallypoint.testing.scale.play import Outcome, Play, Scenario
 from rallypoint.testing.scale.question import ScaleOptions, limits_of, scenario_of
 
@@ -171,3 +171,14 @@ def test_servers_are_the_limit_where_there_are_few_and_aggregators_where_a_rack_
 def test_what_cannot_be_is_refused(options: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         scenario_of(ScaleOptions(**options))  # type: ignore[arg-type]
+
+
+def test_the_death_of_one_member_costs_each_other_as_many_bytes_in_a_small_job_as_in_a_large_one() -> None:
+    sizes = []
+    for workers in (50, 400):
+        cluster = BigCluster(Size(workers=workers, servers=10))
+        before = cluster.gather()
+        cluster.die("worker-00007")
+        sizes.append(change_bytes(before, cluster.view))
+    assert max(sizes) < 1000
+    assert sizes[1] < sizes[0] + 50

@@ -6,7 +6,8 @@ import pytest
 
 from rallypoint.core.shard import events, server
 from rallypoint.core.shard.clip import Verdict
-from rallypoint.testing.simulation.plan import make_plan, played_by
+from rallypoint.testing.simulation.failures.played import played_by
+from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Alternating, parse_policy, word_for
 from rallypoint.testing.simulation.run import first_failure, simulate
 from rallypoint.worker.exchange.rows.pull import Pull

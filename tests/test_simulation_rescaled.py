@@ -8,8 +8,9 @@ import pytest
 from rallypoint.core.policy import Sync
 from rallypoint.core.shard.ordering.hold import RateHold
 from rallypoint.testing.simulation import server
+from rallypoint.testing.simulation.failures.played import played_by
 from rallypoint.testing.simulation.operating.plans import RESCALE
-from rallypoint.testing.simulation.plan import make_plan, played_by
+from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Audited, Deciding, Paused, Rescaled, Scaled, Stopped, parse_policy
 from rallypoint.testing.simulation.run import first_failure, simulate
 

@@ -35,6 +35,17 @@ def test_a_dead_worker_is_replaced_under_a_new_name() -> None:
     assert supervisor.due(20.0) == []
 
 
+def test_status_75_means_another_one_only_from_a_process_that_has_asked_for_it() -> None:
+    temporary = Exit(75)
+    assert not temporary.died
+    assert not temporary.having_asked(False).died
+    assert temporary.having_asked(True).died
+    assert not Exit(0).having_asked(True).died  # the job was over before it had to go
+    assert running().ended("worker1", temporary.having_asked(True), 20.0) == [
+        Warn("worker1 ended with status 75: starting another")
+    ]
+
+
 def test_a_coordinator_that_dies_before_it_listens_is_started_again_like_any_other() -> None:
     supervisor = Supervisor({"worker": 1, "server": 1})
     supervisor.begin(0.0)

@@ -80,8 +80,8 @@ class Cluster:
             self._output, "run", "--folder", str(self.folder), *options, str(self.script), str(self._gate)
         )
 
-    def resume(self) -> None:
-        self.launcher = self._start(self._output, "resume", str(self.folder))
+    def resume(self, *options: str) -> None:
+        self.launcher = self._start(self._output, "resume", *options, str(self.folder))
 
     def ask_for_a_snapshot(self) -> Program | subprocess.Popen[bytes]:
         """``rallypoint snapshot``, which ends once there is one; it says to `answer` which."""

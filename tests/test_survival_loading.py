@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from test_survival import AT, SCRIPT, STEPS, Cluster, alive, undisturbed_run
+from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, undisturbed_run
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]
 
@@ -45,6 +48,39 @@ def test_a_loader_process_and_then_a_worker_are_killed_and_no_byte_changes(
     assert "Traceback" not in cluster.output
     assert cluster.hash == wanted
     cluster.until(lambda: not alive(orphan))
+
+
+def test_a_resume_on_another_number_of_workers_with_loader_processes_changes_no_byte(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with undisturbed_run(Cluster(tmp_path_factory.mktemp("undisturbed"))) as alone:
+        wanted = alone.hash
+
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_caught_up(AT)
+    asked = cluster.ask_for_a_snapshot()
+    for step in range(AT, STEPS - 1):
+        cluster.until_caught_up(step)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            asked.wait(0.5)
+            break
+    assert asked.wait(PATIENCE_S) == 0, cluster.output
+    taken = cluster.events("Snapshotted")[-1]
+    assert taken["version"] > 0
+    loaders = [child_of(cluster, name) for name in ("worker0", "worker1")]
+    assert cluster.launcher is not None
+    cluster.launcher.send_signal(signal.SIGKILL)
+    assert cluster.ended() == -signal.SIGKILL
+    cluster.until(lambda: not any(map(alive, loaders)))
+
+    cluster.open(AT + 4)
+    cluster.resume("--workers", "3")
+    cluster.until(lambda: "worker2" in cluster.processes())
+    assert child_of(cluster, "worker2").is_running()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert f": snapshot {taken['snapshot']}" in cluster.output
+    assert cluster.hash == wanted
 
 
 def child_of(cluster: Cluster, worker: str) -> psutil.Process:

@@ -8,7 +8,6 @@ import pytest
 
 from rallypoint.config.topology import read_topology
 from rallypoint.core.topology.told import HostFacts, Topology
-from rallypoint.core.view import Member
 from rallypoint.errors import ConfigError
 from rallypoint.launch.options import CoordinatorOptions
 from rallypoint.launch.plan import terms_of
@@ -48,10 +47,3 @@ def test_the_coordinator_gets_what_the_options_say(tmp_path: Path) -> None:
     plan = CoordinatorOptions(topology=path, measure_links=True).plan(["train.py"], folder=str(tmp_path))
     assert terms_of(plan)["topology"] == {"hosts": {"node1": {"rack": "a", "link_mbit": 0.0}}}
     assert terms_of(plan)["measure_links"] is True
-
-
-def test_a_host_that_nobody_has_is_named_with_the_nearest_name() -> None:
-    here = [Member("worker0", "node-17"), Member("server0", "node-18", "10.0.0.8:4711")]
-    topology = Topology({host: HostFacts("rack1") for host in ("node-17", "10.0.0.8", "nod-18")})
-    assert topology.of_nobody(here) == ["no member is on nod-18, which the topology names: did you mean node-18?"]
-    assert Topology().of_nobody(here) == []

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rallypoint.data.sources.tars import WebDataset
     from rallypoint.data.sources.token_files import TokenFiles
     from rallypoint.data.spec import Loader
+    from rallypoint.data.streams.stream import Stream
     from rallypoint.launch.join import join
     from rallypoint.launch.wrapping.wrap import wrap
     from rallypoint.parallel.plan import Parallel
@@ -69,6 +70,7 @@ _HOMES = {
     "Run": "rallypoint.worker.loop.run",
     "SGD": "rallypoint.core.optimizer",
     "SWA": "rallypoint.core.average",
+    "Stream": "rallypoint.data.streams.stream",
     "Sync": "rallypoint.core.policy",
     "TokenFiles": "rallypoint.data.sources.token_files",
     "WebDataset": "rallypoint.data.sources.tars",
@@ -114,6 +116,7 @@ __all__ = [
     "RMSprop",
     "ReduceOnPlateau",
     "Run",
+    "Stream",
     "Sync",
     "TokenFiles",
     "WebDataset",

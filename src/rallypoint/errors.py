@@ -48,10 +48,12 @@ class UsageError(RallypointError):
 class StartAgain(SystemExit):
     """This process cannot go on: a process that takes its place can (`rp.wrap`). A launcher starts one.
 
-    It ends the process with STATUS ("temporary failure" of sysexits.h). The sentence is printed before.
+    It ends the process with STATUS ("temporary failure" of sysexits.h). The sentence is printed before, and LINE, by
+    which a launcher knows that the status is ours: a script may end with 75 for reasons of its own.
     """
 
     STATUS = 75
+    LINE = "rallypoint: start another process in the place of this one"
 
     def __init__(self, sentence: str) -> None:
         super().__init__(self.STATUS)

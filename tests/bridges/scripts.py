@@ -169,6 +169,17 @@ def backend_script(job: Job, folder: str, world: int) -> dict[str, Any]:
     return {**found, "sums": [after - before for before, after in itertools.pairwise(counts)]}
 
 
+def two_groups(rank: int, values: torch.Tensor) -> list[list[float]]:
+    """Two sums under way at once, each of its own group of all ranks; odd ranks ask for the second one first."""
+    groups: list[Any] = [None, dist.new_group(backend="rallypoint")]
+    given = [values.clone(), values * 100]
+    works = [dist.all_reduce(given[n], group=groups[n], async_op=True) for n in ((1, 0) if rank % 2 else (0, 1))]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return [one.tolist() for one in given]
+
+
 def collectives(rank: int, world: int) -> dict[str, Any]:
     """What each collective gives on this rank, as lists."""
     values = torch.tensor([rank + 1.0, 10.0 * (rank + 1)])
@@ -207,6 +218,7 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
     objects: list[Any] = [None] * world
     dist.all_gather_object(objects, f"rank {rank}")
     found["objects"] = objects
+    found["two groups, in another order on each rank"] = two_groups(rank, values)
     reduced = values.clone()
     dist.reduce(reduced, 0)
     found["reduced"] = reduced.tolist() if rank == 0 else None

@@ -60,6 +60,7 @@ def _check_collectives(rank: int, world: int, found: dict[str, Any]) -> None:
     flat, summed = [one for pair in everybody for one in pair], [total, 10 * total]
     for name in ("sum", "strided, later", "torch.bfloat16", "torch.float16", "torch.float64", "torch.int64"):
         assert found[name] == summed, name
+    assert found["two groups, in another order on each rank"] == [summed, [100 * one for one in summed]]
     assert found["sparse"] == summed
     assert found["mean"] == pytest.approx([one / world for one in summed])
     assert found["max"] == everybody[-1]

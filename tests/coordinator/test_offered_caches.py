@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rallypoint.coordinator.joining.tickets import MOST_OF_ONE_CACHE, Tickets
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.keys import ticket
@@ -21,14 +23,20 @@ def offers(cache: int, port: int = 1) -> Offers:
 
 
 def told(tickets: Tickets, now: View) -> dict[str, Caches]:
+    """What they are told who were told nothing before."""
+    tickets._told.clear()
     return dict(tickets.caches(now))
 
 
 def test_each_hears_of_all_and_can_prove_itself_to_each_other() -> None:
     tickets, now = Tickets(SECRET), view(w0=3, w1=4, w2=5)
-    assert [id for id, _ in tickets.offered("w0", offers(0), now)] == ["w0"]  # it hears that it is alone
+    alone = dict(tickets.offered("w0", offers(0), now))
+    assert alone.keys() == {"w0"}  # it hears that it is alone
     found = dict(tickets.offered("w1", offers(1), now))
     assert found.keys() == {"w0", "w1"}
+    assert [one.id for one in found["w0"].holders] == ["w1"]  # what is new
+    found["w0"] = found["w0"].after(alone["w0"])
+    assert set(found["w0"].holders) == set(found["w1"].holders)
     assert [(one.id, one.incarnation, one.address) for one in found["w0"].holders] == [
         ("w0", 3, "10.0.0.0:1"), ("w1", 4, "10.0.0.1:1"),
     ]  # fmt: skip
@@ -55,11 +63,15 @@ def test_of_one_cache_a_few_workers_are_named_and_all_hear() -> None:
     assert len(found["w3"].holders) == MOST_OF_ONE_CACHE
 
 
-def test_each_view_is_followed_by_the_caches() -> None:
+def test_each_view_is_followed_by_what_has_changed_of_the_caches() -> None:
     tickets, now = Tickets(SECRET), view(w0=1, w1=1)
-    list(tickets.offered("w0", offers(0), now))
+    for number in (0, 1):
+        list(tickets.offered(f"w{number}", offers(number), now))
     news = [(id, type(message)) for id, message in tickets.views(now, ["w0", "w1"])]
-    assert news == [("w0", NewView), ("w1", NewView), ("w0", Caches)]
+    assert news == [("w0", NewView), ("w1", NewView)]
+    later = list(tickets.views(view(w0=1), ["w0"]))
+    assert [(id, type(message)) for id, message in later] == [("w0", NewView), ("w0", Caches)]
+    assert later[1][1] == Caches((), {}, more=True, gone=("w1",))
 
 
 def test_who_says_the_same_again_is_answered_and_nobody_else_is_told() -> None:
@@ -67,3 +79,39 @@ def test_who_says_the_same_again_is_answered_and_nobody_else_is_told() -> None:
     for id, cache in (("w0", 0), ("w1", 1)):
         list(tickets.offered(id, offers(cache), now))
     assert [id for id, _ in tickets.offered("w1", offers(1), now)] == ["w1"]
+
+
+def test_workers_that_join_at_once_are_told_of_each_other_once() -> None:
+    count = 40
+    tickets, now = Tickets(SECRET), view(**{f"w{number}": 1 for number in range(count)})
+    known = {f"w{number}": Caches(()) for number in range(count)}
+    sent = 0
+    for number in range(count):
+        for id, news in tickets.offered(f"w{number}", offers(number), now):
+            sent += len(news.tickets)
+            known[id] = news.after(known[id])
+    assert sent == count * (count - 1)  # a ticket for each other one, and none of them twice
+    assert all(len(found.holders) == count and len(found.tickets) == count - 1 for found in known.values())
+    assert list(tickets.caches(now)) == []  # nothing has changed
+
+
+def test_what_was_told_before_and_what_has_changed_is_what_is_so_now() -> None:
+    tickets, known = Tickets(SECRET), {f"w{number}": Caches(()) for number in range(4)}
+    before, after = view(w0=1, w1=1, w2=1), view(w0=1, w2=1, w3=7)
+
+    def hear(news: Iterable[tuple[str, NewView | Caches]]) -> None:
+        for id, one in news:
+            if isinstance(one, Caches):
+                known[id] = one.after(known[id])
+
+    for number in (0, 1, 2):
+        hear(tickets.offered(f"w{number}", offers(number), before))
+    hear(tickets.views(after, ["w0", "w2", "w3"]))
+    hear(tickets.offered("w3", offers(3), after))
+    hear(tickets.offered("w2", offers(2, port=9), after))  # it listens elsewhere now
+    for id in ("w0", "w2", "w3"):
+        whole = told(tickets, after)[id]
+        assert not whole.more
+        assert set(known[id].holders) == set(whole.holders)
+        assert known[id].tickets == whole.tickets
+    assert {one.id for one in known["w0"].holders} == {"w0", "w2", "w3"}

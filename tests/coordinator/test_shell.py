@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,6 +43,8 @@ from rallypoint.net.messages import (
     Stored,
     Waiting,
 )
+from rallypoint.net.views.messages import ViewChange
+from rallypoint.net.views.receiver import ViewReceiver
 
 STEPS = 40
 SHARDS = (0, 1)
@@ -66,6 +69,7 @@ class Play:
         self.incarnations: dict[str, int] = {}
         self.known: dict[str, View] = {}  # the newest view that each member was sent
         self.views: list[View] = []  # all that were sent
+        self.receivers, self.changes = defaultdict[str, ViewReceiver](ViewReceiver), 0  # by member; sent as differences
         self.shell = CoordinatorShell(
             Terms(**{"workers_start": 1, "workers_max": 2, "heartbeat": 1000.0, **terms}), self.now,
             recovered=recovered, resume=resume,
@@ -73,7 +77,7 @@ class Play:
         self._do(self.shell.start())
 
     def _do(self, todo: Iterable[acts.Act]) -> list[acts.Act]:
-        todo = list(todo)
+        todo = [self._whole(act) for act in todo]
         for act in todo:
             if isinstance(act, acts.Send) and isinstance(act.message, Admitted):
                 self.incarnations[str(act.connection)] = act.message.incarnation
@@ -82,6 +86,13 @@ class Play:
                 self.views.append(act.message.view)
         self.done += todo
         return todo
+
+    def _whole(self, act: acts.Act) -> acts.Act:
+        """A view as a member takes it: whole, also where it travels as a difference."""
+        if not isinstance(act, acts.Send) or not isinstance(act.message, NewView | ViewChange):
+            return act
+        self.changes += isinstance(act.message, ViewChange)
+        return acts.Send(act.connection, self.receivers[str(act.connection)].take(act.message))
 
     def take(self, event: inbox.Event, seconds: float = 0.0) -> list[acts.Act]:
         self.now += seconds
@@ -94,6 +105,7 @@ class Play:
     def join(self, *names: str) -> None:
         for name in names:
             hello, known = self.hello(name), self.known.get(name)
+            self.receivers.pop(name, None)  # a new connection
             self.take(inbox.Opened(name, hello))
             if hello.incarnation:
                 self.say(name, Knows(known, b"" if known is None else Tickets(b"").proof(known)))
@@ -451,6 +463,21 @@ def test_processes_that_join_under_ever_new_names_are_let_in_one_after_another()
         play.join(f"w{number}")
     play.join("s0")
     assert play.incarnations["s0"] == 1, "who comes back waits for nobody"
+
+
+# ---- views -----------------------------------------------------------------------------------------------------
+
+
+def test_a_view_travels_as_a_difference_and_whole_over_a_new_connection() -> None:
+    play = Play(workers_max=3, workers_start=3)
+    play.begin("w0", "w1", "w2")
+    assert play.changes == 0, "nobody had a view before"
+    play.take(inbox.Closed("w1", play.hello("w1"), "it died"))
+    assert (play.changes, len(play.views)) == (3, 7), "to s0, w0 and w2"
+    assert play.known["s0"] == play.known["w0"] == play.known["w2"] == play.view
+    play.take(inbox.Closed("w2", play.hello("w2"), "the network", inbox.End.LOST))
+    play.join("w2")
+    assert (play.changes, play.views[-1]) == (3, play.view), "whole: what was under way to it may be lost"
 
 
 # ---- a coordinator after another -------------------------------------------------------------------------------

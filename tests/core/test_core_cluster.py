@@ -1102,6 +1102,18 @@ def test_when_the_uploader_of_the_first_weights_dies_another_uploads_them() -> N
     assert job.view.generation == generation  # steps have been computed: what it brought is safe
 
 
+def test_first_values_of_a_store_that_any_worker_may_give_go_back_for_no_dead_worker() -> None:
+    """What it has given is whole: a new generation would drop what the other workers have pushed since."""
+    layout = build_layout([TensorSpec("a", (8,), "float32", 0), TensorSpec("b", (8,), "float32", 0)], 64)
+    job = _running(record=record_of(JobConfig(replicas=4, steps=STEPS, keyed=True), layout, None))
+    generation, uploader = job.view.generation, job.view.uploader
+    effects = job.play(Left(uploader, "x"))
+    assert job.view.generation == generation
+    assert not _of(FindSnapshot, effects)
+    assert uploader not in job.view.assigned(0)
+
+
+
 def test_whoever_was_done_before_a_roll_back_is_not_done_any_more() -> None:
     job = _begun(_terms(2, 2, workers_max=3))
     job.done("w0")

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from rallypoint.core.keys.machine import NEWEST, OWN, Effect, KeyMachine, SendInitial, SendPull, SendPush, SendWant
@@ -19,12 +20,15 @@ STEPS, CONTRIBUTORS = 4, 3
 POLICIES = [Sync(), Async(), BoundedStaleness(1)]
 
 
-def view(count: int, home: str, assigned: dict[str, tuple[int, ...]], *, generation: int = 1, moved: int = 1) -> View:
+def view(
+    count: int, home: str, assigned: dict[str, tuple[int, ...]], *, generation: int = 1, moved: int = 1,
+    origin: str = "",
+) -> View:  # fmt: skip
     number = ViewNumber(1, count)
     return View(
         number=number, generation=ViewNumber(1, generation), workers=tuple(Member(w, "", "", 1) for w in assigned),
         servers=(Member(home, "", "", 1),), assignments=(Assignment(0, assigned),), primary={0: home},
-        homed={0: ViewNumber(1, moved)},
+        homed={0: ViewNumber(1, moved)}, contributors=assigned, origin=origin,
     )  # fmt: skip
 
 
@@ -219,3 +223,103 @@ def test_every_push_counts_once_whatever_breaks(policy: ServerPolicy, seed: int)
     wanted = {(step, contributor) for step in range(STEPS) for contributor in range(CONTRIBUTORS)}
     assert play.counted == Counter(wanted)
     assert all(not machine.lines[0].pushes for machine in play.workers.values())
+
+
+def test_a_worker_that_was_given_up_and_came_back_sends_its_push_again() -> None:
+    """Servers dropped what came while the view did not have it."""
+    machine = KeyMachine("w", 1)
+    linked(machine)
+    machine.answered(0, OWN, 0)
+    assert SendPush(0, 1, 0, "s") in machine.push(0, 1, 0)
+    back = msgspec.structs.replace(view(3, "s", {"w": (0, 1)}), workers=(Member("w", "", "", 2),))
+    assert machine.adopt(back) == [SendPush(0, 1, 0, "s")]
+
+
+def test_a_push_of_another_workers_contributor_is_not_sent_again_and_again() -> None:
+    machine = KeyMachine("w", 1, by_clocks=True)
+    linked(machine)
+    machine.replied(0, 2, 0, 0)
+    assert machine.push(0, 2, 0) == []
+    assert machine.watch([0], [2]) == [SendWant(0, 2, "s")], "it asks how far that contributor is"
+    assert machine.replied(0, 2, 0, 0) == [], "it does not ask again by itself"
+    machine.replied(0, 2, 1, 1)
+    assert machine.counts([0], 2)
+
+
+def test_who_joins_while_servers_read_the_snapshot_says_no_first_value() -> None:
+    machine = KeyMachine("w", 1)
+    machine.adopt(view(1, "s", {"w": (0, 1)}, origin="snapshot"))
+    machine.link_up("s")
+    assert machine.begin(0) == [SendPull(0, OWN, NEWEST, "s")]
+
+
+def test_first_values_are_said_again_in_a_generation_that_begins_from_no_snapshot() -> None:
+    machine = KeyMachine("w", 1)
+    linked(machine)
+    machine.begin(0)
+    machine.answered(0, OWN, 0)
+    machine.link_lost("s")
+    machine.adopt(view(2, "s", {"w": (0, 1)}, generation=2))
+    assert machine.link_up("s") == [SendInitial(0, "s"), SendPull(0, OWN, NEWEST, "s")]
+
+
+def test_an_older_push_counts_while_the_next_one_is_on_its_way() -> None:
+    machine = KeyMachine("w", 1)
+    linked(machine)
+    machine.answered(0, OWN, 1)
+    machine.push(0, 0, 1)
+    assert machine.counts([0], 0, step=0)
+    assert not machine.counts([0], 0, step=1)
+
+
+def test_rows_of_a_table_answer_no_other_pull() -> None:
+    machine = KeyMachine("w", 1, tables=frozenset({0}))
+    linked(machine)
+    machine.need(0, 7, 1)
+    machine.need(0, 8, 1)
+    done, effects = machine.answered(0, 7, 1)
+    assert (done, effects) == ([7], [SendPull(0, 8, 1, "s")])
+
+
+def test_how_far_a_contributor_is_is_asked_anew_when_it_becomes_this_workers() -> None:
+    """Another worker has pushed for it since: `store.step` would name a push that counts already."""
+    machine = KeyMachine("w", 1, by_clocks=True)
+    linked(machine)
+    machine.watch([0], [2])
+    machine.replied(0, 2, 3, 9)
+    assert machine.adopt(view(2, "s", {"w": (0, 1, 2)})) == [SendWant(0, 2, "s")]
+    assert machine.next_step(0, 2) is None
+    machine.replied(0, 2, 7, 20)
+    assert machine.next_step(0, 2) == 7
+
+
+def test_a_first_value_that_is_given_twice_is_said_again_in_a_generation_that_begins_from_no_snapshot() -> None:
+    machine = KeyMachine("w", 1)
+    linked(machine)
+    machine.begin(0)
+    machine.answered(0, OWN, 0)
+    machine.begin(0)
+    machine.link_lost("s")
+    machine.adopt(view(2, "s", {"w": (0, 1)}, generation=2))
+    assert machine.link_up("s") == [SendInitial(0, "s"), SendPull(0, OWN, NEWEST, "s")]
+
+
+def test_threads_that_pull_the_newest_rows_again_and_again_keep_nobody_waiting_for_a_version_that_exists() -> None:
+    machine = KeyMachine("w", 1, tables=frozenset({0}))
+    linked(machine)
+    machine.answered(0, OWN, 5)
+    machine.need(0, 1, NEWEST)
+    machine.need(0, 2, 4)
+    machine.need(0, 3, NEWEST)
+    assert machine.answered(0, 1, 5) == ([1], [SendPull(0, 2, 4, "s")])
+
+
+def test_only_pushes_that_servers_take_from_this_worker_are_waited_for_before_it_leaves() -> None:
+    machine = KeyMachine("w", 1)
+    linked(machine)
+    machine.answered(0, OWN, 0)
+    machine.push(0, 1, 0)
+    assert machine.unfinished() == [(0, 1, 0)]
+    machine.push(0, 2, 0)  # another worker's
+    machine.adopt(view(2, "s", {"w": (0,), "v": (1, 2)}))
+    assert machine.unfinished() == []

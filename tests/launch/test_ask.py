@@ -6,13 +6,14 @@ import contextlib
 import queue
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rallypoint.errors import LinkError
 from rallypoint.launch import ask
-from rallypoint.net.messages import StepDone
+from rallypoint.net.messages import Resize, SnapshotWanted, StepDone
 from rallypoint.net.ordering.messages import LearningRate, Ordered, Pause, RateScaled
 
 
@@ -70,3 +71,18 @@ def test_a_rate_whose_step_nobody_says_is_ordered_all_the_same(job: Job) -> None
 @pytest.mark.parametrize("job", [(SAID, StepDone(1, 0.5, 8), RateScaled("from step 3 on", 3, 0.5, 0.5))], indirect=True)
 def test_the_step_is_said_once_servers_have_settled_it(job: Job) -> None:
     assert ask.change_rate(Path("run"), 0.5) == "from step 3 on"
+
+
+@pytest.mark.parametrize("job", [()], indirect=True)
+def test_a_snapshot_whose_answer_was_lost_with_the_coordinator_ends_though_steps_go_on(job: Job) -> None:
+    with pytest.raises(LinkError, match="no snapshot within 600 s"):
+        ask.take_snapshot(Path("run"))
+    assert job.sent == [SnapshotWanted()]
+
+
+@pytest.mark.parametrize("job", [()], indirect=True)
+def test_a_resize_that_nobody_announces_ends_though_steps_go_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "read_plan", lambda run: SimpleNamespace(workers=(1, 4), replication=1))
+    with pytest.raises(LinkError, match="not resized within 600 s"):
+        ask.resize(Path("run"), 2, 0, lambda said: None)
+    assert job.sent == [Resize(2, 0)]

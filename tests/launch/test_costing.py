@@ -160,16 +160,25 @@ def test_help_teaches_with_examples() -> None:
 
 @pytest.mark.skipif(HAS_MATPLOTLIB, reason="matplotlib is installed")
 def test_without_matplotlib_a_plot_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"pip install 'rallypoint\[plot\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'rallypoint\[plots\]'"):
         said(*MODEL, "--plot", str(tmp_path / "plan.png"))
 
 
-@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib (rallypoint[plot])")
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib (rallypoint[plots])")
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     said(*MODEL, "--plot", str(tmp_path / "plan.png"))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="ends with"):
         said(*MODEL, "--plot", str(tmp_path / "plan.jpg"))
+
+
+@pytest.mark.parametrize("command", [MODEL, ("simulate",)], ids=["plan", "simulate"])
+def test_a_plot_into_a_folder_that_does_not_exist_is_refused_before_anything_is_computed(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rallypoint.testing.scale.answer.Play", lambda scenario: pytest.fail("it is played"))
+    with pytest.raises(UsageError, match=r"there is no folder .*missing; make it first"):
+        said(*command, "--plot", str(tmp_path / "missing" / "plan.png"))
 
 
 # ---- a run ----

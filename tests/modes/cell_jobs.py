@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rallypoint.worker.tensors import weights_hash
 REPLICAS, STEPS = 4, 12
 HELD_AT = 6  # the step before which workers wait until somebody has been killed
 STOPS_AT = 8  # the step at which the script stops the job
+ENDS_AT = 7  # the step with which the stream ends: a part has 30 items, and a step takes four of them
 SPEED_STEPS = 60
 POLL_S = 0.005
 SLOW_S = 0.05  # what each step takes longer on the slower worker: much, also where others use the machine
@@ -67,6 +68,8 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.AUDIT_SERVERS: {"audit_servers": 2},
     Feature.OWN_LOOP: {"order": "own"},
     Feature.KEYED: {"keyed": True},
+    Feature.STREAM: {"order": "stream"},
+    Feature.PASSES: {"order": "stream", "passes": 1},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},
@@ -139,6 +142,20 @@ def dataset() -> torch.utils.data.TensorDataset:
     )
 
 
+def items(part: int) -> Iterator[Any]:
+    """A part of a stream that draws random numbers, and has all samples together with the other one."""
+    for sample in range(part, 60, 2):
+        x, y, index = dataset()[sample]
+        yield x + torch.rand(6), y, index
+
+
+def data_of(cell: CellJob) -> Any:
+    """What the cell trains on."""
+    if cell.has(Feature.STREAM) or cell.has(Feature.PASSES):
+        return rp.Stream(items, parts=2, passes=cell.settings.get("passes"))
+    return dataset()
+
+
 def train_cell(job: rp.Job, cell: CellJob) -> str:
     """The weights' hash at the end."""
     if cell.has(Feature.OWN_LOOP):
@@ -149,7 +166,7 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
     several = cell.has(Feature.MODELS) or cell.has(Feature.ALTERNATE)
     models = {"first": model.first, "last": model.last} if several else model
     first = {"hidden": torch.zeros(2, 10), "steps": torch.tensor(0)} if cell.has(Feature.CARRY) else None
-    run = job.train(models, dataset(), own_optimizer=own, carry=first, **settings)
+    run = job.train(models, data_of(cell), own_optimizer=own, carry=first, **settings)
     wait = _gate(job, cell)
     hash_of = _hash_in_evaluation(run, model, cell) if cell.has(Feature.STREAMED) else lambda: weights_hash(model)
     if cell.has(Feature.STOP_WHEN):

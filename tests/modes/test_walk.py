@@ -23,7 +23,7 @@ from rallypoint.worker.tensors import weights_hash
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import cell_jobs.py by name
 
-from cell_jobs import HELD_AT, STOPS_AT, CellJob, Net, dataset, job_of, loss_of, train_cell
+from cell_jobs import ENDS_AT, HELD_AT, STOPS_AT, CellJob, Net, dataset, job_of, loss_of, train_cell
 from stage import Stage
 
 QUICK = {
@@ -250,6 +250,16 @@ def the_script_stops_the_job_after_a_kill(walk: Walk) -> None:
     assert STOPS_AT < finished["stopped_at"] < walk.job.config.steps
 
 
+def the_stream_ends_after_a_kill(walk: Walk) -> None:
+    stage = walk.begin()
+    stage.until_held("worker0", "worker1")
+    stage.kill("worker1")
+    walk.ends(stage, "worker0")
+    stage.until_over()
+    (finished,) = stage.events("Finished")
+    assert finished["stopped_at"] == ENDS_AT
+
+
 def the_rate_is_changed_and_a_worker_is_killed(walk: Walk) -> None:
     stage = walk.begin()
     stage.until_held("worker0", "worker1")
@@ -279,6 +289,7 @@ def a_process_is_killed_and_another_takes_its_place(walk: Walk) -> None:
 
 PLAYS: dict[Feature, Callable[[Walk], None]] = {
     Feature.OWN_LOOP: a_process_is_killed_and_another_takes_its_place,
+    Feature.PASSES: the_stream_ends_after_a_kill,
     Feature.STOP: the_script_stops_the_job_after_a_kill,
     Feature.RESCALE: the_rate_is_changed_and_a_worker_is_killed,
     Feature.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,

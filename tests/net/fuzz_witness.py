@@ -62,6 +62,9 @@ class Witness(Tap):
             message = msgspec.msgpack.decode(frame.payload)
             if message["type"] == "NewView":
                 self._saw(message["view"])
+            elif message["type"] == "ViewChange":  # members: those who are gone, and (position, member) of the new
+                new = {role: [one for _, one in message["change"][role][1]] for role in ("workers", "servers")}
+                self._saw({**new, "number": message["change"]["rest"]["number"]})
         return []
 
     def _saw(self, view: dict[str, object]) -> None:

@@ -14,6 +14,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
 from rallypoint.core.view import Assignment, Member, Scale, Stop, View, ViewNumber
+from rallypoint.core.views.difference import canonical, difference
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
 from rallypoint.net.auditing.messages import ServerMismatch, StateChanged
@@ -29,9 +30,9 @@ from rallypoint.net.ordering.messages import (
     StopWanted,
 )
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
-from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled
+from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled, ScriptAt
 from rallypoint.net.sharing.messages import Caches, Found, Holder, NotFound, Offers, Wanted
-from rallypoint.net.summing.messages import ScriptEnded, Summed
+from rallypoint.net.views.messages import ViewChange
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
 RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, 9, {"frozen": "00ff"})
@@ -56,10 +57,12 @@ EXAMPLES: list[m.Message] = [
     m.Say("words"), m.Skipped(4, (0, 1), ViewNumber(2)),
     m.Stop(7, "enough", 6, ViewNumber(2, 1)),
     m.Done(ViewNumber(2, 1)), m.GiveUp("tired"), m.Admitted(7, b"\1" * 32), m.Prepare(RECORD),
-    m.NewView(VIEW, {"s0": b"\2" * 32}, b"\3" * 32), m.Assist(3, 1),
+    m.NewView(VIEW, {"s0": b"\2" * 32}, b"\3" * 32),
+    ViewChange(difference(VIEW, canonical(msgspec.structs.replace(VIEW, workers=(), uploader=""))), {}, b"\3" * 32),
+    m.Assist(3, 1),
     m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
+    ScriptAt(1, 20, 4000, ended=True, worker="w1"),
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
-    Summed(7, 900), ScriptEnded({0: 7, 2: 1}, "w0"),
     m.Knows(VIEW, b"\4" * 32), m.Held("here"), m.Release(),
     Evaluates((3, 70), True, (StopWhen(metric="loss", patience=3),)),
     Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), NotKept(7, ViewNumber(2, 1)),

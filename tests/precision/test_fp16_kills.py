@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,7 +106,8 @@ def test_after_everything_died_the_run_goes_on_with_the_scale_of_its_snapshot(cl
     expected, scales = reference()
     cluster.run("--workers", "2", "--servers", "1", "--snapshot-steps", "6")
     cluster.until_caught_up(13)
-    cluster.until(lambda: any(event["version"] == 12 for event in cluster.events("Snapshotted")))
+    # of version 6 or 12, which a busy machine may be too late for: both are after overflows
+    cluster.until(lambda: any(event["version"] >= 6 for event in cluster.events("Snapshotted")))
     for process in cluster.processes().values():
         process.kill()
     assert cluster.launcher is not None
@@ -114,6 +116,6 @@ def test_after_everything_died_the_run_goes_on_with_the_scale_of_its_snapshot(cl
     cluster.open(STEPS)
     cluster.resume()
     assert cluster.ended() == 0, cluster.output
-    assert "going on from step 12" in cluster.output
+    assert re.search(r"going on from step (6|12)\b", cluster.output), cluster.output
     assert cluster.hash == expected
     assert {event["step"]: event["loss_scale"] for event in cluster.events("Skipped")}[17] == scales[18]

@@ -20,7 +20,7 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import tree_sum
-from rallypoint.worker.collective.pieces import CLOCK, LANES, Cutter, layout_of
+from rallypoint.worker.collective.pieces import CLOCK, Cutter, layout_of
 from rallypoint.worker.collective.sums import Sums
 from rallypoint.worker.loop.session import Job
 
@@ -203,90 +203,6 @@ def test_a_worker_that_is_gone_while_another_has_ended_already_fails_the_job() -
     assert isinstance(results[0], JobAborted)
 
 
-def test_a_script_that_ends_after_fewer_sums_ends_the_others_with_its_name_and_what_to_do() -> None:
-    def script(made: Sums) -> None:
-        for _ in range(3 if made.rank == 1 else 5):
-            ask_for_all(made, (100, 5000))
-
-    with cluster(3) as here:
-        results = here.run(script)
-    for rank in (0, 2):
-        assert isinstance(results[rank], JobAborted), results
-        assert "worker1's script has ended after 6 sums, and this one waits for sum " in str(results[rank])
-        assert "give every rank the same number of batches" in str(results[rank])
-
-
-def test_sums_that_the_ended_script_has_asked_for_are_still_made() -> None:
-    """The others may be far behind it when they hear that it has ended."""
-
-    def script(made: Sums) -> bool:
-        if made.rank == 0:
-            until(lambda: "worker1" in made.reducer._ended, "worker1's end was not told")
-            return all_right(made, LENGTHS, ask_for_all(made))
-        values = [given(1, index, words) for index, words in enumerate(LENGTHS)]
-        asked = [made.reducer.sum(one) for one in values]
-        made.ended()
-        for one in asked:
-            one.wait()
-        return all_right(made, LENGTHS, values)
-
-    with cluster(2) as here:
-        assert here.run(script) == [True, True]
-
-
-def test_a_script_may_go_on_without_the_sum_that_will_never_be() -> None:
-    def script(made: Sums) -> str:
-        ask_for_all(made, (100,))
-        if made.rank == 1:
-            return ""
-        try:
-            ask_for_all(made, (100,))
-        except JobAborted as error:
-            return str(error)
-        return "a sum without worker1"
-
-    with cluster(2) as here:
-        results = here.run(script)
-    assert "worker1's script has ended after 1 sum, and this one waits for sum 2" in results[0]
-    assert results[1] == ""
-
-
-def test_two_lanes_that_are_used_in_another_order_on_each_worker_are_not_confused() -> None:
-    def script(made: Sums) -> list[bool]:
-        found = []
-        for _ in range(3):
-            asked = dict[int, tuple[Any, torch.Tensor]]()
-            for lane in (0, 1) if made.rank == 0 else (1, 0):
-                values = torch.full((3000,), float((made.rank + 1) * 10**lane))
-                asked[lane] = made.reducer.sum(values, lane=lane), values
-            for lane, (one, values) in asked.items():
-                one.wait()
-                found.append(bool((values == 3 * 10**lane).all()))
-        return found
-
-    with cluster(2) as here:
-        assert here.run(script) == [[True] * 6] * 2
-
-
-def test_there_are_lanes_for_some_groups_and_then_no_more() -> None:
-    with cluster(1) as here:
-        assert here.run(lambda made: [made.lane() for _ in range(LANES + 1)]) == [[*range(LANES), None]]
-
-
-def test_shards_of_two_lanes_are_never_the_same() -> None:
-    layout = layout_of(1 << 20, 64 << 10)
-    used = [{piece.shard for _ in range(20) for piece in Cutter(layout, lane).cut(700_000)} for lane in range(LANES)]
-    assert all(not one & other for at, one in enumerate(used) for other in used[:at])
-    assert all(used)
-
-
-def test_how_many_sums_are_here_is_told() -> None:
-    with cluster(2) as here:
-        here.run(lambda made: ask_for_all(made, (100, 200)))
-        until(lambda: here.coordinator._shell.announcer._summed.sums == 2, "nothing was told")
-        assert here.coordinator._shell.announcer._summed.nbytes == 1200
-
-
 def test_what_follows_a_sum_may_wait_for_another_one() -> None:
     """As torch's PowerSGD hook does it: the sums go on beside what was to be called when one is there."""
 
@@ -378,3 +294,35 @@ def test_every_worker_cuts_the_same_sums_in_the_same_way_and_wastes_little(shard
         assert all(size >= piece.stop - piece.start for size, piece in zip(sizes, pieces, strict=True))
         assert sum(sizes) <= words * 9 // 8 + 1024
         assert CLOCK not in [piece.shard for piece in pieces]
+
+
+def test_a_script_that_asks_for_more_sums_than_one_that_has_ended_is_told_which_rank_has_ended() -> None:
+    def script(made: Sums) -> None:
+        for _ in range(3 if made.rank == 1 else 4):
+            try:
+                ask_for_all(made, (100,))
+            except JobAborted as error:
+                made.fail(error)  # as the end of a script does
+                raise
+
+    with cluster(3) as here:
+        results = here.run(script)
+    for rank in (0, 2):
+        assert isinstance(results[rank], JobAborted)
+        assert "rank 1 (worker1) has ended its script after 3 sums, and sum 4 needs all ranks" in str(results[rank])
+    assert isinstance(results[1], JobAborted), "it does not wait for the others for ever"
+
+
+def test_scripts_that_end_one_after_the_other_with_as_many_sums_end_well() -> None:
+    ended: list[Sums] = []
+
+    def script(made: Sums) -> int:
+        ask_for_all(made, (100, 2000))
+        if made.rank == 0:
+            ended.append(made)
+        else:
+            until(lambda: bool(ended and ended[0].reducer._queues.by_shard.get(CLOCK)), "worker0 has not ended")
+        return made.reducer.asked
+
+    with cluster(2) as here:
+        assert here.run(script) == [2, 2]

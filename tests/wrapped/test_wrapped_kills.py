@@ -39,6 +39,8 @@ for step in range(optimizer.position, STEPS):
                 process.wait()
         if "me" in strikes:
             os.kill(os.getpid(), signal.SIGKILL)
+        if "leave" in strikes:
+            os.kill(os.getpid(), signal.SIGTERM)
     optimizer.step()
     if schedule is not None:
         schedule.step()
@@ -63,6 +65,27 @@ def test_a_killed_process_is_started_again_at_the_jobs_step(tmp_path: Path, kind
     text = run(tmp_path, "me", kind)
     begun = sorted(re.findall(r"replica \d begins at \d+", text))
     assert begun == ["replica 0 begins at 0", "replica 1 begins at 0", "replica 1 begins at 7"]
+
+
+def test_a_process_that_is_told_to_leave_is_replaced(tmp_path: Path) -> None:
+    """By `rallypoint drain`, or by whoever sends SIGTERM: nobody else can compute its replica."""
+    text = run(tmp_path, "leave", "workers")
+    assert "replica 1 begins at 0" in text
+    assert len(re.findall(r"replica 1 begins at \d+", text)) == 2
+    assert "ended with status 75: starting another" in text
+    assert "start another process in the place of this one" not in text  # said to the launcher
+
+
+def test_a_script_that_ends_with_75_for_reasons_of_its_own_fails_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys, rallypoint as rp\nrp.join()\nsys.exit(75)\n")
+    status, text = run_program(
+        ["-m", "rallypoint.cli", "run", "--workers", "1", str(script)], tmp_path / "output", env=dict(os.environ),
+        cwd=tmp_path, timeout=90.0,
+    )  # fmt: skip
+    assert status == 1
+    assert "failed: worker0 ended with status 75" in text
+    assert "starting another" not in text
 
 
 @pytest.mark.slow

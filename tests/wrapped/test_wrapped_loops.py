@@ -42,6 +42,21 @@ def test_one_process_needs_no_launcher() -> None:
         assert train_wrapped(job, "workers", 1) == (0, train_plain("workers", 1))
 
 
+def test_without_seeds_the_random_generators_are_the_loops_alone() -> None:
+    torch.manual_seed(5)
+    expected = [torch.rand(()).item() for _ in range(3)]
+    with EmbeddedJob() as job:
+        model, optimizer = wrapped(job, seeded=False)
+        torch.manual_seed(5)
+        drawn = []
+        for step in range(3):
+            drawn.append(torch.rand(()).item())
+            loss_of(model, step, 0).backward()
+            optimizer.step()
+        optimizer.finish()
+    assert drawn == expected
+
+
 def test_the_loop_may_end_early_on_all() -> None:
     with EmbeddedJob() as job:
         model, optimizer = wrapped(job)
@@ -144,6 +159,6 @@ def test_a_plain_loop_changes_four_lines() -> None:
     assert [line[0] for line in lines].count("-") == 2
 
 
-def wrapped(job: rp.Job, steps: int = STEPS) -> tuple[Net, rp.WrappedOptimizer]:
+def wrapped(job: rp.Job, steps: int = STEPS, **settings: Any) -> tuple[Net, rp.WrappedOptimizer]:
     model = Net()
-    return model, wrap_in(job, model, build("workers", model)[0], steps=steps)
+    return model, wrap_in(job, model, build("workers", model)[0], steps=steps, **settings)

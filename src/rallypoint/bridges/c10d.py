@@ -5,13 +5,12 @@
 
 DDP, FSDP2 (`fully_shard` on a CPU) and a script's own ``all_reduce`` use it as any backend. What adds up floating-point
 numbers over all ranks goes to the servers: K bytes up and K bytes down for each rank, whatever their number. All else
-(broadcasts, gathers, other operations, whole numbers, float64, groups of some of the ranks) goes over Gloo.
+(broadcasts, gathers, other operations, whole numbers, float64, every group but the first) goes over Gloo.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,16 +23,11 @@ from torch._C import _distributed_c10d
 from rallypoint.bridges.joining import is_child, sums
 from rallypoint.bridges.words import SUMMED, Part, sum_of
 from rallypoint.launch import environment
-from rallypoint.worker.collective.pieces import LANES
 from rallypoint.worker.collective.sums import Sums
 
 __all__ = ["NAME", "RallypointGroup"]
 
 NAME = "rallypoint"
-_NO_LANE = (
-    f"this is group {LANES + 1} or a later one of all ranks: its sums go over Gloo, as servers keep those of {LANES} "
-    "groups apart. Use one group for more of them"
-)
 Tensors = Sequence[torch.Tensor]
 Store = _distributed_c10d.Store
 _Op = dist.ReduceOp
@@ -51,10 +45,9 @@ class RallypointGroup(dist.ProcessGroup):
 
     def __init__(self, made: Sums, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub has only the other form
-        self._lane = made.lane() if size == made.world else None  # servers know sums of all ranks only
-        self._sums = None if self._lane is None else made
-        if self._lane is None and size == made.world and rank == 0:
-            print(_NO_LANE, file=sys.stderr, flush=True)
+        # Servers add up what all ranks ask for in one order. Another group of all ranks may be used at the same time
+        # from another thread, and in another order on each rank: its sums go over Gloo.
+        self._sums = made if size == made.world and not dist.is_initialized() else None
         self._number, self._count = rank, size
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         # What is not overridden below goes to Gloo: torch looks up the backend of a tensor's device
@@ -72,7 +65,7 @@ class RallypointGroup(dist.ProcessGroup):
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         op = _op_of(*opts, *named.values())
         if (made := self._by_servers(op, tensors)) is not None:
-            return self._asked(made, [Part(tensor, tensor, **self._scaling(op)) for tensor in tensors], tensors)
+            return _asked(made, [Part(tensor, tensor, **self._scaling(op)) for tensor in tensors], tensors)
         works = [self._by_gloo(dist.AllreduceOptions(), op, partial(self._gloo.allreduce, [t]), t) for t in tensors]
         return works[0] if len(works) == 1 else _waited(works, tensors)
 
@@ -90,7 +83,7 @@ class RallypointGroup(dist.ProcessGroup):
                 raise ValueError(f"reduce_scatter of {input.numel()} numbers for {self._count} ranks, {each} for each")
         if (made := self._by_servers(op, [*inputs, *outputs])) is not None:
             parts = [Part(i, o, keeps=self._own(o.numel()), **self._scaling(op)) for o, i in pairs]
-            return self._asked(made, parts, list(outputs))
+            return _asked(made, parts, list(outputs))
         scattered = self._gloo._reduce_scatter_base
         works = [self._by_gloo(dist.ReduceScatterOptions(), op, partial(scattered, o, i), o) for o, i in pairs]
         return works[0] if len(works) == 1 else _waited(works, outputs)
@@ -113,9 +106,6 @@ class RallypointGroup(dist.ProcessGroup):
         """What makes this sum; None if it goes over Gloo."""
         adds = op == _Op.SUM or op == _Op.AVG or op == _Op.PREMUL_SUM  # (`in` would compare them the other way round)
         return self._sums if adds and all(map(_goes, tensors)) else None
-
-    def _asked(self, made: Sums, parts: Sequence[Part], result: list[torch.Tensor]) -> dist.Work:
-        return _work(sum_of(made, parts, result, torch.device("cpu"), self._lane or 0))
 
     def _own(self, each: int) -> range:
         return range(self._number * each, (self._number + 1) * each)
@@ -153,6 +143,10 @@ def _op_of(*given: Any) -> Any:
         if hasattr(one, "reduceOp"):
             return one.reduceOp
     return _Op.SUM
+
+
+def _asked(made: Sums, parts: Sequence[Part], result: list[torch.Tensor]) -> dist.Work:
+    return _work(sum_of(made, parts, result, torch.device("cpu")))
 
 
 def _waited(works: Iterable[dist.Work], result: Tensors) -> dist.Work:

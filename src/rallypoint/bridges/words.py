@@ -33,7 +33,7 @@ class Part:
         self._target = into.detach().view(-1) if here else torch.empty(len(self._keeps))
         self._in_place = here
 
-    def ask(self, made: Sums, then: Callable[[BaseException | None], None], lane: int = 0) -> None:
+    def ask(self, made: Sums, then: Callable[[BaseException | None], None]) -> None:
         """Ask for the sum. `then` is called when `into` has it, or with the error."""
 
         def ended(error: BaseException | None) -> None:
@@ -44,7 +44,7 @@ class Part:
                 error = fault
             then(error)
 
-        made.reducer.sum(self._words, self._target, self._keeps, lane).then(ended)
+        made.reducer.sum(self._words, self._target, self._keeps).then(ended)
 
     def _finish(self) -> None:
         if self._factor != 1.0:
@@ -53,9 +53,7 @@ class Part:
             self._into.copy_(self._target.view(self._into.shape))
 
 
-def sum_of(
-    made: Sums, parts: Sequence[Part], result: T, device: torch.device, lane: int = 0
-) -> torch.futures.Future[T]:
+def sum_of(made: Sums, parts: Sequence[Part], result: T, device: torch.device) -> torch.futures.Future[T]:
     """Ask for the sums of all `parts`; the future has `result` when all are there, or the first error."""
     future: torch.futures.Future[T] = torch.futures.Future(devices=None if device.type == "cpu" else [device])
     lock, left, errors = threading.Lock(), [len(parts)], list[BaseException]()
@@ -71,7 +69,7 @@ def sum_of(
             threading.Thread(target=call, name="sums-result", daemon=True).start()
 
     for part in parts:
-        part.ask(made, ended, lane)
+        part.ask(made, ended)
     if not parts:
         future.set_result(result)
     return future

@@ -17,9 +17,10 @@ from rallypoint.config.groups import (
     settings_applied,
     settings_of,
 )
+from rallypoint.config.keywords import Settings
 from rallypoint.config.models import batch_at, iteration_of, updated_at
 from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
-from rallypoint.config.tree import Group, JobConfig, Settings, audits_of
+from rallypoint.config.tree import Group, JobConfig, audits_of
 
 __all__ = [
     "Group",

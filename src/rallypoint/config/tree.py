@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Literal, TypedDict
+from typing import Literal
 
 import msgspec
 
@@ -65,7 +64,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         best_is: whether the smallest or the largest value is the best.
         seed: seed of the sample order and of every replica's randomness.
         order: "shuffled": every pass over the data set has its own order; "sequential": the data set's; "windowed":
-            shards (files, row groups) are shuffled, and samples in a few at a time; "own": the script's (`rp.wrap`).
+            shards (files, row groups) are shuffled, and samples in a few at a time; "own": the script's (`rp.wrap`);
+            "stream": an iterator's (`rp.Stream`).
+        passes: of a stream: the job ends after so many passes over it; 0: `steps` counts.
         mixed_shards: from how many shards the replicas together read at a time with ``order="windowed"``: each reads
             from ``mixed_shards // replicas`` of them, and at least from one.
         precision: "bf16" or "fp16" computes forward passes and evaluations in `torch.autocast`; parameters stay fp32.
@@ -109,6 +110,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "stop" ends the job, "tell" only says so. None of them uses that contribution.
         audit_servers: every so many versions each server compares a digest of each shard's whole state with its
             backup's, and with the state right before the next update; 0: never.
+        tune: "auto": while the job runs, values of `pace_mbit` are tried, and kept where steps get shorter. The bytes
+            are the same.
     """
 
     replicas: int = 1
@@ -128,7 +131,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     keep_best: str = ""
     best_is: Literal["min", "max"] = "min"
     seed: int = 0
-    order: Literal["shuffled", "sequential", "windowed", "own"] = "shuffled"
+    order: Literal["shuffled", "sequential", "windowed", "own", "stream"] = "shuffled"
+    passes: int = 0
     mixed_shards: int = 16
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScaling = LossScaling()
@@ -157,6 +161,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     audit: float = 0.0
     audit_action: Literal["drain", "stop", "tell"] = "drain"
     audit_servers: int = 0
+    tune: Literal["off", "auto"] = "off"
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -291,56 +296,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return (self.codec, *(group.codec for group in self.groups if group.codec is not None))
 
 
-class Settings(TypedDict, total=False):
-    """The keywords of `job.train`: the fields of JobConfig, for type checkers."""
-
-    replicas: int
-    batch: int
-    steps: int
-    optimizer: Optimizer | Mapping[str, Optimizer]
-    optimizers: dict[str, Optimizer]
-    alternate: Sequence[str | Sequence[str]]
-    batch_for: Literal["iteration", "step"]
-    sync: Mode
-    accumulate: int
-    scale_lr: Literal["none", "linear", "sqrt"]
-    base_batch: int
-    clip: float | None
-    average: EMA | SWA | None
-    plateau: ReduceOnPlateau | None
-    keep_best: str
-    best_is: Literal["min", "max"]
-    seed: int
-    order: Literal["shuffled", "sequential", "windowed", "own"]
-    mixed_shards: int
-    precision: Literal["fp32", "bf16", "fp16"]
-    loss_scale: LossScaling
-    hold: Literal["fp32", "bf16"]
-    recompute: Literal["none", "blocks"]
-    offload: Literal["none", "activations"]
-    nonfinite: Literal["stop", "skip", "continue"]
-    decay_1d: bool
-    groups: Sequence[Group]
-    codec: CodecSpec
-    down: DownSpec
-    table_std: float
-    shard_bytes: int
-    window: int
-    parameters: Literal["local", "streamed"]
-    prefetch_bytes: int
-    presum_bytes: int
-    overlap: bool
-    hold_bytes: int
-    in_flight_bytes: int
-    pace_mbit: float
-    item: str
-    items_per_sample: int
-    fingerprints: int
-    audit: float
-    audit_action: Literal["drain", "stop", "tell"]
-    audit_servers: int
-
-
 build_now(JobConfig)  # build now: every member's proposal is parsed on its connection's thread
 
 
@@ -358,9 +313,8 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
     """Return the features that the settings need beside the mode."""
     local, policy, groups = config.local, config.policy, config.groups
     asked = {
-        Feature.CLIP: config.clip is not None,
+        Feature.CLIP: config.clip is not None, Feature.PLATEAU: config.plateau is not None,
         Feature.AVERAGE: config.average is not None,
-        Feature.PLATEAU: config.plateau is not None,
         Feature.SKIP: config.nonfinite == "skip",
         Feature.ACCUMULATE: config.accumulate > 1,
         Feature.GROUPS: any(group.weight_decay is not None or group.lr_scale != 1.0 for group in groups),
@@ -369,22 +323,19 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.MUON: any(isinstance(optimizer, Muon) for optimizer in optimizers_of(config)),
         Feature.CODEC: any(codec != Raw() for codec in config.codecs),
         Feature.CODEC_STATE: any(has_state(codec) for codec in config.codecs),
-        Feature.DOWN: config.down != Raw(),
-        Feature.FP16: config.precision == "fp16",
-        Feature.HOLD: config.hold != "fp32",
-        Feature.STREAMED: config.streamed,
+        Feature.DOWN: config.down != Raw(), Feature.FP16: config.precision == "fp16",
+        Feature.HOLD: config.hold != "fp32", Feature.STREAMED: config.streamed,
         Feature.OWN_OPTIMIZER: bool(config.own_optimizer),
         Feature.OWN_LOOP: config.order == "own",
+        Feature.STREAM: config.order == "stream", Feature.PASSES: config.passes > 0,
         Feature.FRESH_INNER: local is not None and not local.keep_inner,
         Feature.FRAGMENTS: local is not None and local.fragments > 1,
         Feature.SYNC_EVERY: any(group.sync_every is not None or group.sync_offset for group in groups),
         Feature.DELAY: local is not None and local.delay > 0,
         Feature.FOLD: isinstance(policy, Async) and policy.fold > 1,
         Feature.COMPENSATION: config.compensation > 0,
-        Feature.FINGERPRINTS: config.fingerprints > 0,
-        Feature.AUDIT: config.audit > 0,
-        Feature.AUDIT_SERVERS: config.audit_servers > 0,
-        Feature.KEYED: config.keyed,
+        Feature.FINGERPRINTS: config.fingerprints > 0, Feature.KEYED: config.keyed,
+        Feature.AUDIT: config.audit > 0, Feature.AUDIT_SERVERS: config.audit_servers > 0,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 

@@ -80,7 +80,7 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
         "mixed_shards": _FROM_1,
         **dict.fromkeys(("table_std", "presum_bytes", "hold_bytes", "in_flight_bytes", "base_batch"), _FROM_0),
         "pace_mbit": _FROM_0, "prefetch_bytes": _FROM_0, "fingerprints": _FROM_0, "audit": _SHARE_OR_0,
-        "audit_servers": _FROM_0,
+        "audit_servers": _FROM_0, "passes": _FROM_0,
         "clip": _ABOVE_0, "shard_bytes": _SHARD,
     },
     LossScaling: {
@@ -121,6 +121,9 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
     DGC: {"ratio": _SHARE, "momentum": _DECAY, "clip": _ABOVE_0, "warmup_steps": _FROM_0},
     PowerSGD: {"rank": _FROM_1},
 }  # fmt: skip
+
+# What follows the sentence about a wrong value of these settings
+_WHY = {"tune": ". What changes a job's results (codec, sync) is never tried: set it yourself; auto tries pace_mbit"}
 
 
 def check_values(overrides: Mapping[str, Any]) -> None:
@@ -183,7 +186,9 @@ def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bo
     named = [kind for kind in structs if kind is not Sum]  # that one is not for users
     if isinstance(value, str) and named and all(kind in (*_MODES, *_OPTIMIZERS, *_AVERAGES) for kind in named):
         return _in_words(value, named, path)
-    return "" if _fits(value, hint, limit) else f"{path} is {_shown(value)}: it must be {_described(hint, limit)}"
+    if _fits(value, hint, limit):
+        return ""
+    return f"{path} is {_shown(value)}: it must be {_described(hint, limit)}{_WHY.get(path, '')}"
 
 
 def _in_words(value: str, kinds: _Structs, path: str) -> str:

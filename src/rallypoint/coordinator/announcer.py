@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -23,15 +23,18 @@ from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards, pieces_of
 from rallypoint.core.view import View
 from rallypoint.net.messages import Accounted, Applied, Members, Message, Planned, Report, Say, Skipped, Waiting
 from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
-from rallypoint.net.sampling.messages import Sampled
-from rallypoint.net.summing.messages import Summed
+from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.observe.lines import Allowance, Once
 
 _EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the others
 _EARLY_DIGESTS = 4  # steps: only synchronous jobs record digests
 _BURST, _SENTENCE_S = 100, 1.0  # sentences that a member may say at once; then one in so many seconds
-Told = Say | Skipped | Accounted | Fingerprint | Sampled  # what members say for observers and the log
+Told = Say | Skipped | Accounted | Fingerprint | Sampled | ScriptAt  # what members say for observers and the log
+SCRIPT_S = 1.0  # how often observers are told how far the scripts of a job of sums are
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
+
+
+_NOBODY: Mapping[str, Connection] = {}
 
 
 class Announcer:
@@ -45,8 +48,9 @@ class Announcer:
         last_news: the time of the last message that was not a `Say`.
     """
 
-    def __init__(self, machine: ClusterMachine, now: float) -> None:
-        self._machine = machine
+    def __init__(self, machine: ClusterMachine, now: float, members: Mapping[str, Connection] = _NOBODY) -> None:
+        """`members`: who is connected."""
+        self._machine, self._members = machine, members
         self.observers: list[Connection] = []
         self.tally: StepTally | None = None
         self.planned: Planned | None = None
@@ -57,8 +61,8 @@ class Announcer:
         self._allowances: dict[str, Allowance] = {}  # by member with a part in the job; "": all others
         self._announced: Members | None = None
         self._said_idle = False
-        self._summed = Summed()
         self._pieces: list[int] = []  # by shard: the digests of a version of it
+        self._script, self._script_said = ScriptAt(0), now
         self.last_news = self._last_said = now
 
     # ---- announcements ----
@@ -80,6 +84,8 @@ class Announcer:
         """
         if isinstance(message, Fingerprint):
             return self._recorded(member, message)
+        if isinstance(message, ScriptAt):
+            return self._script_told(member, message)
         if isinstance(message, Sampled):
             kept = self._samples.take(member, message, self._machine.view, now)
             return [] if kept is None else [Log(kept)]
@@ -92,6 +98,20 @@ class Announcer:
         omitted, allowance.omitted = allowance.omitted, 0
         left_out = Say(f"{omitted} sentences of members were left out: {member} says too much")
         return [*(self.announce(left_out, now) if omitted else []), *self.announce(message, now)]
+
+    def _script_told(self, member: str, script: ScriptAt) -> list[Act]:
+        """A worker of a job of sums says how far its script is. All workers hear of one that has ended (I8)."""
+        view = self._machine.view
+        workers = [] if view is None else [one.id for one in view.workers]
+        if Feature.SUMS not in self.config.features or member not in workers:
+            return []
+        if script.sums >= self._script.sums:
+            self._script = script
+        if not script.ended:
+            return []
+        told = msgspec.structs.replace(script, worker=member)
+        others = [self._members[worker] for worker in workers if worker in self._members]
+        return [Log(told), *(Send(one, told) for one in (*others, *self.observers))]
 
     def _tell(self, message: Message) -> list[Act]:
         return [Log(message), *(Send(observer, message) for observer in self.observers)]
@@ -114,15 +134,15 @@ class Announcer:
         begin = self.tally.take_over if taking_over else self.tally.rewind
         begin(furthest, view.generation)
         self.planned = Planned(
-            steps=config.steps, replicas=config.replicas, item=config.item,
+            steps=0 if Feature.SUMS in config.features else config.steps, replicas=config.replicas, item=config.item,
             words=layout.words + sum(table.numel for table in layout.tables),
             shards=len(layout.shards), workers=tuple(m.id for m in view.workers),
             servers=tuple(m.id for m in view.servers), steps_per_round=config.steps_per_round,
-            items=items_of_step(config), done=config.steps_at(furthest + 1), sums=Feature.SUMS in config.features,
+            items=items_of_step(config), done=config.steps_at(furthest + 1),
         )  # fmt: skip
-        everybody = (*view.workers, *view.servers, *view.aggregators)
-        unknown = self._machine.terms.topology.of_nobody(everybody)
-        return [*self.announce(self.planned, now), *(act for one in unknown for act in self.announce(Say(one), now))]
+        members = (*view.workers, *view.servers, *view.aggregators)
+        nowhere = [] if taking_over else self._machine.terms.topology.nowhere(members)
+        return [*self.announce(self.planned, now), *(act for text in nowhere for act in self.announce(Say(text), now))]
 
     def members(self, view: View, now: float) -> list[Act]:
         """Announce the members, if they have changed since the last call."""
@@ -210,22 +230,25 @@ class Announcer:
         self._late.add(message.late)
         return [Log(message)]
 
-    def summed(self, message: Summed, now: float) -> list[Act]:
-        """Rank 0 has so many sums: observers are told, and the event log is not."""
-        self._summed, self._last_said, self.last_news = message, now, now
-        return [Send(observer, message) for observer in self.observers]
-
     # ---- what is waited for ----
 
     def waiting(self, now: float) -> list[Act]:
         """Announce what the job waits for, if nothing was announced for SILENCE_S seconds."""
         if now - self._last_said < SILENCE_S:
-            return []
+            return self._script_repeated(now)
         self._last_said = now
         what = self._machine.waiting_for() or self._who_is_late()
-        if not what and Feature.SUMS in self.config.features:  # the script computes: observers hear that we are here
-            return [Send(observer, self._summed) for observer in self.observers]
-        return [] if not what else self._tell(Waiting(f"waiting for {what}, {now - self.last_news:.0f} s so far"))
+        if not what:
+            return self._script_repeated(now)
+        return self._tell(Waiting(f"waiting for {what}, {now - self.last_news:.0f} s so far"))
+
+    def _script_repeated(self, now: float) -> list[Act]:
+        """Tell observers how far the scripts of a job of sums are. Such a job says little else, so it is also the sign
+        that the coordinator lives."""
+        if Feature.SUMS not in self.config.features or self.planned is None or now - self._script_said < SCRIPT_S:
+            return []
+        self._script_said = now
+        return [Send(observer, self._script) for observer in self.observers]
 
     def _who_is_late(self) -> str:
         view = self._machine.view

@@ -39,9 +39,8 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.ordering.messages import AnyOrder, RateAwaited
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
-from rallypoint.net.sampling.messages import Sampled
+from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.net.sharing.messages import Offers
-from rallypoint.net.summing.messages import ScriptEnded, Summed
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
 _AGE_S = 1e9  # no wait is longer
@@ -49,7 +48,7 @@ _AGE_S = 1e9  # no wait is longer
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (
         *(Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Say, Stop, Done, GiveUp),
-        *(Metrics, Evaluates, Evaluated, NotKept, Contributed, Sampled, Offers, Summed, ScriptEnded),
+        *(Metrics, Evaluates, Evaluated, NotKept, Contributed, Sampled, Offers, ScriptAt),
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),

@@ -34,7 +34,6 @@ from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.coordinator.ordering.orders import Orders
 from rallypoint.coordinator.ordering.sizes import Sizes
 from rallypoint.coordinator.progress import EVALUATED, Evaluations
-from rallypoint.coordinator.scripts import OfSums, Scripts
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -93,14 +92,15 @@ class CoordinatorShell:
         self._tickets = Tickets(secret)
         self.members: dict[str, Connection] = {}
         self.last_word: Finished | Aborted | None = None
-        self.announcer = Announcer(self.machine, now)
+        self.announcer = Announcer(self.machine, now, self.members)
         self.evaluations, self._early = Evaluations(), Early[Metrics](EVALUATED)
         for version, figures in self.machine.course.evaluations.results.items():  # shown by an earlier coordinator
             self.evaluations.add(self.announcer.config.steps_at(version), figures)
         self._agreement, self._claims, self._newcomers = Agreement(), Claims(), Newcomers.of(terms, now)
-        self._sizes, self._orders, self._scripts = Sizes(now), Orders(now), Scripts(self.announcer, self._send)
+        self._sizes, self._orders = Sizes(now), Orders(now)
         self._terms, self._now, self._awake = terms, now, AwakeTime(now, now, terms.heartbeat)
-        self._written, self._end_at, self._said = 0, 0.0, Once()
+        self._written, self._end_at = 0, 0.0
+        self._said = Once()
         self._capture: Capture | None = None  # the last snapshot that was asked for
         self._take_over: TakeOver | None = None
         self._kept = recovered is not None and recovered.begun  # the journal has the record, and that the job has begun
@@ -158,7 +158,7 @@ class CoordinatorShell:
             case inbox.SnapshotFailed(snapshot=snapshot, reason=reason):
                 return self._drive(cluster_events.SnapshotLost(snapshot, reason))
             case inbox.SnapshotFound():
-                known = (event.stop, event.decided, event.scales)
+                known = event.stop, event.decided, event.scales
                 return self._drive(cluster_events.Found(event.snapshot, event.version, *known))
             case inbox.Ended(reason=reason):
                 return self._end(Aborted(reason))
@@ -174,14 +174,14 @@ class CoordinatorShell:
             return [Send(connection, self.last_word)]
         if hello.role == "observer":
             return self.announcer.observe(connection)
-        acts: list[Act] = []
         if self.refuses(hello):
             return [Refuse(connection, taken(hello.id))]
         if (told := self._newcomers.keeps(opened, self.machine.course.members, self._now)) is not None:
             return self._announce(Say(told)) if told else []
-        if (old := self.members.get(hello.id)) is not None:
-            acts.append(Close(old))  # the same process connected again before its old connection ended
+        old = self.members.get(hello.id)  # the same process connected again before its old connection ended
+        acts: list[Act] = [] if old is None else [Close(old)]
         self.members[hello.id] = connection
+        self._tickets.connected_anew(hello.id)
         member = Member(hello.id, hello.host, hello.address, hello.incarnation, hello.near, link_mbit=hello.link_mbit)
         return [*acts, *self._drive(cluster_events.Joined(member, hello.role, hello.process))]
 
@@ -225,7 +225,7 @@ class CoordinatorShell:
         acts = self._drive(cluster_events.Heard(hello.id))
         match message:
             case Knows(view=view):
-                return [*acts, *self._scripts.again(hello.id), *self._knows(hello, view)]
+                return [*acts, *self._knows(hello, view)]
             case _ if not self._claims.may_say(hello.id, message, self.machine.course):
                 return acts
             case Report():
@@ -245,8 +245,6 @@ class CoordinatorShell:
             case Offers():
                 offered = self._tickets.offered(hello.id, message, self.machine.view)
                 return [*acts, *(act for worker, news in offered for act in self._send(news, worker))]
-            case _ if isinstance(message, OfSums):
-                return [*acts, *self._scripts.take(hello.id, message, self.machine.course, self._now)]
             case _ if isinstance(message, Told):
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():
@@ -270,13 +268,14 @@ class CoordinatorShell:
     def _count_early(self) -> list[Act]:
         """Count the reports and the metrics of versions that are known to be reached by now."""
         acts = self.announcer.count_early(self._now)
-        due = self._early.due(self.announcer.config.steps_at(self.machine.course.known + 1))
-        return [*acts, *(act for message in due for act in self._evaluated(message))]
+        for message in self._early.due(self.announcer.config.steps_at(self.machine.course.known + 1)):
+            acts += self._evaluated(message)
+        return acts
 
     def _evaluated(self, message: Metrics) -> list[Act]:
         """Add metrics to the version that they are of, unless their generation is stale or they are a repeat."""
-        tally, known = self.announcer.tally, self.evaluations.has(message.step, message.values)
-        if known or tally is None or not tally.counts(message.generation):
+        tally = self.announcer.tally
+        if tally is None or not tally.counts(message.generation) or self.evaluations.has(message.step, message.values):
             return []
         figures = self.evaluations.add(message.step, message.values)
         return [*self._announce(message), Judge(message.step, figures)]
@@ -289,8 +288,9 @@ class CoordinatorShell:
         acts += [act for effect in effects for act in self._acts_of(effect)]
         if isinstance(event, cluster_events.CaughtUp) and self.machine.view is not None:
             acts += self.announcer.members(self.machine.view, self._now)
-        newcomers = self._newcomers.due(self.machine.course.members)
-        return [*acts, *(act for newcomer in newcomers for act in self._opened(newcomer))]
+        for newcomer in self._newcomers.due(self.machine.course.members):
+            acts += self._opened(newcomer)
+        return acts
 
     def _save(self) -> list[Act]:
         if self.machine.revision == self._written:
@@ -346,8 +346,8 @@ class CoordinatorShell:
             else:
                 tally.rewind(self.machine.course.furthest, view.generation)
                 self.evaluations.rewind(self.announcer.config.steps_at(self.machine.course.furthest + 1))
-        for member, news in self._tickets.views(view, members):
-            acts += self._send(news, member)
+        news = self._tickets.news(view, [one for one in members if one in self.members])
+        acts += [act for member, message in news for act in self._send(message, member)]
         return [*acts, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]  # the new ones
 
     def _ask_workers_for_codec_states(self) -> list[Act]:

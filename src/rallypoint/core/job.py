@@ -18,11 +18,13 @@ class DataIdentity(msgspec.Struct, frozen=True):
 
     `samples` is 0 where it is not known (an older record); `digests` is empty where samples cannot be digested.
     `shards` is a digest of its shards' lengths, and of what else it tells of them; "" where it does not tell them.
+    `stream` is a digest of a stream's parts and of its first items: it has no number of samples; "" for other data.
     """
 
     samples: int = 0
     digests: tuple[tuple[int, str], ...] = ()
     shards: str = ""
+    stream: str = ""
 
 
 class JobRecord(msgspec.Struct, frozen=True):
@@ -119,6 +121,11 @@ def disagreement(first: JobRecord, other: JobRecord) -> str | None:
 
 
 def _other_data(first: DataIdentity, other: DataIdentity) -> str | None:
+    if first.stream and other.stream and first.stream != other.stream:
+        return (
+            "a different stream: its number of parts or its first items differ: open the same data in the same order "
+            "on every worker, and let no worker take a part of them (each replica's items are chosen from all)"
+        )
     if not first.samples or not other.samples:
         return None
     if first.samples != other.samples:

@@ -86,6 +86,18 @@ class Dispute(msgspec.Struct, frozen=True):
     third: str = ""
 
 
+class Pace(msgspec.Struct, frozen=True):
+    """Mbit/s that each worker and each server sends at most; 0: as TCP likes.
+
+    Attributes:
+        mbit: what counts now.
+        kept: what counts outside of trials: a coordinator that goes on from a view with a trial goes back to it.
+    """
+
+    mbit: float
+    kept: float
+
+
 class View(msgspec.Struct, frozen=True):
     """The members, the replicas that each worker computes, and the shards that each server holds.
 
@@ -121,6 +133,7 @@ class View(msgspec.Struct, frozen=True):
         speeds: server -> how fast its link was measured to be, compared with the median one. Where it was not, what was
             told of it counts: `core.topology.weights`.
         disputes: audited contributions on which workers do not agree (`audit=`).
+        pace: in place of the job's `pace_mbit`, where that is tuned (`tune="auto"`); None: as the job's settings say.
     """
 
     number: ViewNumber
@@ -148,10 +161,20 @@ class View(msgspec.Struct, frozen=True):
     scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = {}
+    pace: Pace | None = None
 
     def last(self, rounds: int) -> int:
         """The job's last version, where it would have so many rounds."""
         return rounds if self.stop is None else min(rounds, self.stop.version)
+
+    def paced(self, setting: float) -> float:
+        """Mbit/s that each worker and server sends at most, where the job's `pace_mbit` is `setting`; 0: as TCP likes.
+
+        With aggregators nobody is paced: an aggregator gets all of what servers get in parts.
+        """
+        if self.aggregators:
+            return 0.0
+        return setting if self.pace is None else self.pace.mbit
 
     def assigned(self, step: int) -> Mapping[str, tuple[int, ...]]:
         """Every worker's replicas at `step`; empty while the job waits for workers."""

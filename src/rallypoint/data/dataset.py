@@ -10,6 +10,10 @@ from torch.utils.data import IterableDataset
 from rallypoint.errors import DataError
 
 
+class NotASample(Exception):
+    """An error of no sample: to read it again, or to leave it out, is of no use."""
+
+
 class MapDataset(Protocol):
     """What ``torch.utils.data.Dataset`` calls map-style. If it has `__getitems__(indices)`, that is used instead."""
 
@@ -61,10 +65,7 @@ def shard_lengths(dataset: object) -> tuple[int, ...]:
 def check_dataset(dataset: object) -> None:
     """Raise DataError when this is no map-style data set, or an empty one. The message says what to give instead."""
     if isinstance(dataset, IterableDataset):
-        raise DataError(
-            "an IterableDataset was given: which samples a replica gets at a step is computed from their positions, so "
-            "give a map-style data set (__len__ and __getitem__)"
-        )
+        raise DataError("an IterableDataset was given where only a map-style data set works: give rp.Stream(dataset)")
     kind = type(dataset)
     if isinstance(dataset, Mapping) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
         raise DataError(

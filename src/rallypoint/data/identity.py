@@ -13,11 +13,13 @@ from rallypoint.core.job import DataIdentity
 from rallypoint.core.order import derive_seed
 from rallypoint.data.dataset import MapDataset, fetch, is_sharded
 from rallypoint.data.randomness import seeded
+from rallypoint.data.streams.stream import Stream
+from rallypoint.errors import DataError
 
 SAMPLED = 8  # positions, spread over the whole data set
 
 
-def identity_of(dataset: MapDataset) -> DataIdentity:
+def identity_of(dataset: MapDataset | Stream) -> DataIdentity:
     """Return a data set's length, and the digests of a few samples at fixed positions.
 
     Reads these samples twice, with all global generators seeded by position. If a sample differs between the two reads
@@ -25,7 +27,11 @@ def identity_of(dataset: MapDataset) -> DataIdentity:
 
     A data set of shards that has a `fingerprint()` (bytes, the same on every worker) tells that instead: no shard is
     fetched from a store for a sample.
+
+    Of a stream the first items of part 0 are read, twice. Raises DataError if it does not give the same ones again.
     """
+    if isinstance(dataset, Stream):
+        return DataIdentity(stream=_of_stream(dataset))
     length = len(dataset)
     if is_sharded(dataset) and hasattr(dataset, "fingerprint"):
         return DataIdentity(length, (), _shards(dataset))
@@ -33,6 +39,22 @@ def identity_of(dataset: MapDataset) -> DataIdentity:
     positions = sorted({i * (length - 1) // last for i in range(SAMPLED)})
     first, again = (_digests(dataset, positions) for _ in range(2))
     return DataIdentity(length, first if first is not None and first == again else (), _shards(dataset))
+
+
+def _of_stream(stream: Stream) -> str:
+    first, again = (_digest_of([stream.parts, *stream.first(SAMPLED)]) for _ in range(2))
+    if first != again:
+        raise DataError(
+            "the stream gives other items when it is opened a second time, and whoever takes over a replica has to "
+            "open it again: let its order follow from a seed, and let __iter__ begin anew"
+        )
+    return first
+
+
+def _digest_of(value: Any) -> str:
+    """The digest; "" for a type without one."""
+    digest = hashlib.blake2b(digest_size=8)
+    return digest.hexdigest() if _add(digest, value) else ""
 
 
 def _shards(dataset: object) -> str:

@@ -1,14 +1,16 @@
-"""Micro-batches of a map-style data set: the samples of (step, replica, micro), collated, on a device."""
+"""Micro-batches of a data set: the samples of (step, replica, micro), collated, on a device."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from rallypoint.config import JobConfig, batch_at
 from rallypoint.core.order import SampleOrder, derive_seed
@@ -17,9 +19,42 @@ from rallypoint.data.positions import OrderAhead
 from rallypoint.data.reading import Reading
 from rallypoint.data.sources.lanes import Lanes
 from rallypoint.data.spec import Collate, Loader
+from rallypoint.data.streams.stream import Stream, StreamItems
 from rallypoint.errors import DataError
 
 log = logging.getLogger("rallypoint")
+
+
+class Order(Protocol):
+    """Which samples a replica reads at a step."""
+
+    def samples(self, step: int, replica: int) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LastBatch:
+    """A batch after which a stream has no full one for its replica: the job is to end with this step."""
+
+    batch: Any
+
+    def pin_memory(self) -> LastBatch:
+        """For torch's `pin_memory`, which does not know what is inside."""
+        return LastBatch(pin_memory(self.batch))  # type: ignore[no-untyped-call]
+
+
+def order_of(dataset: MapDataset, config: JobConfig) -> Order:
+    """Return the order of a map-style data set's samples. Raises DataError as `MicroBatches`."""
+    check_dataset(dataset)
+    if config.order == "stream":
+        raise DataError('order="stream" is set by rp.Stream: leave it out')
+    if isinstance(dataset, Lanes):
+        dataset.check(config)
+    order = SampleOrder(
+        seed=config.seed, samples=len(dataset), replicas=config.replicas, batch=config.batch,
+        shuffled=config.order == "shuffled", mixed=config.mixed_shards,
+        shards=shard_lengths(dataset) if config.order == "windowed" else (),
+    )  # fmt: skip
+    return OrderAhead(order, config.batch)
 
 
 class MicroBatches:
@@ -33,18 +68,23 @@ class MicroBatches:
     Attributes:
         config: the job's configuration.
         loader: as it was given.
+        dataset: as it was given.
     """
 
     def __init__(
-        self, dataset: MapDataset, config: JobConfig, device: torch.device, collate: Collate | None = None,
+        self, dataset: MapDataset | Stream, config: JobConfig, device: torch.device, collate: Collate | None = None,
         part: tuple[int, int] = (0, 1), loader: Loader | None = None,
     ) -> None:  # fmt: skip
-        check_dataset(dataset)
-        if isinstance(dataset, Lanes):
-            dataset.check(config)
+        self._order: Order
+        self._stream: StreamItems | None = None
+        if isinstance(dataset, Stream):
+            self._order = dataset.order(config)
+            dataset = self._stream = StreamItems(dataset, self._order, config)
+        else:
+            self._order = order_of(dataset, config)
         self.config, self.loader = config, loader or Loader()
         self._device, self._collate = device, collate
-        self._reading = Reading(dataset, self.loader)
+        self.dataset, self._reading = dataset, Reading(dataset, self.loader)
         self._micro, self._part = config.batch // config.accumulate, part
         self._parted = part[:1] if part[1] > 1 else ()  # ranks that have the same part draw the same random numbers
         if self._micro % part[1]:
@@ -52,12 +92,6 @@ class MicroBatches:
                 f"a micro-batch of {self._micro} samples cannot be split over {part[1]} ranks: make batch / accumulate "
                 "a multiple of that"
             )
-        order = SampleOrder(
-            seed=config.seed, samples=len(dataset), replicas=config.replicas, batch=config.batch,
-            shuffled=config.order == "shuffled", mixed=config.mixed_shards,
-            shards=shard_lengths(dataset) if config.order == "windowed" else (),
-        )  # fmt: skip
-        self._order = OrderAhead(order, config.batch)
 
     def load(self, step: int, replica: int, micro: int) -> Any:
         """Return the collated samples of one micro-batch.
@@ -75,11 +109,18 @@ class MicroBatches:
         """Return the collated samples, not yet on the device, and what to tell of skipped ones. Raises as `load`."""
         with one_thread():
             samples, skipped = self._reading.read(self.indices(step, replica, micro), self._seed(step, replica, micro))
-            return self._collated(samples), skipped
+            batch = self._collated(samples)
+            return (LastBatch(batch) if self._is_last(step, replica, micro) else batch), skipped
+
+    def _is_last(self, step: int, replica: int, micro: int) -> bool:
+        """True if a stream has no full batch for this replica at the next step."""
+        if self._stream is None or micro + 1 < self.config.accumulate or step + 1 >= self.config.steps:
+            return False
+        return not self._stream.continues(step + 1, replica)
 
     def on_device(self, batch: Any) -> Any:
         """Return what `loaded` returns, on the device."""
-        return to_device(batch, self._device)
+        return to_device(batch.batch if isinstance(batch, LastBatch) else batch, self._device)
 
     def indices(self, step: int, replica: int, micro: int) -> Sequence[int]:
         """Return the positions of a micro-batch's samples in the data set."""

@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from rallypoint.data.ahead import ReadAhead
 from rallypoint.data.child import Begin, Loaded, Requests, same
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.places import Forecast, Place, places_after, places_from
@@ -69,7 +70,10 @@ class LoaderProcesses:
         self._failure: DataError | None = None
         self._waits = self._over = False  # the main thread waits; it is over
         self._none = True  # there are no processes, or one has died
+        self._waited = 0  # so often the main thread had to wait
         self._thread: threading.Thread | None = None
+        self._start = self._spec.start or ("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
+        self._ahead = ReadAhead(batches, self._start)  # for the loader's thread
 
     def expect(self, round: int, replica: int, replicas: tuple[int, ...]) -> None:
         """This worker computes `replica` now, and has these `replicas` (ascending)."""
@@ -107,6 +111,7 @@ class LoaderProcesses:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(END_S)
+        self._ahead.close()
 
     # ---- on the main thread ----
 
@@ -125,6 +130,7 @@ class LoaderProcesses:
                     self._ready.pop(passed, None)
             if place not in self._ready:
                 self._room = min(self._room + self._spec.workers, self._most)
+                self._waited += 1
                 self._await(place)
             if self._failure is not None:
                 raise self._failure
@@ -211,14 +217,15 @@ class LoaderProcesses:
 
     def _new_loader(self) -> DataLoader[Loaded]:
         spec = self._spec
-        start = spec.start or ("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
         return DataLoader(
             Requests(self._batches), batch_size=None, sampler=_Places(self._next), num_workers=spec.workers,
             collate_fn=same,  # type: ignore[arg-type]
-            worker_init_fn=Begin(spec.init), multiprocessing_context=start, persistent_workers=True, timeout=LOOK_S,
+            worker_init_fn=Begin(spec.init), multiprocessing_context=self._start, persistent_workers=True,
+            timeout=LOOK_S,
         )  # fmt: skip
 
     def _begin(self, loader: DataLoader[Loaded]) -> Iterator[Loaded]:
+        self._ahead.begin()
         before = multiprocessing.active_children()
         arriving = iter(loader)
         _leave_writing(arriving)
@@ -245,6 +252,8 @@ class LoaderProcesses:
             place = None if self._over else self._places.pop()
             if place is not None and place not in self._requested:  # it is there if the main thread waits
                 self._requested.append(place)
+            if place is not None:
+                self._ahead.at((place, self._replicas, self._waited))
             return place
 
     def _arrived(self, loaded: Loaded) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rallypoint.data.dataset import MapDataset, fetch
+from rallypoint.data.dataset import MapDataset, NotASample, fetch
 from rallypoint.data.randomness import seed_everything
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError
@@ -30,9 +30,11 @@ class Reading:
         while True:
             try:
                 return self._try(left, seed), skipped
+            except NotASample as error:
+                raise DataError(str(error)) from error
             except Exception as error:
                 bad, cause = self._culprit(left, seed, error)
-            where = "a sample" if bad is None else f"sample {bad} of the data set"
+            where = "a sample" if bad is None else self._name_of(bad)
             what = f"{where} raised {type(cause).__name__}: {cause}"
             if self._loader.on_error == "stop" or bad is None or len(left) == 1:
                 tries = f" ({self._loader.retries + 1} times)" if self._loader.retries else ""
@@ -47,6 +49,8 @@ class Reading:
         for _ in range(self._loader.retries):
             try:
                 return self._once(indices, seed)
+            except NotASample:
+                raise
             except Exception:
                 continue
         return self._once(indices, seed)
@@ -61,6 +65,12 @@ class Reading:
         for index in indices:
             try:
                 fetch(self._dataset, [index])
+            except NotASample as own:
+                raise DataError(str(own)) from own
             except Exception as own:
                 return index, own
         return None, error
+
+    def _name_of(self, index: int) -> str:
+        name_of = getattr(self._dataset, "name_of", None)
+        return f"sample {index} of the data set" if name_of is None else str(name_of(index))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch.utils.data import (
@@ -20,9 +21,10 @@ from torch.utils.data import (
 
 from rallypoint.data.dataset import MapDataset
 from rallypoint.data.sources.lanes import Lanes
+from rallypoint.data.streams.stream import Stream
 from rallypoint.errors import DataError, UsageError
 
-Data = MapDataset | DataLoader[Any]
+Data = MapDataset | DataLoader[Any] | Stream | Iterable[Any] | Callable[..., Iterable[Any]]
 Collate = Callable[[list[Any]], Any]
 
 
@@ -72,7 +74,8 @@ class Given:
         dataset: the data set.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``.
         loader: how it is loaded.
-        settings: the job's settings that follow from a DataLoader (`batch` and `order`), or from rp.Lanes (`order`).
+        settings: the job's settings that follow from a DataLoader (`batch` and `order`), from rp.Lanes (`order`), or
+            from a stream (`order` and `passes`).
     """
 
     dataset: Any
@@ -86,13 +89,14 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
 
     Its data set, collate_fn, batch size, order (shuffled or not), num_workers, pin_memory, worker_init_fn and
     multiprocessing context are taken over; `collate` and `loader` come before its own. Its generator and drop_last mean
-    nothing here: the order follows from the job's seed, and epochs run into one another. Raises DataError for one whose
-    order or batches the job cannot compute.
+    nothing here: the order follows from the job's seed, and epochs run into one another. An iterable, or a function
+    that makes one, is an rp.Stream of one part. Raises DataError for one whose order or batches the job cannot compute.
     """
     if not isinstance(data, DataLoader):
+        data = Stream(data) if _only_iterable(data) else data
+        if isinstance(data, Stream):
+            return Given(data, collate, loader or Loader(), data.settings)
         return Given(data, collate, loader or Loader(), {"order": "sequential"} if isinstance(data, Lanes) else {})
-    if isinstance(data.dataset, IterableDataset):
-        return Given(data.dataset, collate, loader or Loader(), {})  # refused with its own sentence
     if data.batch_size is None or not (type(data.batch_sampler) is BatchSampler or _torchdatas(data.batch_sampler)):
         raise DataError(
             "a DataLoader with a batch sampler of its own, or without batches, was given: which samples a step takes "
@@ -103,10 +107,22 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
             f"a {type(data).__qualname__} was given, a DataLoader that does something of its own with its batches, "
             "which the job would not do: give a plain DataLoader, and do it in collate_fn= or in the loop"
         )
-    dataset, order = _ordered(data)
     own = data.collate_fn if data.collate_fn is not default_collate else None
+    if isinstance(data.dataset, IterableDataset):
+        stream, like = Stream(data.dataset), _like(data)
+        like = replace(like, workers=min(like.workers, 1))  # each would read all of the one part
+        return Given(stream, collate or own, loader or like, {"batch": data.batch_size, **stream.settings})
+    dataset, order = _ordered(data)
     settings = {"batch": data.batch_size, "order": order}
     return Given(dataset, collate or own, loader or _like(data), settings)
+
+
+def _only_iterable(data: Any) -> bool:
+    """True for what has items and no positions, or makes that: a function that is a generator."""
+    if isinstance(data, (IterableDataset, Iterator)) or inspect.isgeneratorfunction(data):
+        return True
+    kind = type(data)
+    return hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__") and not isinstance(data, (Mapping, Stream))
 
 
 def _torchdatas(thing: Any) -> bool:

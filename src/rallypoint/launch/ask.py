@@ -27,23 +27,24 @@ Answers = queue.SimpleQueue[Message | RallypointError]
 def take_snapshot(run: Path) -> str:
     """Ask the run in this folder for a snapshot.
 
-    Returns a sentence when it is durable. DataError when nothing runs there.
+    Returns a sentence when it is durable. Raises DataError when nothing runs there, LinkError after 10 minutes.
     """
     with _asking(run, "snapshot") as (link, answers):
         link.send(SnapshotWanted())
-        while True:
-            match _next(answers, "no snapshot"):
+        for answer in _within(answers, _PATIENCE_S, "no snapshot"):
+            match answer:
                 case Snapshotted(snapshot=snapshot, version=version, nbytes=nbytes, seconds=seconds):
                     return f"{snapshot}: version {version}, {nbytes / 1e6:.1f} MB in {seconds:.2f} s"
                 case _:
                     pass
+    raise AssertionError("_within ends with an error")
 
 
 def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) -> str:
     """Let the run in this folder continue with so many workers and servers (0: as many as now).
 
     Waits until that is done, and returns a sentence. Meanwhile `say` gets what is still missing. Raises DataError when
-    no job runs there, ConfigError for an impossible number.
+    no job runs there, ConfigError for an impossible number, LinkError after 10 minutes: the request stands.
     """
     plan = read_plan(run)
     if 0 < workers < plan.workers[0]:
@@ -55,8 +56,7 @@ def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) ->
     began, said = time.monotonic(), ""
     with _asking(run, "resize") as (link, answers):
         link.send(Resize(workers, servers))
-        while True:
-            answer = _next(answers, "not resized")
+        for answer in _within(answers, _PATIENCE_S, "not resized"):
             if not isinstance(answer, Members):
                 continue
             missing = _missing(answer, workers, servers)
@@ -67,6 +67,7 @@ def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) ->
             if missing != said:
                 say(f"waiting for {missing}")
                 said = missing
+    raise AssertionError("_within ends with an error")
 
 
 def order(run: Path, wanted: AnyOrder) -> str:
@@ -103,12 +104,12 @@ def _ordered(link: CoordinatorLink, answers: Answers, wanted: AnyOrder) -> str:
     raise AssertionError("_within ends with an error")
 
 
-def _within(answers: Answers, seconds: float) -> Iterator[Message]:
+def _within(answers: Answers, seconds: float, otherwise: str = "no answer") -> Iterator[Message]:
     """Yield the coordinator's messages of so many seconds, then raise LinkError. The job's own messages keep coming
     though the answer does not, when the coordinator was killed before it could send it."""
     deadline = time.monotonic() + seconds
     while True:
-        yield _next(answers, "no answer", seconds, max(0.0, deadline - time.monotonic()))
+        yield _next(answers, otherwise, seconds, max(0.0, deadline - time.monotonic()))
 
 
 def _missing(now: Members, workers: int, servers: int) -> str:
@@ -150,15 +151,15 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
         link.close()
 
 
-def _next(answers: Answers, otherwise: str, patience: float = _PATIENCE_S, left: float | None = None) -> Message:
+def _next(answers: Answers, otherwise: str, patience: float, left: float) -> Message:
     """Return the coordinator's next message. Raises JobAborted when the job is over, LinkError when nothing comes.
 
-    It waits for `patience` seconds, or what is `left` of them.
+    It waits for what is `left` of `patience` seconds.
     """
     try:
         if left == 0.0:
             raise queue.Empty
-        answer = answers.get(timeout=patience if left is None else left)
+        answer = answers.get(timeout=left)
     except queue.Empty:
         raise LinkError(f"{otherwise} within {patience:.0f} s; the run's own console says why") from None
     if isinstance(answer, RallypointError):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import IO, TextIO, cast
 
 import msgspec
 from rich.console import Console
@@ -16,11 +20,9 @@ from rich.text import Text
 from rallypoint.core.shard.clip import phrase
 from rallypoint.launch.output import Line
 from rallypoint.launch.plan import Launch
-from rallypoint.launch.showing.phrases import account as account
-from rallypoint.launch.showing.phrases import changes as changes
-from rallypoint.launch.showing.phrases import count_of, figures_of, millions, size_of
-from rallypoint.launch.showing.screen import Screen as Screen
-from rallypoint.launch.showing.sums import SumsShown
+from rallypoint.launch.showing.contributions import account
+from rallypoint.launch.showing.members import changes
+from rallypoint.launch.showing.sums import SumsShown, is_of_sums
 from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
@@ -39,12 +41,14 @@ from rallypoint.net.messages import (
     Waiting,
 )
 from rallypoint.net.ordering.messages import Drain, Ordered, RateScaled
-from rallypoint.net.summing.messages import Summed
+from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.lines import Once
+from rallypoint.observe.unhurried import Unhurried
 from rallypoint.store.manifest import age
 
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
+_HURRIED_S = 2.0  # seconds for the last lines of a run that was interrupted
 _WIDE = 80  # columns: a narrower terminal shows only the step and the loss
 _REFUSED = "refused: "  # how the coordinator's message about a refused worker begins
 
@@ -54,6 +58,40 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["rate"], style="green")
+
+
+class Screen(Console):
+    """A rich console that becomes silent when its reader is gone (``rallypoint run ... | head``)."""
+
+    closed = False
+    hurried = False  # at the end of `unhurried`: do not wait long for the reader
+
+    @contextlib.contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """In the body, printing does not wait for the reader; what was not read by then is waited for at the end."""
+        if not _has_descriptor(self.file):
+            yield
+            return
+        before, output = self._file, Unhurried(cast(TextIO, self.file))
+        self._file = cast(IO[str], output)
+        try:
+            yield
+        finally:
+            output.end(_HURRIED_S if self.hurried else None)
+            self._file = before
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing any more. The default would end the thread that has just printed."""
+        self.quiet = self.closed = True
+        with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes when it exits
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _has_descriptor(file: IO[str]) -> bool:
+    try:
+        return file.fileno() >= 0
+    except (OSError, ValueError):  # (io.UnsupportedOperation is both)
+        return False
 
 
 class RunConsole:
@@ -67,10 +105,10 @@ class RunConsole:
         self._stopped = (-1, "")  # the step with which the script has stopped the job, and why
         self._over_at = 0.0  # when the job ended: what comes after that is no training
         self._plan: Planned | None = None
-        self.sums: SumsShown | None = None  # of a script's own loop, in place of steps
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._recent: deque[tuple[float, int]] = deque()
+        self._sums = SumsShown()
         self._metrics: dict[str, float] = {}
         self._skipped = Counter[bool]()  # contributions (True), or whole steps
         self._start = time.monotonic()
@@ -107,14 +145,13 @@ class RunConsole:
                 self._plan_shown(message)
             case StepDone():
                 self._step(message)
-            case Summed():
-                if self.sums is not None:
-                    self.sums.take(message)
+            case ScriptAt():
+                self._sums_made(message)
             case Metrics(step=step, values=values, generation=generation):
                 if not self._evaluated.is_new((step, generation, str(values))):
                     return  # workers have repeated it to the next coordinator
                 self._metrics = values
-                self.console.print(f"[cyan]step {step:>6}[/cyan]  {figures_of(values)}")
+                self.console.print(f"[cyan]step {step:>6}[/cyan]  {_figures(values)}")
             case Say(text=text) if text.startswith(_REFUSED):
                 if text not in self._said:
                     self._said.add(text)
@@ -141,7 +178,7 @@ class RunConsole:
                 if message.version == 0:
                     self._start = time.monotonic()  # workers compute from now on
                 else:
-                    size, seconds = size_of(message.nbytes), message.seconds
+                    size, seconds = _size(message.nbytes), message.seconds
                     self.console.print(f"[dim]snapshot of step {self.steps_stored}: {size} in {seconds:.1f} s[/dim]")
             case Accounted():
                 self._accounted = message
@@ -158,7 +195,8 @@ class RunConsole:
         silence = now - self.heard
         if now - max(self.heard, self._silence_said) > after:
             self._silence_said = now
-            without = "" if self._plan is None else " Steps go on without it, but nobody can join or be replaced"
+            what = "Sums" if self.of_sums else "Steps"
+            without = "" if self._plan is None else f" {what} go on without it, but nobody can join or be replaced"
             self.say(
                 f"nothing has been heard from the coordinator for {silence:.0f} s: is it stopped, or its machine "
                 f"overloaded?{without}"
@@ -188,11 +226,12 @@ class RunConsole:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        if self.sums is not None:
-            self.sums.close(done=self.finished)
-        elif self.finished and self._plan is not None and not self._said_done:
+        if self.finished and self._plan is not None and not self._said_done:
             self._said_done = True
             seconds = (self._over_at or time.monotonic()) - self._start
+            if self.of_sums:
+                self.console.print(f"[bold]done[/bold]: {self._sums.done(seconds)}")
+                return
             # Each item once, even if it was computed again
             (stopped_at, why), last = self._stopped, self._plan.steps
             steps = f"{last} steps"
@@ -216,13 +255,13 @@ class RunConsole:
             return
         self._plan = plan
         self._start = time.monotonic()
-        if plan.sums:
-            self.sums = SumsShown(self.console, plan)
+        if self.of_sums:
+            self._sums_begin(plan)
             return
         self.console.print(
-            f"[bold]{millions(plan.words)}[/bold] parameters in {count_of(plan.shards, 'shard')} on "
-            f"{count_of(len(plan.servers), 'server')}; {count_of(plan.replicas, 'replica')} on "
-            f"{count_of(min(len(plan.workers), plan.replicas), 'worker')}; {count_of(plan.steps, 'step')}"
+            f"[bold]{_millions(plan.words)}[/bold] parameters in {_count(plan.shards, 'shard')} on "
+            f"{_count(len(plan.servers), 'server')}; {_count(plan.replicas, 'replica')} on "
+            f"{_count(min(len(plan.workers), plan.replicas), 'worker')}; {_count(plan.steps, 'step')}"
         )
         if self.console.is_terminal:
             where, loss = TextColumn("step {task.completed}/{task.total}"), TextColumn("loss {task.fields[loss]}")
@@ -236,6 +275,28 @@ class RunConsole:
                 "train", total=plan.steps, completed=plan.done, loss="-", metrics="", rate=""
             )
             self._progress.start()
+
+    @property
+    def of_sums(self) -> bool:
+        """True if the job makes sums for scripts: it has no steps."""
+        return is_of_sums(self._plan)
+
+    def _sums_begin(self, plan: Planned) -> None:
+        self.console.print(
+            f"sums of {_count(len(plan.workers), 'worker')} on {_count(len(plan.servers), 'server')}; the scripts "
+            "decide when they end"
+        )
+        if self.console.is_terminal:
+            self._progress = Progress(TextColumn("{task.description}"), console=self.console, transient=True)
+            self._task = self._progress.add_task("0 sums", total=None)
+            self._progress.start()
+
+    def _sums_made(self, script: ScriptAt) -> None:
+        self._sums.take(script)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=self._sums.line)
+        elif line := self._sums.plain():
+            self.console.print(line)
 
     def _members_shown(self, members: Members) -> None:
         before, self.members = self.members, members
@@ -271,7 +332,7 @@ class RunConsole:
         if self._progress is not None and self._task is not None:
             self._progress.update(
                 self._task, completed=done.step + 1, loss=f"{done.loss:.4f}", rate=self._rate(),
-                metrics=figures_of({**done.figures, **self._metrics}),
+                metrics=_figures({**done.figures, **self._metrics}),
             )  # fmt: skip
         elif now - self._last_plain >= _PLAIN_EVERY_S or done.step + 1 == self._plan.steps:
             self._last_plain = now
@@ -279,7 +340,7 @@ class RunConsole:
             left = (now - self._start) / here * (self._plan.steps - done.step - 1)
             # The first step's time is no estimate
             estimate = f"  {self._rate()}  {left:.0f} s left" if here > 1 else ""
-            logged = f"  {figures_of(done.figures)}" if done.figures else ""
+            logged = f"  {_figures(done.figures)}" if done.figures else ""
             self.console.print(f"step {done.step + 1}/{self._plan.steps}  loss {done.loss:.4f}{logged}{estimate}")
 
     def _named(self, round: int) -> str:
@@ -301,3 +362,20 @@ class RunConsole:
         seconds = self._recent[-1][0] - self._recent[0][0]
         items = sum(count for _, count in list(self._recent)[1:])
         return f"{items / max(seconds, 1e-9):,.0f} {self._plan.item}/s"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _millions(number: int) -> str:
+    """Return ``0.84 M``; of a small number all digits."""
+    return f"{number:,}" if number < 100_000 else f"{number / 1e6:,.2f} M"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
+
+
+def _figures(values: dict[str, float]) -> str:
+    return escape("  ".join(f"{name} {f'{value:#.4g}'.rstrip('.')}" for name, value in values.items()))

@@ -8,6 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from rallypoint.errors import StartAgain
+from rallypoint.launch.engines.cluster import Exit
+
 _TRACEBACK = "Traceback (most recent call last):"
 _SYNTAX = '  File "'  # the first line of a SyntaxError's report, which has no traceback header
 _SENTENCE = "error: "  # how our own errors begin
@@ -46,9 +49,13 @@ class Output:
     _last: dict[str, str] = field(default_factory=dict)  # process -> the sentence of ours that it ended with
     # (when it ended, the process, its lines)
     _sentences: list[tuple[float, str, list[str]]] = field(default_factory=list)
+    _asked: set[str] = field(default_factory=set)  # the processes that want another one in their place
 
     def line(self, process: str, text: str, now: float) -> list[Line]:
         """`process` has printed a line. Returns the lines to show now."""
+        if text == StartAgain.LINE:
+            self._asked.add(process)
+            return []
         held = self._held.get(process)
         if held is None and (text == _TRACEBACK or text.startswith((_SENTENCE, _SYNTAX))):
             held = self._held[process] = _Held(now)
@@ -77,6 +84,10 @@ class Output:
             self._sentences.append((now, process, held.lines))
             return []
         return [Line(process, text) for text in held.lines]
+
+    def exit_of(self, process: str, how: Exit) -> Exit:
+        """How `process` has ended, with what it has said about that."""
+        return how.having_asked(process in self._asked)
 
     def due(self, now: float) -> list[Line]:
         """Return the held lines of processes that continued after an error, and the errors that did not end the run."""

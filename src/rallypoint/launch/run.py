@@ -152,7 +152,7 @@ class ClusterRun:
         while not self.console.sizes.empty():
             self._resized(self.console.sizes.get())
         for name, how in self._ended():
-            self._do(self.supervisor.ended(name, how, time.monotonic()))
+            self._do(self.supervisor.ended(name, self._output.exit_of(name, how), time.monotonic()))
         self._do(self.supervisor.due(time.monotonic()))
 
     def _ended(self) -> list[tuple[str, Exit]]:

@@ -25,6 +25,8 @@ from rallypoint.net.places.whereabouts import Whereabouts
 from rallypoint.net.sampling.pacing import Pacing
 from rallypoint.net.sampling.sampler import sampler_for, traffic_of
 from rallypoint.net.transport import Transport
+from rallypoint.net.views.messages import ViewChange
+from rallypoint.net.views.receiver import ViewReceiver
 
 log = logging.getLogger("rallypoint")
 
@@ -289,6 +291,7 @@ class CoordinatorLink:
                 return
 
     def _receive_some(self) -> None:
+        views = ViewReceiver()
         while True:
             header = self._channel.receive_header()
             if header.kind not in (Kind.CONTROL, Kind.REFUSE):
@@ -296,7 +299,8 @@ class CoordinatorLink:
             message = self._channel.receive_message(header)
             if self._closed.is_set():
                 continue  # it is read for the stream's end, and nobody acts on it
-            if isinstance(message, NewView):
+            if isinstance(message, ViewChange | NewView):
+                message = views.take(message)
                 self.credentials.given(message.view, message.tickets)
                 if self._knows.view is None or message.view.number > self._knows.view.number:
                     self._knows = Knows(message.view, message.proof)

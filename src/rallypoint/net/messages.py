@@ -24,10 +24,11 @@ from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
 from rallypoint.net.ordering.messages import OfOrders
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
-from rallypoint.net.sampling.messages import Paced
+from rallypoint.net.sampling.messages import OfMembers, Paced
 from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.net.sharing.messages import Caches, OfSharing
-from rallypoint.net.summing.messages import OfSums
+from rallypoint.net.views.messages import NewView as NewView
+from rallypoint.net.views.messages import OfViews, ViewChange
 from rallypoint.observe.lines import printable
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
@@ -245,16 +246,6 @@ class Prepare(AnyMessage, frozen=True):
     record: JobRecord
 
 
-class NewView(AnyMessage, frozen=True):
-    """The new view. `tickets` are the receiver's own, by server: it proves itself with them to the view's servers. They
-    are encrypted on their way. With `proof` the receiver shows the next coordinator that an earlier one has published
-    this view."""
-
-    view: View
-    tickets: dict[Name, Hidden] = msgspec.field(default_factory=dict)
-    proof: Secret = b""
-
-
 class Assist(AnyMessage, frozen=True):
     """To an idle worker: compute a slow worker's replica as a backup task."""
 
@@ -263,8 +254,10 @@ class Assist(AnyMessage, frozen=True):
 
 
 class Capture(AnyMessage, frozen=True):
-    """A snapshot begins. To servers: keep and store your shards at `version`. To stateful workers: worker number i of
-    the n `writers` stores the shards i, i + n, i + 2n and so on.
+    """A snapshot begins.
+
+    To servers: keep and store your shards at `version`. To stateful workers: worker number i of the n `writers` stores
+    the shards i, i + n, i + 2n and so on.
     """
 
     snapshot: str
@@ -273,7 +266,8 @@ class Capture(AnyMessage, frozen=True):
 
 
 class Finished(AnyMessage, frozen=True):
-    """The job is done: all may exit; the worker `lead` saves the model. See `core.cluster.effects.Finish`."""
+    """The job is done: all members may exit. The worker `lead` saves the model. For the rest see
+    `core.cluster.effects.Finish`."""
 
     lead: str = ""
     stopped_at: int = -1
@@ -291,9 +285,8 @@ class Aborted(Shown, frozen=True):
 
 class Planned(AnyMessage, frozen=True):
     """The running job, for a progress line. A round is `steps_per_round` of the `steps`.
-
-    Each step uses `items` of `item` (such as samples). `done` steps were already done when this was sent.
-    `sums`: sums for a script's own loop, and no steps.
+    Each step uses `items` of `item` (such as samples). `done` steps were already done when this was sent. `steps` is 0
+    in a job of sums: scripts decide when they end.
     """
 
     steps: int
@@ -306,7 +299,6 @@ class Planned(AnyMessage, frozen=True):
     steps_per_round: int = 1
     items: int = 0
     done: int = 0
-    sums: bool = False
 
 
 class StepDone(AnyMessage, frozen=True):
@@ -357,9 +349,9 @@ class Snapshotted(AnyMessage, frozen=True):
 Message = (
     Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
-    Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
+    Prepare | OfViews | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
     Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
-    AuditFound | OfAudits | Sampled | OfOrders | OfSharing | OfSums
+    AuditFound | OfAudits | OfMembers | OfOrders | OfSharing
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -372,7 +364,7 @@ def with_secrets(message: Message, change: Callable[[bytes], bytes]) -> Message:
     match message:
         case Admitted(secret=secret):
             return msgspec.structs.replace(message, secret=change(secret))
-        case NewView(tickets=tickets) | Caches(tickets=tickets):
+        case NewView(tickets=tickets) | ViewChange(tickets=tickets) | Caches(tickets=tickets):
             return msgspec.structs.replace(message, tickets={id: change(one) for id, one in tickets.items()})
         case _:
             return message

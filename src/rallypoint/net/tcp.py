@@ -20,15 +20,13 @@ import threading
 import time
 
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
-from rallypoint.net.sampling.kernel import pace_of, round_trip_of
+from rallypoint.net.sampling.kernel import pace_of, round_trip_of, set_pace
 from rallypoint.net.transport import PLAIN, Secured
 from rallypoint.observe.lines import Sparingly
 from rallypoint.observe.traffic import Traffic
 
 DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
 _UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
-_PACE, _NO_PACE = struct.Struct("@L"), (1 << 8 * struct.calcsize("@L")) - 1  # bytes a second, an unsigned long
-_SO_MAX_PACING_RATE = 47  # asm-generic/socket.h: bytes a second; all ones: no limit
 _BACKLOG = 256
 _FULL = {errno.EMFILE, errno.ENFILE}
 _PAUSE_S = 0.05
@@ -187,7 +185,7 @@ class TcpConnection:
             return
         unsent = min(max(rate // 100, 64 << 10), _UNSENT_BYTES) if rate else _UNSENT_BYTES  # 10 ms of a slow one
         with contextlib.suppress(OSError):  # closed
-            self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE.pack(rate or _NO_PACE))
+            set_pace(self._socket, rate)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
 
     def finish(self) -> None:

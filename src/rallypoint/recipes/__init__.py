@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 RECIPES = {
     "gpt": "rallypoint.recipes.gpt",
+    "finetune": "rallypoint.recipes.finetune",
     "gan": "rallypoint.recipes.gan",
     "resnet": "rallypoint.recipes.resnet",
 }
@@ -29,6 +30,7 @@ RECIPES = {
 
 DESCRIPTIONS = {
     "gpt": "A byte-level GPT on any folder of text (default: Python's own standard library).",
+    "finetune": "A causal language model of Hugging Face, in a local folder, on any folder of text.",
     "gan": "A small DCGAN on the same digits: two models that are updated alternately.",
     "resnet": "A small ResNet with BatchNorm on scikit-learn's handwritten digits.",
 }

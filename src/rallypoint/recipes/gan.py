@@ -19,6 +19,7 @@ import rallypoint as rp
 from rallypoint.recipes import choose_device, exit_status, save_patiently
 from rallypoint.recipes.digits import CHANNELS, load_digits
 from rallypoint.recipes.gan_model import Discriminator, GANConfig, Generator
+from rallypoint.recipes.picture import save_picture
 
 PROGRAM = "python -m rallypoint.recipes.gan"
 SHADES = " .:-=+*#%@"
@@ -74,7 +75,8 @@ def train(settings: Settings, *, device: torch.device, out: Path | None) -> None
                 else:
                     micro.backward(judged(discriminator(generator(noise)), real=True))
         if run.lead:
-            _finish(generator, validation_images.tensors[0], out or run.folder)
+            made = _finish(generator, validation_images.tensors[0], out or run.folder)
+            print(save_picture(run.folder, run.folder, curves=("discriminator", "generator"), images=made))
 
 
 def judged(logits: Tensor, *, real: bool) -> Tensor:
@@ -95,16 +97,18 @@ def picture(images: Tensor) -> str:
 
 
 @torch.no_grad()
-def _finish(generator: Generator, real: Tensor, folder: Path) -> None:
+def _finish(generator: Generator, real: Tensor, folder: Path) -> Tensor:
+    """Save the generator, show some of its images, and return them."""
     generator.eval()
     save_patiently(generator.save, folder)
     torch.manual_seed(0)
     noise = torch.randn(1000, generator.config.noise, device=next(generator.parameters()).device)
-    made = generator(noise).cpu()
+    made: Tensor = generator(noise).cpu()
     print(f"real images:\n{picture(real[:SHOWN])}\nmade by the generator:\n{picture(made[:SHOWN])}")
     print(f"pixel gap: {pixel_gap(made, real):.4f} (of means and standard deviations; 0: none)")
     used = f"{Generator.__module__}.Generator.load(pathlib.Path({str(folder)!r}))"
     print(f"generator saved in {folder}; to use it:\n  {used}")
+    return made
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -145,7 +149,7 @@ def _command(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as `argv` (default: the command line) says. Returns the exit status."""
+    """Train as `argv` (default: the command line) says. Recurves the exit status."""
     return exit_status(app, argv, program=PROGRAM)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import rallypoint as rp
 from rallypoint.recipes import PRECISION_HELP, Precision, as_typed, choose_device, exit_status, save_patiently
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
+from rallypoint.recipes.picture import save_picture
 from rallypoint.recipes.text import load_text
 
 PROGRAM = "python -m rallypoint.recipes.gpt"
@@ -117,6 +118,7 @@ def train(
             whole = model if job.ranks == 1 else _gathered(model)
             if run.lead:
                 _finish(whole, validation, out or run.folder)
+                print(save_picture(run.folder, run.folder))
 
 
 def _spread(model: GPT, ranks: int) -> rp.Parallel | None:

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import rallypoint as rp
 from rallypoint.recipes import PRECISION_HELP, Precision, choose_device, exit_status, save_patiently
 from rallypoint.recipes.digits import CHANNELS, CLASSES, load_digits
+from rallypoint.recipes.picture import save_picture
 from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
 
 PROGRAM = "python -m rallypoint.recipes.resnet"
@@ -86,6 +87,7 @@ def train(settings: Settings, *, device: torch.device, out: Path | None) -> None
                 micro.backward(model.loss(images, labels))
         if run.lead:
             _finish(model, validation_images, out or run.folder)
+            print(save_picture(run.folder, run.folder))
 
 
 @torch.no_grad()

@@ -111,7 +111,8 @@ class RunState:
                 if isinstance(message, Waiting):
                     self._cause, self._said = self._cause or "waiting", text
             case Finished(stopped_at=at, why=why):
-                self._end("finished", f"stopped at step {at}: {why}" if at >= 0 else "")
+                steps = self.plan is None or self.plan.steps > 0  # a job of sums has none
+                self._end("finished", "" if at < 0 else f"stopped at step {at}: {why}" if steps else why)
             case Aborted(reason=reason):
                 self._end("failed", reason)
             case _:

@@ -64,7 +64,7 @@ def shown(run: RunState, name: str, width: int) -> RenderableType:
 
 def _head(run: RunState, name: str) -> RenderableType:
     steps = 0 if run.plan is None else run.plan.steps
-    state = run.ended or ("running" if steps else "waiting for members")
+    state = run.ended or ("running" if run.plan is not None else "waiting for members")
     told = Text.assemble(
         (printable(name), "bold"), "  ", (state, "bold red" if state == "failed" else "bold"),
         f"  step {run.step:,} of {steps:,}",

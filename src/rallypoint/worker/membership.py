@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from rallypoint.core.job import JobRecord
@@ -26,9 +27,8 @@ from rallypoint.net.messages import (
     Say,
 )
 from rallypoint.net.ordering.messages import StopWanted
-from rallypoint.net.summing.messages import ScriptEnded
+from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.waits import wait_until
-from rallypoint.worker.ending.scripts import Scripts
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.sharing.sharing import Sharing
@@ -81,7 +81,8 @@ class Member:
     _stopping: Stopping
     _reports: EvaluationReports
     _sharing: Sharing
-    scripts: Scripts
+    _script: ScriptAt | None = None  # what this worker has said of the end of its script, in a job of sums
+    script_ended: Callable[[int, int, str], None] = staticmethod(lambda rank, sums, worker: None)
 
     # ---- waiting ----
 
@@ -96,12 +97,14 @@ class Member:
             if self._view is None:
                 raise JobAborted(TOO_LATE)
 
-    def tell(self, message: Message) -> None:
-        """Send the coordinator this. Any thread may call it."""
-        self._link.send(message)
-
     def _say(self, text: str) -> None:
         self._link.send(Say(text))
+
+    def say_script(self, script: ScriptAt) -> None:
+        """Tell the coordinator how far the script is, in a job of sums; its end also the next coordinator."""
+        with self._changed:
+            self._script = script if script.ended else self._script
+        self._link.send(script)
 
     def _report_wait(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
@@ -118,13 +121,14 @@ class Member:
         agreed left nothing in its journal, so the next one counts incarnations from 1 again.
         """
         with self._changed:
-            record = self._record
+            record, script = self._record, self._script
         if record is not None:
             self._link.send(Propose(record, self._kernels))
+        if script is not None:
+            self._link.send(script)
         self._sharing.repeat()
         self._reports.repeat(new=new)
         self._stopping.repeat(self._view)
-        self.scripts.repeat()
         if self._leaving:
             self._link.send(Leaving())
 
@@ -145,10 +149,10 @@ class Member:
                     self._changed.notify_all()
                 if self._plane is not None:
                     self._plane.finish()
-            case ScriptEnded():
-                self.scripts.heard(message)
             case StopWanted(reason=reason):
                 self._stopping.wish(reason or "the operator")
+            case ScriptAt(rank=rank, sums=sums, worker=worker):
+                self.script_ended(rank, sums, worker)
             case Aborted(reason=reason) | Refused(reason=reason):
                 self._fail(JobAborted(reason))
             case _ if not self._sharing.takes(message):

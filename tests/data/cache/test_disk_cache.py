@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rallypoint.data.cache import cache as cache_module
+from rallypoint.data.cache import entries as entries_module
 from rallypoint.data.cache.cache import Cache, Piece
 from rallypoint.data.cache.entries import Entries
 from rallypoint.errors import UsageError
@@ -162,6 +163,27 @@ def test_a_disk_that_fails_costs_no_sample(cache: Cache, monkeypatch: Any, caplo
     assert len(fetched) == 2
     assert cache.get(piece(1), never) == data_of(piece(1))
     assert caplog.text.count("No space left") == 1
+
+
+def test_a_disk_that_is_full_below_the_limit_keeps_what_was_used_last(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    cache, write = Cache(tmp_path), entries_module._write
+
+    def on_a_small_disk(partial: Path, data: bytes, path: Path, rest: bytes = b"") -> None:
+        if cache.total + len(data) + len(rest) > 10 * 128:
+            raise OSError(28, "No space left on device")
+        write(partial, data, path, rest)
+
+    monkeypatch.setattr(entries_module, "_write", on_a_small_disk)
+    for number in range(30):
+        assert cache.get(piece(number), lambda number=number: data_of(piece(number))) == data_of(piece(number))  # type: ignore[misc]
+        assert cache.get(piece(number), never) == data_of(piece(number))
+        for count, path in enumerate(sorted(entries(cache), key=lambda path: path.stat().st_mtime_ns)):
+            os.utime(path, ns=(count, count))
+    assert cache.total > 6 * 128
+    assert int((tmp_path / "size").read_text()) >= cache.total
+    assert "keeps nothing more" not in caplog.text
 
 
 def test_a_folder_that_cannot_be_used_is_refused_with_a_sentence(tmp_path: Path) -> None:

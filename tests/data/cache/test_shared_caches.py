@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rallypoint.data.cache import answering as answering_module
 from rallypoint.data.cache import asking as asking_module
 from rallypoint.data.cache.answering import Answering
 from rallypoint.data.cache.asking import Asking
@@ -17,7 +18,7 @@ from rallypoint.data.cache.cache import Cache, Piece
 from rallypoint.data.cache.entries import checksum
 from rallypoint.data.cache.roster import Known, Roster
 from rallypoint.data.sources.remote import File
-from rallypoint.errors import DataError
+from rallypoint.errors import DataError, LinkError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
@@ -156,6 +157,40 @@ def test_a_host_that_is_dead_costs_no_sample_and_is_left_alone(hosts: Any) -> No
     assert (one.asking.asked, one.asking.answered) == (1, 0)
 
 
+def test_a_connection_that_ended_while_nobody_used_it_is_opened_anew_and_the_host_need_not_rest(hosts: Any) -> None:
+    one, other = hosts(2)
+    theirs = [number for number in range(40) if one.roster.read().order(piece(number).name)[0].id == other.id]
+    for number in theirs[:3]:
+        assert one.get(number) == data_of(number * SIZE, number * SIZE + SIZE)
+        for connection, thread in list(other.answering.gate._open.items()):
+            connection.close()
+            thread.join()
+    assert (one.asking.asked, one.asking.answered) == (3, 3)
+
+
+def test_a_host_that_ends_each_connection_is_asked_twice_and_then_rests(hosts: Any) -> None:
+    one, other = hosts(2)
+    theirs = [number for number in range(60) if one.roster.read().order(piece(number).name)[0].id == other.id]
+
+    def once(channel: Channel, wanted: Wanted) -> None:
+        if hostile.asked > 1:
+            channel.connection.close()
+            return
+        data = data_of(wanted.start, wanted.stop)
+        channel.send_message(Found(checksum(data)))
+        channel.send(Header(Kind.PIECE, length=SIZE), memoryview(data))
+
+    hostile = Hostile(other, once)
+    one.tell([one.holder, hostile.holder])
+    try:
+        for number in theirs[:5]:
+            assert one.get(number) == data_of(number * SIZE, number * SIZE + SIZE)
+        assert hostile.asked == 3
+    finally:
+        one.asking.close()
+        hostile.gate.close()
+
+
 def test_a_host_whose_store_fails_says_so_and_the_other_asks_its_own(hosts: Any) -> None:
     one, other = hosts(2)
     one.store = CountedStore()
@@ -248,13 +283,13 @@ def test_a_member_that_lies_is_found_out_and_never_asked_again(hosts: Any, monke
 # ---- who asks ----
 
 
-def ask(host: Host, wanted: Any, *, role: str = "worker", secret: bytes | None = None) -> Any:
+def ask(host: Host, wanted: Any, *, role: str = "worker", secret: bytes | None = None, id: str = "w8") -> Any:
     """Send a message as another member of the job; return the answer, and what comes with it."""
     me = ("worker", host.id, 1)
     connection = TcpTransport().connect(host.answering.gate.address, 5.0)
     try:
-        own = ticket(host.me.secret if secret is None else secret, role, "w8", 1)
-        _, keys = introduce(connection, Hello(role, "w8", "h", incarnation=1, to=me), ticket=own)
+        own = ticket(host.me.secret if secret is None else secret, role, id, 1)
+        _, keys = introduce(connection, Hello(role, id, "h", incarnation=1, to=me), ticket=own)
         channel = Channel(connection, host.id, keys)
         try:
             channel.send_message(wanted)
@@ -286,6 +321,56 @@ def test_only_files_of_the_data_set_can_be_asked_for_and_only_within_their_size(
     answer, _ = ask(host, Found(bytes(16)))
     assert "a Found message" in answer.reason
     assert ask(host, Wanted(FILE.digest, 0, SIZE))[1] == data_of(0, SIZE)  # and it goes on answering others
+
+
+@pytest.mark.parametrize("most", [2])
+def test_one_worker_has_a_few_pieces_fetched_for_it_at_once_and_others_are_answered_meanwhile(
+    hosts: Any, monkeypatch: Any, most: int
+) -> None:
+    monkeypatch.setattr(answering_module, "MOST_AT_ONCE", most)
+    (host,) = hosts(1)
+    begun, too_many, fetch = threading.Barrier(most + 1), list[int](), host.store.fetch
+
+    def slow(file: File, start: int, stop: int) -> bytes:
+        if start // SIZE < 5:
+            try:
+                begun.wait(0.5)
+                too_many.append(start)  # one more has begun
+            except threading.BrokenBarrierError:
+                pass
+        return bytes(fetch(file, start, stop))
+
+    monkeypatch.setattr(host.store, "fetch", slow)
+    answers = dict[int, bytes]()
+
+    def want(number: int) -> None:
+        answers[number] = ask(host, Wanted(FILE.digest, number * SIZE, number * SIZE + SIZE))[1]
+
+    threads = [threading.Thread(target=want, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    assert ask(host, Wanted(FILE.digest, 9 * SIZE, 10 * SIZE), id="w7")[1] == data_of(9 * SIZE, 10 * SIZE)
+    for thread in threads:
+        thread.join()
+    assert answers == {number: data_of(number * SIZE, number * SIZE + SIZE) for number in range(5)}
+    assert not too_many
+
+
+def test_who_waits_to_be_answered_when_the_host_ends_waits_no_longer() -> None:
+    bounded, ended = answering_module.BoundedPeers(1), threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(LinkError), bounded.of("w1"):
+            pass
+        ended.set()
+
+    with bounded.of("w1"):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        with bounded.of("w2"):
+            bounded.close()
+        assert ended.wait(20)
+        thread.join()
 
 
 # ---- the roster ----

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hmac
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from rallypoint.core.view import View
+from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.views.difference import ViewDifference, canonical, difference
 from rallypoint.net.keys import proof_of_view, ticket
 from rallypoint.net.messages import Admitted, Knows, NewView
 from rallypoint.net.sharing.messages import Caches, Holder, Offers
+from rallypoint.net.views.messages import OfViews, ViewChange
 
 MOST_OF_ONE_CACHE = 2  # workers that are named for it
 
@@ -24,44 +26,70 @@ class Tickets:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+        self._sent: dict[str, View] = {}  # the last view that went over each member's connection
         self._offers: dict[str, tuple[int, Offers]] = {}  # of workers: the incarnation that said it
+        self._told: dict[str, dict[str, Holder]] = {}  # to each of them: whom it was told of
 
     def admitted(self, id: str, incarnation: int, role: str) -> Admitted:
         """The message that admits this member."""
         return Admitted(incarnation, ticket(self._secret, role, id, incarnation))
 
-    def views(self, view: View, members: Sequence[str]) -> Iterator[tuple[str, NewView | Caches]]:
+    def news(self, view: View, members: Sequence[str]) -> Iterator[tuple[str, OfViews | Caches]]:
+        """`views`, for members that are connected, with what their connections have brought them until now."""
+        view = canonical(view)
+        yield from self.views(view, members, self._sent)
+        here = {one.id for one in (*view.workers, *view.servers, *view.aggregators)}
+        self._sent = {id: last for id, last in self._sent.items() if id in here} | dict.fromkeys(members, view)
+
+    def connected_anew(self, id: str) -> None:
+        """This member has another connection than before: what was sent over the former may be lost."""
+        self._sent.pop(id, None)
+
+    def views(
+        self, view: View, members: Iterable[str], sent: Mapping[str, View] | None = None
+    ) -> Iterator[tuple[str, OfViews | Caches]]:
         """The view for each of these members, with the member's tickets for the view's servers; then `caches`.
 
-        A worker gets one for its aggregator too. Who is not in the view has none: no server would listen to it.
+        `sent`: the last view that went to a member over the connection that it has now. It gets the difference to that,
+        and tickets only for servers that are new. Both views must be `canonical`. A worker gets a ticket for its
+        aggregator too. Who is not in the view has none: no server would listen to it.
         """
-        here = {
-            one.id: (role, one.incarnation)
-            for role, ones in (("server", view.servers), ("aggregator", view.aggregators), ("worker", view.workers))
-            for one in ones
-        }
-        listening = {id: who for id, who in here.items() if who[0] != "worker"}
-        proof = self.proof(view)
-        secrets = {id: ticket(self._secret, role, id, number) for id, (role, number) in listening.items()}
+        proof, earlier = self.proof(view), {} if sent is None else sent
+        secrets = {one.id: ticket(self._secret, role, one.id, one.incarnation) for role, one in _listening(view)}
+        now, known = _Given(view), dict[ViewNumber, tuple[ViewDifference, _Given]]()
         for id in members:
-            who, through = here.get(id), view.aggregator_of.get(id, "")
-            listeners = [s for s in secrets if s != id and (here[s][0] == "server" or s == through)]
-            known = {} if who is None else {s: ticket(secrets[s], who[0], id, who[1]) for s in listeners}
-            yield id, NewView(view, known, proof)
+            if (base := earlier.get(id)) is None:
+                yield id, NewView(view, self._tickets_for(id, now, secrets), proof)
+                continue
+            if base.number not in known:
+                known[base.number] = difference(base, view), _Given(base)
+            change, before = known[base.number]
+            yield id, ViewChange(change, self._tickets_for(id, now, secrets, before), proof)
         yield from self.caches(view)
+
+    def _tickets_for(
+        self, id: str, now: _Given, secrets: Mapping[str, bytes], before: _Given | None = None
+    ) -> dict[str, bytes]:
+        """The tickets of this member, without those that it had `before`."""
+        if (who := now.here.get(id)) is None:
+            return {}
+        had = before if before is not None and before.here.get(id) == who else None
+        listeners = now.listeners(id) if had is None else now.new_listeners(id, had)
+        return {one: ticket(secrets[one], who[0], id, who[1]) for one in listeners}
 
     def offered(self, worker: str, offers: Offers, view: View | None) -> Iterator[tuple[str, Caches]]:
         """A worker answers for a cache: what to tell those who do."""
         if view is None or (here := next((one for one in view.workers if one.id == worker), None)) is None:
             return
-        told, self._offers[worker] = self._offers.get(worker), (here.incarnation, offers)
-        if told != self._offers[worker]:
-            yield from self.caches(view)
-        else:  # it says so again, and nobody else needs to hear that
-            yield from ((id, caches) for id, caches in self.caches(view) if id == worker)
+        self._offers[worker] = here.incarnation, offers
+        self._told.pop(worker, None)  # what was on its way to it may be lost: it hears all, and others what is new
+        yield from self.caches(view)
 
     def caches(self, view: View) -> Iterator[tuple[str, Caches]]:
-        """For each worker that answers for a cache: all that do, with its tickets for them."""
+        """For each worker that answers for a cache: all that do, with its tickets for them; later, what has changed.
+
+        So N workers that begin at once cost N^2 tickets together, and not N of them N times.
+        """
         here = {one.id: one.incarnation for one in view.workers}
         self._offers = {id: (number, told) for id, (number, told) in self._offers.items() if here.get(id) == number}
         named, of_cache = list[Holder](), Counter[str]()
@@ -70,15 +98,59 @@ class Tickets:
             if of_cache[told.cache] <= MOST_OF_ONE_CACHE:
                 named.append(Holder(id, number, told.address, told.cache))
         secrets = {one.id: ticket(self._secret, "worker", one.id, one.incarnation) for one in named}
+        now = {one.id: one for one in named}
+        self._told = {id: told for id, told in self._told.items() if id in self._offers}
         for id, (number, _) in self._offers.items():
-            tickets = {other: ticket(secret, "worker", id, number) for other, secret in secrets.items() if other != id}
-            yield id, Caches(tuple(named), tickets)
+            before, self._told[id] = self._told.get(id), now
+            new = [one for one in named if before is None or before.get(one.id) != one]
+            gone = () if before is None else tuple(sorted(before.keys() - now.keys()))
+            if before is None or new or gone:
+                tickets = {one.id: ticket(secrets[one.id], "worker", id, number) for one in new if one.id != id}
+                yield id, Caches(tuple(new), tickets, before is not None, gone)
 
     def proof(self, view: View) -> bytes:
         """The proof that a coordinator of this job has written `view`."""
-        return proof_of_view(self._secret, msgspec.msgpack.encode(view))
+        return proof_of_view(self._secret, msgspec.msgpack.encode(canonical(view)))
 
     def proven(self, knows: Knows) -> Knows:
         """What counts of it: nothing, if no coordinator of this job has written that view."""
         written = knows.view is not None and hmac.compare_digest(self.proof(knows.view), knows.proof)
         return knows if written else Knows()
+
+
+class _Given:
+    """For whom members have tickets in one view.
+
+    Attributes:
+        here: member -> its role and incarnation.
+        servers: those among them, with their incarnation.
+    """
+
+    def __init__(self, view: View) -> None:
+        workers = {one.id: ("worker", one.incarnation) for one in view.workers}
+        self.here = {**workers, **{one.id: (role, one.incarnation) for role, one in _listening(view)}}
+        self.servers = {(one.id, one.incarnation) for one in view.servers}
+        self._through = view.aggregator_of
+        self._new: tuple[_Given, set[tuple[str, int]]] | None = None  # servers that are new after an earlier view
+
+    def listeners(self, id: str) -> Iterator[str]:
+        """For whom this member has a ticket."""
+        yield from (server for server, _ in self.servers if server != id)
+        if (through := self._through.get(id, id)) != id and through in self.here:
+            yield through
+
+    def new_listeners(self, id: str, before: _Given) -> Iterator[str]:
+        """Those for whom it had none `before`, or whose place another process has taken."""
+        if self._new is None or self._new[0] is not before:
+            self._new = before, self.servers - before.servers
+        yield from (server for server, _ in self._new[1] if server != id)
+        through = self._through.get(id, id)
+        had = before.here.get(through) if before._through.get(id) == through else None
+        if through != id and through in self.here and self.here[through] != had:
+            yield through
+
+
+def _listening(view: View) -> Iterator[tuple[str, Member]]:
+    """Servers and aggregators, each with its role."""
+    yield from (("server", one) for one in view.servers)
+    yield from (("aggregator", one) for one in view.aggregators)

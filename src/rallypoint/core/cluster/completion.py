@@ -59,8 +59,7 @@ class Completion:
             return [*self.advance(), *self.succession.advance()]  # others compute what it does not
         who, why = (event.worker, event.reason) if before is None else (before.worker, before.reason)
         at = course.record.steps_at(version)
-        quiet = event.left >= 0 or Feature.SUMS in course.record.features
-        said = [] if quiet else [Say(f"{who} stops the job: it ends with step {at}: {why}")]
+        said = [] if event.left >= 0 else [Say(f"{who} stops the job: it ends with step {at}: {why}")]
         return [*said, *self._ends_with(Stop(version, why, who))]
 
     def decided(self, stop: Stop) -> list[Effect]:

@@ -13,6 +13,7 @@ from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
 from rallypoint.core.cluster.events import RateAwaited
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.placing.links import Links
+from rallypoint.core.cluster.placing.tuning import Tuning
 from rallypoint.core.cluster.recovery import Recovery
 from rallypoint.core.cluster.state import ClusterState, Failing, Phase
 from rallypoint.core.cluster.strategies import Strategies, strategies_for
@@ -46,6 +47,7 @@ class Course:
         evaluations: the script's evaluations, and their results.
         awaiting_rate: what servers have said of an order that changes the learning rate (`ordering.rate`), by server.
         links: what members say of the links of servers.
+        tuning: how long steps take, and what is tried to make them shorter.
         ordered_period: how often an operator wants snapshots; None: as the terms say.
         suspects: the servers that audits have found something about.
         pins: where replicas stay with their workers: who has each, or had it last.
@@ -71,6 +73,7 @@ class Course:
     awaiting_rate: dict[str, RateAwaited] = field(default_factory=dict)
     ordered_period: SnapshotPeriod | None = None
     links: Links = field(default_factory=Links)
+    tuning: Tuning = field(default_factory=Tuning)
     suspects: Suspects = field(default_factory=Suspects)
     pins: dict[int, str] = field(default_factory=dict)
     record: JobRecord | None = None
@@ -254,3 +257,9 @@ class Course:
     def is_current(self, generation: ViewNumber) -> bool:
         """True if a claim made in `generation` counts; one of an older generation is stale (I10)."""
         return self.view is not None and self.view.generation == generation
+
+
+def uploads(course: Course, worker: str) -> bool:
+    """True if the first weights are lost, or half there, when this worker dies now."""
+    alone = not (course.begun or course.strategies.anybody_begins)
+    return alone and course.view is not None and course.view.uploader == worker

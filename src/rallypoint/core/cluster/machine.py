@@ -22,7 +22,7 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.auditing.probes import probed
 from rallypoint.core.cluster.auditing.verdicts import Auditing
 from rallypoint.core.cluster.completion import Completion
-from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.course import Course, uploads
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.evaluating.deciding import Deciding
 from rallypoint.core.cluster.health.apart import disagrees, set_apart
@@ -104,8 +104,7 @@ class ClusterMachine:
         course.views.go_on_from(view, state.caught_up, goes_on=state.goes_on)
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
-        course.last_word, course.failing = state.last_word, state.failing
-        course.ordered_period = state.ordered_period
+        course.last_word, course.failing, course.ordered_period = state.last_word, state.failing, state.ordered_period
         course.evaluations.recovered(state)
         if not self.terms.earlier:  # else the launcher knows the last size that was announced; the journal may not
             course.workers_max = state.workers_max
@@ -328,7 +327,7 @@ class ClusterMachine:
         said = Say(f"{member} {'has left' if polite else 'is gone'}: {reason}")
         if course.phase is Phase.RECOVERING:
             return [said]
-        if was_worker and not course.begun and course.view is not None and member == course.view.uploader:
+        if was_worker and uploads(course, member):
             return [said, *self._succession.new_generation("")]  # it may have uploaded half of the first weights
         if was_worker and course.recovery.workers_store and course.view is not None:
             course.revision += had_state
@@ -361,6 +360,7 @@ class ClusterMachine:
         reached = course.reached_by(event.step)
         self._assigner.computed(event, course.replicas, max(course.now, event.now))
         course.furthest = max(course.furthest, reached)
+        course.tuning.reached(course.furthest, max(course.now, event.now))
         self._reach.computed(event.worker, event.step)
         self._snapshots.duty.computed(event.step, event.replica)
         return [*self._snapshots.take_if_due(), *self._completion.advance()]

@@ -34,6 +34,7 @@ class Strategies:
         pinned: each replica stays with its worker, also while that is away: see `core.assignment.pinned`.
         workers_have_codec_states: a snapshot needs the workers' codec states.
         in_rounds: servers report each round, once.
+        anybody_begins: any worker may upload first values, so nothing is half done if one of them dies.
         leases: evaluations may be leased.
         rules: by which evaluations decide, as the record has them.
         snapshot_version: the rule for the version of the next snapshot.
@@ -47,6 +48,7 @@ class Strategies:
     pinned: bool = False
     workers_have_codec_states: bool = False
     in_rounds: bool = True
+    anybody_begins: bool = False
     leases: bool = False
     rules: Rules = field(default_factory=Rules)
     snapshot_version: VersionRule = a_little_ahead
@@ -64,6 +66,7 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         aggregates=not terms.backup_tasks and record.supports(Feature.AGGREGATORS),
         workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is Holder.SERVERS,
         in_rounds=record.mode.pace is Pace.ROUNDS,
+        anybody_begins=Feature.KEYED in record.features,
         leases=terms.leases and record.leases,
         rules=record.rules,
         snapshot_version=snapshot_version,

@@ -94,8 +94,8 @@ class Succession:
 
     def improve(self) -> list[Effect]:
         """Assign replicas by the workers' speeds, or as before if that made steps no shorter; help stragglers; place
-        shards by the speeds of servers' links."""
-        return [*self._reassign_if_uneven(), *self._assist_straggler(), *self._place_if_uneven()]
+        shards by the speeds of servers' links; tune what changes no bytes."""
+        return [*self._reassign_if_uneven(), *self._assist_straggler(), *self._place_if_uneven(), *self._tune()]
 
     def _assignments(self, before: View | None) -> tuple[Assignment, ...]:
         course = self.course
@@ -148,6 +148,16 @@ class Succession:
             return []
         course.views.speeds = speeds
         return [Say(said_of(speeds)), *self.advance()]
+
+    def _tune(self) -> list[Effect]:
+        course = self.course
+        if course.view is None or course.record is None or course.storing_first_weights:
+            return []
+        decided = course.tuning.look(course.view, course.record)
+        if decided is None:
+            return []
+        course.views.pace = decided.pace
+        return [*([Say(decided.said)] if decided.said else []), *self.advance()]
 
     # ---- new generations ----
 

@@ -4,7 +4,8 @@ A key is one or more shards. Each shard goes on by itself, so the machine keeps 
 else. The caller makes one call at a time (one lock), and runs the effects that each call returns, in order.
 
 Everything that is said may be said again (I2): a push is named by (shard, step, contributor), a request by its number.
-So recovery is one rule: when a link ends, or a shard moves, what was sent there counts as not sent.
+So recovery is one rule: when a link ends, or a shard moves, what was sent there counts as not sent. A worker that was
+given up and came back sends its pushes again, too: servers have dropped what came in between.
 
 How a push is known to count, durably (I4):
 
@@ -12,6 +13,8 @@ How a push is known to count, durably (I4):
     streaming            the contributor's clock is above `step`: ask for its parameters (WANT), with the push itself
 
 Of either request a server keeps only the newest of one worker for a shard, so a line has one of each on its way.
+
+A part of a table is a shard like another. A pull asks for some of its rows, so its answer is nobody else's.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ class Line:
     Attributes:
         version: the newest version that is known to be published; -1: none.
         clocks: contributor -> its next step, as far as known here (streaming).
-        begins: this process has a first value, and does not know of any yet.
+        first: this process keeps a first value, in case it is needed (again).
         pushes: contributor -> the step that it has pushed, and of which it is not known whether it counts.
         needs: the number of each request of the caller -> the version that it waits for.
         watched: contributors whose clocks the caller wants to know (streaming).
@@ -81,7 +84,7 @@ class Line:
 
     version: int = -1
     clocks: dict[int, int] = field(default_factory=dict)
-    begins: bool = False
+    first: bool = False
     pushes: dict[int, int] = field(default_factory=dict)
     needs: dict[int, int] = field(default_factory=dict)
     watched: set[int] = field(default_factory=set)
@@ -98,6 +101,13 @@ class Line:
         self.sent.clear()
         self.blocked.clear()
 
+    def ask_again(self, contributors: set[int]) -> None:
+        """These are this worker's from now on: what is known of their clocks is from before others pushed for them."""
+        for contributor in contributors & self.clocks.keys():
+            del self.clocks[contributor]
+            if contributor not in self.pushes:  # (else the push asks)
+                self.watched.add(contributor)
+
     def order(self, contributor: int) -> tuple[int, int]:
         """Whose clock to ask for first: under bounded staleness the one that is furthest behind waits for nobody."""
         return self.pushes.get(contributor, self.clocks.get(contributor, 0)), contributor
@@ -105,7 +115,8 @@ class Line:
 
 @dataclass(slots=True)
 class KeyMachine:
-    """The machine of one worker `me`. `by_clocks`: each contributor has a clock (streaming).
+    """The machine of one worker `me`. `by_clocks`: each contributor has a clock (streaming). `tables`: the shards that
+    are parts of tables.
 
     Attributes:
         view: the view in force; None before the first.
@@ -115,6 +126,7 @@ class KeyMachine:
     me: str
     shards: int
     by_clocks: bool = False
+    tables: frozenset[int] = frozenset()
     view: View | None = None
     links: set[str] = field(default_factory=set)
     lines: list[Line] = field(init=False)
@@ -146,15 +158,23 @@ class KeyMachine:
         known = [step for step in steps if step is not None]
         return min(known) if len(known) == len(steps) else None
 
-    def counts(self, shards: Iterable[int], contributor: int) -> bool:
-        """True if no push of this contributor to the shards is on its way."""
-        return all(contributor not in self.lines[shard].pushes for shard in shards)
+    def counts(self, shards: Iterable[int], contributor: int, step: int | None = None) -> bool:
+        """True if no push of this contributor to the shards is on its way; with `step`, none up to that one."""
+        on_way = [self.lines[shard].pushes.get(contributor) for shard in shards]
+        return all(at is None or (step is not None and at > step) for at in on_way)
+
+    def unfinished(self) -> list[tuple[int, int, int]]:
+        """The pushes that servers take from this worker and that are not known to count: (shard, contributor, step)."""
+        return [
+            (shard, one, step) for shard, line in enumerate(self.lines) for one, step in line.pushes.items()
+            if self._takes(one)
+        ]  # fmt: skip
 
     # ---- what the caller wants ----
 
     def begin(self, shard: int) -> list[Effect]:
         """The caller has a first value for the shard."""
-        self.lines[shard].begins = self.lines[shard].version < 0
+        self.lines[shard].first = self.lines[shard].version <= 0  # at 0 it may be lost yet: see `adopt`
         return self._advance([shard])
 
     def push(self, shard: int, contributor: int, step: int) -> list[Effect]:
@@ -180,19 +200,27 @@ class KeyMachine:
             line = self.lines[shard]
             line.followed = True
             if self.by_clocks:
-                line.watched |= set(contributors) - line.pushes.keys()
+                line.watched |= {one for one in contributors if one not in line.pushes or not self._takes(one)}
         return self._advance(shards)
 
     # ---- what happens ----
 
     def adopt(self, view: View) -> list[Effect]:
-        """A newer view is in force. In a new generation all that was wanted is forgotten: the caller says it again."""
+        """A newer view is in force. In a new generation all that was wanted is forgotten: the caller says it again.
+
+        Only first values are kept, if there is no snapshot from which the generation begins.
+        """
         before, self.view = self.view, view
         if before is not None and before.generation != view.generation:
-            self.lines = [Line() for _ in range(self.shards)]
+            self.lines = [Line(first=line.first and not view.origin) for line in self.lines]
         elif before is not None:
             for shard in view.moved(before):
                 self.lines[shard].forget()
+            if _standing(before, self.me) != _standing(view, self.me):
+                taken = _standing(view, self.me)[1]
+                for line in self.lines:
+                    line.sent.clear()
+                    line.ask_again(set(taken) - set(_standing(before, self.me)[1]))
         return self._advance(range(self.shards))
 
     def link_up(self, server: str) -> list[Effect]:
@@ -241,7 +269,8 @@ class KeyMachine:
         done: list[int] = []
         if kept:
             # A request for the newest value is answered by its own answer only
-            done = [n for n, at in line.needs.items() if at <= version and (n == number or at >= 0)]
+            shared = shard not in self.tables
+            done = [n for n, at in line.needs.items() if at <= version and (n == number or (shared and at >= 0))]
         elif number in line.needs:
             line.needs[number] = NEWEST
         for one in done:
@@ -258,8 +287,8 @@ class KeyMachine:
         """The shard has this version."""
         if version > line.version:
             line.version, line.followed = version, False
-        if line.version >= 0:
-            line.begins = False
+        if line.version > 0:
+            line.first = False
         if not self.by_clocks:
             for contributor in [c for c, step in line.pushes.items() if step < line.version]:
                 del line.pushes[contributor]
@@ -276,10 +305,12 @@ class KeyMachine:
 
     def _send(self, shard: int, line: Line, home: str) -> list[Effect]:
         effects: list[Effect] = []
-        if line.begins and not line.begun:
+        if line.first and line.version < 0 and not line.begun and not (self.view and self.view.origin):
             line.begun = True
             effects.append(SendInitial(shard, home))
         for contributor in sorted(line.pushes.keys() - line.sent if line.version >= 0 else ()):
+            if not self._takes(contributor):
+                continue  # servers would drop it; who has the contributor pushes
             line.sent.add(contributor)
             effects.append(SendPush(shard, contributor, line.pushes[contributor], home))
             if self.by_clocks:
@@ -294,32 +325,51 @@ class KeyMachine:
 
     def _next_want(self, line: Line) -> int | None:
         """The contributor to ask for; None if the want on its way is right."""
-        open_ = sorted(line.pushes.keys() | line.watched, key=line.order)
+        pushed = {contributor for contributor in line.pushes if self._takes(contributor)}
+        open_ = sorted(pushed | line.watched, key=line.order)
         if not open_ or (line.wanted is not None and line.wanted not in line.blocked):
             return None
         pick = next((contributor for contributor in open_ if contributor not in line.blocked), open_[0])
         return pick if pick != line.wanted else None
 
     def _next_need(self, line: Line) -> tuple[int, int] | None:
-        """The number and version to ask for: those that wait for nobody first."""
+        """The number and version to ask for: first what is there already, the oldest question first."""
         needs = [(version, number) for number, version in line.needs.items()]
-        if line.begins or (line.pushes and line.version < 0):
+        if line.version < 0 and (line.first or line.pushes):
             needs.append((NEWEST, OWN))
         elif not self.by_clocks and line.pushes:
             needs.append((min(line.pushes.values()) + 1, OWN))
         elif not self.by_clocks and line.followed:
             needs.append((line.version + 1 if line.version >= 0 else NEWEST, OWN))
-        return min(needs)[::-1] if needs else None
+        if not needs:
+            return None
+        # A thread that pulls the newest value again and again is not to keep others waiting for a version that exists
+        version, number = min(needs, key=lambda need: (max(need[0], line.version), need[1], need[0]))
+        return number, version
+
+    def _takes(self, contributor: int) -> bool:
+        """True if servers take this contributor's pushes from this worker."""
+        return self.view is not None and self.view.takes(self.me, [contributor])
 
     # ---- invariants ----
 
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
         for shard, line in enumerate(self.lines):
+            linked = self.view is not None and self.view.primary.get(shard) in self.links
             assert line.sent <= line.pushes.keys(), f"shard {shard}: sent {line.sent}, which nobody pushes"
-            assert not (line.begins and line.version >= 0), f"shard {shard} begins at version {line.version}"
-            assert line.asked is None or self._linked(shard), f"shard {shard}: a pull without a link"
-            assert line.wanted is None or self._linked(shard), f"shard {shard}: a want without a link"
+            assert not (line.first and line.version > 0), f"shard {shard} may begin, at version {line.version}"
+            assert line.asked is None or linked, f"shard {shard}: a pull without a link"
+            assert line.wanted is None or linked, f"shard {shard}: a want without a link"
 
-    def _linked(self, shard: int) -> bool:
-        return self.view is not None and self.view.primary.get(shard) in self.links
+
+def holder(view: View, contributor: int) -> str:
+    """The worker to which the view gives this contributor; "" if there is none."""
+    newest = view.assignments[-1].replicas if view.assignments else {}
+    return next((worker for worker, own in newest.items() if contributor in own), "")
+
+
+def _standing(view: View, worker: str) -> tuple[int, tuple[int, ...]]:
+    """The worker's incarnation (-1: the view does not have it), and whose pushes servers take from it."""
+    incarnation = next((member.incarnation for member in view.workers if member.id == worker), -1)
+    return incarnation, view.contributors.get(worker, ())

@@ -120,6 +120,18 @@ CONFLICTS = (
     *(Conflict(_F.KEYED, other, f"{why}, or use job.train") for other, why in WITH_KEYS.items()),
     *(Conflict(_F.OWN_LOOP, other, why) for other, why in OWN_LOOP.items()),
     Conflict(
+        _F.STREAM, _F.RANKS,
+        "each rank of a worker would read the stream by itself, which is not tested; use workers of one process",
+    ),
+    Conflict(
+        _F.PASSES, _F.BACKUP_TASKS,
+        "the end of the stream may be seen by who is not waited for; leave --backup-tasks or passes out",
+    ),
+    Conflict(
+        _F.PASSES, _F.ALTERNATE,
+        "a step may read the samples of the step before; leave passes out, and give steps",
+    ),
+    Conflict(
         _F.FOLD, _F.REPLICATION,
         "the backup applies each contribution by itself, so none is folded into another's update; use fold=1, or leave "
         "--replication out",

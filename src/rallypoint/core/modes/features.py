@@ -36,6 +36,8 @@ class Feature(enum.Enum):
     SUMS = "sums for a loop of the script's own (bridges.ddp, bridges.c10d)"
     OWN_LOOP = "rp.wrap (a loop of its own)"
     KEYED = "job.store"
+    STREAM = "rp.Stream"
+    PASSES = "passes= of rp.Stream"
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"
     FRAGMENTS = "fragments="

@@ -284,5 +284,13 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         },
     ),
     _F.STOP_WHEN: _row(_DECIDES_NOT, {_M.SYNC: YES}),
+    _F.STREAM: _row(),
+    _F.PASSES: _row(
+        No(
+            "the job would have to end where a replica has no batch any more, and its replicas are not all at one "
+            "step; leave passes out, and give steps"
+        ),
+        {_M.SYNC: YES, _M.ALL_REDUCE: YES},
+    ),
     _F.KEYED: _row(_NO_KEYS, dict.fromkeys((_M.SYNC, _M.SSP, _M.ASYNC), YES)),
 }

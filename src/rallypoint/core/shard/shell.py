@@ -148,9 +148,15 @@ class ServerShell(Generic[L]):
         return audits is not None and step >= 0 and audits.may_contribute(view, worker, step)
 
     def may_begin(self, worker: str) -> bool:
-        """Is this the worker that uploads the first version of the generation? Keys: any worker; the first one wins."""
+        """Is this the worker that uploads the first version of the generation? Keys: any worker; the first one wins.
+
+        Where the generation begins from a snapshot, nobody does: a worker that has just joined may say what a key
+        begins with while the server still reads what it is.
+        """
         view = self.machine.view
-        return view is not None and (view.uploader == worker or self.machine.plan.keyed)
+        if view is not None and self.machine.plan.keyed:
+            return not view.origin
+        return view is not None and view.uploader == worker
 
     def want(self, link: L, worker: str, shard: int, replica: int) -> Sequence[Effect]:
         """A worker asks for the parameters for a replica's next step."""

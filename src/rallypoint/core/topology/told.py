@@ -33,13 +33,13 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         by_name = self.hosts.get(member.host)
         return self.hosts.get(_host_of(member.address), HostFacts()) if by_name is None else by_name
 
-    def of_nobody(self, members: Iterable[Member]) -> list[str]:
-        """Sentences about the hosts in it on which none of these members is, with the name that is nearest."""
-        here = list(members)
-        names = {member.host for member in here} | {_host_of(member.address) for member in here if member.address}
+    def nowhere(self, members: Iterable[Member]) -> list[str]:
+        """A sentence about each told host that none of these members is on, with the nearest name that one has."""
+        everybody = list(members)
+        here = {one.host for one in everybody} | {_host_of(one.address) for one in everybody if one.address}
         return [
-            f"no member is on {host}, which the topology names{meant(host, sorted(names))}"
-            for host in sorted(self.hosts) if host not in names
+            f"the topology tells of {host}, and no worker or server is on it{meant(host, sorted(here))}"
+            for host in self.hosts if host not in here
         ]  # fmt: skip
 
     def told(self, member: Member) -> Member:

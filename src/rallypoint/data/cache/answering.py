@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from rallypoint.data.cache.cache import Cache, Piece
 from rallypoint.data.cache.entries import checksum
@@ -20,6 +23,7 @@ from rallypoint.net.transport import Transport
 log = logging.getLogger("rallypoint")
 
 SENT_WITHIN_S = 120.0
+MOST_AT_ONCE = 16  # pieces that are fetched, or sent, for one worker at a time: the rest of its requests wait
 
 
 class Answering:
@@ -39,10 +43,12 @@ class Answering:
         self._files: Mapping[bytes, tuple[Files, File]] = {
             file.digest: (files, file) for files, found in sources for file in found
         }
+        self._bounded = BoundedPeers(MOST_AT_ONCE)
         self.gate = Gate(transport, bind, me, self._admit, self._serve)
 
     def close(self) -> None:
         """Stop listening, and end every connection."""
+        self._bounded.close()
         self.gate.close()
 
     def _admit(self, hello: Hello) -> Welcome:
@@ -58,9 +64,10 @@ class Answering:
             wanted = channel.receive_message(header)
             if not isinstance(wanted, Wanted):
                 raise ProtocolError(f"a {type(wanted).__name__} message from worker {hello.id}")
-            self._answer(channel, wanted)
-            if not channel.flush(SENT_WITHIN_S):
-                raise LinkError(f"{hello.id} does not read what it has asked for")
+            with self._bounded.of(hello.id):
+                self._answer(channel, wanted)
+                if not channel.flush(SENT_WITHIN_S):
+                    raise LinkError(f"{hello.id} does not read what it has asked for")
 
     def _answer(self, channel: Channel, wanted: Wanted) -> None:
         files, file = self._files.get(wanted.file, (None, None))
@@ -78,3 +85,34 @@ class Answering:
             return
         channel.send_message(Found(checksum(data)))
         channel.send(Header(Kind.PIECE, length=len(data)), memoryview(data), urgent=True)
+
+
+class BoundedPeers:
+    """Lets each peer have `most` things done for it at once; whoever asks for more waits. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._changed = most, threading.Condition()
+        self._busy: Counter[str] = Counter()  # of peers that have something done now, and of no others
+        self._closed = False
+
+    @contextmanager
+    def of(self, peer: str) -> Iterator[None]:
+        """Wait until one more may be done for this peer, and do it in the body. LinkError after `close`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._busy[peer] < self._most)
+            if self._closed:
+                raise LinkError("it answers no longer")
+            self._busy[peer] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy[peer] -= 1
+                self._busy += Counter()  # without those that are 0
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nobody waits any longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

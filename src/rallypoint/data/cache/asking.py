@@ -85,19 +85,22 @@ class Asking:
 
     def _from(self, connections: _Connections, known: Known, holder: Holder, piece: Piece) -> bytes | None:
         """None if it has not come; the holder rests then, unless it said why."""
-        try:
-            channel = connections.take(holder) or self._connect(known, holder)
+        if (kept := connections.take(holder)) is not None:
+            before = time.monotonic()
             try:
-                found = _receive(channel, piece)
-            except BaseException:
-                channel.close()
-                raise
+                return _asked(connections, holder, kept, piece)
+            except RallypointError as error:
+                late = time.monotonic() - before >= ANSWER_S
+                if late or not isinstance(error, LinkError) or isinstance(error, CorruptFrame):
+                    _rests(connections, holder, error)
+                    return None
+                log.info("a connection to %s that was kept has ended; it is opened anew: %s", holder.id, error)
+                connections.forget(holder)  # the others are as old
+        try:
+            return _asked(connections, holder, self._connect(known, holder), piece)
         except RallypointError as error:
-            connections.rest(holder)
-            log.info("%s cannot be asked for its cache: %s", holder.id, error)
+            _rests(connections, holder, error)
             return None
-        connections.give_back(holder, channel)
-        return found
 
     def _connect(self, known: Known, holder: Holder) -> Channel:
         if not (ticket := known.caches.tickets.get(holder.id, b"")):
@@ -125,6 +128,22 @@ class Asking:
                 "a snapshot that is older than this worker", holder.id, holder.address,
             )  # fmt: skip
         return own
+
+
+def _asked(connections: _Connections, holder: Holder, channel: Channel, piece: Piece) -> bytes | None:
+    """Ask on this connection, and keep it for later if that works."""
+    try:
+        found = _receive(channel, piece)
+    except BaseException:
+        channel.close()
+        raise
+    connections.give_back(holder, channel)
+    return found
+
+
+def _rests(connections: _Connections, holder: Holder, error: RallypointError) -> None:
+    connections.rest(holder)
+    log.info("%s cannot be asked for its cache: %s", holder.id, error)
 
 
 def _receive(channel: Channel, piece: Piece) -> bytes | None:
@@ -183,6 +202,11 @@ class _Connections:
             if until <= now or forever:
                 length = min(2 * length, LONGEST_REST_S)
                 self._rests[holder] = (float("inf") if forever else now + length), length
+        self.forget(holder)
+
+    def forget(self, holder: Holder) -> None:
+        """Close what is kept of connections to it."""
+        with self._lock:
             ended = [channel for channel, of in self._idle.items() if of == holder]
             for channel in ended:
                 del self._idle[channel]

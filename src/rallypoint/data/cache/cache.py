@@ -85,6 +85,11 @@ class Cache:
         return f"Cache({str(self._entries.folder)!r}, limit={self._entries.limit}, peers={self.peers})"
 
     @property
+    def limit(self) -> int:
+        """How many bytes of the disk it takes at most."""
+        return int(self._entries.limit)
+
+    @property
     def total(self) -> int:
         """How many bytes of the disk it takes now."""
         return self._entries.total
@@ -105,6 +110,10 @@ class Cache:
                 return found
             asked = neighbours.ask(piece, fetch)
             return self._get(piece, fetch if asked is None else lambda: asked)
+
+    def has(self, piece: Piece) -> bool:
+        """True if a piece is kept now. It may be damaged, or gone when it is needed."""
+        return self._entries.has(piece.name)
 
     def serve(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
         """The same for a neighbour that asks: nobody else is asked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -18,6 +19,7 @@ _HEAD = struct.Struct("<4sQ16s")  # the magic, how many bytes follow, their chec
 _NAME = re.compile(rb"[0-9a-f]{16}")
 _STRIPES = 1024  # locks of entries: a file for each entry would never go away
 _LOWERED = 0.9  # of the limit: what is left when something has to go
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SIZE_LOCK_S = 10.0
 _POLL_S = 0.01
 
@@ -68,13 +70,27 @@ class Entries:
                 os.utime(path)
         return data
 
+    def has(self, name: str) -> bool:
+        """True if there is an entry, which may be damaged."""
+        return self._path(name).exists()
+
     def keep(self, name: str, data: bytes) -> None:
         """Keep these bytes, instead of those that were used longest ago. Needs the lock of `name`.
 
-        Nothing happens if they alone are more than the limit.
+        Nothing happens if they alone are more than the limit. If the disk is full before that, other entries go too.
         """
         size = len(data) + _HEAD.size
-        if size > self.limit or not self._make_room(size):
+        if size > self.limit:
+            return
+        try:
+            self._keep(name, data, size)
+        except OSError as error:
+            if error.errno not in _FULL or not self._delete_oldest(size):
+                raise
+            self._keep(name, data, size)
+
+    def _keep(self, name: str, data: bytes, size: int) -> None:
+        if not self._make_room(size):
             return
         path = self._path(name)
         path.parent.mkdir(exist_ok=True, mode=0o700)
@@ -109,6 +125,17 @@ class Entries:
         except _Held:
             return False
         return True
+
+    def _delete_oldest(self, size: int) -> bool:
+        """The disk is full: delete what was used longest ago, `size` bytes and a tenth of all. False: nothing went."""
+        try:
+            with self._locked("size", _SIZE_LOCK_S):
+                total = self.total
+                left = self._shrink(int(total * _LOWERED) - size)
+                _write(self._size.with_suffix(".new"), str(left).encode(), self._size)
+        except _Held:
+            return False
+        return left < total
 
     def _counted(self) -> int:
         """What the last process counted, which is never too little: it is written before an entry is."""

@@ -91,6 +91,11 @@ class ChunkedDataset(ShardedDataset):
         ]
         return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).digest()
 
+    def ranges(self, shard: int) -> list[tuple[File, int, int]]:
+        """Return the whole file."""
+        file = self._chunks[shard].file
+        return [(file, 0, file.size)]
+
     def _read(self, shard: int) -> Rows:
         chunk = self._chunks[shard]
         data = self._store.read(chunk.file, 0, chunk.file.size)

@@ -6,7 +6,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rallypoint.data.cache.cache import Cache, cache_of
-from rallypoint.data.sources.remote import Files
+from rallypoint.data.sources.remote import File, Files
 from rallypoint.data.sources.shards import Rows, ShardedDataset, Transform
 from rallypoint.errors import DataError, UsageError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 END_BYTES = 64 << 10  # of a file that are read for its footer; more if it is longer
+HOLE_BYTES, RANGE_BYTES = 8192, 32 << 20  # pyarrow reads chunks at once that are so near, and together so short
 FOOTER_BYTES = 64 << 20  # of footers that are kept, for files to be opened without asking for them again
 
 
@@ -80,6 +81,21 @@ class Parquet(ShardedDataset):
     def fingerprint(self) -> bytes:
         """Return a digest of the files' names, sizes and footers (row groups, types, statistics), and the columns."""
         return self._digest
+
+    def ranges(self, shard: int) -> list[tuple[File, int, int]]:
+        """Return the chunks of the columns of a row group as the one range in which pyarrow reads them.
+
+        Nothing, if it would read several: bytes that were kept in other pieces would be fetched twice.
+        """
+        number, group = self._groups[shard]
+        about = self._footer(number).row_group(group)
+        chunks = [about.column(column) for column in range(about.num_columns)]
+        wanted = [chunk for chunk in chunks if self._columns is None or _is_part(chunk.path_in_schema, self._columns)]
+        spans = sorted((_begin(chunk), _begin(chunk) + chunk.total_compressed_size) for chunk in wanted)
+        near = all(after - stop <= HOLE_BYTES for (_, stop), (after, _) in pairwise(spans))
+        if not spans or not near or spans[-1][1] - spans[0][0] > RANGE_BYTES:
+            return []
+        return [(self._files[number], spans[0][0], spans[-1][1])]
 
     def _read(self, shard: int) -> Rows:
         number, group = self._groups[shard]
@@ -210,6 +226,17 @@ def _or_none(array: pyarrow.Array, value: Callable[[int], Any]) -> Callable[[int
     """`value`, and None for the rows that are missing."""
     valid = _valid(array)
     return value if valid is None else lambda row: value(row) if valid[row] else None
+
+
+def _is_part(path: str, columns: Sequence[str]) -> bool:
+    """True if a leaf is one of these columns, or inside one."""
+    return any(path == column or path.startswith(f"{column}.") for column in columns)
+
+
+def _begin(chunk: Any) -> int:
+    """Where the chunk of a column begins: with its dictionary, if it has one."""
+    first = int(chunk.data_page_offset)
+    return min(first, chunk.dictionary_page_offset) if chunk.dictionary_page_offset else first
 
 
 def _add(digest: hashlib.blake2b, *parts: bytes) -> None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,28 +91,46 @@ class Files:
         """Return the bytes `start..stop` of a file: one request, or none if they are in the cache. For any thread."""
         if self.cache is None or stop <= start or self.here(file) is not None:
             return self.fetch(file, start, stop)
+        parts = [self._kept(file, *part) for part in self._parts(file, start, stop)]
+        whole = parts[0] if len(parts) == 1 else b"".join(parts)
+        first = start - start % self._block if self._block else start
+        return whole if len(whole) == stop - start else whole[start - first : stop - first]
+
+    def _parts(self, file: File, start: int, stop: int) -> list[tuple[int, int]]:
+        """The pieces of a file in which these bytes are kept."""
         first, size, end = start, PART_BYTES, stop
         if self._block:
             first, size, end = start - start % self._block, self._block, file.size
-        parts = [self._kept(file, begin, min(begin + size, end)) for begin in range(first, stop, size)]
-        whole = parts[0] if len(parts) == 1 else b"".join(parts)
-        return whole if len(whole) == stop - start else whole[start - first : stop - first]
+        return [(begin, min(begin + size, end)) for begin in range(first, stop, size)]
 
     def _kept(self, file: File, start: int, stop: int) -> bytes:
         assert self.cache is not None
         return self.cache.get(Piece(file.digest, start, stop), lambda: self.fetch(file, start, stop))
 
+    def fill(self, file: File, start: int, stop: int) -> bool:
+        """Get the bytes `start..stop` of a file into the cache, if they are not there. For any thread.
+
+        Returns False if the cache does not keep them. Each request is made once: raises what the store raises.
+        """
+        if self.cache is None or self.here(file) is not None:
+            return False
+        for first, last in self._parts(file, start, stop):
+            piece = Piece(file.digest, first, last)
+            if not self.cache.has(piece):
+                self.cache.get(piece, partial(self._once, file, first, last))
+                if not self.cache.has(piece):
+                    return False
+        return True
+
     def fetch(self, file: File, start: int, stop: int) -> bytes:
         """Return the bytes `start..stop` of a file from its store: one request. For any thread."""
-        system = self._system(file.url)
+        return patiently(partial(self._once, file, start, stop), str(file)) if stop > start else b""
 
-        def once() -> bytes:
-            data = bytes(system.cat_file(file.path, start=start, end=stop))
-            if len(data) != stop - start:
-                raise OSError(f"{len(data)} bytes came of {stop - start} at {start}")
-            return data
-
-        return patiently(once, str(file)) if stop > start else b""
+    def _once(self, file: File, start: int, stop: int) -> bytes:
+        data = bytes(self._system(file.url).cat_file(file.path, start=start, end=stop))
+        if len(data) != stop - start:
+            raise OSError(f"{len(data)} bytes came of {stop - start} at {start}")
+        return data
 
     def here(self, file: File) -> str | None:
         """Return the path of a file on this machine's own disks; None for one of a store."""

@@ -77,9 +77,7 @@ class ShardedDataset(ABC):
         """Return the samples at these positions, in this order. Each shard is read once at most."""
         of_shard: dict[int, list[tuple[int, int]]] = {}
         for place, index in enumerate(indices):
-            if not 0 <= index < len(self):
-                raise IndexError(index)
-            shard = int(np.searchsorted(self._starts, index, "right")) - 1
+            shard = self._shard_of(index)
             of_shard.setdefault(shard, []).append((place, index - int(self._starts[shard])))
         found: list[Any] = [None] * len(indices)
         # A store's client may draw how long it waits before a request is made again: no transform is to notice
@@ -89,6 +87,33 @@ class ShardedDataset(ABC):
                     found[place] = rows.row(number)
         # In the order of the positions: what a transform draws at random does not depend on which shards were kept
         return found if self._transform is None else [self._transform(row) for row in found]
+
+    def shards_of(self, indices: Sequence[int]) -> list[int]:
+        """Return the shards of these positions, ascending."""
+        return sorted({self._shard_of(index) for index in indices})
+
+    def ranges(self, shard: int) -> list[tuple[File, int, int]]:
+        """Return the ranges of files that a shard is read from; none: it cannot be fetched before it is read."""
+        return []
+
+    @property
+    def fills(self) -> int:
+        """How many bytes the cache has room for into which shards can be fetched; 0: there is none."""
+        cache = self._store.cache
+        remote = cache is not None and any(self._store.here(file) is None for file in self._files)
+        return cache.limit if cache is not None and remote else 0
+
+    def fill(self, shard: int) -> bool:
+        """Fetch a shard into the cache, if it is not there. For any thread. Raises what the store raises.
+
+        Returns False if the cache does not keep it.
+        """
+        return all(self._store.fill(*range_) for range_ in self.ranges(shard))
+
+    def _shard_of(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return int(np.searchsorted(self._starts, index, "right")) - 1
 
     def shard_lengths(self) -> Sequence[int]:
         """Return how many samples each shard has."""

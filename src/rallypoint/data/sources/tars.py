@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rallypoint.data.cache.cache import Cache, cache_of
-from rallypoint.data.sources.remote import Files
+from rallypoint.data.sources.remote import File, Files
 from rallypoint.data.sources.shards import Rows, ShardedDataset, Transform
 from rallypoint.errors import DataError
 
@@ -104,6 +104,11 @@ class WebDataset(ShardedDataset):
         for piece in self._pieces:
             digest.update(msgspec.msgpack.encode((piece.tar, piece.samples)))
         return digest.digest()
+
+    def ranges(self, shard: int) -> list[tuple[File, int, int]]:
+        """Return the piece of a tar."""
+        piece = self._pieces[shard]
+        return [(self._files[piece.tar], piece.start - _HEADER, piece.stop)]
 
     def _read(self, shard: int) -> Rows:
         piece = self._pieces[shard]

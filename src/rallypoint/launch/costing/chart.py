@@ -1,4 +1,4 @@
-"""The planner's answer as a picture, by matplotlib (the extra ``plot``)."""
+"""The planner's answer as a picture, by matplotlib (the extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ _COMPUTING, _WAITING = "#4c78a8", "#f2a45c"
 
 
 def check_chart(path: Path) -> None:
-    """UsageError if matplotlib is not installed, or `path` has no ending that it knows."""
+    """UsageError if matplotlib is not installed, `path` has no ending that it knows, or its folder does not exist."""
+    if path.suffix not in _KINDS:
+        raise UsageError(f"--plot {path}: name a file that ends with {', '.join(_KINDS)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no folder {path.parent}; make it first")
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        raise UsageError("--plot needs matplotlib: pip install 'rallypoint[plot]'") from None
-    if path.suffix not in _KINDS:
-        raise UsageError(f"--plot {path}: name a file that ends with {', '.join(_KINDS)}")
+        raise UsageError("--plot needs matplotlib: pip install 'rallypoint[plots]'") from None
 
 
 def draw(candidates: Sequence[Candidate], title: str, path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from rallypoint.errors import RallypointError
+from rallypoint.errors import RallypointError, StartAgain
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.commands.by_hand import shown
@@ -66,6 +66,7 @@ class Supervisor:
         self._coordinators_status: int | None = None
         self._ended_at = self._ask_at = 0.0
         self._again: set[str] = set()  # processes that were started in the place of others
+        self._asked: set[str] = set()  # processes that want another one in their place
         self._late = False  # the worker that has ended was one of them: it may have come after the job's end
         self._empty_since: float | None = None
 
@@ -137,6 +138,8 @@ class Supervisor:
         def show(line: str) -> None:
             if command.role == "coordinator" and line.startswith(environment.LISTENS_AT):
                 self._address = line.removeprefix(environment.LISTENS_AT)
+            elif line == StartAgain.LINE:
+                self._asked.add(command.name)
             else:
                 print(line if command.role == "worker" else f"{command.name} | {line}", flush=True)
 
@@ -158,6 +161,7 @@ class Supervisor:
 
     def _ended(self, child: _Child, how: Exit) -> None:
         command, now = child.process.command, time.monotonic()
+        how = how.having_asked(command.name in self._asked)
         if not how.died:
             if command.role == "worker":
                 self._status, self._ended_at = how.status, now

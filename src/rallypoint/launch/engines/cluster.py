@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from signal import Signals
 from typing import ClassVar, Protocol
 
@@ -36,17 +36,23 @@ class Exit:
         status: 0 to 255; 128 plus its number after a signal.
         signal: the signal's name; "" when the process ended by itself.
         reason: what else the cluster knows, as a phrase ("out of memory", "preempted"); often "".
+        again: it has asked for another process in its place (`StartAgain`).
     """
 
     status: int
     signal: str = ""
     reason: str = ""
+    again: bool = False
 
     @property
     def died(self) -> bool:
-        """True if something outside ended the process, or it says so itself (`StartAgain`). Then it makes sense to
-        start another one."""
-        return bool(self.signal) or self.status == StartAgain.STATUS
+        """True if something outside ended the process, or it has asked for another one. Then it makes sense to start
+        another one."""
+        return bool(self.signal) or self.again
+
+    def having_asked(self, asked: bool) -> Exit:
+        """This exit, of a process that has printed `StartAgain.LINE` (`asked`), or has not."""
+        return replace(self, again=True) if asked and self.status == StartAgain.STATUS else self
 
     def __str__(self) -> str:
         """Return the end of a sentence that begins with the process's name."""

@@ -56,8 +56,7 @@ class Beside:
 
     def look(self, console: RunConsole) -> list[str]:
         """Look at how the run gets on. Returns what is to be said."""
-        # A script's own loop may do what it likes between two sums: that is no stall
-        over = console.finished or console.holding or console.failure or console.members is None or console.sums
+        over = console.finished or console.holding or console.failure or console.members is None or console.of_sums
         self._reports.steps(-1 if over else console.steps_done)
         tracked = [line for tracker in self._trackers for line in tracker.said()]
         return [*self._page.said(), *tracked, *self._reports.said()]

@@ -1,1 +1,1 @@
-"""What the console of a run is made of."""
+"""What the console of a run shows, by noun: members, contributions, the sums of a script's own loop."""

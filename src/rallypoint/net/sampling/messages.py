@@ -1,4 +1,4 @@
-"""The message of a member about its machine, itself and its links."""
+"""The messages of a member about its machine, itself, its links and its script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from rallypoint.core.typed import LONGEST_NAME, Count, Name, Seconds
+from rallypoint.core.typed import LONGEST_NAME, Count, Index, Name, Seconds
 from rallypoint.net.greetings import AnyMessage
 from rallypoint.observe.machine import MOST_GPUS
 
@@ -60,3 +60,20 @@ class Sampled(AnyMessage, frozen=True):
     )
     member: Name = ""
     host: Name = ""
+
+
+class ScriptAt(AnyMessage, frozen=True):
+    """In a job of sums: the script of this rank has got so many `sums`, of `nbytes` that it has sent for them.
+
+    `ended`: it asks for no more. The coordinator passes that on to all workers, with the name of the `worker`, and
+    repeats the last one to observers about once a second.
+    """
+
+    rank: Index
+    sums: Count = 0
+    nbytes: Count = 0
+    ended: bool = False
+    worker: Name = ""
+
+
+OfMembers = Sampled | ScriptAt

@@ -38,10 +38,28 @@ class Offers(AnyMessage, frozen=True):
 
 
 class Caches(AnyMessage, frozen=True):
-    """From the coordinator to a worker that answers for a cache: all who do, and its tickets for them."""
+    """From the coordinator to a worker that answers for a cache: who else does, and its tickets for them.
+
+    Attributes:
+        holders: all who do; with `more`, only those that have come, or changed, since the message before.
+        tickets: for these holders, by their ids.
+        more: it changes what was told before, and does not replace it.
+        gone: with `more`, the ids of those that no longer do.
+    """
 
     holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
     tickets: dict[Name, Hidden] = msgspec.field(default_factory=dict)
+    more: bool = False
+    gone: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
+
+    def after(self, before: Caches) -> Caches:
+        """Return all that is known with this message, if it was `before`."""
+        if not self.more:
+            return self
+        changed = {*self.gone, *(one.id for one in self.holders)}
+        kept = tuple(one for one in before.holders if one.id not in changed)
+        tickets = {id: ticket for id, ticket in before.tickets.items() if id not in changed}
+        return Caches((*kept, *self.holders), {**tickets, **self.tickets})
 
 
 class Wanted(AnyMessage, frozen=True):

@@ -51,8 +51,9 @@ def lines(scenario: Scenario, outcome: Outcome) -> list[str]:
         f"blocks that a sender pushes of a shard: {max(step.blocks for step in outcome.steps):.2f} at most",
         f"connections of a server: {outcome.connections:,}; of the coordinator: {one.members:,}",
         f"a view: {one.view / 1e3:,.0f} kB, {one.message / 1e3:,.0f} kB with a worker's tickets; to all members "
-        f"{one.total / 1e9:.3g} GB, {outcome.view_seconds:.3g} s; {outcome.views} views took {outcome.coordinator:.1%} "
-        "of the coordinator's time",
+        f"{one.total / 1e9:.3g} GB, {outcome.view_seconds:.3g} s, once at the beginning",
+        f"the {outcome.views} views after it, as differences: {outcome.mean_change / 1e3:,.3g} kB to a member, "
+        f"{outcome.largest_change / 1e3:,.3g} at most; they took {outcome.coordinator:.2%} of the coordinator's time",
         "the coordinator's machine, on this computer: "
         + ", ".join(f"{kind} {1e6 * spent / count:,.0f} us x {count:,}" for kind, (spent, count) in machine),
     ]

@@ -22,7 +22,9 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.views.difference import canonical, difference
 from rallypoint.net.messages import encode
+from rallypoint.net.views.messages import ViewChange
 
 _STEPS = 1_000_000
 
@@ -204,3 +206,8 @@ def messages_of(view: View, clock: Callable[[], float] = time.perf_counter, samp
     return Messages(
         len(told), len(msgspec.msgpack.encode(view)), sizes[-1], round(sum(sizes) / len(sizes) * len(told)), seconds
     )
+
+
+def change_bytes(base: View, view: View) -> int:
+    """Bytes of the message that brings `view` to who has `base`, without tickets: only new servers make some."""
+    return len(encode(ViewChange(difference(base, canonical(view)), {}, bytes(32))))

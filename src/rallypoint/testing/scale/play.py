@@ -27,9 +27,11 @@ from rallypoint.core.cost.pipeline import step_cost
 from rallypoint.core.cost.site import Servers, Site, Workers
 from rallypoint.core.cost.workload import Workload
 from rallypoint.core.sums.tree import blocks_of
-from rallypoint.testing.scale.cluster import BigCluster, Messages, Size, messages_of, named
+from rallypoint.core.view import View
+from rallypoint.testing.scale.cluster import BigCluster, Messages, Size, change_bytes, messages_of, named
 
 _TICKET_S, _ENCODE_S = 3e-6, 2e-9  # a ticket for a server; a byte of a message: timed once, 1,000 + 1,000
+_SEND_S = 150e-6  # a message of a view that is queued, sealed and sent: `benchmarks/members.py`
 _BEATS = 4  # of a heartbeat
 _STATE = 12  # bytes of a parameter in a snapshot
 _Key = tuple[int, bool, bool]  # a worker's replicas; is it slow; is its link
@@ -85,10 +87,12 @@ class Outcome(msgspec.Struct, frozen=True):
         ideal: seconds of a step when nothing has failed.
         goodput: the ideal seconds of all steps, divided by what they took.
         failures, views, rollbacks: how many.
-        view: what one view takes: bytes, seconds.
-        view_seconds: seconds from one view's making to its being everywhere.
+        view: what one whole view takes, as at the beginning: bytes, seconds.
+        view_seconds: seconds from a whole view's making to its being everywhere.
         coordinator: the share of the time in which the coordinator sent views.
         machine: real seconds that the machine took by kind of event, and how many there were.
+        largest_change, mean_change: bytes of the message to one member, of the views after the first: differences.
+        sending: seconds in which the coordinator sent these.
         connections: of one server.
     """
 
@@ -102,6 +106,9 @@ class Outcome(msgspec.Struct, frozen=True):
     view_seconds: float
     coordinator: float
     machine: dict[str, tuple[float, int]]
+    largest_change: int
+    mean_change: float
+    sending: float
     connections: int
 
 
@@ -126,6 +133,8 @@ class Play:
     _thin: set[str] = field(default_factory=set)
     _dice: random.Random = field(init=False)
     _view: Messages = field(init=False)
+    _last: View = field(init=False)  # the last view that went out
+    _changes: list[int] = field(default_factory=list)  # bytes of one member's message, of each difference
 
     def __post_init__(self) -> None:
         self._dice = random.Random(self.scenario.seed)
@@ -135,7 +144,7 @@ class Play:
         """Play all steps; `told` hears of each."""
         scenario, cluster = self.scenario, self.cluster
         self._begin()
-        self._view = messages_of(cluster.view, self.clock)
+        self._view, self._last = messages_of(cluster.view, self.clock), cluster.view
         before, steps, number, began = cluster.views, [], 0, self._now
         ideal, _ = self._undisturbed(0)
         while number < scenario.steps:
@@ -146,6 +155,7 @@ class Play:
         return Outcome(
             tuple(steps), ideal, scenario.steps * ideal / seconds, self._failures, cluster.views - before,
             self._rollbacks, self._view, self.view_seconds, min(1.0, self._sending / seconds), dict(cluster.spent),
+            max(self._changes, default=0), sum(self._changes) / max(1, len(self._changes)), self._sending,
             scenario.size.racks or scenario.size.workers + scenario.size.standby,
         )  # fmt: skip
 
@@ -155,6 +165,15 @@ class Play:
         one = self._view
         tickets = self.scenario.size.servers * _TICKET_S
         return max(one.members * (tickets + one.message * _ENCODE_S), one.total / self.scenario.server_rate)
+
+    def _change_seconds(self, view: View) -> float:
+        """What sending the difference to the view before to everybody takes."""
+        before, self._last = self._last, view
+        nbytes = change_bytes(before, view)
+        self._changes.append(nbytes)
+        members = len(view.workers) + len(view.servers) + len(view.aggregators)
+        new = len({*view.servers} - {*before.servers}) * _TICKET_S
+        return members * max(_SEND_S + new + nbytes * _ENCODE_S, nbytes / self.scenario.server_rate)
 
     # ---- the beginning ----
 
@@ -290,7 +309,8 @@ class Play:
 
     def _send(self, effects: list[Effect], when: float) -> float:
         """The coordinator sends the views among these effects. Returns when the last member has the last one."""
-        for _ in range(sum(isinstance(effect, Publish) for effect in effects)):
-            self._free = max(self._free, when) + self.view_seconds
-            self._sending += self.view_seconds
+        for view in (effect.view for effect in effects if isinstance(effect, Publish)):
+            seconds = self._change_seconds(view)
+            self._free = max(self._free, when) + seconds
+            self._sending += seconds
         return max(self._free, when)

@@ -20,6 +20,7 @@ from rallypoint.testing.simulation.policies import (
     Carrying,
     Deciding,
     Flipped,
+    Keyed,
     Paused,
     Played,
     Rescaled,
@@ -61,7 +62,7 @@ def main(
     while isinstance(job, Paused | Rescaled | Uneven):
         job = job.of
     alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped(), Alternating())
-    same = job in alone or isinstance(job, Carrying)
+    same = job in (*alone, Keyed()) or isinstance(job, Carrying)
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well
     print(f"{policy}: {seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")

@@ -163,7 +163,8 @@ class SimulatedCoordinator:
     def _versions(self, version: int) -> list[int | None]:
         """What the store must hold of each shard; None where no version is common to all."""
         shards = range(self.job.shards)
-        return [None if self.job.policy.streaming else self.job.cadence.updates_before(s, version) for s in shards]
+        any_version = self.job.policy.streaming or self.job.config.keyed
+        return [None if any_version else self.job.cadence.updates_before(s, version) for s in shards]
 
     def _find(self) -> None:
         self._handle(inbox.SnapshotFound(*self.store.newest()))

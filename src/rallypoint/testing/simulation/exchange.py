@@ -78,7 +78,7 @@ class SimulatedExchange:
                     self.node.later(seconds, lambda: self._land(link, wire, shard, content))
                 else:
                     self.apply(effects)
-            case ("rows", shard, number, content, outdated):
+            case ("rows", shard, number, content, outdated, _):
                 self.rows.arrived(shard, number, content, outdated=outdated)
                 self._changed()
             case ("wait", _, replica, clock):

@@ -28,6 +28,8 @@ from rallypoint.net.messages import (
     Stored,
 )
 from rallypoint.net.ordering.messages import RateAwaited
+from rallypoint.net.views.messages import ViewChange
+from rallypoint.net.views.receiver import ViewReceiver
 from rallypoint.testing.simulation.network import Node, Wire
 from rallypoint.testing.simulation.operating.links import with_paces
 
@@ -48,7 +50,7 @@ class Membership:
         self._on_message, self._on_admitted = on_message, on_admitted
         self._wire: Wire | None = None
         self._admitted = False
-        self._knows = Knows()  # the newest view that came
+        self._knows, self._views = Knows(), ViewReceiver()  # the newest view that came; those of the connection
         self._unsent: deque[Any] = deque()
         self._connect()
         self._beat()
@@ -80,7 +82,7 @@ class Membership:
             self.node.later(RETRY_S, self._connect)
 
     def _up(self, wire: Wire) -> None:
-        self._wire, self._admitted = wire, False
+        self._wire, self._admitted, self._views = wire, False, ViewReceiver()
         wire.on_message[0] = self._receive
         wire.on_close[0] = self._lost
         if self.incarnation:
@@ -91,6 +93,8 @@ class Membership:
         self.node.later(RETRY_S, self._connect)
 
     def _receive(self, message: Any) -> None:
+        if isinstance(message, NewView | ViewChange):
+            message = self._views.take(message)
         if isinstance(message, NewView) and _is_newer(message.view, self._knows.view):
             self._knows = Knows(message.view, message.proof)
         match message:

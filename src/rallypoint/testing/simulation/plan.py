@@ -13,12 +13,12 @@ from rallypoint.codec.spec import TopK, has_state
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.modes import Feature
-from rallypoint.core.policy import AllReduce, LocalSteps, Sync
-from rallypoint.testing.simulation.flips.job import FlippedJob, with_audits
+from rallypoint.core.policy import LocalSteps, Sync
+from rallypoint.testing.simulation.flips.job import with_audits
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.keys.plan import as_store
 from rallypoint.testing.simulation.operating import links
 from rallypoint.testing.simulation.operating import plans as operating
-from rallypoint.testing.simulation.operating.plans import PAUSE
 from rallypoint.testing.simulation.policies import (
     Alternating,
     Audited,
@@ -29,6 +29,7 @@ from rallypoint.testing.simulation.policies import (
     Evaluating,
     Flipped,
     InnerState,
+    Keyed,
     Mode,
     Paused,
     Played,
@@ -98,7 +99,7 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
         return around[type(played)](make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
         Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding, Flipped: _flipped,
-        Carrying: _carrying, Poisoned: _poisoned, Tables: _with_tables, Stopped: _stopped,
+        Carrying: _carrying, Poisoned: _poisoned, Tables: _with_tables, Stopped: _stopped, Keyed: as_store,
     }  # fmt: skip
     if change := changes.get(type(played)):
         return change(_plan_of(seed, getattr(played, "sync", _SYNC)))
@@ -365,36 +366,3 @@ def aggregates(seed: int) -> bool:
 def hesitates(seed: int) -> bool:
     """Are workers slow to begin with what they were told in this seed's plan?"""
     return seed % 4 == 3
-
-
-def played_by(plan: Plan) -> Played:
-    """What a plan was made for."""
-    job, faults = plan.job, tuple(fault for fault in plan.faults if fault.kind != PAUSE)
-    if plan.terms.measure_links:
-        return links.on_uneven(played_by(links.steady(plan)))
-    if job.scales != ():
-        played = played_by(replace(plan, job=replace(job, scales=())))
-        assert not isinstance(played, Rescaled | Uneven)
-        return Rescaled(played)
-    if len(faults) < len(plan.faults):
-        played = played_by(replace(plan, faults=faults))
-        assert not isinstance(played, Paused | Rescaled | Uneven)
-        return Paused(played)
-    if job.audits is not None:
-        return AuditedWrong() if job.audits.wrong else Audited()
-    if isinstance(job, FlippedJob) or job.carries:
-        return Carrying(job.sync) if job.carries else Flipped()
-    if job.alternate or job.fp16:
-        return Alternating() if job.alternate else Scaled()
-    if job.every:
-        return Deciding() if job.rules.steers else Evaluating()
-    if job.tables:
-        assert not isinstance(job.sync, LocalSteps | AllReduce)
-        return Tables(job.sync)
-    if job.inner and isinstance(job.sync, LocalSteps):
-        return InnerState(job.sync)
-    if job.poison is not None:
-        return Poisoned(job.sync)
-    if job.stop is not None:
-        return Stopped(job.sync)
-    return CodecState(job.sync) if has_state(job.codec) else job.sync

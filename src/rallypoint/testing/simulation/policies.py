@@ -11,7 +11,8 @@ WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
     "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped, "
-    "alternating, carrying or carrying:WORD, paused or paused:WORD, rescaled or rescaled:WORD, uneven or uneven:WORD"
+    "alternating, carrying or carrying:WORD, store or store:WORD, "
+    "paused or paused:WORD, rescaled or rescaled:WORD, uneven or uneven:WORD"
 )
 
 
@@ -92,13 +93,20 @@ class Carrying:
     sync: Mode = field(default_factory=Sync)
 
 
+@dataclass(frozen=True)
+class Keyed:
+    """A key-value store (`job.store`), some of whose keys may be tables."""
+
+    sync: Sync | BoundedStaleness | Async = field(default_factory=Sync)
+
+
 _Alone = Alternating | Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped
 _Together = Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped  # whose steps are those of all shards
 _ALONE: dict[str, type[_Alone]] = {
     "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "audited": Audited, "audited:wrong": AuditedWrong,
     "flipped": Flipped, "alternating": Alternating,
 }  # fmt: skip
-_Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Carrying
+_Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Carrying | Keyed
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def parse_policy(text: str) -> Played:
         return _ALONE[text]()
     if name == "paused":
         of = parse_policy(number) if colon else Sync()
-        if not isinstance(of, Paused | Rescaled | Uneven):
+        if not isinstance(of, Paused | Rescaled | Uneven | Keyed):
             return Paused(of)
     if name == "rescaled":
         of = parse_policy(number) if colon else Sync()
@@ -158,6 +166,10 @@ def parse_policy(text: str) -> Played:
         sync = _parse_mode(number) if colon else Sync()
         if sync in (Sync(), AllReduce()):
             return Carrying(sync)
+    if name == "store":
+        sync = _parse_mode(number) if colon else Sync()
+        if isinstance(sync, BoundedStaleness) or sync in (Sync(), Async()):
+            return Keyed(sync)
     if name == "tables":
         sync = parse_policy(number) if colon else Sync()
         if isinstance(sync, Sync | BoundedStaleness | Async):
@@ -219,6 +231,9 @@ def word_for(policy: Played) -> str | None:
         case Carrying(sync=sync):
             of = word_for(sync)
             return None if of is None else "carrying" if sync == Sync() else f"carrying:{of}"
+        case Keyed(sync=sync):
+            of = word_for(sync)
+            return None if of is None else "store" if sync == Sync() else f"store:{of}"
         case Tables(sync=sync):
             of = word_for(sync)
             return None if of is None else "tables" if sync == Sync() else f"tables:{of}"

@@ -17,14 +17,18 @@ from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
+from rallypoint.testing.simulation.failures.played import played_by
+from rallypoint.testing.simulation.failures.stuck import stuck
 from rallypoint.testing.simulation.flips.job import FlippedJob
 from rallypoint.testing.simulation.flips.server import AuditedServer
+from rallypoint.testing.simulation.keys.job import KeyedJob
+from rallypoint.testing.simulation.keys.worker import LEFT, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.operating.pauses import Operators
 from rallypoint.testing.simulation.operating.plans import PAUSE, RESCALE
 from rallypoint.testing.simulation.operating.rates import RateOperators
-from rallypoint.testing.simulation.plan import Fault, Plan, make_plan, played_by
+from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, replay_line
 from rallypoint.testing.simulation.replicas.evaluated import check_evaluations
 from rallypoint.testing.simulation.replicas.script import ScriptStops
@@ -65,7 +69,7 @@ class Simulation:
         self.world = World(plan.seed, uneven=plan.terms.measure_links)
         plan.job.lost.clear()
         self._replay = replay_line(plan.seed, played_by(plan))
-        self.workers: dict[str, SimulatedWorker] = {}
+        self.workers: dict[str, SimulatedWorker | KeyedWorker] = {}
         self.servers: dict[str, SimulatedServer] = {}
         self.aggregators: dict[str, SimulatedAggregator] = {}
         self.coordinator: SimulatedCoordinator | None = None
@@ -128,9 +132,10 @@ class Simulation:
     def start_worker(self) -> None:
         """One more worker."""
         name = self._name("worker")
-        speed = self.world.random.choice([1.0, 1.0, 0.4])
-        self.workers[name] = SimulatedWorker(
-            self.world, name, self.plan.job, self.store, speed, self.plan.hesitate_s
+        speed, job = self.world.random.choice([1.0, 1.0, 0.4]), self.plan.job
+        self.workers[name] = (
+            KeyedWorker(self.world, name, job, speed) if isinstance(job, KeyedJob)
+            else SimulatedWorker(self.world, name, job, self.store, speed, self.plan.hesitate_s)
         )  # fmt: skip
 
     def _name(self, role: str) -> str:
@@ -258,6 +263,8 @@ class Simulation:
                 return
             view = self.coordinator.machine.view if self.coordinator is not None else None
             self.plan = _ended_earlier(self.plan, self.plan.job.stop, view)
+        if isinstance(self.plan.job, KeyedJob) and LEFT in self.outcome.aborted:
+            return  # nobody can make its pushes again
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, self._stuck()
         if self.plan.job.scales is None and self.coordinator is not None:
@@ -300,6 +307,9 @@ class Simulation:
         )
         return True
 
+    def _stuck(self) -> str:
+        return stuck(self.world.now, self.workers, self.servers, self.coordinator, self.outcome)
+
     def _check_size(self) -> None:
         """No more workers compute than were ordered, whoever is coordinator by now."""
         view = self.coordinator.machine.view if self.coordinator is not None else None
@@ -335,7 +345,7 @@ class Simulation:
             if server.node.alive and server.changed is None and at == job.last_version(shard):
                 contents.append(server.held[shard].master)
         id, version, *_ = self.store.newest()
-        if version == job.end:
+        if version == job.end and not job.config.keyed:
             contents.append(self.store.read(id, shard)[1][0])
         if self._primary_gone(shard) and shard not in job.table_shards:  # as soon as the workers had it
             contents += [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]
@@ -345,27 +355,6 @@ class Simulation:
         view = self.coordinator.machine.view if self.coordinator is not None else None
         primary = self.servers.get(view.primary[shard]) if view is not None else None
         return primary is None or not primary.node.alive or shard not in primary.machine.held
-
-    def _stuck(self) -> str:
-        lines = [f"stuck after {self.world.now:.1f} s"]
-        for name, worker in self.workers.items():
-            if worker.node.alive:
-                m = worker.machine
-                lines.append(
-                    f"{name}: replica {worker._replica}, next {m.next_action()}, missing {m.missing}, {m}"
-                )
-        for name, server in self.servers.items():
-            if server.node.alive:
-                held = {i: server.machine.machine(i) for i in server.machine.held}
-                lines.append(f"{name}: view {server.machine.view and server.machine.view.number} " + "; ".join(
-                    f"{i}: {'P' if m.primary else 'B'} v{m.version} pub{m.published} sum of {m.added} held {m._held} "
-                    f"{m.replication} awaiting {m.awaiting} clocks {m.clocks} wants {m.wants}"
-                    for i, m in held.items() if m is not None))  # fmt: skip
-        if self.coordinator is not None:
-            machine = self.coordinator.machine
-            lines.append(f"coordinator: {machine.phase}, {machine.view}, taking {machine._snapshots.taking}, "
-                         f"done {machine.course.members.done}, waits for {machine.waiting_for()}")  # fmt: skip
-        return "\n".join([*lines, *self.outcome.said])
 
 
 def _ended_earlier(plan: Plan, planned: ScriptStops, view: View | None) -> Plan:

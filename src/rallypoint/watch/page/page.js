@@ -216,7 +216,7 @@ function drawHead() {
   const plan = run.plan || {}, steps = plan.steps || 0, last = (name) => (run.curves[name] || { mean: [] }).mean.at(-1);
   const status = one("status");
   status.textContent = run.read !== undefined ? `reading the log: ${Math.round(run.read * 100)} %`
-    : run.ended ? run.ended + (run.why ? `: ${run.why}` : "") : steps ? "running" : "waiting for members";
+    : run.ended ? run.ended + (run.why ? `: ${run.why}` : "") : run.plan ? "running" : "waiting for members";
   status.className = run.ended === "failed" ? "bad" : "";
   one("progress").max = steps || 1;
   one("progress").value = run.step;

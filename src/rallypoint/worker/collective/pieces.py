@@ -1,9 +1,8 @@
 """How sums of any length are cut into the shards of one fixed layout, the same way on all workers.
 
 The layout has shards of a few sizes. A sum takes as many large ones as fit, then smaller ones for the rest, in turn
-among those of a size. Which shard a piece gets depends only on the lengths of the sums before it in the same *lane*, so
-workers that ask for the same sums in the same order need not tell each other anything. Each lane has shards of its own:
-what two threads ask for, each in its lane, may come in any order.
+among those of a size. Which shard a piece gets depends only on the lengths of the sums before it, so workers that ask
+for the same sums in the same order need not tell each other anything.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from rallypoint.core.layout import Layout, TensorSpec, build_layout
 CLOCK = 0  # the shard that counts: it is used for no sum but the last one, with which the job ends
 _SMALLEST, _SMALL = 64, 1024  # words
 _WASTE = 8  # a piece may be smaller than its shard by so much: 1/8 of what was asked for
-_ROWS = "sums.{lane}.{words}.{number}"
-LANES = 4  # the first one has room for `under_way_bytes`, the others for two of the largest shards
+_ROWS = "sums.{words}.{number}"
 
 
 class Piece(NamedTuple):
@@ -32,27 +30,26 @@ def layout_of(under_way_bytes: int, shard_bytes: int) -> Layout:
     """Return a layout for sums of which about so many bytes are under way at once, in shards of at most `shard_bytes`
     (at least 16 KiB; at least two of these)."""
     largest = max(shard_bytes // 4, 4 * _SMALL)
-    rest, size = {_SMALL: 8, _SMALLEST: 8}, largest // 4
+    counts = {largest: max(2, under_way_bytes // (4 * largest))}
+    size = largest // 4
     while size > _SMALL:
-        rest[size], size = 4, size // 4
-    specs = list[TensorSpec]()
-    for lane in reversed(range(LANES)):
-        many = max(2, under_way_bytes // (4 * largest)) if lane == 0 else 2
-        for words, count in sorted({**rest, largest: many}.items(), reverse=True):
-            names = (_ROWS.format(lane=lane, words=words, number=number) for number in range(count))
-            specs += [TensorSpec(name, (1, words), "float32", 0) for name in names]
+        counts[size], size = 4, size // 4
+    counts |= {_SMALL: 8, _SMALLEST: 8}
+    specs = [
+        TensorSpec(_ROWS.format(words=words, number=number), (1, words), "float32", 0)
+        for words, count in counts.items() for number in range(count)
+    ]  # fmt: skip
     specs.append(TensorSpec("sums.clock", (1, 16), "float32", 0))  # the last one has the first shard
     return build_layout(specs, matrices=frozenset(spec.name for spec in specs))
 
 
 class Cutter:
-    """Cuts one sum of a lane after the other. Not thread-safe."""
+    """Cuts one sum after the other. Not thread-safe."""
 
-    def __init__(self, layout: Layout, lane: int = 0) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._shards: dict[int, list[int]] = {}
-        starts = {e.start for e in layout.entries if e.spec.name.startswith(f"sums.{lane}.")}
         for shard in layout.shards:
-            if shard.start in starts:
+            if shard.index != CLOCK:
                 self._shards.setdefault(shard.words, []).append(shard.index)
         self._next = dict.fromkeys(self._shards, 0)
         self._sizes = sorted(self._shards, reverse=True)

@@ -12,35 +12,31 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from rallypoint.core.sums.scripts import EndedScripts
 from rallypoint.core.worker.slots import Effect, Filled
 from rallypoint.core.worker.sums.rolling import RollingMachine
 from rallypoint.errors import JobAborted, UsageError
-from rallypoint.net.summing.messages import Summed
-from rallypoint.worker.collective.pieces import CLOCK, LANES, Cutter, Piece
+from rallypoint.worker.collective.pieces import CLOCK, Cutter, Piece
 from rallypoint.worker.exchange.exchange import Exchange
 
+SAID_EVERY_S = 1.0
 Done = Callable[[BaseException | None], None]
-Tell = Callable[[Summed], None]
-CLOCK_LANE = -1  # of the last sum, with which the job ends
-_TELL_S, _TELL_IDLE_S = 1.0, 0.25  # seconds between two words about how many sums are here
 
 
-@dataclass(slots=True, eq=False)  # two sums of equal values are not one
+@dataclass(slots=True)
 class _Sum:
-    """A sum that was asked for: the `number`-th of its lane. `keeps`: the words of it that the caller wants."""
+    """A sum that was asked for. `keeps`: the words of it that the caller wants."""
 
     values: torch.Tensor
     into: torch.Tensor
     keeps: range
     done: Done
-    lane: int = CLOCK_LANE
-    number: int = 0
     left: int = 0  # pieces
 
 
@@ -53,11 +49,6 @@ class _Queues:
     def add(self, asked: _Sum, piece: Piece) -> None:
         self.by_shard.setdefault(piece.shard, deque()).append((asked, piece))
 
-    def remove(self, failed: list[_Sum]) -> None:
-        """These are waited for no more."""
-        for shard, queue in self.by_shard.items():
-            self.by_shard[shard] = deque(item for item in queue if item[0] not in failed)
-
     @property
     def waiting(self) -> list[int]:
         return [shard for shard, queue in self.by_shard.items() if queue]
@@ -67,36 +58,36 @@ class Reducer:
     """This process as worker number `rank` of a job of sums. Any thread may ask for a sum.
 
     Attributes:
-        asked, made: how many sums were asked for, by lane; how many are here.
+        asked, made: how many sums were asked for, and how many are here. (The last one, with which the job ends, is
+            none of them.)
+        nbytes: the size of those that were asked for.
 
-    Raises JobAborted, from then on and of every sum under way, when a worker is gone or servers have lost sums: the
-    script's world is fixed, so nothing can go on.
+    Raises JobAborted, from then on and of every sum under way, when a worker is gone, when a sum is asked for after
+    another worker's script has ended, or when servers have lost sums: the world is fixed, so nothing can go on.
     """
 
-    def __init__(self, exchange: Exchange, rank: int, tell: Tell | None = None) -> None:
-        """`tell` is called now and then with how many sums are here."""
+    def __init__(
+        self, exchange: Exchange, rank: int, ended: EndedScripts, say: Callable[[int, int], None] | None = None
+    ) -> None:
+        """`ended`: the other workers' scripts. `say` is told now and then how many sums are here, and their bytes."""
         self._exchange, self._loop, self._locked = exchange, exchange.own_loop, exchange.own_loop.locked
         machine = self._locked.machine
         assert isinstance(machine, RollingMachine)
         machine.number, self._machine = rank, machine
-        self._cutters, self._queues = [Cutter(exchange.layout, lane) for lane in range(LANES)], _Queues()
-        self.asked, self._ended = Counter[int](), dict[str, Mapping[int, int]]()
-        self._report = _Progress(tell)
+        self._cutter, self._queues = Cutter(exchange.layout), _Queues()
         self._failure: BaseException | None = None
         self._closing = False
-        self.made = 0
+        self._ended, self._say, self._said_at = ended, say, 0.0
+        self.asked = self.made = self.nbytes = 0
         self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
         self._thread.start()
 
     # ---- what others call ----
 
-    def sum(
-        self, values: torch.Tensor, into: torch.Tensor | None = None, keeps: range | None = None, lane: int = 0
-    ) -> Sum:
+    def sum(self, values: torch.Tensor, into: torch.Tensor | None = None, keeps: range | None = None) -> Sum:
         """Ask for the sum of all workers' `values` (1-D fp32 on the CPU, contiguous). Leave them as they are meanwhile.
 
-        `into` gets the words `keeps` of the sum; None: `values` itself gets all of them. In one `lane` all workers ask
-        for the same sums in the same order.
+        `into` gets the words `keeps` of the sum; None: `values` itself gets all of them.
         """
         into = values if into is None else into
         keeps = range(values.numel()) if keeps is None else keeps
@@ -104,9 +95,12 @@ class Reducer:
         if not keeps and not values.numel():
             future.ended(None)
             return future
-        asked = _Sum(values, into, keeps, future.ended, lane)
-        self._ask(asked, lambda: self._cutters[lane].cut(values.numel()))
+        self._ask(_Sum(values, into, keeps, future.ended), lambda: self._next(values.numel()))
         return future
+
+    def other_ended(self, rank: int, sums: int, worker: str) -> None:
+        """Another worker's script has ended, after so many sums. The thread of the coordinator's link calls this."""
+        self._locked.set(lambda: self._ended.told(rank, sums, worker))
 
     def finish(self) -> int:
         """Wait until all workers call this too. Returns the version of the clock shard: the job ends with it."""
@@ -114,7 +108,6 @@ class Reducer:
         last = Sum()
         self._ask(_Sum(clock, clock, range(0), last.ended), lambda: [Piece(0, clock.numel(), CLOCK)])
         last.wait()
-        self._report.now(self.made, 0.0)
         with self._locked.changed:
             return self._machine.at[CLOCK]
 
@@ -125,12 +118,13 @@ class Reducer:
             self._locked.changed.notify_all()
         self._thread.join()
 
+    def _next(self, words: int) -> list[Piece]:
+        self.asked, self.nbytes = self.asked + 1, self.nbytes + 4 * words
+        return self._cutter.cut(words)
+
     def _ask(self, asked: _Sum, cut: Callable[[], list[Piece]]) -> None:
         with self._locked.changed:
-            if asked.lane != CLOCK_LANE:
-                self.asked[asked.lane] += 1
-                asked.number = self.asked[asked.lane]
-            if (failure := self._failure or self._refusal(asked)) is None:
+            if (failure := self._failure) is None:
                 pieces = cut()
                 asked.left = len(pieces)
                 for piece in pieces:
@@ -138,31 +132,6 @@ class Reducer:
                 self._locked.changed.notify_all()
         if failure is not None:
             asked.done(failure)
-
-    def other_ended(self, worker: str, sums: Mapping[int, int]) -> None:
-        """That worker's script has ended, after so many sums of each lane: the sums after those will never be."""
-        with self._locked.changed:
-            self._ended[worker] = sums
-            self._locked.changed.notify_all()
-
-    def _refusal(self, asked: _Sum) -> JobAborted | None:
-        """Why this sum will never be; None if it may."""
-        if asked.lane == CLOCK_LANE:
-            return None
-        for worker, sums in self._ended.items():
-            if asked.number > (its := sums.get(asked.lane, 0)):
-                return JobAborted(
-                    f"{worker}'s script has ended after {its} sum{'s' * (its != 1)}, and this one waits for sum "
-                    f"{asked.number}, which {worker} will never send: give every rank the same number of batches (as "
-                    "DistributedSampler does), or look why that script has ended early"
-                )
-        return None
-
-    @property
-    def _hopeless(self) -> list[_Sum]:
-        """The sums that will never be."""
-        under_way = {id(asked): asked for queue in self._queues.by_shard.values() for asked, _ in queue}
-        return [asked for asked in under_way.values() if self._refusal(asked) is not None] if self._ended else []
 
     # ---- the thread ----
 
@@ -186,14 +155,11 @@ class Reducer:
             self._wait()
             if self._closing:
                 return False
-            self._queues.remove(hopeless := self._hopeless)
             uploads = self._machine.next_action() is not None
             landed = self._machine.landed_shards
             fills = [shard for shard in self._queues.waiting if self._machine.may_fill(shard)]
             for shard in fills:
                 self._machine.fill(shard)
-        for asked in hopeless:
-            asked.done(self._refusal(asked))
         if uploads:
             self._exchange.initialise(lambda start, stop: torch.zeros(stop - start))
         for shard in fills:
@@ -209,11 +175,12 @@ class Reducer:
         elif self._queues.waiting or self._machine.step < 0:
             self._locked.wait(self._ready, self._awaited)
         else:
-            self._report.now(self.made, _TELL_IDLE_S)
             with self._loop.elsewhere():
                 self._locked.changed.wait_for(lambda: self._ready() or self._locked.failure or self._queues.waiting)
         if self._locked.failure is not None:
             raise self._locked.failure
+        if refusal := self._ended.refusal_of(self.asked):
+            raise JobAborted(refusal)
         if self._machine.broken:
             raise JobAborted(
                 f"{self._machine.broken}, and this script's world is fixed: start all of it again, from the last "
@@ -223,8 +190,9 @@ class Reducer:
     def _ready(self) -> bool:
         machine = self._machine
         return bool(
-            self._closing or machine.broken or machine.complete or machine.next_action() is not None
-            or any(machine.may_fill(shard) for shard in self._queues.waiting) or self._hopeless
+            self._closing or machine.broken or self._ended.refusal_of(self.asked)
+            or machine.complete or machine.next_action() is not None
+            or any(machine.may_fill(shard) for shard in self._queues.waiting)
         )  # fmt: skip
 
     def _awaited(self) -> str:
@@ -244,7 +212,7 @@ class Reducer:
 
     def _take(self, shard: int) -> None:
         asked = None
-        if self._machine.at[shard] >= 0 and self._queues.by_shard.get(shard):  # else the first version: nobody's sum
+        if self._machine.at[shard] >= 0:  # else it is the first version, which is nobody's sum
             asked, piece = self._queues.by_shard[shard][0]  # left there for `_run`, should this fail
             start, stop = max(piece.start, asked.keeps.start), min(piece.stop, asked.keeps.stop)
             if start < stop:
@@ -255,30 +223,19 @@ class Reducer:
             self._queues.by_shard[shard].popleft()
             asked.left -= 1
             if not asked.left:
-                if asked.lane != CLOCK_LANE:
-                    self.made += 1
-                    self._report.nbytes += asked.values.numel() * asked.values.element_size()
-                    self._report.now(self.made, _TELL_S)
+                self.made += 1
                 self._locked.progress.got_on()
                 asked.done(None)
+                self._tell()
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if self._say is not None and now - self._said_at >= SAID_EVERY_S:
+            self._said_at = now
+            self._say(self.made, self.nbytes)
 
     def _taken(self, shard: int) -> list[Effect]:
         return self._machine.taken(shard)
-
-
-class _Progress:
-    """Tells how many sums are here, with how many bytes, when that is news; a last time when the last sum is here."""
-
-    def __init__(self, tell: Tell | None) -> None:
-        self._tell, self.nbytes = tell, 0
-        self._said, self._told = 0.0, 0
-
-    def now(self, made: int, every: float) -> None:
-        """`made` sums are here: tell it unless that was done in the last `every` seconds."""
-        if self._tell is None or made == self._told or time.monotonic() - self._said < every:
-            return
-        self._said, self._told = time.monotonic(), made
-        self._tell(Summed(made, self.nbytes))
 
 
 class Sum:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from rallypoint.config import record_of, resolve
 from rallypoint.core.optimizer import Sum as SumOfAll
+from rallypoint.core.sums.scripts import EndedScripts
 from rallypoint.errors import ConfigError, JobAborted, UsageError
-from rallypoint.worker.collective.pieces import LANES, layout_of
+from rallypoint.net.sampling.messages import ScriptAt
+from rallypoint.worker.collective.pieces import layout_of
 from rallypoint.worker.collective.reducer import Reducer
 from rallypoint.worker.loop.session import Job
 
 UNDER_WAY_BYTES = 16 << 20
-SHARD_BYTES = 256 << 10  # a quarter of a job's own: the first and the last shard of each sum travel alone
+SHARD_BYTES = 512 << 10  # half of a job's own: the first and the last shard of each sum travel alone
 MOST_ROUNDS = (1 << 31) - 1  # of a shard: sums that it takes part in
 
 
@@ -27,6 +29,8 @@ class Sums:
     def __init__(self, job: Job, *, rank: int, world: int, under_way_bytes: int = UNDER_WAY_BYTES) -> None:
         """Wait until all workers and servers are here. `under_way_bytes`: about so much of the sums is, at once."""
         self.rank, self.world, self._job = rank, world, job
+        ended = EndedScripts()
+        job.script_ended = ended.told
         settings = {
             "replicas": world, "steps": MOST_ROUNDS, "optimizer": SumOfAll(), "nonfinite": "continue", "overlap": False,
             "presum_bytes": 0, "batch": 1, "item": "scripts", "shard_bytes": SHARD_BYTES,
@@ -36,26 +40,15 @@ class Sums:
         self._exchange = job.open_exchange(record, config, early=False)
         if (count := len(self._exchange.view.workers)) != world:
             raise ConfigError(f"the cluster has {count} workers, and the script's world is {world}: start as many")
-        self.reducer = Reducer(self._exchange, rank, job.tell if rank == 0 else None)
-        job.scripts.listen(self.reducer.other_ended)
-        self._over, self._lanes = False, 0
-
-    def lane(self) -> int | None:
-        """A lane for one more group of all ranks, the same on all of them if they make their groups in one order; the
-        first one's is the hook's too. None: there is no other one."""
-        self._lanes += 1
-        return self._lanes - 1 if self._lanes <= LANES else None
-
-    def ended(self) -> None:
-        """This script asks for no more sums: from now on, those who wait for more of it raise an error."""
-        if not self._over:
-            self._job.scripts.ended(self.reducer.asked)
+        self.reducer = Reducer(self._exchange, rank, ended, self._say if rank == 0 else None)
+        job.script_ended = self.reducer.other_ended
+        self._over = False
 
     def finish(self) -> None:
         """End the job when all workers call this. Raises JobAborted, and fails the job, when one of them is gone."""
         if self._over:
             return
-        self.ended()
+        self._say(self.reducer.asked, self.reducer.nbytes, ended=True)
         try:
             version = self.reducer.finish()
         except BaseException as error:
@@ -70,6 +63,9 @@ class Sums:
         with loop.locked.changed:
             loop.locked.wait(lambda: loop.finished, lambda: "the other workers to end")
         self.close()
+
+    def _say(self, sums: int, nbytes: int, *, ended: bool = False) -> None:
+        self._job.say_script(ScriptAt(self.rank, sums, nbytes, ended))
 
     def fail(self, error: BaseException) -> None:
         """This worker's script has failed: the job ends for all, with this reason."""

@@ -31,12 +31,16 @@ class Stopping:
         self._said: Stop | None = None
         self._done: Done | None = None
         self.wanted: str | None = None
+        self._from: int | None = None  # the step from which the wish counts; None: at once
         self.why_not = ""
 
-    def wish(self, reason: str) -> None:
-        """The script wants to stop: it is said when the step in progress can be held back."""
-        if self.wanted is None:
-            self.wanted = " ".join(reason.split())[:LONGEST] or "run.stop()"
+    def wish(self, reason: str, *, step: int | None = None) -> None:
+        """The script wants to stop: it is said when the step in progress can be held back.
+
+        `step`: the data end with this step, wherever a roll-back has brought the job meanwhile.
+        """
+        if self.wanted is None or (step is None and self._from is not None):
+            self.wanted, self._from = " ".join(reason.split())[:LONGEST] or "run.stop()", step
 
     def say(self, version: int, generation: ViewNumber, *, left: int = -1) -> None:
         """Tell the coordinator that the job is to end with `version`. For `left` see `core.cluster.events.Stopped`."""
@@ -58,6 +62,8 @@ class Stopping:
         Raises Rewound like `Exchange.check`.
         """
         if (self.wanted is None and self._said is None) or exchange.end.is_early:
+            return
+        if self._said is None and self._from is not None and exchange.step < self._from:
             return
         version = exchange.step + 1
         if version < exchange.end.last:

@@ -49,8 +49,7 @@ class Links:
 
     def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
         """Start to connect to these servers and aggregators of `view`. `receiver` gets what arrives."""
-        pace = 0.0 if view.aggregators else self._config.pace_mbit  # an aggregator gets all of what others get in parts
-        share = Limits.of(self._config.in_flight_bytes, pace).shared(len(view.servers))
+        share = Limits.of(self._config.in_flight_bytes, view.paced(self._config.pace_mbit)).shared(len(view.servers))
         for link in self._links.values():
             link.limit(share)
         for server in servers:

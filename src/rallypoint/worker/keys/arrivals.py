@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+from rallypoint.config import JobConfig
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.view import Member
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError
@@ -20,6 +21,9 @@ class Heard(Protocol):
     def answered(self, shard: int, number: int, version: int, data: bytearray | None) -> None:
         """The answer to a pull; None: the version is not kept any more."""
 
+    def fits(self, number: int, nbytes: int) -> bool:
+        """Can so many bytes of rows answer the pull with that number?"""
+
     def to_wait(self, contributor: int) -> None:
         """The policy makes the contributor wait."""
 
@@ -34,18 +38,23 @@ class Heard(Protocol):
 
 
 class KeyArrivals:
-    """The `Receiver` of all links of one store, which has `contributors` contributors."""
+    """The `Receiver` of all links of one store."""
 
-    def __init__(self, layout: Layout, contributors: int, heard: Heard) -> None:
-        self._layout, self._contributors, self._heard = layout, contributors, heard
+    def __init__(self, layout: Layout, config: JobConfig, heard: Heard) -> None:
+        self._layout, self._contributors, self._heard = layout, config.replicas, heard
+        self._steps = config.rounds
+        self._most = config.rounds * (config.replicas if config.clocks("parameters") else 1)  # versions of a shard
         self._landing = threading.local()  # each link has a thread, and receives one value at a time
 
     def arriving(self, header: Header, server: str) -> memoryview | None:
         shard = self._shard(header)
-        if header.codec or header.length != shard.nbytes:
-            raise ProtocolError(f"{header.length} bytes for shard {shard.index}, which has {shard.nbytes}")
+        nbytes = shard.nbytes if shard.part is None else 0
+        if header.codec or header.length != nbytes:
+            raise ProtocolError(f"{header.length} bytes for shard {shard.index}, which has {nbytes}")
         if header.wanted is None or not 0 <= header.wanted < self._contributors:
             raise ProtocolError(f"the parameters of contributor {header.wanted}: there are {self._contributors}")
+        if header.base > self._steps:
+            raise ProtocolError(f"contributor {header.wanted} is said to be at step {header.base} of {self._steps}")
         self._landing.now = header, bytearray(header.length)
         return memoryview(self._landing.now[1])
 
@@ -57,12 +66,14 @@ class KeyArrivals:
         shard = self._shard(header)
         if header.flags & SKIP:
             self._heard.answered(shard.index, header.base, header.step, None)
-        elif len(data) != shard.nbytes:
-            raise ProtocolError(f"{len(data)} bytes for shard {shard.index}, which has {shard.nbytes}")
+        elif len(data) != shard.nbytes if shard.part is None else not self._heard.fits(header.base, len(data)):
+            raise ProtocolError(f"{len(data)} bytes of shard {shard.index}, for another number of rows")
         else:
             self._heard.answered(shard.index, header.base, header.step, data)
 
     def to_wait(self, replica: int, clock: int) -> None:
+        if not 0 <= replica < self._contributors:
+            raise ProtocolError(f"contributor {replica} is to wait: there are {self._contributors}")
         self._heard.to_wait(replica)
 
     def link_up(self, server: Member) -> None:
@@ -79,6 +90,8 @@ class KeyArrivals:
     def _shard(self, header: Header) -> Shard:
         if not 0 <= header.shard < len(self._layout.shards):
             raise ProtocolError(f"a {header.kind.name} frame for shard {header.shard}: not in this store's layout")
+        if header.step > self._most:
+            raise ProtocolError(f"version {header.step} of shard {header.shard}, which has {self._most} at most")
         return self._layout.shards[header.shard]
 
     # ---- what no server sends to a store ----

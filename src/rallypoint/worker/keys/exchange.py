@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-
-import torch
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rallypoint.config import JobConfig
 from rallypoint.core.keys import machine
@@ -17,29 +15,39 @@ from rallypoint.errors import JobAborted, StoreRolledBack
 from rallypoint.net.messages import Beat, Message
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.exchange.links import Context, Links
-from rallypoint.worker.keys.answers import Answers
+from rallypoint.worker.keys.answers import Answers, Asked
 from rallypoint.worker.keys.arrivals import KeyArrivals
-from rallypoint.worker.keys.sends import Sends
+from rallypoint.worker.keys.heard import KeysHeard
+from rallypoint.worker.keys.sends import KeyLinks, Sends
 
 Change = Callable[[], Sequence[machine.Effect]]
+_OVER = "the job is over: no server answers any more"
 
 
 class KeyExchange:
     """One worker's data plane in one store.
 
-    Locks: `_adopting`, one view after the other; below it `changed`, the machine and all fields. Nobody sends or
-    receives under `changed`.
+    Locks: `_adopting`, one view after the other; below it that of the sends, one effect after the other; below it
+    `changed`, the machine and all fields. Nobody sends or receives under `changed`.
 
     Attributes:
+        heard: takes what arrives on links.
         answers: what was asked for, and what came with acknowledgements of pushes. Guarded by `changed`.
         rolled_back: rises with each roll-back to a snapshot: whatever began before it is stale.
         finished: the coordinator has said that the job is over.
     """
 
-    def __init__(self, layout: Layout, config: JobConfig, context: Context, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, layout: Layout, config: JobConfig, context: Context, send: Callable[[Message], None],
+        links: KeyLinks | None = None,
+    ) -> None:  # fmt: skip
+        """`links` are for simulated clusters; None: this process's own."""
         self.layout, self.config, self.me = layout, config, context.me
         self.changed = threading.Condition()
-        self.machine = machine.KeyMachine(context.me, len(layout.shards), by_clocks=config.clocks("parameters") > 0)
+        self.machine = machine.KeyMachine(
+            context.me, len(layout.shards), by_clocks=config.clocks("parameters") > 0,
+            tables=frozenset(shard.index for shard in layout.shards if shard.part is not None),
+        )  # fmt: skip
         self.rolled_back, self.finished = 0, False
         self._send_report, self._say = send, context.say
         self._adopting = threading.Lock()
@@ -47,9 +55,11 @@ class KeyExchange:
         self._failure: BaseException | None = None
         self._activity, self._numbers = 0, machine.OWN
         self._table = LinkTable(context.me)
-        self._links = Links(context, config, lambda: self.machine.number)
-        self._arrivals = KeyArrivals(layout, config.replicas, self)
-        self.answers, self._sends = Answers(), Sends(self.machine, self._links)
+        self._links: KeyLinks = Links(context, config, lambda: self.machine.number) if links is None else links
+        self.answers = Answers()
+        self.heard = KeysHeard(self.machine, self.answers, self._table, self.changed, self.apply, self.fail)
+        self._arrivals = KeyArrivals(layout, config, self.heard)
+        self._sends = Sends(self.machine, self._links, self.answers, self.changed)
 
     # ---- messages of the coordinator, on its link's thread: see `DataPlane` ----
 
@@ -72,23 +82,23 @@ class KeyExchange:
                 return
             ended = self._table.to_end(before, view)
             self._links.end(ended)
-            with self.changed:
-                effects: list[machine.Effect] = []
+            with self._sends.sending, self.changed:
                 for server in ended:
                     self._table.end(server)
-                    effects += self.machine.link_lost(server)
+                    self.machine.link_lost(server)
                 if before is not None and before.generation != view.generation:
-                    self._roll_back()
-                effects += self.machine.adopt(view)
+                    self._roll_back(view)
+                self._sends.outgoing.extend(self.machine.adopt(view))
                 new = self._table.to_open(view)
                 self.changed.notify_all()
-            self._sends.run(effects)
+            self._sends.run_all()
             self._links.open(new, self._arrivals, view)
 
-    def _roll_back(self) -> None:
+    def _roll_back(self, view: View) -> None:
+        """Nothing of the generation before leaves any more, but first values if there is no snapshot to go back to."""
         self.rolled_back += 1
         self.answers.clear()
-        self._sends.clear()
+        self._sends.clear(keep_first=not view.origin)
 
     def assist(self, step: int, replica: int) -> None:
         """There are no backup tasks in a store."""
@@ -128,34 +138,45 @@ class KeyExchange:
 
     # ---- the script's threads ----
 
-    def begin(self, shard: int, values: torch.Tensor) -> None:
-        """Give the shard its first value, unless it has one (1-D fp32; kept until one is there). The first one wins."""
+    def begin(self, shard: int, data: memoryview) -> None:
+        """Give the shard its first value, unless it has one (kept until that has changed). The first one wins."""
 
         def begins() -> list[machine.Effect]:
-            self._sends.initial.setdefault(shard, values)
+            self._sends.initial.setdefault(shard, data)
             return self.machine.begin(shard)
 
         self.apply(begins)
 
-    def push(self, shard: int, contributor: int, step: int, values: torch.Tensor) -> None:
-        """Push `values` (1-D fp32; not changed any more) as this contributor's `step`. Its last push counts already."""
-
-        def pushes() -> list[machine.Effect]:
-            self._sends.pushes[shard, contributor] = step, values
+    def push(self, parts: Mapping[int, memoryview], contributor: int, step: int) -> list[machine.Effect]:
+        """Push to these shards: by shard, the bytes, which do not change any more. Needs the lock (see `wait`); the
+        contributor's last push there counts already."""
+        effects: list[machine.Effect] = []
+        for shard, data in parts.items():
+            self._sends.pushes[shard, contributor] = step, data
             self.answers.with_push.pop(shard, None)
-            return self.machine.push(shard, contributor, step)
+            effects += self.machine.push(shard, contributor, step)
+        return effects
 
-        self.apply(pushes)
+    def with_pushes(self, shards: Sequence[int]) -> dict[int, bytearray]:
+        """Take the shards' values that came with the acknowledgements of pushes; {} unless all are here, and nothing
+        newer is known. Needs the lock."""
+        lines = self.machine.lines
+        came = {shard: self.answers.take_with_push(shard, lines[shard].version) for shard in shards}
+        parts = {shard: data for shard, data in came.items() if data is not None}
+        return parts if len(parts) == len(shards) else {}
 
-    def need(self, shard: int, version: int) -> int:
-        """Ask for the shard's value, at this version or a later one (`machine.NEWEST`: any). Returns the number."""
+    def need(self, wanted: Mapping[int, tuple[memoryview, int]], version: int) -> tuple[dict[int, Asked], int]:
+        """Ask for shards' values, at this version or a later one (`machine.NEWEST`: any): of parts of tables for the
+        rows in the payload, whose values have so many bytes. Returns the requests, and the generation."""
+        requests: dict[int, Asked] = {}
         with self.changed:
-            self._numbers += 1
-            number = self._numbers
-            self.answers.asked[number] = None
-            effects = self.machine.need(shard, number, version)
-        self._sends.run(effects)
-        return number
+            for shard, (rows, nbytes) in wanted.items():
+                self._numbers += 1
+                requests[shard] = self.answers.asked[self._numbers] = Asked(self._numbers, rows, nbytes)
+                self._sends.outgoing.extend(self.machine.need(shard, self._numbers, version))
+            generation = self.rolled_back
+        self._sends.run_all()
+        return requests, generation
 
     def watch(self, shards: Iterable[int], contributors: Iterable[int]) -> None:
         """Ask how far these contributors are (rounds: hear of the shards' next versions)."""
@@ -163,12 +184,12 @@ class KeyExchange:
 
     def wait(
         self, ready: Callable[[], bool], describe: Callable[[], str], generation: int | None = None, *,
-        waited: float = 0.0,
+        waited: float = 0.0, then: Change | None = None,
     ) -> None:  # fmt: skip
-        """Wait until `ready()`, which is asked under the lock; `waited` seconds were waited for it before.
+        """Wait until `ready()`, then make a change `then`. Both are called under the lock, with nothing in between;
+        `waited` seconds were waited for it before.
 
-        Raises the error of whatever has failed; StoreRolledBack if there was a roll-back after `generation`;
-        SystemExit when this worker was told to leave and may.
+        Raises what `check` raises; SystemExit when this worker was told to leave and may.
         """
 
         def over() -> bool:
@@ -177,66 +198,45 @@ class KeyExchange:
 
         with self.changed:
             wait_until(self.changed, over, describe, self._say, waited=waited)
-            if self._failure is not None:
-                raise self._failure
-            if generation is not None and generation != self.rolled_back:
-                raise StoreRolledBack(
-                    "the servers lost values and went back to a snapshot: ask store.step(key) where each key is now, "
-                    "and go on from there (a server's death alone costs nothing with --replication 2)"
-                )
-            if ready():
-                return
-            if self._gone:
-                raise SystemExit(0)
-            raise JobAborted("the job is over: no server answers any more")
+            self.check(generation)
+            if not ready():
+                if self._gone:
+                    raise SystemExit(0)
+                raise JobAborted(_OVER)
+            self._sends.outgoing.extend(then() if then is not None else ())
+        self._sends.run_all()
+
+    def check(self, generation: int | None) -> None:
+        """Raise the error of whatever has failed; StoreRolledBack if there was a roll-back after `generation`. Needs
+        the lock."""
+        if self._failure is not None:
+            raise self._failure
+        if generation is not None and generation != self.rolled_back:
+            raise StoreRolledBack(
+                "the servers lost values and went back to a snapshot: ask store.step(key) where each key is now, "
+                "and go on from there (a server's death alone costs nothing with --replication 2)"
+            )
+
+    def ask(self, ready: Callable[[], bool], generation: int) -> bool:
+        """Is it ready? Raises what `wait` would raise, except that it does not wait."""
+        with self.changed:
+            self.check(generation)
+            if not ready() and self.finished:
+                raise JobAborted(_OVER)
+            return ready()
 
     @property
     def _gone(self) -> bool:
         return self._leaving and not self.machine.contributors
-
-    # ---- what has arrived, on the links' threads: see `Heard` ----
-
-    def valued(self, shard: int, contributor: int, clock: int, version: int, data: bytearray) -> None:
-        def replied() -> list[machine.Effect]:
-            if clock > self.machine.lines[shard].pushes.get(contributor, clock):
-                self.answers.with_push[shard] = version, data
-            return self.machine.replied(shard, contributor, clock, version)
-
-        self.apply(replied)
-
-    def answered(self, shard: int, number: int, version: int, data: bytearray | None) -> None:
-        def answers() -> list[machine.Effect]:
-            pushed = bool(self.machine.lines[shard].pushes)
-            done, effects = self.machine.answered(shard, number, version, kept=data is not None)
-            if data is not None:
-                self.answers.came(done, version, data)
-                if number == machine.OWN and pushed:
-                    self.answers.with_push[shard] = version, data
-            return effects
-
-        self.apply(answers)
-
-    def to_wait(self, contributor: int) -> None:
-        self.apply(lambda: self.machine.to_wait(contributor))
-
-    def link_up(self, server: str) -> None:
-        self.apply(lambda: self.machine.link_up(server) if self._table.up(server) else [])
-
-    def link_lost(self, server: str) -> None:
-        def lost() -> list[machine.Effect]:
-            self._table.lost(server)
-            return self.machine.link_lost(server)
-
-        self.apply(lost)
 
     # ---- inside ----
 
     def apply(self, change: Change) -> None:
         """Make a change under the lock, then run its effects without it."""
         with self.changed:
-            effects = change()
+            self._sends.outgoing.extend(change())
             reports = self._sends.forget_counted()
             self.changed.notify_all()
-        self._sends.run(effects)
+        self._sends.run_all()
         for report in reports:
             self._send_report(report)

@@ -2,49 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-import torch
+from typing import Protocol
 
 from rallypoint.core.keys import machine
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import LATEST, NEWEST, Header, Kind, wants
 from rallypoint.net.messages import Report
-from rallypoint.net.pool import bytes_of
-from rallypoint.worker.exchange.link import ServerLink
-from rallypoint.worker.exchange.links import Links
+from rallypoint.worker.exchange.link import Receiver
+from rallypoint.worker.keys.answers import Answers
 
-_NO_ROWS = memoryview(b"")
+
+class KeyLink(Protocol):
+    """A link to one server: see `worker.exchange.link.ServerLink`."""
+
+    def push(self, header: Header, payload: memoryview, sent: Callable[[], None]) -> None: ...
+
+    def want(self, shard: int, replica: int, number: ViewNumber) -> None: ...
+
+    def pull(self, header: Header, payload: memoryview | None = None) -> None: ...
+
+
+class KeyLinks(Protocol):
+    """The links to servers: see `worker.exchange.links.Links`."""
+
+    def get(self, server: str) -> KeyLink | None: ...
+
+    def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None: ...
+
+    def end(self, servers: Iterable[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def unreachable(self) -> dict[str, float]: ...
 
 
 @dataclass(slots=True)
 class Sends:
-    """Runs effects on links. The exchange's lock guards the fields; `run` is called without it.
+    """Runs effects on links. The exchange's lock, `changed`, guards the fields; `run_all` is called without it.
 
     Each value is memory of its own, which nobody writes to again: so it may be sent twice, and by two threads.
 
     Attributes:
-        initial: by shard, a first value that is not known to be there.
-        pushes: by shard and contributor, the step and values of a push that is not known to count.
+        initial: by shard, a first value that may be needed (again).
+        pushes: by shard and contributor, the step and bytes of a push that is not known to count.
         counted: by contributor, the last step that counts in some key.
+        outgoing: effects that nobody has run yet, in the order of the machine.
+        sending: held by the thread that runs effects. Above the exchange's lock.
     """
 
     keys: machine.KeyMachine
-    links: Links
-    initial: dict[int, torch.Tensor] = field(default_factory=dict)
-    pushes: dict[tuple[int, int], tuple[int, torch.Tensor]] = field(default_factory=dict)
+    links: KeyLinks
+    answers: Answers
+    changed: threading.Condition
+    initial: dict[int, memoryview] = field(default_factory=dict)
+    pushes: dict[tuple[int, int], tuple[int, memoryview]] = field(default_factory=dict)
     counted: dict[int, int] = field(default_factory=dict)
+    outgoing: deque[machine.Effect] = field(default_factory=deque)
+    sending: threading.Lock = field(default_factory=threading.Lock)
 
-    def clear(self) -> None:
-        """A new generation: nothing of the one before is sent any more."""
-        self.initial.clear()
+    def clear(self, *, keep_first: bool) -> None:
+        """A new generation: nothing of the one before is sent any more, except first values if they are needed."""
+        self.outgoing.clear()
+        if not keep_first:
+            self.initial.clear()
         self.pushes.clear()
         self.counted.clear()
 
     def forget_counted(self) -> list[Report]:
         """Forget what need not be sent again. Returns reports of steps that count, for the coordinator."""
         lines, reports, view = self.keys.lines, list[Report](), self.keys.view
-        for shard in [shard for shard in self.initial if not lines[shard].begins]:
+        for shard in [shard for shard in self.initial if not lines[shard].first]:
             del self.initial[shard]
         for shard, contributor in [(s, c) for s, c in self.pushes if c not in lines[s].pushes]:
             del self.pushes[shard, contributor]
@@ -54,22 +85,33 @@ class Sends:
                 reports.append(Report(step, contributor, 0.0, 1.0, 0, generation=view.generation))
         return reports
 
-    def run(self, effects: Sequence[machine.Effect]) -> None:
-        """Send what the machine says, in order."""
-        for effect in effects:
-            if (link := self.links.get(effect.server)) is not None:  # else it has ended: a new one sends this again
-                self._send(link, effect, Header(Kind.PUSH, self.keys.number, shard=effect.shard))
+    def run_all(self) -> None:
+        """Send what is to leave. If another thread does, it sends this too: of requests a server keeps the newest only,
+        so they have to leave in the order in which the machine decided."""
+        while self.outgoing and self.sending.acquire(blocking=False):
+            try:
+                while (effect := self._next()) is not None:
+                    self.run(effect)
+            finally:
+                self.sending.release()
 
-    def _send(self, link: ServerLink, effect: machine.Effect, header: Header) -> None:
+    def _next(self) -> machine.Effect | None:
+        with self.changed:
+            return self.outgoing.popleft() if self.outgoing else None
+
+    def run(self, effect: machine.Effect) -> None:
+        """Send what the machine says."""
+        if (link := self.links.get(effect.server)) is not None:  # else it has ended: a new one sends this again
+            self._send(link, effect, Header(Kind.PUSH, self.keys.number, shard=effect.shard))
+
+    def _send(self, link: KeyLink, effect: machine.Effect, header: Header) -> None:
         match effect:
             case machine.SendInitial(shard=shard):
-                if (values := self.initial.get(shard)) is not None:
-                    data = bytes_of(values)
+                if (data := self.initial.get(shard)) is not None:
                     link.push(header._replace(kind=Kind.INITIAL, length=len(data)), data, sent=_nothing)
             case machine.SendPush(shard=shard, contributor=contributor, step=step):
-                at, values = self.pushes.get((shard, contributor), (-1, None))
-                if values is not None and at == step:  # else it counts by now, or is of an older generation
-                    data = bytes_of(values)
+                at, data = self.pushes.get((shard, contributor), (-1, None))
+                if data is not None and at == step:  # else it counts by now, or is of an older generation
                     header = header._replace(replica=contributor, step=step, weight=1.0, length=len(data))
                     if self.keys.by_clocks:
                         known = max(0, self.keys.lines[shard].version)
@@ -79,8 +121,9 @@ class Sends:
                 link.want(shard, contributor, self.keys.number)
             case machine.SendPull(number=number, version=version):
                 newest = version == machine.NEWEST
+                rows = self.answers.rows_of(number)
                 header = header._replace(kind=Kind.PULL_ROWS, base=number, flags=NEWEST if newest else 0)
-                link.pull(header._replace(step=LATEST if newest else version), _NO_ROWS)
+                link.pull(header._replace(step=LATEST if newest else version, length=len(rows)), rows)
 
 
 def _nothing() -> None:

@@ -8,11 +8,12 @@ from typing import Any, TypedDict
 
 import torch
 
-from rallypoint.config import Group, JobConfig, group_of, resolve
+from rallypoint.config import Group, JobConfig, group_of, of_group, resolve
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.errors import ConfigError
+from rallypoint.optim.rows import refusal
 
 NOT_OF_RANKS = "job.store is for workers of one process: leave --ranks out"
 MOST_PUSHES = 1 << 30  # of a contributor to a key
@@ -26,7 +27,8 @@ class KeySettings(TypedDict, total=False):
     `contributors` (R) push to each key; a round of ``rp.Sync()`` has one push of each. `optimizer` steps each key with
     what is pushed: one for all keys, or a dict by the part of a key's name before its first dot. `steps`: a contributor
     pushes to a key at most so often; schedules of rates reach over so many. `shard_bytes`: a key of at most so many
-    bytes is one piece, so a push to it counts wholly or not at all.
+    bytes is one piece, so a push to it counts wholly or not at all. `table_std`: servers make the first rows of tables,
+    normal(0, table_std).
     """
 
     contributors: int
@@ -35,6 +37,7 @@ class KeySettings(TypedDict, total=False):
     steps: int
     seed: int
     shard_bytes: int
+    table_std: float
 
 
 def declared(
@@ -53,14 +56,34 @@ def declared(
     groups = tuple(Group(match=(glob.escape(name),)) for name in names)
     ours = {"replicas": settings.get("contributors", 1), "groups": groups, "keyed": True}
     config = resolve({"steps": MOST_PUSHES, "batch": 1, **given, **ours}, overrides)
-    specs = [TensorSpec(name, _shape(keys[name]), "float32", group_of(config, name, 2)) for name in names]
-    return config, build_layout(specs, config.shard_bytes)
+    specs = {name: TensorSpec(name, _shape(name, keys[name]), "float32", group_of(config, name, 2)) for name in names}
+    tables = [specs.pop(name) for name in names if is_table(keys[name])]
+    for table in tables:
+        _check_table(table, config)
+    return config, build_layout(list(specs.values()), config.shard_bytes, tables=tables)
 
 
 def first_values(keys: Mapping[str, KeyShape]) -> dict[str, torch.Tensor]:
     """The first values that `job.store` was given with the keys' names."""
-    return {name: value for name, value in keys.items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in keys.items() if isinstance(value, torch.Tensor) and not is_table(value)}
 
 
-def _shape(given: KeyShape) -> tuple[int, ...]:
-    return tuple(given.shape if isinstance(given, torch.Tensor) else (int(size) for size in given))
+def is_table(given: KeyShape) -> bool:
+    """Is this key declared as a table? A tensor on the meta device has a shape and no values."""
+    return isinstance(given, torch.Tensor) and given.is_meta
+
+
+def _shape(name: str, given: KeyShape) -> tuple[int, ...]:
+    shape = tuple(given.shape if isinstance(given, torch.Tensor) else (int(size) for size in given))
+    if not all(size > 0 for size in shape):
+        raise ConfigError(f"key {name} of shape {list(shape)} has no values: leave it out")
+    return shape
+
+
+def _check_table(table: TensorSpec, config: JobConfig) -> None:
+    if len(table.shape) != 2:
+        raise ConfigError(
+            f"key {table.name} is declared on the meta device, as a table: that has rows and columns, not {table.shape}"
+        )
+    if why := refusal(of_group(config, table.group).optimizer):
+        raise ConfigError(f"key {table.name} cannot be a table: {why}")

@@ -8,13 +8,18 @@ from typing import NamedTuple
 
 import torch
 
-from rallypoint.core.keys.machine import NEWEST
-from rallypoint.core.layout import Entry
+from rallypoint.core.keys.machine import NEWEST, Effect, holder
 from rallypoint.core.view import ViewNumber
-from rallypoint.errors import UsageError
+from rallypoint.errors import StoreRolledBack, UsageError
+from rallypoint.worker.keys.dense import DenseKey, Rows
 from rallypoint.worker.keys.exchange import KeyExchange
+from rallypoint.worker.keys.futures import LOOK_AGAIN_S, Pull, Push, Waiting, checked_step
+from rallypoint.worker.keys.table import TableKey
 
-LOOK_AGAIN_S = 0.5  # how often a contributor that has done its part looks how far the others are (streaming)
+_LEFT = (
+    "the servers lost values and went back to a snapshot after this worker's script had ended: resume the job "
+    "(with --replication 2 a server's death alone costs nothing)"
+)
 
 
 class Due(NamedTuple):
@@ -24,77 +29,33 @@ class Due(NamedTuple):
     contributor: int
 
 
-class Push:
-    """A push on its way. Any thread may ask it."""
-
-    def __init__(self, exchange: KeyExchange, name: str, shards: Sequence[int], due: Due, generation: int) -> None:
-        self._exchange, self._name, self._shards, self._due = exchange, name, shards, due
-        self._generation = generation
-
-    def done(self) -> bool:
-        """True if the push counts, durably (under ``rp.Sync()``: its round is complete)."""
-        with self._exchange.changed:
-            return self._counts()
-
-    def result(self) -> None:
-        """Wait until the push counts. Raises StoreRolledBack, or JobAborted when the job is over."""
-        self._exchange.wait(self._counts, self._describe, self._generation)
-
-    def _counts(self) -> bool:
-        return self._exchange.machine.counts(self._shards, self._due.contributor)
-
-    def _describe(self) -> str:
-        return f"step {self._due.step} of key {self._name} to count (contributor {self._due.contributor})"
-
-
-class Pull:
-    """A pull on its way. Any thread may ask it; `result` once."""
-
-    def __init__(
-        self, exchange: KeyExchange, entry: Entry, numbers: Mapping[int, int], generation: int
-    ) -> None:
-        self._exchange, self._entry, self._numbers, self._generation = exchange, entry, numbers, generation
-
-    def done(self) -> bool:
-        """True if the value is here."""
-        with self._exchange.changed:
-            return self._here()
-
-    def result(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Wait for the value, and copy it into `out` (the key's shape), or into a new fp32 tensor."""
-        self._exchange.wait(self._here, lambda: f"a value of key {self._entry.spec.name}", self._generation)
-        with self._exchange.changed:
-            parts = {shard: self._exchange.answers.take(number) for shard, number in self._numbers.items()}
-        return filled(self._exchange, self._entry, parts, out)
-
-    def _here(self) -> bool:
-        return self._exchange.answers.here(self._numbers.values())
-
-
 class KeyStore:
-    """Keys on this job's servers; made by `job.store`. One thread at a time may use it.
+    """Keys on this job's servers; made by `job.store`. Any thread may use it.
 
     A push is named by (key, step, contributor) and counts once, whoever says it and how often. Each contributor of a
-    key counts its own steps there, from 0. Gradients and values are fp32; a gradient is copied when it is pushed.
+    key counts its own steps there, from 0. Values are fp32; what is pushed is copied.
 
-    Every call that waits raises JobAborted when the job is over, and StoreRolledBack when servers lost values that no
-    other had, so that keys went back to a snapshot.
+    Every call that waits raises JobAborted when the job is over. When servers lost values that no other had, so that
+    keys went back to a snapshot, the next call of each thread raises StoreRolledBack, once; `due` never does.
     """
 
     def __init__(
         self, exchange: KeyExchange, done: Callable[[ViewNumber], None], first: Mapping[str, torch.Tensor]
     ) -> None:
-        self._exchange, self._done = exchange, done
+        self._exchange, self._done, self._waiting = exchange, done, Waiting(exchange)
         layout = exchange.layout
-        self._entries = {entry.spec.name: entry for entry in layout.entries}
-        self._shards = {n: layout.shards_touching(e.start, e.stop) for n, e in self._entries.items()}
+        tables = [TableKey(index, layout) for index in range(len(layout.tables))]
+        keys: list[DenseKey | TableKey] = [*(DenseKey(entry, layout) for entry in layout.entries), *tables]
+        self._keys = {key.name: key for key in keys}
+        for shard, data in (one for table in tables for one in table.begun().items()):
+            exchange.begin(shard, data)
         for name, values in first.items():
             self.init(name, values)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The names of all keys."""
-        return tuple(sorted(self._entries))
+        return tuple(sorted(self._keys))
 
     @property
     def contributors(self) -> tuple[int, ...]:
@@ -103,90 +64,112 @@ class KeyStore:
             return self._exchange.machine.contributors
 
     def init(self, name: str, values: torch.Tensor) -> None:
-        """Give a key its first value (any dtype, the key's shape). The first one wins; a later one changes nothing."""
-        entry, vector = self._entry(name), self._vector(name, values)
-        for shard in self._shards[name]:
-            place = self._exchange.layout.shards[shard]
-            self._exchange.begin(shard, vector[place.start - entry.start : place.stop - entry.start].clone())
+        """Give a dense key its first value (the key's shape). The first one wins; a later one changes nothing.
+
+        A key of several pieces may get some of each, if workers give different ones.
+        """
+        for shard, data in self._key(name).first(values).items():
+            self._exchange.begin(shard, data)
 
     def step(self, name: str, contributor: int | None = None) -> int:
-        """The step of this contributor's next push to the key: waits for the servers' answer, and for a first value."""
-        contributor, shards = self._contributor(contributor), self._shards_of(name)
-        exchange, generation = self._exchange, self._exchange.rolled_back
+        """The step of this contributor's next push to the key: waits for the servers' answer, and for a first value.
 
-        def known() -> bool:
-            return exchange.machine.next_of(shards, contributor) is not None
+        One that is on its way may count as made or not.
+        """
+        shards, one = self._key(name).shards, self._contributor(contributor)
+        found: list[int] = []
 
-        with exchange.changed:
-            ask = not known()
-        if ask:
-            exchange.watch(shards, [contributor])
-            exchange.wait(known, lambda: f"the first value of key {name}", generation)
-        with exchange.changed:
-            step = exchange.machine.next_of(shards, contributor)
-        assert step is not None
-        return step
+        def take() -> Sequence[Effect]:
+            found.append(self._next(shards, one))
+            return ()
+
+        self._until_known(name, shards, one)
+        self._waiting.until(lambda: self._known(shards, one), lambda: f"the first value of key {name}", then=take)
+        return found[0]
 
     def push(
-        self, name: str, gradient: torch.Tensor, *, step: int | None = None, contributor: int | None = None
-    ) -> Push:
-        """Push a gradient (the key's shape). Returns at once, unless this contributor's last push is on its way still.
+        self, name: str, values: torch.Tensor, *, rows: Rows = None, step: int | None = None,
+        contributor: int | None = None,
+    ) -> Push:  # fmt: skip
+        """Push a gradient: of a dense key (its shape), or of some `rows` of a table (a row of values for each). A row
+        that is named twice gets the sum.
 
-        `contributor`: by default the one that is assigned to this worker. `step`: by default its next one; a lower one
-        is a push that counts already, and changes nothing. Raises UsageError for a later one.
+        Returns at once, unless this contributor's last push to the key is on its way still. `contributor`: by default
+        the one that is assigned to this worker. `step`: by default its next one; a lower one is a push that counts
+        already, and changes nothing. Raises UsageError for a later one, and for one beyond the store's `steps`.
         """
-        entry, vector = self._entry(name), self._vector(name, gradient)
-        contributor, shards = self._contributor(contributor), self._shards[name]
-        exchange, generation = self._exchange, self._exchange.rolled_back
-        exchange.wait(
-            lambda: exchange.machine.counts(shards, contributor),
-            lambda: f"the push before this one to key {name} (contributor {contributor})", generation,
-        )  # fmt: skip
-        at = self.step(name, contributor)
-        if step is not None and step > at:
-            raise UsageError(f"step {step} of key {name}: contributor {contributor} has pushed only {at} of them")
-        step = at if step is None else step
-        for shard in shards:
-            place = exchange.layout.shards[shard]
-            part = vector[place.start - entry.start : place.stop - entry.start].clone()
-            exchange.push(shard, contributor, step, part)
-        return Push(exchange, name, shards, Due(step, contributor), generation)
+        key, one = self._key(name), self._contributor(contributor)
+        most = self._exchange.config.rounds
+        checked_step(step, most - 1, name)
+        data, shards = key.pushed(values, rows), key.shards
+        pushed: list[int] = []
 
-    def pull(self, name: str, out: torch.Tensor | None = None, *, step: int | None = None) -> torch.Tensor:
-        """The key's value, in `out` or a new fp32 tensor. By default it has all that this worker has pushed there.
+        def pushes() -> Sequence[Effect]:
+            at = self._next(shards, one)
+            if step is not None and step > at:
+                raise UsageError(f"step {step} of key {name}: contributor {one} has pushed only {at} of them")
+            if step is None and at >= most:
+                raise UsageError(f"contributor {one} has made all of its {most} pushes to key {name}: see steps=")
+            pushed.append(at if step is None else step)
+            return self._exchange.push(data, one, pushed[0])
+
+        def free() -> bool:
+            return self._exchange.machine.counts(shards, one) and self._known(shards, one)
+
+        self._until_known(name, shards, one)
+        self._waiting.until(free, lambda: self._before(name, one), of=(shards, [one]), then=pushes)
+        return Push(self._exchange, self._waiting, name, shards, pushed[0], one)
+
+    def pull(
+        self, name: str, out: torch.Tensor | None = None, *, rows: Rows = None, step: int | None = None
+    ) -> torch.Tensor:
+        """The key's value, or some `rows` of a table (int, any shape -> one dimension more), in `out` or a new fp32
+        tensor. By default it has all that this worker has pushed there.
 
         With `step`, this worker's pushes are not waited for: under ``rp.Sync()`` it is the value after so many rounds,
         or a later one, and waits for that; else the newest one (`step` counts updates).
         """
-        exchange, shards, generation = self._exchange, self._shards_of(name), self._exchange.rolled_back
+        key = self._key(name)
+        reading, shards = key.reading(rows), key.shards
+        reading.check(out)
         if step is None:
-            mine = range(exchange.config.replicas)
-            exchange.wait(
-                lambda: all(exchange.machine.counts(shards, one) for one in mine),
-                lambda: f"this worker's pushes to key {name} to count", generation,
-            )  # fmt: skip
-            with exchange.changed:
-                came = {shard: exchange.answers.with_push.pop(shard, None) for shard in shards}
-            parts = {shard: value[1] for shard, value in came.items() if value is not None}
-            if len(parts) == len(shards):
-                return filled(exchange, self._entries[name], parts, out)
-        return self.pull_later(name, step=step).result(out)
+            mine = range(self._exchange.config.replicas)
+            parts: dict[int, bytearray] = {}
 
-    def pull_later(self, name: str, *, step: int | None = None) -> Pull:
-        """Ask for the key's value, and return at once. `step`: see `pull`; None: the newest one that is published."""
-        exchange, generation = self._exchange, self._exchange.rolled_back
-        version = NEWEST if step is None or step == 0 else step
-        numbers = {shard: exchange.need(shard, version) for shard in self._shards_of(name)}
-        return Pull(exchange, self._entries[name], numbers, generation)
+            def take() -> Sequence[Effect]:
+                parts.update(self._exchange.with_pushes(shards))
+                return ()
+
+            self._waiting.until(
+                lambda: all(self._exchange.machine.counts(shards, one) for one in mine),
+                lambda: f"this worker's pushes to key {name} to count", of=(shards, mine), then=take,
+            )  # fmt: skip
+            if parts:
+                return reading.filled(parts, out)
+        return self.pull_later(name, rows=rows, step=step).result(out)
+
+    def pull_later(self, name: str, *, rows: Rows = None, step: int | None = None) -> Pull:
+        """Ask for the key's value (or these `rows` of a table), and return at once. `step`: see `pull`; None: the
+        newest one that is published."""
+        exchange, reading = self._exchange, self._key(name).reading(rows)
+        streaming = exchange.machine.by_clocks
+        checked_step(step, exchange.config.rounds * (exchange.config.replicas if streaming else 1), name)
+        self._waiting.ask(lambda: True, self._waiting.generation)
+        requests, generation = exchange.need(reading.wanted, step or NEWEST)
+        if generation != self._waiting.generation:
+            self._waiting.ask(lambda: True, self._waiting.generation)  # raises StoreRolledBack
+        return Pull(self._waiting, reading, requests, generation)
 
     def due(self, name: str, steps: int) -> Iterator[Due]:
         """Iterate over the pushes to this key that this worker owes, until the key has `steps` of every contributor.
 
         Yields a push when it can be computed: its contributor is assigned to this worker, its last push counts, and
         (``rp.Sync()``) the round before it is complete. So a dead worker's pushes come here when the servers give its
-        contributors to this worker. Push each before you ask for the next.
+        contributors to this worker. Push each before you ask for the next. After a roll-back it goes on where the key
+        is. Raises UsageError for more than the store's `steps`.
         """
-        exchange, shards = self._exchange, self._shards_of(name)
+        exchange, shards = self._exchange, self._key(name).shards
+        checked_step(steps, exchange.config.rounds, name)
         idle = time.monotonic()
         while True:
             exchange.watch(shards, self._unfinished(shards, steps))
@@ -202,6 +185,7 @@ class KeyStore:
                 waited=time.monotonic() - idle,
             )
             with exchange.changed:
+                self._waiting.knows(exchange.rolled_back)
                 due = self._next_due(shards, steps)
                 over = due is None and not self._unfinished(shards, steps)
             if over:
@@ -211,10 +195,23 @@ class KeyStore:
                 idle = time.monotonic()
 
     def finish(self) -> None:
-        """Say that this worker has no more to push, and wait until all workers have said so."""
-        exchange = self._exchange
-        self._done(exchange.view.generation)
-        exchange.wait(lambda: exchange.finished, lambda: "the other workers to finish")
+        """Wait until what this worker has pushed counts, say that it has no more, and wait until all have said so.
+
+        Raises StoreRolledBack when keys went back to a snapshot: what this worker has pushed since is lost.
+        """
+        exchange, told = self._exchange, list[tuple[int, ViewNumber]]()
+        unfinished = exchange.machine.unfinished
+
+        def tell() -> Sequence[Effect]:
+            told.append((exchange.rolled_back, exchange.view.generation))
+            return ()
+
+        self._waiting.until(lambda: not unfinished(), self._last, then=tell)
+        self._done(told[0][1])
+        try:
+            exchange.wait(lambda: exchange.finished, lambda: "the other workers to finish", told[0][0])
+        except StoreRolledBack:
+            raise StoreRolledBack(_LEFT) from None
 
     # ---- inside ----
 
@@ -236,20 +233,39 @@ class KeyStore:
     def _round(self, shards: Sequence[int]) -> int:
         return min(self._exchange.machine.lines[shard].version for shard in shards)
 
-    def _entry(self, name: str) -> Entry:
-        if name not in self._entries:
+    def _known(self, shards: Sequence[int], contributor: int) -> bool:
+        return self._exchange.machine.next_of(shards, contributor) is not None
+
+    def _next(self, shards: Sequence[int], contributor: int) -> int:
+        step = self._exchange.machine.next_of(shards, contributor)
+        assert step is not None
+        return step
+
+    def _until_known(self, name: str, shards: Sequence[int], contributor: int) -> None:
+        """Ask how far this contributor is, if that is not known."""
+        with self._exchange.changed:
+            ask = not self._known(shards, contributor)
+        if ask:
+            self._exchange.watch(shards, [contributor])
+            self._waiting.until(
+                lambda: self._known(shards, contributor), lambda: f"the first value of key {name}",
+                of=(shards, [contributor]),
+            )  # fmt: skip
+
+    def _before(self, name: str, contributor: int) -> str:
+        worker = holder(self._exchange.view, contributor)
+        whose = "" if worker in ("", self._exchange.me) else f", which is {worker}'s"
+        return f"the push before this one to key {name} (contributor {contributor}{whose})"
+
+    def _last(self) -> str:
+        shard, contributor, step = self._exchange.machine.unfinished()[0]
+        name = next(name for name, key in self._keys.items() if shard in key.shards)
+        return f"step {step} of key {name} to count (contributor {contributor}), before this worker leaves"
+
+    def _key(self, name: str) -> DenseKey | TableKey:
+        if name not in self._keys:
             raise UsageError(f"this store has no key {name!r}: it has {', '.join(self.keys[:8])}")
-        return self._entries[name]
-
-    def _shards_of(self, name: str) -> Sequence[int]:
-        self._entry(name)
-        return self._shards[name]
-
-    def _vector(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        shape = self._entry(name).spec.shape
-        if tuple(values.shape) != shape:
-            raise UsageError(f"a tensor of shape {list(values.shape)} for key {name}, which has {list(shape)}")
-        return values.detach().to("cpu", torch.float32).reshape(-1)
+        return self._keys[name]
 
     def _contributor(self, contributor: int | None) -> int:
         if contributor is not None:
@@ -260,20 +276,3 @@ class KeyStore:
         if len(assigned) != 1:
             raise UsageError(f"this worker has {len(assigned)} contributors, {list(assigned)}: say contributor=")
         return assigned[0]
-
-
-def filled(
-    exchange: KeyExchange, entry: Entry, parts: Mapping[int, bytearray], out: torch.Tensor | None
-) -> torch.Tensor:
-    """Return a key's value from the bytes of its shards, in `out` if it is given."""
-    if out is not None and tuple(out.shape) != entry.spec.shape:
-        raise UsageError(f"out has shape {list(out.shape)}, and key {entry.spec.name} has {list(entry.spec.shape)}")
-    vector = torch.empty(entry.stop - entry.start)
-    for shard, data in parts.items():
-        place = exchange.layout.shards[shard]
-        vector[place.start - entry.start : place.stop - entry.start] = torch.frombuffer(data, dtype=torch.float32)
-    value = vector.view(entry.spec.shape)
-    if out is None:
-        return value
-    with torch.no_grad():
-        return out.copy_(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rallypoint.data.loader import MicroBatches
+from rallypoint.data.loader import LastBatch, MicroBatches
 from rallypoint.data.places import Place
 from rallypoint.data.processes import LoaderProcesses
 from rallypoint.observe.trace import LOAD, Tracer
@@ -16,12 +16,16 @@ class Prefetch:
 
     Without loader processes it loads there too, so a data set may use the global random generators. The span "load" is
     the time for which the loop has waited for a micro-batch.
+
+    Attributes:
+        last: true if a stream has no full batch for the replica after the micro-batch that was taken last.
     """
 
     def __init__(self, batches: MicroBatches, tracer: Tracer, say: Callable[[str], None]) -> None:
         """`say` shows a line to the user."""
         self._batches, self._tracer, self._say = batches, tracer, say
         self._ready: tuple[Place, Any] | None = None
+        self.last = False
         self._processes = LoaderProcesses(batches, say) if batches.loader.workers else None
 
     def expect(self, round: int, replica: int, replicas: tuple[int, ...]) -> None:
@@ -38,8 +42,10 @@ class Prefetch:
         """Return this micro-batch; load it if it is not loaded yet. Raises DataError as `MicroBatches.load`."""
         if self._ready is not None and self._ready[0] == place:
             batch, self._ready = self._ready[1], None
-            return batch
-        return self._load(place)
+        else:
+            batch = self._load(place)
+        self.last = isinstance(batch, LastBatch)
+        return self._batches.on_device(batch) if self.last else batch
 
     def close(self) -> None:
         """End the loader processes."""
@@ -50,8 +56,12 @@ class Prefetch:
         step, replica, index = place
         with self._tracer.span(LOAD, step=step, replica=replica):
             if self._processes is not None:
-                return self._batches.on_device(self._processes.take(place))
+                return self._moved(self._processes.take(place))
             batch, skipped = self._batches.loaded(step, replica, index)
             for sentence in skipped:
                 self._say(sentence)
-            return self._batches.on_device(batch)
+            return self._moved(batch)
+
+    def _moved(self, batch: Any) -> Any:
+        """On the device; a stream's last batch is moved when it is taken."""
+        return batch if isinstance(batch, LastBatch) else self._batches.on_device(batch)

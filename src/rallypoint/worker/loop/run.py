@@ -329,6 +329,9 @@ class Run:
         losses, before = self._passes.losses, len(self._passes.losses)
         for index in range(self._config.accumulate):
             batch = self._prefetched.take((step, replica, index))
+            if self._prefetched.last:
+                why = f"the stream has no full batch for replica {replica} after step {step}"
+                self._parts.stopping.wish(why, step=step)
             scale = self._parts.tensors.loss_scale
             micro = Micro(self._passes, self._config, step=step, replica=replica, index=index, batch=batch, scale=scale)
             last = index == self._config.accumulate - 1

@@ -20,7 +20,7 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.spec import Collate, Data, Loader, given
-from rallypoint.errors import ConfigError, JobAborted, RallypointError, UsageError
+from rallypoint.errors import ConfigError, JobAborted, RallypointError, StartAgain, UsageError
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
@@ -36,7 +36,6 @@ from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.auditing.kernels import kernels_of
 from rallypoint.worker.carried import TrainSettings
-from rallypoint.worker.ending.scripts import Scripts
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
@@ -74,7 +73,6 @@ class Job(Member):
         rank, ranks: this process's number among the ranks of its worker, and their number: 0 and 1 without ``--ranks``.
         run_type: what `train` returns.
         welcome, stopping: what the coordinator has said at first, and what it is told of the job's end.
-        scripts: which workers' scripts have ended, in a job of sums.
 
     Raises AccessDenied or LinkError when the coordinator cannot be joined.
     """
@@ -112,7 +110,6 @@ class Job(Member):
         )  # fmt: skip
         self._sharing = Sharing(self._transport, self._link)
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
-        self.scripts = Scripts(self._link.send)
         self._link.start()
         self.welcome, self.stopping, self.started = self._link.welcome, self._stopping, self._link.welcome.workers
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
@@ -125,8 +122,9 @@ class Job(Member):
         """Train `model` (in place) on `dataset` with the settings of `JobConfig`; iterate over the result. Several
         models are a dict, and so are their optimizers: see `config.models`.
 
-        `dataset` is map-style, or a DataLoader: see `given` for what it decides. `collate_fn` makes a batch of a list
-        of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how samples are loaded.
+        `dataset` is map-style, a DataLoader or an iterable (`Stream`): see `given` for what it decides. `collate_fn`
+        makes a batch of a list of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how
+        samples are loaded.
         `carry=` is the state that each replica begins with, where it carries one from step to step: see `Micro.carry`.
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
         may replace `optimizer`. The job steps it after every step, then `own_schedule`.
@@ -273,6 +271,9 @@ class Job(Member):
         threading.Thread(target=self._leave, args=(status,), name="leave", daemon=True).start()
 
     def _leave(self, status: int) -> None:
+        if self._run is not None and self._run.own:  # nobody else can compute its replica
+            print(StartAgain.LINE, flush=True)
+            status = status or StartAgain.STATUS
         self._link.send(Leaving())
         if self._plane is not None:
             self._plane.leave()

@@ -24,6 +24,7 @@ log = logging.getLogger("rallypoint")
 
 TOLD_WITHIN_S = 2.0  # so long the first step waits to hear of other hosts' caches
 
+
 class Sharing:
     """Does nothing until `begin` finds a data set with a cache. `takes` and `repeat` are for the link's thread."""
 
@@ -34,6 +35,7 @@ class Sharing:
         self._asking: Asking | None = None
         self._roster: Roster | None = None
         self._offers: Offers | None = None
+        self._known = Caches(())
 
     def begin(self, dataset: object) -> None:
         """Share the cache of a data set, if it has one. Call it before loader processes are forked."""
@@ -79,7 +81,8 @@ class Sharing:
         with self._lock:
             if self._roster is not None and self._offers is not None:
                 me = self._link.credentials.me
-                self._roster.tell(Known(me.id, me.incarnation, self._offers.address, message))
+                self._known = message.after(self._known)
+                self._roster.tell(Known(me.id, me.incarnation, self._offers.address, self._known))
         self._told.set()
         return True
 

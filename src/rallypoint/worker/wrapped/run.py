@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from rallypoint.core.assignment.pinned import lost_place, lost_step
 from rallypoint.core.view import View
-from rallypoint.data.randomness import seed_everything
+from rallypoint.data.randomness import seed_everything, untouched
 from rallypoint.errors import StartAgain, UsageError
 from rallypoint.net.messages import GiveUp
 from rallypoint.worker.loop.micro import Micro
@@ -32,12 +33,13 @@ class OwnRun(Run):
     """A run whose micro-batches are the steps of the script's own loop. Main thread only.
 
     This process computes one replica, from `begin` to its end. When a server is lost it sends its gradients again. When
-    the job goes back to a snapshot, or has gone on without this process, its loop is at the wrong step: StartAgain.
+    the job goes back to a snapshot, or has gone on without this process, its loop is at the wrong step: StartAgain. So
+    it ends too when it is told to leave: its replica needs another process.
 
     Attributes:
         position: the step that the loop is to compute next: updates that the model holds.
         replica: which replica this process computes.
-        seeded: the global random generators are seeded for each step.
+        seeded: the global random generators are seeded for each step; else they are the loop's alone.
         over: the job has ended.
         replaced: this process is at the wrong step, and ends.
     """
@@ -55,8 +57,9 @@ class OwnRun(Run):
     def begin(self) -> bool:
         """Wait until this process has a replica, and the model its version. Returns False if the job is over."""
         self._micros = iter(self)
-        if not self._advance():
-            return False
+        with self._generators():
+            if not self._advance():
+                return False
         assert self._micro is not None
         self.position, self.replica = self._micro.step, self._micro.replica
         self._viewed(self._exchange.view)
@@ -75,12 +78,13 @@ class OwnRun(Run):
         gradients = [placed.tensor.grad for placed in self._parts.tensors.parameters]
         buffers = [placed.tensor.clone() for placed in self._parts.tensors.buffers]
         while True:
-            with self._micro as micro:
-                micro.log(**figures)
-                micro.computed(loss)
-            if not self._advance():
-                self.position = self._exchange.step
-                return
+            with self._generators():
+                with self._micro as micro:
+                    micro.log(**figures)
+                    micro.computed(loss)
+                if not self._advance():
+                    self.position = self._exchange.step
+                    return
             if why := lost_step(self.position, self.replica, self._micro.step, self._micro.replica):
                 raise self._start_again(why)
             if self._micro.step > self.position:
@@ -106,6 +110,10 @@ class OwnRun(Run):
         self.over = self._micro is None
         return not self.over
 
+    def _generators(self) -> AbstractContextManager[None]:
+        """What a micro-batch does to the global generators, which it seeds, is none of the loop's without `seeded`."""
+        return nullcontext() if self.seeded else untouched()
+
     def _seed(self) -> None:
         if self.seeded:
             seed_everything(self._parts.batches.compute_seed(self.position, self.replica, 0))
@@ -121,8 +129,14 @@ class OwnRun(Run):
         if self.replica >= 0 and (why := lost_place(view, self._exchange.me, self.replica)):
             self._exchange.fail(self._start_again(why))
 
+    def _end(self) -> None:
+        if self._exchange.gone and not self.replaced:
+            raise self._start_again("it was told to leave")
+        super()._end()
+
     def _start_again(self, why: str) -> StartAgain:
         self.replaced = True
+        print(StartAgain.LINE, flush=True)
         sentence = f"{self._exchange.me} ends, to be started again: {why}, and its loop has batches of its own"
         self.say(sentence)
         return StartAgain(sentence)

@@ -114,7 +114,8 @@ class ServerPulls:
                 content = GARBAGE if version is None else kept[version]
                 if version is not None:
                     self._check(shard, machine, version, content, step, replica)
-                request.link.send(1, ("rows", shard, number, content, version is None))
+                at = request.version if version is None else version
+                request.link.send(1, ("rows", shard, number, content, version is None, at))
 
     def _check(
         self, shard: int, machine: ShardMachine, version: int, content: Content, step: int, replica: int

@@ -1,0 +1,66 @@
+"""The keywords of `job.train`, for type checkers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict
+
+from rallypoint.codec.spec import CodecSpec
+from rallypoint.config.tree import DownSpec, Group
+from rallypoint.core.average import EMA, SWA
+from rallypoint.core.deciding.decisions import ReduceOnPlateau
+from rallypoint.core.loss_scale import LossScaling
+from rallypoint.core.optimizer import Optimizer
+from rallypoint.core.policy import Mode
+
+
+class Settings(TypedDict, total=False):
+    """The keywords of `job.train`: the fields of JobConfig, for type checkers."""
+
+    replicas: int
+    batch: int
+    steps: int
+    optimizer: Optimizer | Mapping[str, Optimizer]
+    optimizers: dict[str, Optimizer]
+    alternate: Sequence[str | Sequence[str]]
+    batch_for: Literal["iteration", "step"]
+    sync: Mode
+    accumulate: int
+    scale_lr: Literal["none", "linear", "sqrt"]
+    base_batch: int
+    clip: float | None
+    average: EMA | SWA | None
+    plateau: ReduceOnPlateau | None
+    keep_best: str
+    best_is: Literal["min", "max"]
+    seed: int
+    order: Literal["shuffled", "sequential", "windowed", "own", "stream"]
+    passes: int
+    mixed_shards: int
+    precision: Literal["fp32", "bf16", "fp16"]
+    loss_scale: LossScaling
+    hold: Literal["fp32", "bf16"]
+    recompute: Literal["none", "blocks"]
+    offload: Literal["none", "activations"]
+    nonfinite: Literal["stop", "skip", "continue"]
+    decay_1d: bool
+    groups: Sequence[Group]
+    codec: CodecSpec
+    down: DownSpec
+    table_std: float
+    shard_bytes: int
+    window: int
+    parameters: Literal["local", "streamed"]
+    prefetch_bytes: int
+    presum_bytes: int
+    overlap: bool
+    hold_bytes: int
+    in_flight_bytes: int
+    pace_mbit: float
+    item: str
+    items_per_sample: int
+    fingerprints: int
+    audit: float
+    audit_action: Literal["drain", "stop", "tell"]
+    audit_servers: int
+    tune: Literal["off", "auto"]

@@ -1,0 +1,1 @@
+"""Streams: which items of which part a replica reads at a step."""

@@ -1,0 +1,1 @@
+"""Views on their way: what one says that the one before did not."""

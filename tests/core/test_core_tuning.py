@@ -1,0 +1,119 @@
+"""Tuning a knob: ends near the best value, is never slower for longer than a trial, and says what it did."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rallypoint.core.tuning.knob import Knob, pace_knob
+from rallypoint.core.tuning.tuner import MEASURED, WARM_UP, Decision, Tuner
+from rallypoint.core.tuning.window import Window
+
+Cost = Callable[[float], float]
+
+
+def knob(*candidates: float, start: float = 0.0) -> Knob:
+    return Knob("pace_mbit", "Mbit/s", start, candidates)
+
+
+def played(tuner: Tuner, cost: Cost, noise: float = 0.0, seed: int = 0) -> tuple[list[float], list[str]]:
+    """Step until the tuner has settled: the values that counted, step by step, and the log."""
+    rng, values, log = random.Random(seed), list[float](), list[str]()
+    while not tuner.settled:
+        values.append(tuner.value)
+        decided = tuner.stepped(cost(tuner.value) * (1 + noise * rng.random()))
+        if decided is not None:
+            assert decided.value == tuner.value
+            log += [decided.said] * bool(decided.said)
+        assert len(values) < 2000, "it never settles"
+    return values, log
+
+
+def paced(rate: float, at_once: float) -> Cost:
+    """Seconds of a step of a job whose link carries `rate`: unpaced `at_once`; below the rate, as the pace says."""
+    return lambda pace: at_once if pace in (0.0, *()) or pace > rate else 100.0 / pace
+
+
+def test_a_pace_just_below_the_links_rate_is_found_and_kept() -> None:
+    tuner = Tuner(knob(60.0, 70.0, 80.0, 90.0, 110.0))
+    _, log = played(tuner, paced(100.0, 1.5))
+    assert tuner.best == tuner.value == 90.0
+    assert log[:2] == [
+        "pace_mbit 60 Mbit/s is tried",
+        "pace_mbit 60 Mbit/s: 0.90 x (4 steps), taken back",
+    ]  # fmt: skip
+    (kept,) = (line for line in log if ", kept" in line)
+    assert kept.startswith(
+        "pace_mbit 90 Mbit/s in place of no pace_mbit: 1.35 x (12 steps, beside 12 of 1.5 s), kept; "
+    )
+    assert log[-1].endswith("tuning has ended: pace_mbit 90 Mbit/s")
+
+
+def test_where_nothing_helps_the_start_stays() -> None:
+    tuner = Tuner(knob(60.0, 70.0, 80.0))
+    _, log = played(tuner, lambda pace: 1.0 if pace == 0 else 1.2)
+    assert tuner.best == 0.0
+    assert log[-1] == "tuning has ended: no pace_mbit"
+    assert not any("kept" in line or "stays" in line for line in log)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    costs=st.lists(st.floats(0.5, 3.0), min_size=2, max_size=9), noise=st.sampled_from([0.0, 0.02, 0.05]),
+    seed=st.integers(0, 1 << 20),
+)  # fmt: skip
+def test_on_any_cost_surface_it_ends_within_a_twentieth_of_the_best_and_is_never_slow_for_long(
+    costs: list[float], noise: float, seed: int
+) -> None:
+    candidates = tuple(float(n) for n in range(1, len(costs)))
+    cost = {float(n): seconds for n, seconds in enumerate(costs)}
+    tuner = Tuner(knob(*candidates))
+    values, _ = played(tuner, cost.__getitem__, noise, seed)
+    assert cost[tuner.best] <= min(costs) * (1.05 + noise)
+    slow = longest = 0
+    for before, value in zip([0.0, *values], values, strict=False):
+        slow = slow + 1 if cost[value] > costs[0] * 1.02 and value == before else int(cost[value] > costs[0] * 1.02)
+        longest = max(longest, slow)
+    assert longest <= WARM_UP + MEASURED
+    assert cost[tuner.best] <= costs[0]
+
+
+def test_when_members_change_the_value_in_force_comes_back_and_the_trial_begins_anew() -> None:
+    tuner = Tuner(knob(60.0, 90.0))
+    while tuner.value != 90.0:
+        tuner.stepped(1.5)
+    assert tuner.disturbed() == Decision(0.0, "")
+    assert tuner.disturbed() is None  # it counts already
+    played(tuner, paced(100.0, 1.5))
+    assert tuner.best == 90.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(when=st.lists(st.integers(1, 60), max_size=5))
+def test_disturbances_at_any_time_lose_no_candidate(when: list[int]) -> None:
+    tuner, cost = Tuner(knob(60.0, 75.0, 90.0)), paced(100.0, 1.5)
+    for steps in when:
+        for _ in range(steps):
+            tuner.stepped(cost(tuner.value))
+        tuner.disturbed()
+        assert tuner.value == tuner.best
+    played(tuner, cost)
+    assert tuner.best == 90.0
+
+
+def test_candidates_begin_above_the_rate_that_steps_reach() -> None:
+    found = pace_knob(0.0, 25_000_000, workers=8, servers=8, seconds=1.5)  # 133 Mbit/s
+    assert min(found.candidates) > 133
+    assert any(180 <= pace <= 200 for pace in found.candidates)
+    assert pace_knob(0.0, 25_000_000, workers=8, servers=4, seconds=1.5).candidates[0] == pytest.approx(288, rel=0.01)
+    assert 0.0 in pace_knob(50.0, 25_000_000, workers=8, servers=8, seconds=1.5).candidates
+
+
+def test_a_window_leaves_out_as_many_steps_as_certainty_allows() -> None:
+    assert Window.of([float(n) for n in range(12)]) == (5.5, 2.0, 9.0, 12)
+    with pytest.raises(ValueError, match="no step was measured"):
+        Window.of([])

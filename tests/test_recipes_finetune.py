@@ -1,0 +1,117 @@
+"""The recipe that fine-tunes a Hugging Face model, and the picture at a recipe's end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rallypoint.errors import DataError
+from rallypoint.recipes import finetune, picture
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of one layer and a tokenizer of bytes, as `save_pretrained` writes them."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("model")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=letters[0]).save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=len(letters), **shape)).save_pretrained(folder)
+    return folder
+
+
+def options(model: Path, folder: Path, **changed: Any) -> list[str]:
+    (folder / "text").mkdir(exist_ok=True)
+    (folder / "text" / "a.txt").write_text("all work and no play makes a dull day\n" * 200)
+    chosen = {"model": model, "data": folder / "text", "steps": STEPS, "block": 32, "device": "cpu",
+              "out": folder / "out", **changed}  # fmt: skip
+    return [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.mark.slow
+def test_a_model_is_tuned_and_saved_as_hugging_face_reads_it(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finetune.main(options(model_folder, tmp_path, lr=0.01)) == 0
+    said = capsys.readouterr().out
+    assert "validation loss: " in said
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before = AutoModelForCausalLM.from_pretrained(model_folder)
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not torch.equal(before.transformer.wte.weight, after.transformer.wte.weight)
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out")("play makes")["input_ids"]
+    assert len(tokens) == len("play makes")
+
+
+@pytest.mark.slow
+def test_a_folder_without_a_model_is_refused_with_what_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    assert finetune.main(options(tmp_path, tmp_path)) == 1
+    assert "holds no model: give --model a folder that save_pretrained has written" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_windows_longer_than_the_model_takes_are_refused(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finetune.main(options(model_folder, tmp_path, block=65)) == 1
+    assert "--block 65: this model takes windows of 64 tokens at most" in capsys.readouterr().err
+
+
+def test_without_transformers_one_sentence_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert finetune.main(options(tmp_path, tmp_path)) == 1
+    assert "pip install 'rallypoint[huggingface]'" in capsys.readouterr().err
+
+
+def test_windows_are_cut_one_behind_the_other() -> None:
+    windows = finetune.Windows(torch.arange(10), 4)
+    assert [windows[i].tolist() for i in range(len(windows))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(DataError, match="the text has only 10 tokens, fewer than a window of 11"):
+        finetune.Windows(torch.arange(10), 11)
+
+
+def log(folder: Path, steps: int) -> None:
+    events: list[dict[str, Any]] = [{"type": "StepDone", "step": step, "loss": 1 / (step + 1)} for step in range(steps)]
+    events.append({"type": "Metrics", "step": steps, "values": {"val_loss": 0.5, "none": None}})
+    lines = [json.dumps({"t": 0.0, **event}) for event in events]
+    (folder / "events.jsonl").write_text("\n".join([*lines, '{"t": 1.0, "type": "Metrics", "st']))
+
+
+def test_a_picture_shows_losses_and_images(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    log(tmp_path, 20)
+    said = picture.save_picture(tmp_path, tmp_path, curves=("one", "other"), images=torch.rand(3, 1, 8, 8))
+    assert said == f"a picture of the losses: {tmp_path / 'picture.png'}"
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_log_or_steps_has_no_picture(tmp_path: Path) -> None:
+    assert picture.save_picture(tmp_path, tmp_path).startswith("no picture: only a run under")
+    log(tmp_path, 1)
+    assert picture.save_picture(tmp_path, tmp_path) == "no picture: the log has too few steps"
+    assert not (tmp_path / "picture.png").exists()
+
+
+def test_without_matplotlib_a_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log(tmp_path, 5)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert picture.save_picture(tmp_path, tmp_path) == "for a picture of the losses: pip install 'rallypoint[plots]'"

@@ -1,0 +1,50 @@
+"""Trials of other paces begin and end while members and coordinators die: the same bytes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rallypoint.core.cluster.placing import tuning
+from rallypoint.core.cluster.placing.tuning import Tuned, Tuning
+from rallypoint.core.job import JobRecord
+from rallypoint.core.tuning import tuner
+from rallypoint.core.view import View
+from rallypoint.testing.simulation.run import simulate
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[Tuned]:
+    """Every job is tuned, by trials of a step: a simulated job has few of them. What was decided, in order."""
+    decided: list[Tuned] = []
+    look = Tuning.look
+
+    def tuned(self: Tuning, view: View, record: JobRecord) -> Tuned | None:
+        found = look(self, view, msgspec.structs.replace(record, config={**record.config, "tune": "auto"}))
+        decided.extend([found] if found else [])
+        return found
+
+    monkeypatch.setattr(Tuning, "look", tuned)
+    for module, names in ((tuning, ("_FIRST", "_WARM_UP")), (tuner, ("SCREENED", "MEASURED", "WARM_UP"))):
+        for name in names:
+            monkeypatch.setattr(module, name, 0 if "WARM" in name else 1)
+    return decided
+
+
+@pytest.mark.some("0", "3", "7")
+@pytest.mark.parametrize("seed", range(12))
+def test_a_job_that_is_tuned_ends_with_the_same_bytes(seed: int, quick: list[Tuned]) -> None:
+    simulate(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2000, 2200))
+def test_many_jobs_that_are_tuned(seed: int, quick: list[Tuned]) -> None:
+    simulate(seed)
+
+
+def test_trials_do_begin_in_the_middle_of_jobs_and_some_end_with_their_coordinator(quick: list[Tuned]) -> None:
+    for seed in range(16):
+        simulate(seed)
+    assert sum(" is tried" in said for _, said in quick) > 16
+    assert sum("ended with its coordinator" in said for _, said in quick) >= 1

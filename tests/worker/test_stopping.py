@@ -1,0 +1,35 @@
+"""When a worker's wish to end the job counts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from rallypoint.core.view import ViewNumber
+from rallypoint.net.messages import Stop
+from rallypoint.worker.ending.stopping import Stopping
+
+
+def exchange(step: int) -> Any:
+    end = SimpleNamespace(is_early=False, last=10_000, generation=ViewNumber(1, 1), wait_until_known=lambda: None)
+    return SimpleNamespace(step=step, end=end)
+
+
+def test_the_end_of_a_stream_counts_at_its_step_and_not_where_a_roll_back_has_led() -> None:
+    said: list[Any] = []
+    stopping = Stopping(said.append)
+    stopping.wish("the stream has no full batch after step 500", step=500)
+    stopping.heed(exchange(300))  # a roll-back came before the wish was told
+    assert said == []
+    stopping.heed(exchange(500))
+    assert said == [Stop(501, "the stream has no full batch after step 500", -1, ViewNumber(1, 1))]
+
+
+def test_what_the_script_wants_counts_at_once_also_when_the_stream_has_an_end() -> None:
+    said: list[Any] = []
+    stopping = Stopping(said.append)
+    stopping.wish("the stream ends", step=500)
+    stopping.wish("good enough")
+    stopping.wish("too late")
+    stopping.heed(exchange(300))
+    assert [(stop.version, stop.reason) for stop in said] == [(301, "good enough")]
