@@ -195,9 +195,9 @@ class Members:
 
     def start_rallypoint(
         self, at: Site, *, replication: int = 1, snapshot_seconds: float = 0.0, snapshot_steps: int = 0,
-        topology: Topology | None = None, measure_links: bool = False,
+        topology: Topology | None = None, measure_links: bool = False, overrides: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Start a coordinator and the servers, through the product's own command line."""
+        """Start a coordinator and the servers, through the product's own command line. `overrides`: as of ``--set``."""
         read, write = os.pipe()
         terms = Terms(
             workers_start=len(at.workers), workers_max=len(at.workers), servers=len(at.servers),
@@ -205,7 +205,7 @@ class Members:
             snapshots=snapshot_seconds > 0 or snapshot_steps > 0, topology=topology or Topology(),
             measure_links=measure_links,
         )  # fmt: skip
-        about = {"snapshots": str(self.folder / "snapshots"), "folder": str(self.folder)}
+        about = {"snapshots": str(self.folder / "snapshots"), "folder": str(self.folder), "overrides": overrides or {}}
         argv = ["-m", "rallypoint.cli", "coordinator", "--bind", f"{at.coordinator.address}:0"]
         argv += ["--terms", msgspec.json.encode(terms).decode(), "--join-info", msgspec.json.encode(about).decode()]
         with open(read, "rb") as announcement:

@@ -42,6 +42,7 @@ NAMES: Mapping[Design, str] = {
 }  # fmt: skip
 REPLICATED: tuple[Design, ...] = ("replicated", "durable")
 SERVED: tuple[Design, ...] = ("rallypoint", "snapshots", "hook", "backend", *REPLICATED)
+SUMS: tuple[Design, ...] = ("hook", "backend")  # scripts that have no settings of the job's: the launcher's count
 STATES: Mapping[Design, int] = {
     "rallypoint": 2, "replicated": 2, "snapshots": 2, "durable": 2, "ddp": 4, "hook": 4, "fsdp2": 4,
     "backend": 4, "alone": 2,
@@ -140,6 +141,7 @@ def run_once(at: Site, plan: Plan, design: Design) -> Trained:
             members.start_rallypoint(
                 at, replication=2 if design in REPLICATED else 1,
                 snapshot_seconds=10.0 if design in ("snapshots", "durable") else 0.0,
+                overrides=plan.sets if design in SUMS else {},
             )  # fmt: skip
         members.start_workers(at, "train_member.py", tasks)
         members.wait(900.0)

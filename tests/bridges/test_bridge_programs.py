@@ -158,3 +158,24 @@ def test_a_killed_worker_ends_the_job_with_a_sentence_that_names_it(tmp_path: Pa
         killed.close()
     assert status == 1, text
     assert "worker1 is gone, and this script's world is fixed: start all of it again" in text
+
+
+EARLY_END = """
+import torch
+import torch.distributed as dist
+import rallypoint.bridges.c10d
+dist.init_process_group("rallypoint")
+dist.all_reduce(torch.ones(100))
+dist.barrier()
+if dist.get_rank() == 0:
+    dist.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+def test_who_waits_in_gloo_for_a_script_that_has_ended_is_told_by_a_closed_connection(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(EARLY_END)
+    status, text = _run(tmp_path, "train.py")
+    assert status == 1, text
+    assert "onnection closed by peer" in text

@@ -7,6 +7,7 @@ gives an address at which torch's processes meet, in the run's folder.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,8 @@ import time
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from types import TracebackType
+
+import torch
 
 from rallypoint.errors import JobAborted, UsageError
 from rallypoint.launch import environment
@@ -111,6 +114,15 @@ def _meeting(job: Job, rank: int, coordinator: str) -> tuple[str, int]:
     )
 
 
+def _leave_groups() -> None:
+    """End Gloo's connections, as the process's end would: else others wait in a collective for this script, which has
+    ended, while this process waits for theirs to end. (They stay open while the script holds a model that uses them.)
+    """
+    with contextlib.suppress(Exception):
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
 def _end_with_the_script(made: Sums) -> None:
     """When the script ends, so do its sums: after an error as a failure of the job, else with all other scripts."""
     errors: list[BaseException] = []
@@ -129,6 +141,7 @@ def _end_with_the_script(made: Sums) -> None:
         if errors:
             made.fail(errors[0])
             return
+        _leave_groups()
         try:
             made.finish()
         except JobAborted as error:  # another script is gone, or has failed

@@ -12,7 +12,7 @@ from rallypoint.worker.collective.reducer import Reducer
 from rallypoint.worker.loop.session import Job
 
 UNDER_WAY_BYTES = 16 << 20
-SHARD_BYTES = 512 << 10  # half of a job's own: the first and the last shard of each sum travel alone
+SHARD_BYTES = 256 << 10  # a quarter of a job's own: the first and the last shard of each sum travel alone
 MOST_ROUNDS = (1 << 31) - 1  # of a shard: sums that it takes part in
 
 
