@@ -110,7 +110,7 @@ class Files:
     def fill(self, file: File, start: int, stop: int) -> bool:
         """Get the bytes `start..stop` of a file into the cache, if they are not there. For any thread.
 
-        Returns False if the cache does not keep them. Each request is made once: raises DataError for what the store raises.
+        Returns False if the cache does not keep them. Each request is made once; DataError if it fails.
         """
         if self.cache is None or self.here(file) is not None:
             return False
