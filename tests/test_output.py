@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.errors import StartAgain
+from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.output import Output
 
 BOOM = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    boom()", "ValueError: {}"]
@@ -116,4 +117,5 @@ def test_a_process_that_wants_another_in_its_place_may_have_drawn_a_progress_bar
     output = Output()
     assert say(output, "worker0", [StartAgain.LINE]) == []
     assert say(output, "worker1", [f" 45%|####     {StartAgain.LINE}"]) == [" 45%|####"]
-    assert output._asked == {"worker0", "worker1"}
+    how = Exit(StartAgain.STATUS)
+    assert [output.exit_of(f"worker{n}", how).died for n in range(3)] == [True, True, False]

@@ -125,6 +125,17 @@ def test_labels_need_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "one folder of text files for each label" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_folder_without_a_tokenizer_says_what_is_missing(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "config.json").write_bytes((model_folder / "config.json").read_bytes())
+    assert finetune.main(options(half, tmp_path)) == 1
+    assert "does the folder have the weights and the tokenizer" in capsys.readouterr().err
+
+
 def test_without_transformers_one_sentence_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,22 @@ class Cluster:
         """``rallypoint snapshot``, which ends once there is one; it says to `answer` which."""
         return self.start_to_ask("snapshot", str(self.folder))
 
+    def snapshot_from(self, step: int) -> dict[str, Any]:
+        """Ask for a snapshot in this step; what is said of it. It is taken at a version a little ahead, and the workers
+        come as far as that takes."""
+        self.until_caught_up(step)
+        before = len(self.events("Snapshotted"))
+        asked = self.ask_for_a_snapshot()
+        for later in range(step, STEPS - 1):
+            self.until_caught_up(later)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                asked.wait(0.5)
+                break
+        assert asked.wait(PATIENCE_S) == 0, self.output
+        taken = self.events("Snapshotted")[before:]
+        assert taken[-1]["version"] >= step
+        return taken[-1]
+
     def start_to_ask(self, *arguments: str) -> Program | subprocess.Popen[bytes]:
         """Start another command, which says to `answer` what it has to say."""
         return self._start(self.answer, *arguments)
@@ -330,16 +346,7 @@ def test_a_job_grows_from_its_least_to_its_most_workers(cluster: Cluster, undist
 @also_cold
 def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_caught_up(AT)
-    asked = cluster.ask_for_a_snapshot()
-    for step in range(AT, STEPS - 1):  # it is taken at a version a little ahead: let them come there
-        cluster.until_caught_up(step)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            asked.wait(0.5)
-            break
-    assert asked.wait(PATIENCE_S) == 0, cluster.output
-    taken = cluster.events("Snapshotted")[-1]
-    assert taken["version"] > 0
+    taken = cluster.snapshot_from(AT)
     assert cluster.answer.read_text().startswith(f"{taken['snapshot']}: version {taken['version']}, ")
     before = cluster.processes()
     assert len(before) == 5

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +13,7 @@ from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Resize
 from rallypoint.net.tcp import TcpTransport
-from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, undisturbed_run
+from test_survival import AT, SCRIPT, STEPS, Cluster, alive, undisturbed_run
 
 pytestmark = pytest.mark.programs
 
@@ -39,21 +36,6 @@ class CodecStateCluster(Cluster):
             script = script.replace("rp.AdamW(lr=1e-2)", "rp.SGD(lr=1e-2)")
         assert CODECS[codec] in script
         self.script.write_text(script)
-
-    def snapshot_from(self, step: int) -> dict[str, Any]:
-        """Ask for a snapshot in this step, and let the workers come as far as it takes; what is said of it."""
-        self.until_caught_up(step)
-        before = len(self.events("Snapshotted"))
-        asked = self.ask_for_a_snapshot()
-        for later in range(step, STEPS - 1):
-            self.until_caught_up(later)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                asked.wait(0.5)
-                break
-        assert asked.wait(PATIENCE_S) == 0, self.output
-        taken = self.events("Snapshotted")[before:]
-        assert taken[-1]["version"] >= step
-        return taken[-1]
 
     def resize(self, workers: int) -> None:
         """So many workers compute from now on, as far as the launcher's ear is concerned."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, undisturbed_run
+from test_survival import AT, SCRIPT, STEPS, Cluster, alive, undisturbed_run
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]
 
@@ -57,16 +55,7 @@ def test_a_resume_on_another_number_of_workers_with_loader_processes_changes_no_
         wanted = alone.hash
 
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_caught_up(AT)
-    asked = cluster.ask_for_a_snapshot()
-    for step in range(AT, STEPS - 1):
-        cluster.until_caught_up(step)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            asked.wait(0.5)
-            break
-    assert asked.wait(PATIENCE_S) == 0, cluster.output
-    taken = cluster.events("Snapshotted")[-1]
-    assert taken["version"] > 0
+    taken = cluster.snapshot_from(AT)
     loaders = [child_of(cluster, name) for name in ("worker0", "worker1")]
     assert cluster.launcher is not None
     cluster.launcher.send_signal(signal.SIGKILL)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, undisturbed_run
+from test_survival import AT, STEPS, Cluster, alive, undisturbed_run
 
 pytestmark = pytest.mark.programs
 
@@ -125,16 +123,7 @@ def test_a_server_that_alone_held_its_rows_costs_steps_but_no_byte(
 @pytest.mark.slow
 def test_a_snapshot_goes_on_with_another_number_of_servers(cluster: TableCluster, undisturbed: TableCluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_caught_up(AT)
-    asked = cluster.ask_for_a_snapshot()
-    for step in range(AT, STEPS - 1):  # it is taken at a version a little ahead: let them come there
-        cluster.until_caught_up(step)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            asked.wait(0.5)
-            break
-    assert asked.wait(PATIENCE_S) == 0, cluster.output
-    taken = cluster.events("Snapshotted")[-1]
-    assert taken["version"] > 0
+    taken = cluster.snapshot_from(AT)
     before = cluster.processes()
     assert cluster.launcher is not None
     cluster.launcher.send_signal(signal.SIGKILL)

@@ -10,7 +10,7 @@ from rallypoint.config.values import check_values
 from rallypoint.core.cluster.placing.tuning import Tuning
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.view import Assignment, Member, Pace, View, ViewNumber
+from rallypoint.core.view import Assignment, LinkPace, Member, View, ViewNumber
 from rallypoint.errors import ConfigError
 
 RATE = 100.0  # Mbit/s; a step of K = 12.5 MB takes 1 s at that rate
@@ -68,14 +68,14 @@ def test_a_member_that_comes_takes_the_trial_back() -> None:
     more = msgspec.structs.replace(seen, workers=(*seen.workers, Member("w2", "e")))
     decided = tuning.look(more, job)
     assert decided is not None
-    assert decided.pace == Pace(0.0, 0.0)
+    assert decided.pace == LinkPace(0.0, 0.0)
 
 
 def test_a_coordinator_that_goes_on_from_a_trial_goes_back_to_the_kept_pace_and_tries_from_there() -> None:
-    on_trial, tuning = view(pace=Pace(300.0, 80.0)), Tuning()
+    on_trial, tuning = view(pace=LinkPace(300.0, 80.0)), Tuning()
     decided = tuning.look(on_trial, record("auto"))
     assert decided is not None
-    assert decided.pace == Pace(80.0, 80.0)
+    assert decided.pace == LinkPace(80.0, 80.0)
     assert "ended with its coordinator" in decided.said
     seen, now = msgspec.structs.replace(on_trial, pace=decided.pace), 0.0
     for step in range(10):
@@ -115,13 +115,13 @@ def test_the_time_of_a_pause_is_no_steps_time() -> None:
 
 
 def test_with_aggregators_nobody_is_paced() -> None:
-    assert view(pace=Pace(80.0, 80.0)).paced(70.0) == 80.0
+    assert view(pace=LinkPace(80.0, 80.0)).paced(70.0) == 80.0
     assert view().paced(70.0) == 70.0
-    assert view(pace=Pace(80.0, 80.0), aggregators=(Member("a0", "e"),)).paced(70.0) == 0.0
+    assert view(pace=LinkPace(80.0, 80.0), aggregators=(Member("a0", "e"),)).paced(70.0) == 0.0
 
 
 def test_a_run_that_is_resumed_without_tuning_has_the_pace_of_its_settings() -> None:
-    decided = Tuning().look(view(pace=Pace(300.0, 80.0)), record("off"))
+    decided = Tuning().look(view(pace=LinkPace(300.0, 80.0)), record("off"))
     assert decided is not None
     assert decided.pace is None
 
@@ -143,6 +143,6 @@ def test_after_tuning_has_ended_other_numbers_of_members_are_tuned_anew_from_the
     assert first is None or first.pace == seen.pace, "the first look notes the view"
     decided = tuning.look(fewer, job)
     assert decided is not None
-    assert (decided.pace, tuning.tuner) == (Pace(0.0, 0.0), None)
+    assert (decided.pace, tuning.tuner) == (LinkPace(0.0, 0.0), None)
     assert decided.said == "there are other numbers of members now: pace_mbit is tuned anew"
     assert tuning.look(msgspec.structs.replace(fewer, pace=decided.pace), job) is None

@@ -241,23 +241,22 @@ def test_an_aggregator_that_hangs_is_left_long_before_it_is_given_up(tmp_path: P
 
 
 def the_script_stops_the_job_after_a_kill(walk: Walk) -> None:
-    stage = walk.begin()
-    stage.until_held("worker0", "worker1")
-    stage.kill("worker1")
-    walk.ends(stage, "worker0")
-    stage.until_over()
-    (finished,) = stage.events("Finished")
-    assert STOPS_AT < finished["stopped_at"] < walk.job.config.steps
+    assert STOPS_AT < _stopped_at(walk) < walk.job.config.steps
 
 
 def the_stream_ends_after_a_kill(walk: Walk) -> None:
+    assert _stopped_at(walk) == ENDS_AT
+
+
+def _stopped_at(walk: Walk) -> int:
+    """Kill a worker of a job that ends by itself before its last step. Returns the step."""
     stage = walk.begin()
     stage.until_held("worker0", "worker1")
     stage.kill("worker1")
     walk.ends(stage, "worker0")
     stage.until_over()
     (finished,) = stage.events("Finished")
-    assert finished["stopped_at"] == ENDS_AT
+    return int(finished["stopped_at"])
 
 
 def the_rate_is_changed_and_a_worker_is_killed(walk: Walk) -> None:

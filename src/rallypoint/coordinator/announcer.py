@@ -35,9 +35,6 @@ SCRIPT_S = 1.0  # how often observers are told how far the scripts of a job of s
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
 
 
-_NOBODY: Mapping[str, Connection] = {}
-
-
 class Announcer:
     """Makes the messages for observers and the event log. Every `now` is in seconds, of the same clock.
 
@@ -49,7 +46,7 @@ class Announcer:
         last_news: the time of the last message that was not a `Say`.
     """
 
-    def __init__(self, machine: ClusterMachine, now: float, members: Mapping[str, Connection] = _NOBODY) -> None:
+    def __init__(self, machine: ClusterMachine, now: float, members: Mapping[str, Connection]) -> None:
         """`members`: who is connected."""
         self._machine, self._members = machine, members
         self.observers: list[Connection] = []

@@ -86,7 +86,7 @@ class Dispute(msgspec.Struct, frozen=True):
     third: str = ""
 
 
-class Pace(msgspec.Struct, frozen=True):
+class LinkPace(msgspec.Struct, frozen=True):
     """Mbit/s that each worker and each server sends at most; 0: as TCP likes.
 
     Attributes:
@@ -161,7 +161,7 @@ class View(msgspec.Struct, frozen=True):
     scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = {}
-    pace: Pace | None = None
+    pace: LinkPace | None = None
 
     def last(self, rounds: int) -> int:
         """The job's last version, where it would have so many rounds."""

@@ -24,6 +24,7 @@ from rallypoint.recipes.text import load_text
 
 PROGRAM = "python -m rallypoint.recipes.finetune"
 _WINDOWS = 64  # of the validation
+_WHY = 400  # characters of an error of transformers
 _PROMPT, _SAMPLE = 8, 60  # tokens that are given at the end, and that are generated
 _FIGURES = {
     "val_loss": ("validation loss", " nats/token"),
@@ -183,7 +184,11 @@ def _load(folder: Path, labels: list[str]) -> tuple[Any, Any]:
             label2id={label: number for number, label in enumerate(labels)},
         )  # fmt: skip
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the model in {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+        why = " ".join(str(error).split())[:_WHY]
+        raise ConfigError(
+            f"the model in {folder} cannot be loaded: does the folder have the weights and the tokenizer, as "
+            f"save_pretrained writes both? {why}"
+        ) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id

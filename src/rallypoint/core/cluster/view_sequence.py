@@ -20,7 +20,7 @@ from rallypoint.core.cluster.view_change import (
     surviving_primaries,
 )
 from rallypoint.core.layout import Shard
-from rallypoint.core.view import Assignment, Dispute, Lease, Member, Pace, Scale, Stop, View, ViewNumber
+from rallypoint.core.view import Assignment, Dispute, Lease, LinkPace, Member, Scale, Stop, View, ViewNumber
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class ViewSequence:
     scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = field(default_factory=dict)
-    pace: Pace | None = None
+    pace: LinkPace | None = None
     _last: ViewNumber = field(default_factory=ViewNumber)
 
     @property

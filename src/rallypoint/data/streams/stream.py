@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rallypoint.config import JobConfig
-from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.core.streams.order import StreamOrder
 from rallypoint.data.streams.opening import PartIterator, asked_for
 from rallypoint.data.streams.reader import Reader
@@ -101,8 +100,7 @@ class StreamItems:
         self._stream, self._order = stream, order
         self._seed, self._passes = config.seed, config.passes
         self._keep = STEPS_KEPT * order.stride
-        together = isinstance(config.sync, (Sync, AllReduce))
-        self._lanes = 1 if together else order.sharing
+        self._lanes = 1 if config.step_by_step else order.sharing
         self._batch = config.batch
         self._readers: dict[tuple[int, int], Reader] = {}
         self._process = os.getpid()

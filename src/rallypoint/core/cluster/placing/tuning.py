@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rallypoint.core.job import JobRecord
 from rallypoint.core.tuning.knob import pace_knob
 from rallypoint.core.tuning.tuner import Decision, Tuner
-from rallypoint.core.view import Pace, View
+from rallypoint.core.view import LinkPace, View
 
 _FIRST = 8  # steps from which the rate that steps reach is known; the first two are not counted
 _WARM_UP = 2
@@ -19,7 +19,7 @@ _MOST_STEPS = 256  # step times that wait for the next look
 class Tuned(NamedTuple):
     """The pace from now on (None: as the job's settings say), and a sentence for the log; "": nothing was decided."""
 
-    pace: Pace | None
+    pace: LinkPace | None
     said: str
 
 
@@ -69,16 +69,17 @@ class Tuning:
         """An earlier coordinator was lost in a trial: the kept value comes back."""
         if view.pace is None or view.pace.mbit == view.pace.kept:
             return None
-        return Tuned(Pace(view.pace.kept, view.pace.kept), "the trial of another pace_mbit ended with its coordinator")
+        kept = LinkPace(view.pace.kept, view.pace.kept)
+        return Tuned(kept, "the trial of another pace_mbit ended with its coordinator")
 
     def _anew(self, record: JobRecord) -> Tuned:
         """What was kept is of other numbers of members, each of which needs another rate now."""
         self.tuner, setting = None, _setting(record)
         self._seconds.clear()
-        return Tuned(Pace(setting, setting), "there are other numbers of members now: pace_mbit is tuned anew")
+        return Tuned(LinkPace(setting, setting), "there are other numbers of members now: pace_mbit is tuned anew")
 
     def _told(self, tuner: Tuner, decided: Decision | None) -> Tuned | None:
-        return None if decided is None else Tuned(Pace(decided.value, tuner.best), decided.said)
+        return None if decided is None else Tuned(LinkPace(decided.value, tuner.best), decided.said)
 
     def _begin(self, view: View, record: JobRecord) -> None:
         """Choose the candidates, once enough steps have been measured."""
