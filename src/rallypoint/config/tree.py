@@ -207,11 +207,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return math.gcd(self.local.steps // self.local.fragments, *own)
 
     @property
-    def step_by_step(self) -> bool:
-        """True if no replica begins a step before all have made the one before."""
-        return self.mode.clock is Clock.STEP
-
-    @property
     def staggered(self) -> bool:
         """True if replicas' own parameters continue from round to round (fragments, periods or a delay)."""
         return self.mode.clock is Clock.STAGGERED

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rallypoint.config import JobConfig
+from rallypoint.config.plain import step_by_step
 from rallypoint.core.streams.order import StreamOrder
 from rallypoint.data.streams.opening import PartIterator, asked_for
 from rallypoint.data.streams.reader import Reader
@@ -100,7 +101,7 @@ class StreamItems:
         self._stream, self._order = stream, order
         self._seed, self._passes = config.seed, config.passes
         self._keep = STEPS_KEPT * order.stride
-        self._lanes = 1 if config.step_by_step else order.sharing
+        self._lanes = 1 if step_by_step(config) else order.sharing
         self._batch = config.batch
         self._readers: dict[tuple[int, int], Reader] = {}
         self._process = os.getpid()
