@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs]
 STEPS = 200
 AT = 20  # the step after which the network fails
 PATIENCE_S = 90.0
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 3.0  # on two cores with five tests at once, members were late by up to 2.9 s
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -200,18 +200,19 @@ def cluster(tmp_path: Path) -> Iterator[LabCluster]:
         yield cluster
 
 
-@pytest.mark.parametrize("seconds", [1.6, 8.0])
+@pytest.mark.parametrize(("heartbeat", "seconds"), [(2.0, 2.6), (HEARTBEAT_S, 8.0)])  # TCP gives up after 3 s
 def test_an_isolated_coordinator_costs_no_step_and_no_member(
-    cluster: LabCluster, undisturbed: str, seconds: float
+    tmp_path: Path, undisturbed: str, heartbeat: float, seconds: float
 ) -> None:
-    cluster.cut(cluster.coordinator)
-    cluster.go_on()  # the steps do not need it
-    time.sleep(seconds)
-    cluster.heal(cluster.coordinator)
-    assert cluster.ended() == undisturbed
-    members = [(event["workers"], event["standby"], event["servers"]) for event in cluster.events("Members")]
-    assert members == [members[0]] * len(members), "a member was given up"
-    assert not [said for said in cluster.said() if "gone" in said or "going back" in said]
+    with Netlab(hosts=5) as lab, LabCluster(lab, tmp_path, heartbeat=heartbeat) as cluster:
+        cluster.cut(cluster.coordinator)
+        cluster.go_on()  # the steps do not need it
+        time.sleep(seconds)
+        cluster.heal(cluster.coordinator)
+        assert cluster.ended() == undisturbed
+        members = [(event["workers"], event["standby"], event["servers"]) for event in cluster.events("Members")]
+        assert members == [members[0]] * len(members), "a member was given up"
+        assert not [said for said in cluster.said() if "gone" in said or "going back" in said]
 
 
 def test_an_isolated_worker_is_given_up_and_changes_no_byte(cluster: LabCluster, undisturbed: str) -> None:
@@ -276,7 +277,7 @@ def test_a_coordinator_that_is_heard_and_hears_nobody_costs_no_member(cluster: L
     for host in others:
         host.cut(cluster.coordinator)
     cluster.go_on()
-    time.sleep(5.0)
+    time.sleep(HEARTBEAT_S + 4.0)
     for host in others:
         host.heal(cluster.coordinator)
     assert cluster.ended() == undisturbed
