@@ -9,16 +9,23 @@ long. The share of the store's link is what the bytes that the store sent would 
 that the job took; HTTP's, TCP's and Ethernet's headers count against us. "Fails" is a store of which one request in ten
 fails. The digest is that of the trained weights: it must be the same in each row of the same number of passes.
 "Made" are the seconds in which the data set was made, "again" those in which a worker made it anew after the job, and
-had its first micro-batch of a step in the middle: what a resume takes.
+had its first micro-batch of a step in the middle: what a resume takes. "First" are the seconds from the loop's begin
+to its first micro-batch; all that is before the first byte, and after the last one, counts as time of the job.
+
+"curl" is what can be had at most: curl gets the same files over the same link, four at a time, and nobody computes.
+"S3" is moto's server (``pip install s3fs 'moto[server]'``), read with s3fs; without them the row is left out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +37,7 @@ import pyarrow.parquet
 import typer
 from rich.console import Console
 
-from cluster import FOLDER, Case, Members, Place, main, report, site, table
+from cluster import FOLDER, BenchmarkFailed, Case, Members, Place, main, report, site, table
 from remote_member import Result, Task
 
 ROW, GROUP, FILE_MB = 64 << 10, 32, 24
@@ -47,6 +54,7 @@ class Row(msgspec.Struct, frozen=True):
     failed: int
     seconds: float
     share: float
+    first: float
     made: float
     resumed: float
     digest: str
@@ -69,13 +77,15 @@ def write(folder: Path, megabytes: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def store(place: Place, folder: Path, every: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A store at a place, and its URL."""
-    argv = [sys.executable, str(FOLDER / "remote_store.py"), str(folder), place.address, str(every)]
-    process = place.popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+def store(place: Place, folder: Path, every: int, *, s3: bool = False) -> Iterator[str]:
+    """A store at a place: its URL."""
+    script = [str(FOLDER / "remote_s3.py"), str(folder), place.address]
+    if not s3:
+        script = [str(FOLDER / "remote_store.py"), str(folder), place.address, str(every)]
+    process = place.popen([sys.executable, *script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        yield f"http://{place.address}:{int(process.stdout.readline())}", process
+        yield f"http://{place.address}:{int(process.stdout.readline())}"
     finally:
         process.kill()
         process.communicate()
@@ -92,14 +102,16 @@ def figures(place: Place, url: str) -> dict[str, int]:
 def measure(name: str, case: Case, data: Path, about: tuple[int, int], settings: dict[str, int | bool]) -> Row:
     """Run one job."""
     nbytes, rows = about
-    passes, replicas, batch = int(settings["passes"]), 4, 8
-    with site(case) as at, store(at.coordinator, data, int(settings["every"])) as (url, _), Members() as members:
+    passes, replicas, batch, s3 = int(settings["passes"]), 4, 8, bool(settings.get("s3"))
+    with site(case) as at, store(at.coordinator, data, int(settings["every"]), s3=s3) as url, Members() as members:
         members.start_rallypoint(at)
-        urls = tuple(f"{url}/{path.name}" for path in sorted(data.iterdir()))
+        urls = tuple(f"{'s3://data' if s3 else url}/{path.name}" for path in sorted(data.iterdir()))
+        options = {"endpoint_url": url, "key": "test", "secret": "test"} if s3 else {}
         tasks = [
             Task(
                 urls, str(members.folder / f"cache{number}") if settings["cache"] else "", bool(settings["peers"]),
                 passes * rows // (replicas * batch), replicas, batch, int(settings["processes"]),
+                f"{url}/figures", options,
             )
             for number in range(case.workers)
         ]  # fmt: skip
@@ -110,11 +122,25 @@ def measure(name: str, case: Case, data: Path, about: tuple[int, int], settings:
     digests = {one.digest for one in results}
     assert len(digests) == 1, digests
     sent = min(one.sent for one in results)  # at the end of the last step, when no sample is wanted any more
-    wire = sent * 8 / ((case.rate_mbit or 0.0) * 1e6) if case.rate_mbit else 0.0
+    first = max(one.first - one.began for one in results)
     return Row(
-        name, case.workers, passes, nbytes, sent, told["failed"], seconds, wire / seconds,
+        name, case.workers, passes, nbytes, sent, told["failed"], seconds, case.wire_seconds(sent) / seconds, first,
         max(one.made for one in results), max(one.resumed for one in results), digests.pop(),
     )  # fmt: skip
+
+
+def curl(case: Case, data: Path, nbytes: int) -> Row:
+    """What the link carries at most: curl gets the files."""
+    with site(case) as at, store(at.coordinator, data, 0) as url:
+        argv = ["curl", "--silent", "--fail", "--parallel", "--parallel-max", "4"]
+        for path in sorted(data.iterdir()):
+            argv += ["--output", "/dev/null", f"{url}/{path.name}"]
+        before = time.monotonic()
+        with at.workers[0].popen(argv, stdin=subprocess.DEVNULL) as process:
+            if process.wait(600):
+                raise BenchmarkFailed(f"curl ended with status {process.returncode}")
+        seconds, sent = time.monotonic() - before, figures(at.coordinator, url)["sent"]
+    return Row("curl", 1, 1, nbytes, sent, 0, seconds, case.wire_seconds(sent) / seconds, 0.0, 0.0, 0.0, "")
 
 
 def command(
@@ -136,20 +162,26 @@ def command(
         ("no cache", more, {**many, "cache": False}), ("caches of their own", more, {**many, "peers": False}),
         ("shared caches", more, many), ("shared caches, fails", more, {**many, "every": 10}),
     ]  # fmt: skip
+    if importlib.util.find_spec("moto") and importlib.util.find_spec("s3fs"):
+        plan.insert(3, ("S3, cache", one, {**common, "s3": True}))
     with tempfile.TemporaryDirectory(prefix="rallypoint-remote-") as folder:
         about = write(Path(folder), megabytes)
         found = []
+        if only in ("", "curl") and shutil.which("curl"):
+            found.append(curl(one, Path(folder), about[0]))
         for name, case, settings in [one for one in plan if only in ("", one[0])]:
             found.append(measure(name, case, Path(folder), about, settings))
             print(found[-1], file=sys.stderr, flush=True)
     rows = [
         [
             str(row.hosts), row.name, str(row.passes), f"{row.sent / row.nbytes:.3f}", str(row.failed),
-            f"{row.seconds:.1f}", f"{row.share:.1%}", f"{row.made:.2f}", f"{row.resumed:.2f}", row.digest[:8],
+            f"{row.seconds:.1f}", f"{row.share:.1%}", f"{row.first:.2f}",
+            f"{row.made:.2f}", f"{row.resumed:.2f}", row.digest[:8],
         ]
         for row in found
     ]  # fmt: skip
-    columns = ["hosts", "", "passes", "sent / data", "failed", "seconds", "of the link", "made", "again", "digest"]
+    columns = ["hosts", "", "passes", "sent / data", "failed", "seconds", "of the link"]
+    columns += ["first", "made", "again", "digest"]
     title = f"{about[0] / 1e6:.0f} MB, {about[1]} samples, links of {rate_mbit:g} Mbit/s"
     report(Console(highlight=False), [table(title, columns, rows)], found, json_)
 

@@ -27,15 +27,18 @@ class Task(msgspec.Struct, frozen=True):
     replicas: int
     batch: int
     processes: int
+    figures: str
+    options: dict[str, str]
     mixed: int = 8
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Unix times of the first sample that is wanted and of the last one that came; a digest of the weights; seconds to
-    make the data set, and to the first micro-batch of a resume in the middle, by this worker and then; bytes that the
-    store had sent when the job was over."""
+    """Unix times of the loop's begin, of its first micro-batch and of its end; a digest of the weights; seconds to make
+    the data set, and to the first micro-batch of a resume in the middle, by this worker and then; bytes that the store
+    had sent when the job was over."""
 
     began: float
+    first: float
     ended: float
     digest: str
     made: float
@@ -47,7 +50,7 @@ def data_of(task: Task) -> rp.Parquet:
     """The data set."""
     cache = rp.Cache(task.cache, peers=task.peers) if task.cache else None
     return rp.Parquet(list(task.urls), transform=lambda row: torch.frombuffer(bytearray(row["x"]), dtype=torch.uint8),
-                      cache=cache)  # fmt: skip
+                      cache=cache, storage_options=task.options)  # fmt: skip
 
 
 def main(task: Task) -> None:
@@ -62,12 +65,13 @@ def main(task: Task) -> None:
             model, data, replicas=task.replicas, batch=task.batch, steps=task.steps, order="windowed",
             mixed_shards=task.mixed, optimizer=rp.SGD(lr=0.001), loader=rp.Loader(workers=task.processes),
         )  # fmt: skip
-        began = time.time()
+        began, first = time.time(), 0.0
         for micro in run:
+            first = first or time.time()
             with micro:
                 micro.backward(model(micro.batch[:, :64].float() / 256).pow(2).mean())
         ended = time.time()
-        with urllib.request.urlopen(task.urls[0].rpartition("/")[0] + "/figures") as answer:
+        with urllib.request.urlopen(task.figures) as answer:
             sent = int(json.load(answer)["sent"])
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
@@ -76,7 +80,7 @@ def main(task: Task) -> None:
         replicas=task.replicas, batch=task.batch, steps=task.steps, order="windowed", mixed_shards=task.mixed
     )
     MicroBatches(data_of(task), config, torch.device("cpu")).load(task.steps // 2, 1, 0)
-    finish(Result(began, ended, digest, made, time.monotonic() - before, sent))
+    finish(Result(began, first, ended, digest, made, time.monotonic() - before, sent))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import rallypoint as rp
 from rallypoint.config import JobConfig
 from rallypoint.data import ahead
 from rallypoint.data.ahead import Upcoming
+from rallypoint.data.cache.cache import Piece
 from rallypoint.data.dataset import fetch
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.places import Place, places_from
@@ -203,6 +204,42 @@ def test_no_more_is_ahead_than_the_bound_and_it_grows_when_the_loop_waits(
         shard for place in places[1:] for shard in made.shards_of(MicroBatches(made, CONFIG, CPU).indices(*place))
     ))  # fmt: skip
     assert first + more == order[: len(first) + len(more)]
+
+
+def test_before_the_first_micro_batch_is_asked_for_its_shards_are_fetched_too(rows: str, tmp_path: Path) -> None:
+    made = data(rows, tmp_path / "cache")
+    batches = MicroBatches(made, CONFIG, CPU)
+    upcoming = Upcoming(batches, made, most=1 << 30)
+    first, second, *_ = places_from(0, 0, (0, 1), CONFIG)
+    upcoming.at(first, (0, 1), 0, True)
+    before = list(iter(upcoming.pop, None))
+    assert before[0] in made.shards_of(batches.indices(*first))
+    assert sorted(before) == list(range(GROUPS))
+    for place in (first, second):  # once it is asked for, nothing is fetched a second time
+        upcoming.at(place, (0, 1), 0)
+    assert upcoming.pop() is None
+
+
+def test_the_store_is_read_before_the_first_version_is_here(rows: str, tmp_path: Path) -> None:
+    processes = LoaderProcesses(
+        MicroBatches(data(rows, tmp_path / "cache"), CONFIG, CPU, loader=Loader(workers=2)), lambda _: None
+    )
+    made = data(rows, tmp_path / "cache")
+    try:
+        processes.coming(0, 0, (0, 1))
+        while not all(made._store.cache.has(Piece(file.digest, *range_)) for file, *range_ in pieces(made)):
+            multiprocessing.active_children()[0].join(0.01)
+        places = list(places_from(0, 0, (0, 1), CONFIG))
+        found = [(place, processes.take(place)) for place in places]
+    finally:
+        processes.close()
+    groups = [(who, start) for who, start, stop in read() if (start, stop) in {(a, b) for _, a, b in pieces(made)}]
+    assert [who for who, _ in groups] == ["ahead"] * GROUPS
+    assert same(found, rows)
+
+
+def pieces(made: rp.Parquet) -> list[tuple[Any, int, int]]:
+    return [range_ for shard in range(GROUPS) for range_ in made.ranges(shard)]
 
 
 def test_nothing_is_fetched_that_the_job_does_not_need(rows: str, tmp_path: Path) -> None:

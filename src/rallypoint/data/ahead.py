@@ -14,6 +14,7 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess, parent_process
 
@@ -22,14 +23,15 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.data.places import Place, places_after
 from rallypoint.data.sources.shards import ShardedDataset
 
-LEAST, MOST = 16 << 20, 256 << 20  # bytes ahead at first, and at most
+LEAST, MOST = 64 << 20, 256 << 20  # bytes ahead at first, and at most
 SHARE = 8  # of the cache's limit: one part of so many
 PLACES = 512  # micro-batches that it looks ahead, at most
 AT_ONCE = 4  # shards that are fetched at a time
 LOOK_S = 1.0  # how often it looks whether the worker is still there
 END_S = 10.0  # seconds in which a killed process ends
 
-Position = tuple[Place, tuple[int, ...], int]  # what is loaded now, the worker's replicas, how often the loop waited
+# What is loaded now, the worker's replicas, how often the loop waited; True: nothing is loaded yet, so fetch this too
+Position = tuple[Place, tuple[int, ...], int, bool]
 
 
 class Upcoming:
@@ -49,11 +51,15 @@ class Upcoming:
         self._shards: deque[tuple[Place, int, int]] = deque()  # where it is needed first, shard, bytes
         self._needed: OrderedDict[int, int] = OrderedDict()  # shard -> number of the last place that needs it
 
-    def at(self, place: Place, replicas: tuple[int, ...], waits: int) -> None:
-        """This place is loaded now, by a worker with these replicas, whose loop has waited so many times."""
+    def at(self, place: Place, replicas: tuple[int, ...], waits: int, first: bool = False) -> None:
+        """This place is loaded now, by a worker with these replicas, whose loop has waited so many times.
+
+        `first`: it will be the first one, and nobody loads it yet: its shards are fetched too.
+        """
         self._depth = min(self._most, LEAST << min(waits, 8))
         if replicas != self._replicas or place not in self._window:
-            self._replicas, self._places = replicas, places_after(place, replicas, self._batches.config)
+            following = places_after(place, replicas, self._batches.config)
+            self._replicas, self._places = replicas, chain([place], following) if first else following
             self._ahead = 0
             for kept in (self._window, self._shards, self._needed):
                 kept.clear()

@@ -73,7 +73,7 @@ class LoaderProcesses:
         self._waited = 0  # so often the main thread had to wait
         self._thread: threading.Thread | None = None
         self._start = self._spec.start or ("fork" if "fork" in multiprocessing.get_all_start_methods() else None)
-        self._ahead = ReadAhead(batches, self._start)  # for the loader's thread
+        self._ahead = ReadAhead(batches, self._start)  # for the loader's thread, once there is one
 
     def expect(self, round: int, replica: int, replicas: tuple[int, ...]) -> None:
         """This worker computes `replica` now, and has these `replicas` (ascending)."""
@@ -81,6 +81,13 @@ class LoaderProcesses:
             if replicas != self._replicas:
                 self._replicas = replicas
                 self._forecast(lambda: places_from(round, replica, replicas, self._batches.config))
+
+    def coming(self, round: int, replica: int, replicas: tuple[int, ...]) -> None:
+        """The first micro-batches will probably be these: what they are made of is fetched meanwhile, if there is a
+        cache. Before the first `take`; a guess that is wrong costs what is fetched, and nothing else."""
+        if self._thread is None and (place := next(places_from(round, replica, replicas, self._batches.config), None)):
+            self._ahead.begin()
+            self._ahead.at((place, replicas, 0, True))
 
     def take(self, place: Place) -> Any:
         """Return this micro-batch, collated, not on the device yet.
@@ -253,7 +260,7 @@ class LoaderProcesses:
             if place is not None and place not in self._requested:  # it is there if the main thread waits
                 self._requested.append(place)
             if place is not None:
-                self._ahead.at((place, self._replicas, self._waited))
+                self._ahead.at((place, self._replicas, self._waited, False))
             return place
 
     def _arrived(self, loaded: Loaded) -> None:

@@ -9,6 +9,7 @@ from rallypoint.data.loader import LastBatch, MicroBatches
 from rallypoint.data.places import Place
 from rallypoint.data.processes import LoaderProcesses
 from rallypoint.observe.trace import LOAD, Tracer
+from rallypoint.worker.exchange.exchange import Exchange
 
 
 class Prefetch:
@@ -27,6 +28,12 @@ class Prefetch:
         self._ready: tuple[Place, Any] | None = None
         self.last = False
         self._processes = LoaderProcesses(batches, say) if batches.loader.workers else None
+
+    def coming(self, exchange: Exchange) -> None:
+        """Before the first version: in a job that does not go on from a snapshot, have the first samples fetched."""
+        view, fresh = exchange.view, exchange.step < 0 and not exchange.view.origin
+        if self._processes is not None and fresh and (mine := view.replicas_of(exchange.me, 0)):
+            self._processes.coming(0, mine[0], mine)
 
     def expect(self, round: int, replica: int, replicas: tuple[int, ...]) -> None:
         """This worker computes `replica` now, and has these `replicas` (ascending) in this round."""

@@ -149,7 +149,6 @@ class Run:
         Raises UsageError for what is no number from 1 on, and for another priority. The loop raises UsageError for a
         result that is no dict of numbers, and for an evaluation that changes values of the model's parameters.
         """
-
         check_period(steps)
 
         def register(evaluation: _E) -> _E:
@@ -167,6 +166,7 @@ class Run:
         self._leased.register()
         _forget_gradients(self._parts)  # of the script's own passes before the loop
         self._check_forwards()
+        self._prefetched.coming(self._exchange)
         while True:
             yield from self._go_ahead()
             if (action := self._next_action()) is None:
