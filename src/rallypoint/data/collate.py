@@ -41,7 +41,7 @@ def _rows(batch: Sequence[Any], **_: Any) -> Any:
     first = batch[0]
     dtype = _TYPES.get(first.dtype)
     if dtype is None or not first.size or not first.ndim or not _alike(batch):
-        return default_collate(batch)
+        return default_collate(list(batch))
     made = room(dtype, (len(batch), *first.shape))
     np.concatenate(batch, out=made.numpy().reshape(-1, *first.shape[1:]), casting="no")
     return made
@@ -62,24 +62,24 @@ def room(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if get_worker_info() is None:
         return torch.empty(shape, dtype=dtype)
     count = int(np.prod(shape))
-    storage = torch.UntypedStorage._new_shared(count * dtype.itemsize)
+    storage = torch.UntypedStorage._new_shared(count * dtype.itemsize)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
 def _numbers(batch: Sequence[Any], **_: Any) -> Any:
     kind = _SCALARS.get(type(batch[0]))
     if kind is None or len(set(map(type, batch))) > 1:
-        return default_collate(batch)
+        return default_collate(list(batch))
     return _copied(np.array(batch, kind), _TYPES[kind])
 
 
 def _ints(batch: Sequence[Any], **_: Any) -> Any:
     if set(map(type, batch)) != {int}:  # bools are ints too
-        return default_collate(batch)
+        return default_collate(list(batch))
     try:
         values = np.array(batch, np.int64)
     except OverflowError:
-        return default_collate(batch)
+        return default_collate(list(batch))
     return _copied(values, torch.int64)
 
 
