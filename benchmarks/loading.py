@@ -1,13 +1,17 @@
 """How fast samples are loaded, how long a loop waits for them, and how long a resume takes to find its place.
 
-    python benchmarks/loading.py [--rounds 5] [--json FILE]
+    python benchmarks/loading.py [--rounds 5] [--only TEXT] [--json FILE]
+
+`--only rows` measures the cases with that in their name.
 
 1. Samples a second of processor time, on one core in the process: ours by position beside torch's DataLoader and
    torchdata's StatefulDataLoader (`pip install torchdata`; left out where it is not), in turn.
 2. A loop that computes 80 ms a micro-batch of 16 samples, with a transform that waits 5 ms a sample (as a disk or a
    decoder on another core would): the share of its time for which the loop waits, without and with loader processes,
    beside torch's DataLoader.
-3. The time to the first micro-batch at a step far into a data set of 10^9 samples, and at step 0.
+3. Files of MosaicML's streaming, LitData and WebDataset, read by us and by those libraries (`loading_files.py`), where
+   they are installed.
+4. The time to the first micro-batch at a step far into a data set of 10^9 samples, and at step 0.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -24,8 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+import loading_files
 from rallypoint.config import JobConfig
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.places import places_from
@@ -151,11 +157,19 @@ def first(step: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     cases: dict[str, Callable[[], float]] = {}
-    for kind, dataset in (("rows", Rows()), ("numbers", Numbers(10**6))):
+    rows = Rows()
+    kinds: dict[str, Any] = {
+        "rows": rows, "TensorDataset": TensorDataset(torch.from_numpy(rows.x), torch.from_numpy(rows.y)),
+        "list of dicts": [{"x": x, "y": y} for y, x in enumerate(rows.x)],
+        "list of (tensor, int)": [(x, y) for y, x in enumerate(torch.from_numpy(rows.x).unbind())],
+        "numbers": Numbers(10**6),
+    }  # fmt: skip
+    for kind, dataset in kinds.items():
         for name, make in loaders().items():
             cases[f"samples/s, {kind}: {name}"] = lambda make=make, dataset=dataset: rate(make(dataset))  # type: ignore[misc]
     cases["loop waits, % of its time: rallypoint, no processes"] = lambda: 100 * alone()
@@ -164,10 +178,13 @@ def main() -> None:
         cases[f"loop waits, %: DataLoader, {workers} processes"] = lambda workers=workers: 100 * torchs(workers)  # type: ignore[misc]
     cases["first micro-batch of 10^9 samples, ms: step 0"] = lambda: 1e3 * first(0)
     cases["first micro-batch of 10^9 samples, ms: step 3,900,000"] = lambda: 1e3 * first(3_900_000)
-    found: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(options.rounds):
-        for name, measure in cases.items():
-            found[name].append(measure())
+    with tempfile.TemporaryDirectory() as folder:
+        cases |= loading_files.cases(Path(folder))
+        cases = {name: measure for name, measure in cases.items() if options.only in name}
+        found: dict[str, list[float]] = {name: [] for name in cases}
+        for _ in range(options.rounds):
+            for name, measure in cases.items():
+                found[name].append(measure())
     for name, values in found.items():
         print(f"{name:58s} {statistics.median(values):12,.1f}  [{min(values):,.1f} .. {max(values):,.1f}]", flush=True)
     if options.json:

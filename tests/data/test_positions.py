@@ -16,8 +16,8 @@ _SEEDS = st.integers(0, 2**63 - 1)
 
 @PURE
 @given(
-    st.one_of(st.integers(1, 300), st.integers(2**31, 2**50)), _SEEDS, st.integers(0, 2**40), st.integers(1, 400),
-    st.booleans(),
+    st.one_of(st.integers(1, 300), st.integers(2**21, 2**25), st.integers(2**31, 2**50)), _SEEDS,
+    st.integers(0, 2**40), st.integers(1, 400), st.booleans(),
 )  # fmt: skip
 def test_positions_at_once_equal_positions_one_by_one(
     samples: int, seed: int, start: int, count: int, shuffled: bool

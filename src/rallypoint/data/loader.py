@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from rallypoint.config import JobConfig, batch_at
 from rallypoint.core.order import SampleOrder, derive_seed
+from rallypoint.data.collate import collated
 from rallypoint.data.dataset import MapDataset, check_dataset, shard_lengths
+from rallypoint.data.gather import gathered
 from rallypoint.data.positions import OrderAhead
+from rallypoint.data.randomness import seed_everything
 from rallypoint.data.reading import Reading
 from rallypoint.data.sources.lanes import Lanes
 from rallypoint.data.spec import Collate, Loader
@@ -108,8 +110,13 @@ class MicroBatches:
     def loaded(self, step: int, replica: int, micro: int) -> tuple[Any, list[str]]:
         """Return the collated samples, not yet on the device, and what to tell of skipped ones. Raises as `load`."""
         with one_thread():
-            samples, skipped = self._reading.read(self.indices(step, replica, micro), self._seed(step, replica, micro))
-            batch = self._collated(samples)
+            indices, seed = self.indices(step, replica, micro), self._seed(step, replica, micro)
+            skipped = list[str]()
+            if self._collate is None and (batch := gathered(self.dataset, indices)) is not None:
+                seed_everything(seed)  # what else reads the global generators sees them as after other data sets
+            else:
+                samples, skipped = self._reading.read(indices, seed)
+                batch = self._collated(samples)
             return (LastBatch(batch) if self._is_last(step, replica, micro) else batch), skipped
 
     def _is_last(self, step: int, replica: int, micro: int) -> bool:
@@ -151,7 +158,7 @@ class MicroBatches:
         if self._collate is not None:
             return self._collate(samples)
         try:
-            return default_collate(samples)
+            return collated(samples)
         except (TypeError, RuntimeError) as error:
             raise DataError(
                 f"these samples cannot be made a batch of ({str(error).splitlines()[0]}): return tensors of one shape, "

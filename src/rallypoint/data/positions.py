@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ AT_ONCE = 4096  # positions: arrays shorter than about a thousand cost NumPy's o
 REPLICAS = 64  # of which the samples computed ahead are kept
 EPOCHS = 2  # whose sequences of shards are kept: where one ends, replicas are in two
 FEW = 48  # positions: so few are permuted one by one
+TABLED_BITS = 12  # of half a position, in data sets of up to 16 million samples: a round is then a look into a table
 
 
 class OrderAhead:
@@ -123,10 +125,22 @@ def _permuted(permutation: Permutation, offsets: Array) -> Array:
 def _encrypt(permutation: Permutation, values: Array) -> Array:
     bits, mask = np.uint64(permutation.half_bits), np.uint64((1 << permutation.half_bits) - 1)
     left, right = values >> bits, values & mask
-    for key in permutation.keys:
-        left, right = right, left ^ (_mix(right ^ np.uint64(key)) & mask)
+    keys = tuple(permutation.keys)
+    if permutation.half_bits <= TABLED_BITS:
+        for table in _tables(keys, permutation.half_bits):
+            left, right = right, left ^ table[right]
+    else:
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ np.uint64(key)) & mask)
     joined: Array = (left << bits) | right
     return joined
+
+
+@lru_cache(maxsize=4)
+def _tables(keys: tuple[int, ...], bits: int) -> list[Array]:
+    """What each round's key makes of every right half."""
+    halves, mask = np.arange(1 << bits, dtype=np.uint64), np.uint64((1 << bits) - 1)
+    return [_mix(halves ^ np.uint64(key)) & mask for key in keys]
 
 
 def _mix(values: Array) -> Array:

@@ -1,0 +1,123 @@
+"""The same files read by Rallypoint and by the library that wrote them: rows of benchmarks/loading.py.
+
+Each case reads one whole pass of 20,480 samples (32 floats and a number), shuffled, in batches of 64, in the process,
+and then compares which samples have come.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from rallypoint.config import JobConfig
+from rallypoint.data.loader import MicroBatches
+from rallypoint.data.sources.litdata import LitData
+from rallypoint.data.sources.mds import MDS
+from rallypoint.data.sources.tars import WebDataset
+
+SAMPLES, BATCH = 20_480, 64
+Batches = Callable[[], Iterator[Any]]
+
+
+def sample(index: int) -> dict[str, Any]:
+    return {"x": np.full(32, index, "f4"), "y": index}
+
+
+def decoded(found: dict[str, Any]) -> dict[str, Any]:
+    """A sample of a tar's members."""
+    return {"x": np.frombuffer(bytearray(found["x"]), "f4"), "y": int(found["y"])}
+
+
+def ours(dataset: Any) -> Iterator[Any]:
+    config = JobConfig(replicas=1, batch=BATCH, steps=SAMPLES // BATCH)
+    batches = MicroBatches(dataset, config, torch.device("cpu"))
+    return (batches.load(step, 0, 0) for step in range(config.steps))
+
+
+def mosaic(folder: Path) -> tuple[Batches, Batches]:
+    import streaming
+
+    with streaming.MDSWriter(out=str(folder), columns={"x": "ndarray:float32:32", "y": "int"}) as writer:
+        for index in range(SAMPLES):
+            writer.write(sample(index))
+    streaming.base.util.clean_stale_shared_memory()
+    theirs = streaming.StreamingDataset(local=str(folder), shuffle=True, batch_size=BATCH)
+    dataset = MDS(folder)
+    return lambda: ours(dataset), lambda: iter(DataLoader(theirs, batch_size=BATCH))
+
+
+def lit(folder: Path) -> tuple[Batches, Batches]:
+    import litdata
+
+    litdata.optimize(sample, list(range(SAMPLES)), str(folder), chunk_bytes="1MB", num_workers=1)
+    theirs = litdata.StreamingDataset(str(folder), shuffle=True)
+    dataset = LitData(folder)
+    return lambda: ours(dataset), lambda: iter(litdata.StreamingDataLoader(theirs, batch_size=BATCH))
+
+
+def tars(folder: Path) -> tuple[Batches, Batches]:
+    import webdataset
+
+    folder.mkdir()
+    with webdataset.ShardWriter(str(folder / "%03d.tar"), maxcount=2048, verbose=0) as writer:
+        for index in range(SAMPLES):
+            row = sample(index)
+            writer.write({"__key__": f"{index:06d}", "x": row["x"].tobytes(), "y": b"%d" % index})
+    names = [str(path) for path in sorted(folder.glob("*.tar"))]
+
+    def theirs() -> Iterator[Any]:
+        read = webdataset.WebDataset(names, shardshuffle=len(names)).shuffle(1000).map(decoded)
+        return iter(DataLoader(read, batch_size=BATCH))
+
+    dataset = WebDataset(folder, transform=decoded)
+    return lambda: ours(dataset), theirs
+
+
+PEERS: tuple[tuple[str, str, str, Callable[[Path], tuple[Batches, Batches]]], ...] = (
+    ("MDS", "streaming", "mosaicml-streaming", mosaic),
+    ("LitData's chunks", "litdata", "litdata", lit),
+    ("tars", "webdataset", "webdataset", tars),
+)
+
+
+def rate(batches: Batches) -> float:
+    """Samples a second of processor time, of one pass. Raises ValueError if it had other samples."""
+    labels, begin = [], time.process_time()
+    for batch in islice(batches(), SAMPLES // BATCH):
+        labels.append(batch["y"])
+    took = time.process_time() - begin
+    if sorted(torch.cat(labels).tolist()) != list(range(SAMPLES)):
+        raise ValueError("a pass had other samples than were written")
+    return SAMPLES / took
+
+
+def indexing(folder: Path) -> float:
+    """Seconds of processor time to make the data set, which reads the tars once; theirs has nothing to read."""
+    begin = time.process_time()
+    WebDataset(folder, transform=decoded)
+    return time.process_time() - begin
+
+
+def cases(folder: Path) -> dict[str, Callable[[], float]]:
+    """Write the files into this empty folder. A peer that is not installed is left out, with a sentence."""
+    found: dict[str, Callable[[], float]] = {}
+    for name, module, package, make in PEERS:
+        try:
+            importlib.import_module(module)
+        except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision for another torch
+            print(f"{name}: left out, the library that writes them cannot be imported ({error}): pip install {package}")
+            continue
+        mine, theirs = make(folder / module)
+        found[f"samples/s, {name}: rallypoint"] = lambda mine=mine: rate(mine)  # type: ignore[misc]
+        found[f"samples/s, {name}: {package}"] = lambda theirs=theirs: rate(theirs)  # type: ignore[misc]
+        if make is tars:
+            found["s before the first pass, tars: rallypoint"] = lambda made=folder / module: indexing(made)  # type: ignore[misc]
+    return found
