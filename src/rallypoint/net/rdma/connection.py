@@ -106,6 +106,8 @@ class NixlConnection:
         try:
             self._agent = self._agents.taken()
             self._memory = self._agent.memory(layout.nbytes)
+            # Before the other side knows where it is, for it may write its edge as soon as it does.
+            self._memory.view[layout.edge : layout.pieces] = bytes(layout.pieces - layout.edge)
             description = self._agent.described(self._memory)
         except Exception as error:
             self._say_once(error)
@@ -127,7 +129,6 @@ class NixlConnection:
                 self._pause,
             )  # fmt: skip
             rings.limit(self._window)
-            self._memory.view[layout.edge : layout.pieces] = bytes(layout.pieces - layout.edge)
             rings.grant()
         except LinkError as error:
             self._say_once(error)
