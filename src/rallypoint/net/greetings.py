@@ -68,8 +68,8 @@ class Welcome(AnyMessage, frozen=True):
 
     `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
     steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
-    may be silent. `workers` is how many workers the job begins with. `payloads` is the Hello's, if both sides use it from
-    here on, else "".
+    may be silent. `workers` is how many workers the job begins with. `payloads` is the Hello's, if both sides use it
+    from here on, else "".
     """
 
     overrides: dict[str, Any] = {}

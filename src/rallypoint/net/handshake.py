@@ -226,9 +226,9 @@ def introduce(
     `token` is the job's or the role's, for a greeting with the coordinator; other listeners know the dialer by its
     ticket alone. `ticket` is the dialer's for this listener; b"" to join the coordinator for the first time. With TLS
     the listener's certificate must be of the role `certificate`, by default the role that the Hello means. This
-    function fills in the Hello's `nonce` and `payloads`. Raises UnprovenPeer if whoever listens there has not proved that it knows
-    the same token and ticket, whatever it says; AccessDenied, with the reason, if it has and refuses; LinkError if the
-    connection breaks, or there is no ticket for a member; UsageError if the token is of another role.
+    function fills in the Hello's `nonce` and `payloads`. Raises UnprovenPeer if whoever listens there has not proved
+    that it knows the same token and ticket, whatever it says; AccessDenied, with the reason, if it has and refuses;
+    LinkError if the connection breaks, or there is no ticket for a member; UsageError if the token is of another role.
     """
     if not ticket and hello.to[0] != COORDINATOR[0]:
         raise LinkError(f"no ticket for {hello.to[1]}: everybody could prove that he has none")

@@ -21,7 +21,6 @@ import time
 
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
 from rallypoint.net.sampling.kernel import (
-    DEAD_AFTER_S,
     UNSENT_BYTES,
     choose_cubic,
     pace_of,

@@ -47,9 +47,7 @@ def environment_of(devices: Path = DEVICES, given: Mapping[str, str] | None = No
     memory and loopback, for trying it out. Whoever sets UCX_TLS or UCX_NET_DEVICES says what is right instead.
     """
     given = os.environ if given is None else given
-    if rdma_devices(devices):
-        wanted = {"UCX_TLS": "^tcp"}
-    else:
-        # UCX's part for InfiniBand, which has nothing to do here, brings a libnl that crashes at the process's end.
-        wanted = {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib"}
+    # Where there is no device for it, UCX's part for InfiniBand only brings a libnl that crashes at the process's end.
+    without = {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib"}
+    wanted = {"UCX_TLS": "^tcp"} if rdma_devices(devices) else without
     return {name: value for name, value in wanted.items() if name not in given}

@@ -17,6 +17,7 @@ import logging
 import struct
 import threading
 import time
+from threading import local
 
 from rallypoint.errors import LinkError
 from rallypoint.net.keys import expand
@@ -38,7 +39,7 @@ _NAPS_S = (2e-5, 1e-3)  # from, to
 _TRIES_S = 5.0  # for the first write
 
 
-class _Waits(threading.local):
+class _Waits(local):
     """When this thread's wait began."""
 
     began = 0.0
@@ -94,8 +95,9 @@ class NixlConnection:
             if not description:
                 self._heard(keys[1])
             self._say(keys[0], b"yes" if rings is not None else b"no")
-            if self._heard(keys[1]) == b"yes":
+            if self._heard(keys[1]) == b"yes" and rings is not None:
                 self._rings = rings
+                log.info("large payloads to and from %s go by NIXL", self.peer)
             if self._rings is None:
                 self._give_back()
         finally:
@@ -171,17 +173,17 @@ class NixlConnection:
         finally:
             self._leave()
 
-    def _pause(self, turns: int) -> None:
-        """Wait a moment, the `turns`-th time in a row. LinkError when the wait is over."""
+    def _pause(self, tries: int) -> None:
+        """Wait a moment, the `tries`-th time in a row. LinkError when the wait is over."""
         now = time.monotonic()
-        if turns == 0:
+        if tries == 0:
             self._waits.began = now
         if self._closed:
             raise LinkError(f"the link to {self.peer} is closed")
         late = self._timeout is not None and now - self._waits.began > self._timeout
         if late or (self._deadline is not None and now > self._deadline):
             raise LinkError(f"the link to {self.peer} broke: its memory could not be written in time")
-        time.sleep(0 if turns < _BUSY else min(_NAPS_S[1], _NAPS_S[0] * (turns - _BUSY + 1)))
+        time.sleep(0 if tries < _BUSY else min(_NAPS_S[1], _NAPS_S[0] * (tries - _BUSY + 1)))
 
     def _enter(self) -> None:
         with self._lock:

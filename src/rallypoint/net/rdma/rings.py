@@ -83,7 +83,8 @@ class Rings:
         try:
             while len(payload):
                 if going is not None and not self._room():
-                    going = self._arrived(*going)  # only then can the other side make room
+                    last, going = going, None
+                    self._arrived(*last)  # only then can the other side make room
                 count = min(len(payload), PIECE, self._wait_for_room())
                 write = self._begin(payload[:count])
                 if going is not None:
@@ -93,7 +94,8 @@ class Rings:
                     going = write, head, count
                 head, payload = b"", payload[count:]
             if going is not None:
-                going = self._arrived(*going)
+                last, going = going, None
+                self._arrived(*last)
         finally:
             if going is not None:
                 self._let_go(going[0])
@@ -133,10 +135,10 @@ class Rings:
         return min(self._edge - self._sent, self._theirs.ring - self._sent % self._theirs.ring)
 
     def _wait_for_room(self) -> int:
-        turns = 0
+        tries = 0
         while not (room := self._room()):
-            self._pause(turns)
-            turns += 1
+            self._pause(tries)
+            tries += 1
             if self._stream.hung_up():
                 self._stream.send(_RECORD.pack(0, 0))  # it tells whether the other side has only finished, or is gone
         return room
@@ -193,11 +195,11 @@ class Rings:
     # ---- both ----
 
     def _wait(self, happened: Callable[[], bool]) -> None:
-        turns, gone = 0, 0.0
+        tries, gone = 0, 0.0
         while not happened():
-            self._pause(turns)
-            turns += 1
-            if turns % _LOOK == 0 and self._stream.hung_up():
+            self._pause(tries)
+            tries += 1
+            if tries % _LOOK == 0 and self._stream.hung_up():
                 gone = gone or time.monotonic()
                 if time.monotonic() - gone > _GONE_S:
                     raise LinkError(f"{self._stream.peer} has ended before its memory was written")
