@@ -83,7 +83,7 @@ def measured(ucx: str, count: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="payloads of 1 MiB")
-    parser.add_argument("--rounds", type=int, default=3, help="each way so often, one after the other; the median counts")
+    parser.add_argument("--rounds", type=int, default=3, help="each way so often; the median counts")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     given = parser.parse_args()
     rates: dict[str, list[float]] = {way: [] for way in WAYS}

@@ -89,6 +89,7 @@ class Agent:
             raise LinkError(f"NIXL cannot be started: {error!r}") from None
         self._lock = threading.Lock()
         self._spare: list[Memory] = []
+        self._kept: list[Memory] = []  # registered and mapped until the agent ends
         self._peers: dict[str, int] = {}  # how many connections use each
 
     def memory(self, nbytes: int) -> Memory:
@@ -103,11 +104,14 @@ class Agent:
 
     def release(self, memory: Memory, *, in_use: bool) -> None:
         """Nobody may write this memory any more. `in_use`: a write of our own may still read it, so it stays."""
-        if not in_use:
-            with contextlib.suppress(Exception):  # the agent takes back what is left
-                self._nixl.deregister_memory(memory.registered)
+        if in_use:
             with self._lock:
-                self._spare.append(memory)
+                self._kept.append(memory)
+            return
+        with contextlib.suppress(Exception):  # the agent takes back what is left
+            self._nixl.deregister_memory(memory.registered)
+        with self._lock:
+            self._spare.append(memory)
 
     def described(self, memory: Memory) -> bytes:
         """What another agent needs so that it can write this memory: its `load`."""
