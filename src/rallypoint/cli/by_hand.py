@@ -18,6 +18,7 @@ from rallypoint.launch.options import (
     Advertise,
     CoordinatorOptions,
     HealthAt,
+    HowPayloadsGo,
     Interface,
     JobAddress,
     Tls,
@@ -44,6 +45,7 @@ class Listening:
     interface: Interface = ""
     advertise: Advertise = ""
     health: HealthAt = ""
+    transport: HowPayloadsGo = ""
 
     @property
     def at(self) -> str:
@@ -126,7 +128,8 @@ def server(
     from rallypoint.launch.health import answering, health_at
     from rallypoint.server.service import ServerService
 
-    access, address = access_of(token_file, "server", tls, bind=options.at), address_of(coordinator)
+    access = access_of(token_file, "server", tls, bind=options.at, transport=options.transport)
+    address = address_of(coordinator)
     service = ServerService(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
         token=access.token, bind=options.at, advertise=options.advertise, transport=access.transport,
@@ -152,7 +155,7 @@ def worker(
     ranks: Annotated[int, typer.Option(
         min=1, metavar="N", help="Processes of this worker, which share the model (FSDP2, tensor, pipeline parallel).",
     )] = 1,
-    health: HealthAt = "",
+    health: HealthAt = "", transport: HowPayloadsGo = "",
 ) -> None:  # fmt: skip
     """Run a script, or any program that calls rallypoint.join(), as one worker of one job.
 
@@ -171,6 +174,8 @@ def worker(
     refuse_option(context, program, "script")
     if not program:
         raise UsageError("which script? rallypoint worker [options] train.py, or ... -- PROGRAM")
+    if transport:
+        os.environ[environment.TRANSPORT] = transport  # the program's
     start_worker(
         (program, *context.args), coordinator=coordinator, token_file=token_file, id=id, threads=threads,
         health=health, tls=tls, ranks=ranks,
@@ -198,7 +203,8 @@ def aggregator(
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
     from rallypoint.launch.health import answering, health_at
 
-    access, address = access_of(token_file, "aggregator", tls, bind=options.at), address_of(coordinator)
+    access = access_of(token_file, "aggregator", tls, bind=options.at, transport=options.transport)
+    address = address_of(coordinator)
     service = AggregatorService(
         id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,
         token=access.token, near=near or os.environ.get(environment.NEAR, ""), bind=options.at,

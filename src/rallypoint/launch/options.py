@@ -26,6 +26,7 @@ from rallypoint.launch.engines.choice import check_engine
 from rallypoint.launch.engines.remote.hosts import hosts_of
 from rallypoint.launch.folder import new_folder
 from rallypoint.launch.plan import AUTO, HERE, SNAPSHOTS, Launch, parse_workers
+from rallypoint.net.rdma.choice import TRANSPORTS, chosen
 from rallypoint.store.retention import Retention
 
 _CLUSTER, _SNAPSHOTS, _FILES = "Cluster", "Snapshots", "Settings and files"
@@ -61,6 +62,10 @@ HealthAt = Annotated[str, typer.Option(
 Tls = Annotated[str, typer.Option(
     metavar="FOLDER", help="Use TLS, with this role's certificate in a folder of `rallypoint certs`; by default "
     "RALLYPOINT_TLS.",
+)]  # fmt: skip
+HowPayloadsGo = Annotated[str, typer.Option(
+    "--transport", metavar="WORD", help="How large payloads go: tcp, nixl (RDMA) or auto (nixl where a card is there); "
+    "by default RALLYPOINT_TRANSPORT, or tcp.",
 )]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
 
@@ -221,6 +226,10 @@ class RunOptions(CoordinatorOptions):
         metavar="FOLDER|auto", panel=_CLUSTER,
         help="Use TLS for every link, with the certificates of `rallypoint certs`; auto makes some for the run.",
     )] = ""  # fmt: skip
+    transport: Annotated[str, option(
+        metavar="WORD", panel=_CLUSTER,
+        help="How large payloads go: tcp; nixl, one-sided writes (RDMA); auto, nixl where a machine has a card for it.",
+    )] = "tcp"  # fmt: skip
     or_resume: Annotated[bool, option(
         "--or-resume", metavar=None, panel=_FILES,
         help="If --folder holds a run already, go on with it from its newest snapshot (without one: anew).",
@@ -263,7 +272,7 @@ class RunOptions(CoordinatorOptions):
         plan = both.plan(worker)
         return msgspec.structs.replace(
             plan, script=script, trace=str(self.trace or ""), trace_steps=steps, tls=self._certificates(),
-            metrics=self._targets(), watch=self._page(), track=self._tracked(),
+            transport=self._transport(), metrics=self._targets(), watch=self._page(), track=self._tracked(),
             **self._machines(plan),
         )  # fmt: skip
 
@@ -276,6 +285,14 @@ class RunOptions(CoordinatorOptions):
                 "them to the same place on each machine, and give --tls FOLDER"
             )
         return given if given in ("", AUTO) else str(Path(given).resolve())
+
+    def _transport(self) -> str:
+        """Return how large payloads go, for the plan. The machines of the run choose by themselves what is there."""
+        if self.transport not in TRANSPORTS:
+            raise UsageError(f"there is no --transport {self.transport}: choose of {', '.join(TRANSPORTS)}")
+        if self.engine == "local" and not self.hosts:
+            chosen(self.transport, secure=bool(self._certificates()))
+        return self.transport
 
     def _page(self) -> bool:
         """Return whether the page is served, for the plan."""

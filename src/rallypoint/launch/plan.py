@@ -36,6 +36,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         resume: the snapshot to continue from; "" for a new run.
         engine: what starts the processes: see `engines.choice`.
         tls: the folder of the certificates; AUTO: made for the run, in its folder; "": without TLS.
+        transport: tcp, nixl or auto: see `net.rdma.choice`.
         hosts, ssh: the machines of the engine "ssh", and the command that is its client.
         address: where the engine is; "": where it is by default.
         gpus: how many each worker gets of an engine that counts them.
@@ -75,6 +76,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     resume: str = ""
     engine: str = "local"
     tls: str = ""
+    transport: str = "tcp"
     hosts: tuple[Host, ...] = ()
     ssh: str = "ssh"
     address: str = ""

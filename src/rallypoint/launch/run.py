@@ -392,9 +392,9 @@ def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float 
 def _environment(name: str, address: str, plan: Launch) -> dict[str, str]:
     return {
         **({environment.COORDINATOR: address} if address else {}),
-        environment.ID: name,
+        environment.ID: name, environment.TRANSPORT: plan.transport,
         environment.WORKERS: str(plan.workers_start),
         "OMP_NUM_THREADS": str(plan.threads),
         "MKL_NUM_THREADS": str(plan.threads),
         "PYTHONUNBUFFERED": "1",
-    }
+    }  # fmt: skip

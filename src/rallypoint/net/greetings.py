@@ -46,7 +46,7 @@ class Hello(AnyMessage, frozen=True):
     that the coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role,
     id, incarnation) of the listener that it means. `nonce` makes the listener's proof good for this connection only.
     `process` is a random name of the process that joins: the coordinator knows it by that until it has heard of its
-    admission.
+    admission. `payloads` names what it could use for large payloads in place of the stream (`transport.Upgradable`).
     """
 
     role: str
@@ -60,6 +60,7 @@ class Hello(AnyMessage, frozen=True):
     process: Secret = b""
     near: str = ""
     link_mbit: Mbit = 0.0
+    payloads: str = ""
 
 
 class Welcome(AnyMessage, frozen=True):
@@ -67,7 +68,8 @@ class Welcome(AnyMessage, frozen=True):
 
     `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
     steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
-    may be silent. `workers` is how many workers the job begins with.
+    may be silent. `workers` is how many workers the job begins with. `payloads` is the Hello's, if both sides use it
+    from here on, else "".
     """
 
     overrides: dict[str, Any] = {}
@@ -77,6 +79,7 @@ class Welcome(AnyMessage, frozen=True):
     compression: str = "none"
     heartbeat: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)] = 3.0
     workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
+    payloads: str = ""
 
 
 class Refused(Shown, frozen=True):

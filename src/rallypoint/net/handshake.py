@@ -36,7 +36,7 @@ from rallypoint.net.frames import GREETING_LIMIT, HEADER_BYTES, Header, Kind, pa
 from rallypoint.net.keys import ROLES, LinkKeys, TokenKeys, dialers_keys, role_of, role_token, token_keys
 from rallypoint.net.keys import ticket as ticket_for
 from rallypoint.net.messages import Challenge, Hello, Message, Refused, Welcome, encode, expect
-from rallypoint.net.transport import Connection, Secured, Transport, receive_bytes
+from rallypoint.net.transport import Connection, Secured, Transport, Upgradable, receive_bytes
 from rallypoint.observe.lines import printable
 
 GREETING_TIMEOUT_S = 10.0  # for the whole handshake: a peer that sends slowly cannot hold a connection
@@ -145,9 +145,12 @@ class Greeting:
     def welcome(self, message: Welcome) -> LinkKeys:
         """Accept the dialer. Returns the keys for the frames that follow."""
         connection, keys = self._transcript.connection, self._transcript.keys
-        self._transcript.send(Kind.WELCOME, message, keys.listener)
+        agreed = self.hello.payloads if self.hello.payloads == _offer(connection) else ""
+        self._transcript.send(Kind.WELCOME, msgspec.structs.replace(message, payloads=agreed), keys.listener)
+        links = dialers_keys(keys, self._transcript.digest).other_side()
+        _upgrade(connection, agreed, links)
         connection.set_deadline(None)
-        return dialers_keys(keys, self._transcript.digest).other_side()
+        return links
 
     def refuse(self, reason: str) -> None:
         """Refuse the dialer."""
@@ -223,9 +226,9 @@ def introduce(
     `token` is the job's or the role's, for a greeting with the coordinator; other listeners know the dialer by its
     ticket alone. `ticket` is the dialer's for this listener; b"" to join the coordinator for the first time. With TLS
     the listener's certificate must be of the role `certificate`, by default the role that the Hello means. This
-    function fills in the Hello's `nonce`. Raises UnprovenPeer if whoever listens there has not proved that it knows
-    the same token and ticket, whatever it says; AccessDenied, with the reason, if it has and refuses; LinkError if the
-    connection breaks, or there is no ticket for a member; UsageError if the token is of another role.
+    function fills in the Hello's `nonce` and `payloads`. Raises UnprovenPeer if whoever listens there has not proved
+    that it knows the same token and ticket, whatever it says; AccessDenied, with the reason, if it has and refuses;
+    LinkError if the connection breaks, or there is no ticket for a member; UsageError if the token is of another role.
     """
     if not ticket and hello.to[0] != COORDINATOR[0]:
         raise LinkError(f"no ticket for {hello.to[1]}: everybody could prove that he has none")
@@ -234,7 +237,8 @@ def introduce(
     try:
         check_role(connection.secured, certificate or hello.to[0], connection.peer)
         _find(transcript, hello)
-        hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        hello = msgspec.structs.replace(hello, nonce=nonce, payloads=_offer(connection))
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
         header = transcript.receive_header()
         if header.kind not in (Kind.WELCOME, Kind.REFUSE):
@@ -249,8 +253,22 @@ def introduce(
     if header.kind is Kind.REFUSE:
         raise AccessDenied(f"{connection.peer} refused {me}: {expect(data, Refused).reason}")
     welcome = expect(data, Welcome)
+    if welcome.payloads not in ("", hello.payloads):
+        raise ProtocolError(f"{connection.peer} sends payloads by {printable(welcome.payloads, 40)}, which is unknown")
+    keys = dialers_keys(transcript.keys, transcript.digest)
+    _upgrade(connection, welcome.payloads, keys)
     connection.set_deadline(None)
-    return welcome, dialers_keys(transcript.keys, transcript.digest)
+    return welcome, keys
+
+
+def _offer(connection: Connection) -> str:
+    """What this side can use for large payloads instead of the stream; "": nothing."""
+    return connection.offers if isinstance(connection, Upgradable) else ""
+
+
+def _upgrade(connection: Connection, agreed: str, keys: LinkKeys) -> None:
+    if agreed and isinstance(connection, Upgradable):
+        connection.upgrade(keys.sending, keys.receiving)
 
 
 def _unproved(hello: Hello, token: str, ticket: bytes) -> str:

@@ -20,13 +20,18 @@ import threading
 import time
 
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
-from rallypoint.net.sampling.kernel import pace_of, round_trip_of, set_pace
+from rallypoint.net.sampling.kernel import (
+    UNSENT_BYTES,
+    choose_cubic,
+    pace_of,
+    round_trip_of,
+    set_pace,
+    tune,
+)
 from rallypoint.net.transport import PLAIN, Secured
 from rallypoint.observe.lines import Sparingly
 from rallypoint.observe.traffic import Traffic
 
-DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
-_UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
 _BACKLOG = 256
 _FULL = {errno.EMFILE, errno.ENFILE}
 _PAUSE_S = 0.05
@@ -70,7 +75,7 @@ class TcpConnection:
         self._deadline: float | None = None
         self._lock = threading.Lock()
         self._users, self._closed = 0, False  # threads inside `send` and `recv_into`
-        _tune(sock)
+        tune(sock)
         self._traffic = traffic or Traffic()
         self._flow = self._traffic.opened(
             peer if dialed else "", lambda: round_trip_of(sock), lambda: pace_of(sock)
@@ -131,6 +136,19 @@ class TcpConnection:
         finally:
             self._leave()
 
+    def hung_up(self) -> bool:
+        """Has the other side said that it sends no more, or has the stream ended?"""
+        with contextlib.suppress(OSError, ValueError):
+            waits = select.poll()
+            waits.register(self._socket, getattr(select, "POLLRDHUP", 0))
+            return bool(waits.poll(0))
+        return True
+
+    def count(self, sent: int = 0, received: int = 0) -> None:
+        """Bytes of this connection that went another way are of its traffic too."""
+        self._flow.sent += sent
+        self._flow.received += received
+
     def send_at_once(self, data: bytes) -> None:
         """Send what the system takes without waiting; no error if it takes nothing: last words to a peer."""
         with contextlib.suppress(OSError, LinkError):
@@ -183,7 +201,7 @@ class TcpConnection:
     def pace(self, rate: int) -> None:
         if not sys.platform.startswith("linux"):
             return
-        unsent = min(max(rate // 100, 64 << 10), _UNSENT_BYTES) if rate else _UNSENT_BYTES  # 10 ms of a slow one
+        unsent = min(max(rate // 100, 64 << 10), UNSENT_BYTES) if rate else UNSENT_BYTES  # 10 ms of a slow one
         with contextlib.suppress(OSError):  # closed
             set_pace(self._socket, rate)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
@@ -299,7 +317,7 @@ class TcpTransport:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _choose_cubic(sock)  # accepted sockets inherit it, and it must be set before they exist
+            choose_cubic(sock)  # accepted sockets inherit it, and it must be set before they exist
             if self._segment_bytes and hasattr(socket, "TCP_MAXSEG"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, self._segment_bytes)
             sock.bind((host, port))
@@ -370,24 +388,3 @@ def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:
         if skip < len(buffer):
             left.append(buffer[skip:])
     return left
-
-
-def _tune(sock: socket.socket) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    _choose_cubic(sock)
-    for option, value in (
-        ("TCP_USER_TIMEOUT", int(DEAD_AFTER_S * 1000)),
-        ("TCP_KEEPIDLE", 1),
-        ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", int(DEAD_AFTER_S)),
-        ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES),
-    ):
-        if hasattr(socket, option):  # not every system has every option
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _choose_cubic(sock: socket.socket) -> None:
-    if hasattr(socket, "TCP_CONGESTION"):
-        with contextlib.suppress(OSError):  # not built into this kernel: its default is fine
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")

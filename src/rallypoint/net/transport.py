@@ -1,12 +1,13 @@
 """The interface of a transport: reliable, ordered byte streams between addresses.
 
-`tcp.py` implements it with TCP, `tls/` with TLS over TCP, `inproc.py` within one process, for tests.
+`tcp.py` implements it with TCP, `tls/` with TLS over TCP, `rdma/` with TCP and NIXL for large payloads, `inproc.py`
+within one process, for tests.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,24 @@ class Connection(Protocol):
         """End the stream in both directions. Any thread may call it, more than once. What was sent last may be lost.
 
         A thread that is blocked in `send` or `recv_into` gets a LinkError.
+        """
+
+
+@runtime_checkable
+class Upgradable(Protocol):
+    """A connection that has a better way for large payloads, for two sides that have proved themselves.
+
+    Both sides name it in the greeting. If they name the same, both call `upgrade` at the same point of the stream.
+    """
+
+    @property
+    def offers(self) -> str:
+        """The name of that way, with its version."""
+
+    def upgrade(self, sending: bytes, receiving: bytes) -> None:
+        """Use it from here on, if it works; blocks until both sides know. The keys are this side's, of 32 bytes.
+
+        LinkError when the stream ends, or what comes was changed on its way.
         """
 
 

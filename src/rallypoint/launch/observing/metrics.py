@@ -13,6 +13,7 @@ from typing import NamedTuple
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import read_token
+from rallypoint.net.rdma.transport import NixlTransport
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.tls.transport import TlsTransport
 from rallypoint.net.transport import Transport
@@ -83,7 +84,7 @@ def of_process(role: str, member: str, ready: Callable[[], bool], transport: Tra
     def read() -> Iterator[Reading]:
         yield Reading("rallypoint_process_info", 1, {"role": role, "member": member})
         yield Reading("rallypoint_ready", float(ready()))
-        if isinstance(transport, TcpTransport | TlsTransport):
+        if isinstance(transport, TcpTransport | TlsTransport | NixlTransport):
             sent, received = transport.traffic.totals()
             yield Reading("rallypoint_network_sent_bytes", sent)
             yield Reading("rallypoint_network_received_bytes", received)

@@ -1,4 +1,4 @@
-"""What the kernel knows of a TCP connection (linux/tcp.h, struct tcp_info)."""
+"""What the kernel knows of a TCP connection (linux/tcp.h, struct tcp_info), and what it is told."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import struct
 
 from rallypoint.observe.traffic import Pace
 
+DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
+UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h: bytes a second; all ones: no limit
 _32_BITS = (1 << 32) - 1
 
@@ -41,3 +43,26 @@ def set_pace(sock: socket.socket, rate: int) -> None:
     sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, -1)
     if rate and len(sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8)) == 8:
         sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", rate))
+
+
+def tune(sock: socket.socket) -> None:
+    """Make a link quick, and lost when nothing is acknowledged for `DEAD_AFTER_S`."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    choose_cubic(sock)
+    for option, value in (
+        ("TCP_USER_TIMEOUT", int(DEAD_AFTER_S * 1000)),
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", int(DEAD_AFTER_S)),
+        ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
+    ):
+        if hasattr(socket, option):  # not every system has every option
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def choose_cubic(sock: socket.socket) -> None:
+    """Use CUBIC, whatever this machine's default is."""
+    if hasattr(socket, "TCP_CONGESTION"):
+        with contextlib.suppress(OSError):  # not built into this kernel: its default is fine
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
