@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Mapping
 
 from rallypoint.data.cache.cache import Cache, Piece
