@@ -21,6 +21,7 @@ import rallypoint as rp
 KEYS = ("discriminator", "generator")
 CONTRIBUTORS, BATCH, NOISE = 4, 64, 2
 MEAN, DEVIATION = 3.0, 0.5
+BETAS = (0.5, 0.999)
 
 
 def perceptron(inputs: int) -> nn.Module:
@@ -49,7 +50,7 @@ def main() -> None:
         store = job.store(
             {name: parameters_to_vector(model.parameters()) for name, model in models.items()},
             contributors=CONTRIBUTORS, steps=steps,
-            optimizer={"discriminator": rp.Adam(lr=5e-3, betas=(0.5, 0.999)), "generator": rp.Adam(lr=2e-3, betas=(0.5, 0.999))},
+            optimizer={"discriminator": rp.Adam(lr=5e-3, betas=BETAS), "generator": rp.Adam(lr=2e-3, betas=BETAS)},
         )  # fmt: skip
 
         def load(step: int) -> None:

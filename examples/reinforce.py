@@ -3,8 +3,8 @@
     rallypoint run --workers 3 --servers 2 --replication 2 examples/reinforce.py --steps 60
     rallypoint run --workers 3 --servers 2 --replication 2 --set sync.type=async examples/reinforce.py --steps 60
 
-Williams, 1992; the cart-pole of Barto, Sutton and Anderson, 1983. Actions follow from (policy, step, contributor): under
-rp.Sync() the policy ends with the same bytes whatever is killed. With sync.type=async nobody waits for a slow
+Williams, 1992; the cart-pole of Barto, Sutton and Anderson, 1983. Actions follow from (policy, step, contributor):
+under rp.Sync() the policy ends with the same bytes whatever is killed. With sync.type=async nobody waits for a slow
 actor; each (step, contributor) counts once, and two runs end with different policies.
 """
 
@@ -31,8 +31,8 @@ def log_chances(policy: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
 
 
 def moved(states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-    """The states (place, speed, angle, its speed) of these carts 0.02 s after they were pushed left (0) or right (1)."""
-    place, speed, angle, turning = states.unbind(1)
+    """The states (place, speed, angle, its speed) of these carts 0.02 s after a push to the left (0) or right (1)."""
+    _, speed, angle, turning = states.unbind(1)
     force = 20.0 * actions - 10.0
     pull = (force + 0.05 * turning**2 * angle.sin()) / 1.1
     turn = (9.8 * angle.sin() - angle.cos() * pull) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))

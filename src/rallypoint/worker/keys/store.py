@@ -127,7 +127,8 @@ class KeyStore:
         tensor. By default it has all that this worker has pushed there.
 
         With `step`, this worker's pushes are not waited for: under ``rp.Sync()`` it is the value after so many rounds,
-        or a later one, and waits for that; else the newest one (`step` counts updates).
+        and waits for that; servers keep a key's last two values, and for an older one the newest is given. Else it is
+        the newest one (`step` counts updates).
         """
         key = self._key(name)
         reading, shards = key.reading(rows), key.shards
@@ -188,8 +189,7 @@ class KeyStore:
                 return not self._unfinished(shards, steps)
 
             exchange.wait(
-                ready,
-                lambda: f"round {self._round(shards)} of key {name}, or its first value",
+                ready, lambda: f"round {self._round(shards)} of key {name}, or its first value",
                 waited=time.monotonic() - idle,
             )
             with exchange.changed:
