@@ -96,6 +96,23 @@ def test_a_version_that_is_not_kept_any_more_is_replaced_by_the_newest() -> None
     assert (done, effects) == ([], [SendPull(0, 7, NEWEST, "s")])
 
 
+def test_under_rounds_a_pull_of_a_version_gets_that_version_as_long_as_it_is_kept() -> None:
+    """Else who makes a dead worker's push again would read what comes after it, and push something else."""
+    machine = KeyMachine("w", 1)
+    linked(machine)
+    machine.need(0, 1, NEWEST)
+    machine.answered(0, 1, 5)
+    machine.push(0, 1, 5)  # asks for version 6
+    assert machine.need(0, 2, 5) == [SendPull(0, 2, 5, "s")]
+    assert machine.answered(0, OWN, 6)[0] == []
+    assert machine.answered(0, 2, 5)[0] == [2]
+    streaming = KeyMachine("w", 1, by_clocks=True)
+    linked(streaming)
+    streaming.need(0, 1, 5)
+    streaming.need(0, 2, 6)
+    assert streaming.answered(0, 2, 6)[0] == [1, 2]
+
+
 def test_a_new_generation_forgets_what_was_wanted() -> None:
     machine = KeyMachine("w", 1)
     linked(machine)

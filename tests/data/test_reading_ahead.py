@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import select
 import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -22,6 +24,7 @@ import rallypoint as rp
 from rallypoint.config import JobConfig
 from rallypoint.data import ahead
 from rallypoint.data.ahead import Upcoming
+from rallypoint.data.ahead_pipe import Received, send_whole
 from rallypoint.data.cache.cache import Piece
 from rallypoint.data.dataset import fetch
 from rallypoint.data.loader import MicroBatches
@@ -256,3 +259,26 @@ def test_without_a_cache_and_for_files_of_this_machine_no_process_begins(rows: s
     assert rp.Parquet(rows).fills == 0
     assert rp.Parquet(rows.removeprefix("slow://"), cache=tmp_path / "cache").fills == 0
     assert rp.Parquet(rows, cache=rp.Cache(tmp_path / "cache", limit=1000)).fills == 1000
+
+
+def test_a_position_of_many_replicas_comes_whole_or_not_at_all_through_a_pipe_that_is_full() -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    os.set_blocking(theirs.fileno(), False)
+    sent = [((step, 2, 0), tuple(range(step, step + 5000)), step) for step in range(40)]
+    heard, received, lost = list[Any](), Received(), 0
+    assert len(msgspec.msgpack.encode(sent[0])) > select.PIPE_BUF, "it does not fit into one write"
+    for position in sent:
+        try:
+            send_whole(theirs, position)
+        except BlockingIOError:
+            lost += 1
+            while ours.poll(0):  # nobody reads while the pipe fills up
+                heard.append(received.after(ours.recv_bytes()))
+    while ours.poll(0):
+        heard.append(received.after(ours.recv_bytes()))
+    ours.close()
+    theirs.close()
+    whole = [one for one in heard if one is not None]
+    assert lost
+    assert len(whole) == len(sent) - lost
+    assert all(one in sent for one in whole)

@@ -46,10 +46,11 @@ def alternating(job: rp.Job, steps: int) -> tuple[float, float]:
     store = job.store(
         {"discriminator": torch.zeros(4), "generator": torch.ones(4)}, contributors=2, steps=steps, optimizer=optimizers
     )
-    for step, contributor in store.due("generator", steps):
+    with pytest.raises(UsageError, match=r"store\.due of no key"):
+        next(store.due([], steps))
+    for step, contributor in store.due(["discriminator", "generator"], steps):
         d, g = store.pull("discriminator", step=step), store.pull("generator", step=step)
-        if store.step("discriminator", contributor) <= step:
-            store.push("discriminator", d - g, contributor=contributor)
+        store.push("discriminator", d - g, step=step, contributor=contributor)
         store.push("generator", d + g, step=step, contributor=contributor)
     return float(store.pull("discriminator", step=steps)[0]), float(store.pull("generator", step=steps)[0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rallypoint.coordinator import inbox
@@ -243,8 +243,7 @@ class CoordinatorShell:
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]
             case Offers():
-                offered = self._tickets.offered(hello.id, message, self.machine.view)
-                return [*acts, *(act for worker, news in offered for act in self._send(news, worker))]
+                return [*acts, *self._tell(self._tickets.offered(hello.id, message, self.machine.view, self._now))]
             case _ if isinstance(message, Told):
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():
@@ -267,10 +266,8 @@ class CoordinatorShell:
 
     def _count_early(self) -> list[Act]:
         """Count the reports and the metrics of versions that are known to be reached by now."""
-        acts = self.announcer.count_early(self._now)
-        for message in self._early.due(self.announcer.config.steps_at(self.machine.course.known + 1)):
-            acts += self._evaluated(message)
-        return acts
+        early = self._early.due(self.announcer.config.steps_at(self.machine.course.known + 1))
+        return self.announcer.count_early(self._now) + [act for one in early for act in self._evaluated(one)]
 
     def _evaluated(self, message: Metrics) -> list[Act]:
         """Add metrics to the version that they are of, unless their generation is stale or they are a repeat."""
@@ -346,8 +343,7 @@ class CoordinatorShell:
             else:
                 tally.rewind(self.machine.course.furthest, view.generation)
                 self.evaluations.rewind(self.announcer.config.steps_at(self.machine.course.furthest + 1))
-        news = self._tickets.news(view, [one for one in members if one in self.members])
-        acts += [act for member, message in news for act in self._send(message, member)]
+        acts += self._tell(self._tickets.news(view, [one for one in members if one in self.members]))
         return [*acts, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]  # the new ones
 
     def _ask_workers_for_codec_states(self) -> list[Act]:
@@ -372,7 +368,8 @@ class CoordinatorShell:
         if self.last_word is not None:
             return [Over(failure_of(self.last_word))] if self._now >= self._end_at else []
         acts = [act for newcomer in self._newcomers.allowed(self._now) for act in self._opened(newcomer)]
-        acts += self._resized(self._sizes.due(self._now))
+        late = self._tickets.late(self.machine.view, self._now)
+        acts += [*self._resized(self._sizes.due(self._now)), *self._tell(late)]
         acts += self._drive(cluster_events.Tick(self._awake.at(self._now)))
         return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
 
@@ -395,6 +392,9 @@ class CoordinatorShell:
 
     def _send(self, message: Message, *members: str) -> list[Act]:
         return [Send(self.members[member], message) for member in members if member in self.members]
+
+    def _tell(self, news: Iterable[tuple[str, Message]]) -> list[Act]:
+        return [act for member, message in news for act in self._send(message, member)]
 
     def _announce(self, message: Message) -> list[Act]:
         return self.announcer.announce(message, self._now)

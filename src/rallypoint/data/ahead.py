@@ -18,6 +18,7 @@ from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess, parent_process
 
+from rallypoint.data.ahead_pipe import Position, Received, send_whole
 from rallypoint.data.child import Begin
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.places import Place, places_after
@@ -30,9 +31,12 @@ AT_ONCE = 4  # shards that are fetched at a time
 LOOK_S = 1.0  # how often it looks whether the worker is still there
 END_S = 10.0  # seconds in which a killed process ends
 
+<<<<<<< HEAD
 # What is loaded now, the worker's replicas, how often the loop waited; True: nothing is loaded yet, so fetch this too
 Position = tuple[Place, tuple[int, ...], int, bool]
 
+=======
+>>>>>>> kv2
 
 class Upcoming:
     """Decides which shard is to be fetched next. Pure; for one thread at a time.
@@ -130,7 +134,7 @@ class ReadAhead:
         """Tell it where the loader processes are. Does not wait."""
         if self._process is not None and self._pipe is not None:
             with contextlib.suppress(OSError):
-                self._pipe.send(position)
+                send_whole(self._pipe, position)
 
     def close(self) -> None:
         """End it, whatever it does: the cache takes no harm of that."""
@@ -173,8 +177,8 @@ def _read_ahead(positions: Connection, workers_end: Connection, batches: MicroBa
     Begin(None)(0)
     workers_end.close()
     assert isinstance(batches.dataset, ShardedDataset)
-    fetching = _Fetching(batches, batches.dataset)
+    fetching, received = _Fetching(batches, batches.dataset), Received()
     with contextlib.suppress(EOFError, OSError):
         while (parent := parent_process()) is not None and parent.is_alive():
-            if positions.poll(LOOK_S):
-                fetching.at(positions.recv())
+            if positions.poll(LOOK_S) and (position := received.after(positions.recv_bytes())) is not None:
+                fetching.at(position)

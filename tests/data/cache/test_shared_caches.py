@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +16,7 @@ from rallypoint.data.cache.answering import Answering
 from rallypoint.data.cache.asking import Asking
 from rallypoint.data.cache.cache import Cache, Piece
 from rallypoint.data.cache.entries import checksum
+from rallypoint.data.cache.peers import BoundedConnections
 from rallypoint.data.cache.roster import Known, Roster
 from rallypoint.data.sources.remote import File
 from rallypoint.errors import DataError, LinkError
@@ -27,6 +28,7 @@ from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.sharing.messages import Caches, Found, Holder, NotFound, Wanted
 from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.transport import Connection
 
 SIZE = 1000
 FILE = File("memory://bucket/data.bin", "/bucket/data.bin", "data.bin", 100 * SIZE, "1")
@@ -63,7 +65,11 @@ class Host:
         self.me = Identity("worker", id, incarnation=1, secret=b"%-32s" % id.encode())
         self.transport, self.roster = TcpTransport(), Roster()
         self.answering = Answering(
-            self.transport, "127.0.0.1:0", self.me, self.cache, [(store, [FILE])]  # type: ignore[list-item]
+            self.transport,
+            "127.0.0.1:0",
+            self.me,
+            self.cache,
+            [(store, [FILE])],  # type: ignore[list-item]
         )
         self.asking = Asking(self.transport, self.roster, self.cache.id)
         self.cache.join(self.asking)
@@ -371,6 +377,53 @@ def test_who_waits_to_be_answered_when_the_host_ends_waits_no_longer() -> None:
             bounded.close()
         assert ended.wait(20)
         thread.join()
+
+
+def connected(host: Host, id: str) -> Channel:
+    """Another member's connection, which it keeps."""
+    connection = TcpTransport().connect(host.answering.gate.address, 5.0)
+    hello = Hello("worker", id, "h", incarnation=1, to=("worker", host.id, 1))
+    _, keys = introduce(connection, hello, ticket=ticket(host.me.secret, "worker", id, 1))
+    connection.set_deadline(20.0)
+    return Channel(connection, host.id, keys)
+
+
+def asked(channel: Channel, number: int) -> bytes:
+    """The piece of this number."""
+    channel.send_message(Wanted(FILE.digest, number * SIZE, number * SIZE + SIZE))
+    assert isinstance(channel.receive_message(channel.receive_header()), Found)
+    return bytes(channel.receive_bytes(channel.receive_header()))
+
+
+def test_of_one_worker_the_connection_ends_that_was_idle_for_longest_when_it_has_too_many(
+    hosts: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(answering_module, "MOST_OF_ONE", 3)
+    (host,) = hosts(1)
+    other, own = connected(host, "w7"), [connected(host, "w8") for _ in range(3)]
+    for number in (1, 2, 0):
+        assert asked(own[number], number) == data_of(number * SIZE, number * SIZE + SIZE)
+    own.append(connected(host, "w8"))
+    assert asked(own[3], 3) == data_of(3 * SIZE, 4 * SIZE)
+    with pytest.raises(LinkError):
+        asked(own[1], 1)
+    for channel, number in ((own[0], 0), (own[2], 2), (other, 4)):
+        assert asked(channel, number) == data_of(number * SIZE, number * SIZE + SIZE)
+    for channel in (other, *own):
+        channel.close()
+
+
+def test_a_worker_that_waits_on_all_of_its_connections_gets_no_further_one() -> None:
+    bounded, connections = BoundedConnections(2), [cast(Connection, object()) for _ in range(3)]
+    with ExitStack() as open_:
+        for one in connections[:2]:
+            open_.enter_context(bounded.one("w1", one))
+            open_.enter_context(bounded.busy("w1", one))
+        with pytest.raises(LinkError, match="waits for answers on all"), bounded.one("w1", connections[2]):
+            pass
+        with bounded.one("w2", connections[2]):
+            pass
+    assert not bounded._of
 
 
 # ---- the roster ----

@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import hmac
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from rallypoint.coordinator.joining.shared import Shared
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.views.difference import ViewDifference, canonical, difference
 from rallypoint.net.keys import proof_of_view, ticket
 from rallypoint.net.messages import Admitted, Knows, NewView
-from rallypoint.net.sharing.messages import Caches, Holder, Offers
+from rallypoint.net.sharing.messages import Caches, Offers
 from rallypoint.net.views.messages import OfViews, ViewChange
-
-MOST_OF_ONE_CACHE = 2  # workers that are named for it
 
 
 class Tickets:
@@ -27,8 +25,7 @@ class Tickets:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._sent: dict[str, View] = {}  # the last view that went over each member's connection
-        self._offers: dict[str, tuple[int, Offers]] = {}  # of workers: the incarnation that said it
-        self._told: dict[str, dict[str, Holder]] = {}  # to each of them: whom it was told of
+        self._shared = Shared(secret)
 
     def admitted(self, id: str, incarnation: int, role: str) -> Admitted:
         """The message that admits this member."""
@@ -48,7 +45,7 @@ class Tickets:
     def views(
         self, view: View, members: Iterable[str], sent: Mapping[str, View] | None = None
     ) -> Iterator[tuple[str, OfViews | Caches]]:
-        """The view for each of these members, with the member's tickets for the view's servers; then `caches`.
+        """The view for each of these members, with the member's tickets for the view's servers; then `Shared.caches`.
 
         `sent`: the last view that went to a member over the connection that it has now. It gets the difference to that,
         and tickets only for servers that are new. Both views must be `canonical`. A worker gets a ticket for its
@@ -65,7 +62,7 @@ class Tickets:
                 known[base.number] = difference(base, view), _Given(base)
             change, before = known[base.number]
             yield id, ViewChange(change, self._tickets_for(id, now, secrets, before), proof)
-        yield from self.caches(view)
+        yield from self._shared.caches(view)
 
     def _tickets_for(
         self, id: str, now: _Given, secrets: Mapping[str, bytes], before: _Given | None = None
@@ -77,36 +74,13 @@ class Tickets:
         listeners = now.listeners(id) if had is None else now.new_listeners(id, had)
         return {one: ticket(secrets[one], who[0], id, who[1]) for one in listeners}
 
-    def offered(self, worker: str, offers: Offers, view: View | None) -> Iterator[tuple[str, Caches]]:
-        """A worker answers for a cache: what to tell those who do."""
-        if view is None or (here := next((one for one in view.workers if one.id == worker), None)) is None:
-            return
-        self._offers[worker] = here.incarnation, offers
-        self._told.pop(worker, None)  # what was on its way to it may be lost: it hears all, and others what is new
-        yield from self.caches(view)
+    def offered(self, worker: str, offers: Offers, view: View | None, now: float) -> Iterator[tuple[str, Caches]]:
+        """A worker answers for a cache: what to tell those who do. See `Shared.offered`."""
+        return self._shared.offered(worker, offers, view, now)
 
-    def caches(self, view: View) -> Iterator[tuple[str, Caches]]:
-        """For each worker that answers for a cache: all that do, with its tickets for them; later, what has changed.
-
-        So N workers that begin at once cost N^2 tickets together, and not N of them N times.
-        """
-        here = {one.id: one.incarnation for one in view.workers}
-        self._offers = {id: (number, told) for id, (number, told) in self._offers.items() if here.get(id) == number}
-        named, of_cache = list[Holder](), Counter[str]()
-        for id, (number, told) in sorted(self._offers.items()):
-            of_cache[told.cache] += 1
-            if of_cache[told.cache] <= MOST_OF_ONE_CACHE:
-                named.append(Holder(id, number, told.address, told.cache))
-        secrets = {one.id: ticket(self._secret, "worker", one.id, one.incarnation) for one in named}
-        now = {one.id: one for one in named}
-        self._told = {id: told for id, told in self._told.items() if id in self._offers}
-        for id, (number, _) in self._offers.items():
-            before, self._told[id] = self._told.get(id), now
-            new = [one for one in named if before is None or before.get(one.id) != one]
-            gone = () if before is None else tuple(sorted(before.keys() - now.keys()))
-            if before is None or new or gone:
-                tickets = {one.id: ticket(secrets[one.id], "worker", id, number) for one in new if one.id != id}
-                yield id, Caches(tuple(new), tickets, before is not None, gone)
+    def late(self, view: View | None, now: float) -> Iterator[tuple[str, Caches]]:
+        """What to tell of offers that had to wait. See `Shared.late`."""
+        return self._shared.late(view, now)
 
     def proof(self, view: View) -> bytes:
         """The proof that a coordinator of this job has written `view`."""

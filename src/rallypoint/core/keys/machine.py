@@ -268,9 +268,13 @@ class KeyMachine:
             line.asked = None
         done: list[int] = []
         if kept:
-            # A request for the newest value is answered by its own answer only
-            shared = shard not in self.tables
-            done = [n for n, at in line.needs.items() if at <= version and (n == number or (shared and at >= 0))]
+            # A request for the newest value is answered by its own answer only; under rounds one for a version by that
+            # version: who computes a dead worker's push again reads what the dead worker has read
+            least = 0 if self.by_clocks else version
+            done = [
+                n for n, at in line.needs.items()
+                if at <= version and (n == number or (shard not in self.tables and at >= least))
+            ]  # fmt: skip
         elif number in line.needs:
             line.needs[number] = NEWEST
         for one in done:

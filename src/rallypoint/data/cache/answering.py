@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 from rallypoint.data.cache.cache import Cache, Piece
 from rallypoint.data.cache.entries import checksum
+from rallypoint.data.cache.peers import BoundedConnections, BoundedPeers
 from rallypoint.data.sources.remote import File, Files
 from rallypoint.errors import AccessDenied, DataError, LinkError, ProtocolError
 from rallypoint.net.channel import Channel
@@ -24,6 +22,7 @@ log = logging.getLogger("rallypoint")
 
 SENT_WITHIN_S = 120.0
 MOST_AT_ONCE = 16  # pieces that are fetched, or sent, for one worker at a time: the rest of its requests wait
+MOST_OF_ONE = 128  # connections of one worker and its loader processes
 
 
 class Answering:
@@ -43,7 +42,7 @@ class Answering:
         self._files: Mapping[bytes, tuple[Files, File]] = {
             file.digest: (files, file) for files, found in sources for file in found
         }
-        self._bounded = BoundedPeers(MOST_AT_ONCE)
+        self._bounded, self._connected = BoundedPeers(MOST_AT_ONCE), BoundedConnections(MOST_OF_ONE)
         self.gate = Gate(transport, bind, me, self._admit, self._serve)
 
     def close(self) -> None:
@@ -57,17 +56,13 @@ class Answering:
         return Welcome()
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
-        while True:
-            header = channel.receive_header()
-            if header.kind is not Kind.CONTROL:
-                raise ProtocolError(f"a {header.kind.name} frame from worker {hello.id}, which may ask for pieces only")
-            wanted = channel.receive_message(header)
-            if not isinstance(wanted, Wanted):
-                raise ProtocolError(f"a {type(wanted).__name__} message from worker {hello.id}")
-            with self._bounded.of(hello.id):
-                self._answer(channel, wanted)
-                if not channel.flush(SENT_WITHIN_S):
-                    raise LinkError(f"{hello.id} does not read what it has asked for")
+        with self._connected.one(hello.id, channel.connection):
+            while True:
+                wanted = _wanted(channel, hello)
+                with self._connected.busy(hello.id, channel.connection), self._bounded.of(hello.id):
+                    self._answer(channel, wanted)
+                    if not channel.flush(SENT_WITHIN_S):
+                        raise LinkError(f"{hello.id} does not read what it has asked for")
 
     def _answer(self, channel: Channel, wanted: Wanted) -> None:
         files, file = self._files.get(wanted.file, (None, None))
@@ -87,32 +82,12 @@ class Answering:
         channel.send(Header(Kind.PIECE, length=len(data)), memoryview(data), urgent=True)
 
 
-class BoundedPeers:
-    """Lets each peer have `most` things done for it at once; whoever asks for more waits. Thread-safe."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._changed = most, threading.Condition()
-        self._busy: Counter[str] = Counter()  # of peers that have something done now, and of no others
-        self._closed = False
-
-    @contextmanager
-    def of(self, peer: str) -> Iterator[None]:
-        """Wait until one more may be done for this peer, and do it in the body. LinkError after `close`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._busy[peer] < self._most)
-            if self._closed:
-                raise LinkError("it answers no longer")
-            self._busy[peer] += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._busy[peer] -= 1
-                self._busy += Counter()  # without those that are 0
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Nobody waits any longer."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+def _wanted(channel: Channel, hello: Hello) -> Wanted:
+    """Wait for the next question. ProtocolError for anything else."""
+    header = channel.receive_header()
+    if header.kind is not Kind.CONTROL:
+        raise ProtocolError(f"a {header.kind.name} frame from worker {hello.id}, which may ask for pieces only")
+    wanted = channel.receive_message(header)
+    if not isinstance(wanted, Wanted):
+        raise ProtocolError(f"a {type(wanted).__name__} message from worker {hello.id}")
+    return wanted

@@ -127,7 +127,8 @@ class KeyStore:
         tensor. By default it has all that this worker has pushed there.
 
         With `step`, this worker's pushes are not waited for: under ``rp.Sync()`` it is the value after so many rounds,
-        or a later one, and waits for that; else the newest one (`step` counts updates).
+        and waits for that; servers keep a key's last two values, and for an older one the newest is given. Else it is
+        the newest one (`step` counts updates).
         """
         key = self._key(name)
         reading, shards = key.reading(rows), key.shards
@@ -160,15 +161,22 @@ class KeyStore:
             self._waiting.ask(lambda: True, self._waiting.generation)  # raises StoreRolledBack
         return Pull(self._waiting, reading, requests, generation)
 
-    def due(self, name: str, steps: int) -> Iterator[Due]:
+    def due(self, names: str | Sequence[str], steps: int) -> Iterator[Due]:
         """Iterate over the pushes to this key that this worker owes, until the key has `steps` of every contributor.
+
+        Of several keys: the pushes that some of them lacks. Push to each of them at the step that is yielded: where it
+        counts already, because a worker died between two of its pushes, pushing again changes nothing.
 
         Yields a push when it can be computed: its contributor is assigned to this worker, its last push counts, and
         (``rp.Sync()``) the round before it is complete. So a dead worker's pushes come here when the servers give its
         contributors to this worker. Push each before you ask for the next. After a roll-back it goes on where the key
-        is. Raises UsageError for more than the store's `steps`.
+        is that is furthest behind. Raises UsageError for more than the store's `steps`, and without a name.
         """
-        exchange, shards = self._exchange, self._key(name).shards
+        several = [names] if isinstance(names, str) else list(dict.fromkeys(names))
+        name, exchange = " and ".join(several), self._exchange
+        shards = [shard for one in several for shard in self._key(one).shards]
+        if not shards:
+            raise UsageError("store.due of no key: name one, or several")
         checked_step(steps, exchange.config.rounds, name)
         idle = time.monotonic()
         while True:

@@ -55,6 +55,7 @@ class KeyedWorker:
         self._due: tuple[int, int, int] | None = None  # the key, step and contributor in progress
         self._asked: dict[int, Asked] = {}
         self._generation, self._last = 0, False
+        self._watches = False  # it has asked how far others are, and waits as `store.due` does
         self.membership = Membership(
             self.node, "worker", self._on_message, self._on_admitted,
             beat=lambda: Beat() if self.exchange is None else self.exchange.beat(),
@@ -124,6 +125,7 @@ class KeyedWorker:
             self._wait_for_the_end(exchange)
         elif self._generation != exchange.rolled_back:
             self._due, self._asked, self._last = None, {}, False  # StoreRolledBack: it goes on with what is due
+            self._watches = False
             self._generation = exchange.rolled_back
             self._poke()
         elif self._due is None and not self._last:
@@ -141,6 +143,7 @@ class KeyedWorker:
         """Pull for the next push that is due; when none is left, all keys once more."""
         random, found = self.node.world.random, [due for key in range(self.job.keys) for due in self._found(key)]
         if found:
+            self._watches = False
             self._due = key, step, _ = random.choice(found)
             streaming = exchange.machine.by_clocks
             version = NEWEST if streaming or not step or random.random() < 0.1 else step
@@ -148,8 +151,8 @@ class KeyedWorker:
         elif not any(self._unfinished(key) for key in range(self.job.keys)):
             self._last = True
             self._pull(exchange, list(range(self.job.shards)), NEWEST)
-        else:
-            self._acting = True  # what follows at once pokes nobody
+        elif not self._watches:  # each answer pokes: asking after each would be a question and an answer without end
+            self._watches = self._acting = True  # what follows at once pokes nobody
             for key in range(self.job.keys):
                 exchange.watch(self.job.shards_of(key), self._unfinished(key))
             self._acting = False
