@@ -31,12 +31,6 @@ AT_ONCE = 4  # shards that are fetched at a time
 LOOK_S = 1.0  # how often it looks whether the worker is still there
 END_S = 10.0  # seconds in which a killed process ends
 
-<<<<<<< HEAD
-# What is loaded now, the worker's replicas, how often the loop waited; True: nothing is loaded yet, so fetch this too
-Position = tuple[Place, tuple[int, ...], int, bool]
-
-=======
->>>>>>> kv2
 
 class Upcoming:
     """Decides which shard is to be fetched next. Pure; for one thread at a time.

@@ -14,7 +14,8 @@ import msgspec
 
 from rallypoint.data.places import Place
 
-Position = tuple[Place, tuple[int, ...], int]  # what is loaded now, the worker's replicas, how often the loop waited
+# What is loaded now, the worker's replicas, how often the loop waited; True: nothing is loaded yet, so fetch this too
+Position = tuple[Place, tuple[int, ...], int, bool]
 
 _HEADER = struct.Struct("<HH")  # the number of a part, and how many there are
 _LENGTH = 4  # bytes that Connection writes in front of each part, in the same write
