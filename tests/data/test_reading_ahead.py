@@ -264,7 +264,7 @@ def test_without_a_cache_and_for_files_of_this_machine_no_process_begins(rows: s
 def test_a_position_of_many_replicas_comes_whole_or_not_at_all_through_a_pipe_that_is_full() -> None:
     ours, theirs = multiprocessing.Pipe(duplex=False)
     os.set_blocking(theirs.fileno(), False)
-    sent = [((step, 2, 0), tuple(range(step, step + 5000)), step) for step in range(40)]
+    sent = [((step, 2, 0), tuple(range(step, step + 5000)), step, False) for step in range(40)]
     heard, received, lost = list[Any](), Received(), 0
     assert len(msgspec.msgpack.encode(sent[0])) > select.PIPE_BUF, "it does not fit into one write"
     for position in sent:
