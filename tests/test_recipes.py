@@ -19,7 +19,8 @@ from rallypoint.recipes.digits import load_digits
 from rallypoint.recipes.gan_model import Generator
 from rallypoint.recipes.gpt_model import GPT, VOCABULARY, GPTConfig
 from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
-from rallypoint.recipes.text import TextDataset, list_text_files, load_text, read_bytes, split_files, stdlib_folder
+from rallypoint.recipes.text import TextDataset, load_text, read_bytes, split_files
+from rallypoint.recipes.text_files import list_text_files, stdlib_folder
 
 SMALLEST = GPTConfig(layers=2, heads=2, width=16, block=24)
 

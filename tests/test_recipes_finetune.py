@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from rallypoint.cli import app
 from rallypoint.errors import DataError
-from rallypoint.recipes import finetune, picture
+from rallypoint.recipes import finetune, finetuning, picture
 from rallypoint.recipes.chart import chart
-from rallypoint.recipes.labelled import labels_of, load_labelled
+from rallypoint.recipes.labelled import load_labelled
+from rallypoint.recipes.text_files import labels_of
 
 STEPS = 3
 
@@ -75,6 +77,38 @@ def test_windows_longer_than_the_model_takes_are_refused(
 ) -> None:
     assert finetune.main(options(model_folder, tmp_path, block=65)) == 1
     assert "--block 65: this model takes windows of 64 tokens at most" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--model", "empty"], "empty holds no model: give --model a folder that save_pretrained has written"),
+        (["--model", "model", "--task", "tags"], "'tags' is not one of 'text'"),
+        (["--model", "model", "--data", "empty"], "empty holds no text"),
+        (["--model", "model", "--data", "nowhere"], "nowhere is not a folder"),
+        (["--model", "model", "--task", "labels"], "--task labels needs --data"),
+        (["--model", "model", "--task", "labels", "--data", "empty"], "empty has 0 folders with a label's name"),
+        (["--model", "model", "--block", "257"], "--block 257: this model takes windows of 256 tokens at most"),
+        ([], "Missing option '--model'"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_found_before_a_cluster_starts(
+    options: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("rallypoint.launch.launcher.launch", lambda *_, **__: pytest.fail("it has started"))
+    Path("empty").mkdir()
+    Path("model").mkdir()
+    Path("model", "config.json").write_text('{"n_positions": 256}')
+    with pytest.raises(SystemExit) as ended:
+        app(["train", "finetune", *options], prog_name="rallypoint")
+    assert ended.value.code != 0
+    said = capsys.readouterr()
+    assert sentence in said.err + said.out
+    assert not Path("runs").exists()
 
 
 @pytest.fixture
@@ -145,10 +179,10 @@ def test_without_transformers_one_sentence_says_what_to_install(
 
 
 def test_windows_are_cut_one_behind_the_other() -> None:
-    windows = finetune.Windows(torch.arange(10), 4)
+    windows = finetuning.Windows(torch.arange(10), 4)
     assert [windows[i].tolist() for i in range(len(windows))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(DataError, match="the text has only 10 tokens, fewer than a window of 11"):
-        finetune.Windows(torch.arange(10), 11)
+        finetuning.Windows(torch.arange(10), 11)
 
 
 def log(folder: Path, steps: int) -> None:

@@ -46,7 +46,8 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> str:
     alone = Cluster(tmp_path_factory.mktemp("undisturbed"))
     alone.script.write_text(STREAMED.replace("workers=1", "workers=0"))
     with undisturbed_run(alone) as done:
-        assert f"stopped at step {ENDS}" in done.output
+        assert f"done: {ENDS} of " in done.output
+        assert "(the stream is over, replica " in done.output
         return done.hash
 
 

@@ -113,8 +113,8 @@ def test_a_shard_that_is_further_names_the_version_that_is_stored_instead() -> N
     ("event", "said"),
     [
         (SnapshotLost("", "no space left"), ["could not be taken: no space left"]),
-        (Left("s1", "killed"), []),
-        (Unlinked("s1", "a broken wire"), []),
+        (Left("s1", "killed"), ["the newest version is not stored: s1, which held it, has ended too"]),
+        (Unlinked("s1", "a broken wire"), ["the newest version is not stored: s1, which held it, has ended too"]),
         (Released(), []),
     ],
 )
@@ -125,7 +125,7 @@ def test_what_cannot_be_stored_is_not_waited_for(event: Any, said: list[str]) ->
         event = SnapshotLost(capture.snapshot, event.reason)
     effects = job.play(event)
     assert _of(Abort, effects) == ENDED
-    assert [effect.text.partition(capture.snapshot + " ")[2] for effect in _of(Say, effects)] == said
+    assert [effect.text.removeprefix(f"snapshot {capture.snapshot} ") for effect in _of(Say, effects)] == said
 
 
 def test_a_slow_store_is_waited_for_as_long_as_files_come() -> None:

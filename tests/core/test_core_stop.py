@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms
 
-from rallypoint.core.cluster.effects import Abort, Capture, Finish, Publish
+from rallypoint.core.cluster.effects import Abort, Capture, Finish, Publish, Say
 from rallypoint.core.cluster.events import (
     Applied,
     Captured,
@@ -19,7 +19,7 @@ from rallypoint.core.cluster.events import (
 )
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
-from rallypoint.core.modes import ModeTraits
+from rallypoint.core.modes import Feature, ModeTraits
 from rallypoint.core.policy import Async, Sync
 from rallypoint.core.shard.server import Plan, ServerMachine
 from rallypoint.core.shard.shell import ServerShell
@@ -214,3 +214,49 @@ def test_servers_send_the_last_version_as_it_is() -> None:
     assert (shell.is_last(0, 5), shell.is_last(0, 20)) == (False, True)
     shell.adopt(msgspec.structs.replace(job.view, number=job.view.number.__class__(1, 9), stop=Stop(5)))
     assert (shell.is_last(0, 4), shell.is_last(0, 5)) == (False, True)
+
+
+def _ended(job: _Job, version: int, *before: Stopped) -> list[str]:
+    """What is said where both workers hold the last version."""
+    effects = job.play(*before, Applied("s0", version - 1, job.view.generation))
+    effects += job.play(_done(job, "w0", version), _done(job, "w1", version))
+    for capture in _of(Capture, effects):
+        effects += job.play(*(Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers))
+        effects += job.play(Committed(capture.snapshot))
+    assert _of(Finish, effects)
+    return [said.text for said in _of(Say, effects)]
+
+
+def _job_of(**settings: object) -> _Job:
+    job = _Job(_terms(2, 2), record=_record(**settings))  # type: ignore[arg-type]
+    job.come("s0", "s1", "w0", "w1")
+    return job
+
+
+def test_the_end_is_said_as_an_end_and_not_as_a_failure() -> None:
+    job = _begun()
+    _reported(job, 4)
+    said = [effect.text for effect in _of(Say, job.play(_stop(job, 6)))]
+    assert said == ["the job ends with step 6: enough (w0)"]
+
+
+def test_where_scripts_make_sums_their_end_is_no_stop() -> None:
+    record = msgspec.structs.replace(RECORD, features=(*RECORD.features, Feature.SUMS))
+    job = _Job(_terms(2, 2), record=record)
+    job.come("s0", "s1", "w0", "w1")
+    assert not _of(Say, job.play(_stop(job, 1)))
+    assert job.view.stop is not None
+
+
+def test_steps_that_are_over_before_the_stream_are_said_at_the_end() -> None:
+    steps = RECORD.rounds
+    assert f"the job's {steps} steps were over before its stream, with passes=3: give more" in _ended(
+        _job_of(passes=3, steps=steps), steps
+    )
+    assert _ended(_job_of(steps=steps), steps) == []
+
+
+def test_tuning_that_is_not_over_says_so_at_the_end() -> None:
+    steps = RECORD.rounds
+    (said,) = _ended(_job_of(tune="auto", steps=steps), steps)
+    assert said == "tuning has not begun: it looks at a pace after 8 steps with the same members"

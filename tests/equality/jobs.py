@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -337,11 +338,14 @@ def train_counting(job: rp.Job, settings: dict[str, Any]) -> dict[tuple[str, int
     whole: Counter[tuple[str, int]] = Counter()
     send, receive = Channel.send, Channel.receive_header
 
+    lock = threading.Lock()  # links count from threads of their own, and `+=` on a Counter is no one step
+
     def count(header: Header) -> None:
         if header.kind in (Kind.PUSH, Kind.VERSION):
             key = header.kind.name, shards[header.shard].group
-            written[key] += header.length
-            whole[key] += shards[header.shard].nbytes
+            with lock:
+                written[key] += header.length
+                whole[key] += shards[header.shard].nbytes
 
     def counted_send(self: Channel, header: Header, *args: Any, **kwargs: Any) -> None:
         count(header)

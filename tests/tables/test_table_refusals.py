@@ -68,7 +68,7 @@ def test_impossible_first_values_are_refused(std: float) -> None:
 
 
 def test_a_row_that_the_table_does_not_have_is_named() -> None:
-    with pytest.raises(ModelError, match="row 0 or 9 of weight, which has 9 rows"):
+    with pytest.raises(ModelError, match="there is no row 9 of weight, which has 9: they count from 0"):
         _train(_table(), offset=1)
 
 

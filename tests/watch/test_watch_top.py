@@ -11,6 +11,8 @@ from test_watch_state import PLAN, line, members, run_of, steps
 
 from rallypoint.errors import UsageError
 from rallypoint.net.messages import Aborted, Applied, Finished, Members, Metrics, Planned, Say, Snapshotted, StepDone
+from rallypoint.net.sampling.messages import ScriptAt
+from rallypoint.watch.answer import Reader
 from rallypoint.watch.follow import EVENTS
 from rallypoint.watch.state import RunState
 from rallypoint.watch.top import shown, spark, top
@@ -82,3 +84,13 @@ def test_where_there_is_no_terminal_it_is_printed_once(tmp_path: Path) -> None:
     assert "step 3 of 10" in console.file.getvalue()  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="name the folder of a run"):
         top(tmp_path / "nosuch", console)
+
+
+def test_a_job_of_sums_shows_sums_and_no_step() -> None:
+    plan = Planned(0, 2, "scripts", 100, 3, ("worker0", "worker1"), ("server0",))
+    run = run_of(plan, members(), ScriptAt(0, 1234, 5), ScriptAt(1, 1230, 5))
+    assert "1,234 sums" in text_of(run)
+    assert "step 0 of 0" not in text_of(run)
+    news = Reader().news(run)
+    assert news is not None
+    assert news["sums"] == 1234

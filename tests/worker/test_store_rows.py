@@ -116,7 +116,7 @@ def asking(job: rp.Job) -> None:
     assert one.result().equal(store.pull("users", rows=[1, 2]))
     mistakes: list[tuple[str, Any]] = [
         ("say which rows", lambda: store.pull("users")),
-        ("row 0 or 300 of key users, which has 300", lambda: store.pull("users", rows=[0, 300])),
+        ("there is no row 300 of key users, which has 300", lambda: store.pull("users", rows=[0, 300])),
         ("whole numbers, not float32", lambda: store.pull("users", rows=torch.ones(2))),
         (r"\[2, 6\] are wanted", lambda: store.push("users", rows=[1, 2], values=torch.ones(2, 5))),
         ("rows of key w, which is dense", lambda: store.pull("w", rows=[1])),

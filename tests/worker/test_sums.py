@@ -313,6 +313,18 @@ def test_a_script_that_asks_for_more_sums_than_one_that_has_ended_is_told_which_
     assert isinstance(results[1], JobAborted), "it does not wait for the others for ever"
 
 
+def test_torchs_words_around_a_sums_error_are_left_away() -> None:
+    with cluster(1) as here:
+
+        def script(made: Sums) -> None:
+            assert made.told(ValueError("mine")).args == ("mine",)
+            made.failed = JobAborted("rank 1 has ended")
+            assert made.told(RuntimeError("Unable to cast rank 1 has ended to Tensor")) is made.failed
+            assert made.told(ValueError("mine")).args == ("mine",)
+
+        assert here.run(script) == [None]
+
+
 def test_scripts_that_end_one_after_the_other_with_as_many_sums_end_well() -> None:
     ended: list[Sums] = []
 

@@ -129,10 +129,11 @@ def _end_with_the_script(made: Sums) -> None:
     before: Callable[[type[BaseException], BaseException, TracebackType | None], object] = sys.excepthook
 
     def noted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        errors.append(error)
-        before(kind, error, trace)
-        if isinstance(error, JobAborted):
-            say(error)
+        told = made.told(error)
+        errors.append(told)
+        before(type(told), told, trace)
+        if isinstance(told, JobAborted):
+            say(told)
 
     def say(error: JobAborted) -> None:  # `rallypoint run` says it too; torchrun does not
         print(f"error: {printable_lines(str(error))}", file=sys.stderr)

@@ -59,6 +59,8 @@ def sum_of(made: Sums, parts: Sequence[Part], result: T, device: torch.device) -
     lock, left, errors = threading.Lock(), [len(parts)], list[BaseException]()
 
     def ended(error: BaseException | None) -> None:
+        if error is not None:
+            made.failed = made.failed or error
         with lock:
             left[0] -= 1
             errors.extend([] if error is None else [error])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
@@ -34,6 +35,18 @@ def recipe_argv(recipe: str, arguments: list[str]) -> list[str]:
     if "--help" in arguments:
         os.execv(sys.executable, argv)
     return argv
+
+
+def check_recipe(recipe: str, arguments: list[str]) -> None:
+    """Let a recipe check its own options before anything starts. Ends the command if they are wrong."""
+    from rallypoint.recipes import CHECKED, RECIPES
+
+    if recipe not in CHECKED:
+        return
+    module = importlib.import_module(RECIPES[recipe])
+    status = module.main([*arguments, "--check"], program=f"rallypoint train {recipe}")
+    if status or "--check" in arguments:
+        raise typer.Exit(status)
 
 
 def refuse_option(context: typer.Context, first: str, what: str) -> None:

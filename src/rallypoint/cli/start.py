@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rallypoint.cli.app import AFTER, PASS_ON, START, app
-from rallypoint.cli.given import hint_at_misplaced, recipe_argv, refuse_option, sizes, without_settings
+from rallypoint.cli.given import check_recipe, hint_at_misplaced, recipe_argv, refuse_option, sizes, without_settings
 from rallypoint.config import overrides_from
 from rallypoint.errors import UsageError
 from rallypoint.launch.options import (
@@ -61,7 +61,10 @@ def train(
     refuse_option(context, recipe, "recipe")
     arguments, settings = without_settings(context.args)
     hint_at_misplaced(context, arguments, recipe)
-    _launch(recipe_argv(recipe, arguments), options, settings=settings)
+    argv = recipe_argv(recipe, arguments)
+    if not options.hosts and options.engine == "local":  # else the model may be on the other machines alone
+        check_recipe(recipe, arguments)
+    _launch(argv, options, settings=settings)
 
 
 @app.command(context_settings=PASS_ON, rich_help_panel=START)
@@ -102,7 +105,10 @@ def chaos(
         kills, sizes(resizes), stops, everything, seed, options.servers, options.aggregators
     )
     arguments, settings = without_settings(context.args)
-    plan = options.run(recipe_argv(recipe, arguments), more_settings=settings)
+    argv = recipe_argv(recipe, arguments)
+    if not options.hosts and options.engine == "local":
+        check_recipe(recipe, arguments)
+    plan = options.run(argv, more_settings=settings)
     raise typer.Exit(play(plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite))
 
 

@@ -49,6 +49,7 @@ from rallypoint.store.manifest import age
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
 _HURRIED_S = 2.0  # seconds for the last lines of a run that was interrupted
+_STARTING = 6  # times more patience with a coordinator while processes start, which takes all of a machine's cores
 _WIDE = 80  # columns: a narrower terminal shows only the step and the loss
 _REFUSED = "refused: "  # how the coordinator's message about a refused worker begins
 
@@ -190,9 +191,13 @@ class RunConsole:
                 self.finished = True
 
     def warn_of_silence(self, after: float) -> None:
-        """Warn when the coordinator has sent nothing for `after` seconds: it cannot report that itself (I8)."""
+        """Warn when the coordinator has sent nothing for `after` seconds: it cannot report that itself (I8).
+
+        Before the job begins six times as long is allowed: imports of all processes compete with the coordinator.
+        """
         now = time.monotonic()
         silence = now - self.heard
+        after *= 1 if self._plan is not None else _STARTING
         if now - max(self.heard, self._silence_said) > after:
             self._silence_said = now
             what = "Sums" if self.of_sums else "Steps"
@@ -236,7 +241,7 @@ class RunConsole:
             (stopped_at, why), last = self._stopped, self._plan.steps
             steps = f"{last} steps"
             if stopped_at >= 0:
-                last, steps = stopped_at, f"stopped at step {stopped_at}: {escape(why)}"
+                last, steps = stopped_at, f"{stopped_at} of {last} steps ({escape(why)})"
             items = self._plan.items * (last - self._plan.done)
             if self._plan.done:  # the others were an earlier run's
                 steps += f", of them {last - self._plan.done} now"

@@ -37,6 +37,10 @@ DESCRIPTIONS = {
 """What each recipe does, in one sentence."""
 
 
+CHECKED = frozenset({"finetune"})
+"""Recipes that check their options with `--check`, without torch: before a cluster starts for nothing."""
+
+
 class Precision(StrEnum):
     """What forward passes are computed in, as choices of a recipe's command line."""
 
@@ -49,7 +53,10 @@ PRECISION_HELP = "bf16, fp16: forward passes in torch.autocast, parameters in fp
 
 _PAUSES_S = (1.0, 60.0)  # the first pause before a model is saved again, which doubles, and the longest
 
-__all__ = ["DESCRIPTIONS", "PRECISION_HELP", "RECIPES", "Precision", "choose_device", "exit_status", "save_patiently"]
+__all__ = [
+    "CHECKED", "DESCRIPTIONS", "PRECISION_HELP", "RECIPES", "Precision", "choose_device", "exit_status",
+    "save_patiently",
+]  # fmt: skip
 
 
 def choose_device(name: str) -> torch.device:

@@ -9,23 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from rallypoint.errors import DataError
-from rallypoint.recipes.text import list_text_files
+from rallypoint.recipes.text_files import texts_of
 
 VALIDATION_EVERY = 5
 """Of each label every fifth text is kept for validation, from the second on."""
-
-
-def labels_of(folder: Path) -> list[str]:
-    """Return the labels: the names of the folders in `folder`, in their order. Raises DataError for fewer than two."""
-    found = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    labels = [name for name in found if not name.startswith((".", "__"))]
-    if len(labels) < 2:
-        raise DataError(
-            f"{folder} has {len(labels)} folders with a label's name: to classify texts, give --data a folder that has "
-            "one folder of text files for each label, as reviews/good and reviews/bad"
-        )
-    return labels
 
 
 def load_labelled(
@@ -39,10 +26,7 @@ def load_labelled(
     texts: tuple[list[str], list[str]] = [], []
     numbers: tuple[list[int], list[int]] = [], []
     for number, label in enumerate(labels):
-        files = list_text_files(folder / label)
-        if len(files) < 2:
-            raise DataError(f"{folder / label} has {len(files)} text files: a label needs two, one of them to validate")
-        for place, file in enumerate(files):
+        for place, file in enumerate(texts_of(folder / label)):
             held_out = place % VALIDATION_EVERY == 1
             texts[held_out].append(file.read_text(errors="replace"))
             numbers[held_out].append(number)

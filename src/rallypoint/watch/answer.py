@@ -33,6 +33,7 @@ class Reader:
         said: dict[str, Any] = {
             "now": round(run.now, 2),
             "step": run.step,
+            "sums": run.sums,
             "again": run.again,
             "ended": run.ended,
             "why": run.why,

@@ -26,7 +26,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.ordering.messages import Ordered, RateScaled
 from rallypoint.net.recording.messages import AuditFound
-from rallypoint.net.sampling.messages import Sampled
+from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.watch.machines import Machines
 from rallypoint.watch.members import Timelines
 from rallypoint.watch.series import Series
@@ -49,6 +49,7 @@ class RunState:
     plan: Planned | None = None
     now: float = 0.0
     step: int = 0  # steps that are done
+    sums: int = 0  # in a job of sums, which has no steps: how many the scripts have got
     again: int = 0
     ended: str = ""  # "finished", "failed" or, while the run goes on, ""
     why: str = ""
@@ -90,6 +91,8 @@ class RunState:
                 self._members(message)
             case Applied(late=late):
                 self._late(late)
+            case ScriptAt(sums=sums):
+                self.sums = max(self.sums, sums)
             case Sampled(member=member):
                 if member in self.members.here:
                     self.machines.take(message, self.now)

@@ -67,10 +67,10 @@ def _head(run: RunState, name: str) -> RenderableType:
     state = run.ended or ("running" if run.plan is not None else "waiting for members")
     told = Text.assemble(
         (printable(name), "bold"), "  ", (state, "bold red" if state == "failed" else "bold"),
-        f"  step {run.step:,} of {steps:,}",
+        f"  {run.sums:,} sums" if run.plan is not None and not steps else f"  step {run.step:,} of {steps:,}",
     )  # fmt: skip
     p50 = run.times.quantile(0.5)
-    if run.plan is not None and p50 and not run.ended:
+    if run.plan is not None and steps and p50 and not run.ended:
         rate, left = run.plan.items / p50, (steps - run.step) * p50
         told.append(f"  {rate:,.0f} {printable(run.plan.item)}/s  {_seconds(left)} left")
     if run.why:

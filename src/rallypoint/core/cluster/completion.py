@@ -59,7 +59,9 @@ class Completion:
             return [*self.advance(), *self.succession.advance()]  # others compute what it does not
         who, why = (event.worker, event.reason) if before is None else (before.worker, before.reason)
         at = course.record.steps_at(version)
-        said = [] if event.left >= 0 else [Say(f"{who} stops the job: it ends with step {at}: {why}")]
+        # (Where scripts have sums, each says that it has ended, and there are no steps)
+        shown = event.left < 0 and Feature.SUMS not in course.record.features
+        said = [Say(f"the job ends with step {at}: {why} ({who})")] if shown else []
         return [*said, *self._ends_with(Stop(version, why, who))]
 
     def decided(self, stop: Stop) -> list[Effect]:
@@ -137,7 +139,16 @@ class Completion:
         able = able - members.awaited or able  # who is away hears of it later, or not at all
         stop, at = course.views.stop, course.record.steps_at(course.last)
         lead = lead if lead in able else min(able)
+        effects += [Say(text) for text in (course.tuning.unfinished(course.record), self._unread()) if text]
         return [*effects, *course.end(Finish(lead) if stop is None else Finish(lead, at, stop.reason))]
+
+    def _unread(self) -> str:
+        """A sentence, if the job's steps have ended it and not the stream that it was to read to its end."""
+        record = self.course.record
+        if record is None or not record.config.get("passes") or self.course.views.stop is not None:
+            return ""
+        steps = record.config["steps"]
+        return f"the job's {steps} steps were over before its stream, with passes={record.config['passes']}: give more"
 
     def _is_the_last(self, generation: ViewNumber, version: int) -> bool:
         course = self.course

@@ -22,6 +22,7 @@ class Sums:
     Attributes:
         rank, world: the worker's number, and how many there are.
         reducer: makes the sums.
+        failed: the first error of a sum, which torch has raised in the script in words of its own.
 
     Raises ConfigError where the cluster's settings do not fit, JobAborted when the job ends before it begins.
     """
@@ -43,6 +44,14 @@ class Sums:
         self.reducer = Reducer(self._exchange, rank, ended, self._say if rank == 0 else None)
         job.script_ended = self.reducer.other_ended
         self._over = False
+        self.failed: BaseException | None = None
+
+    def told(self, error: BaseException) -> BaseException:
+        """Return what has failed, for an error that the script has got.
+
+        torch raises a sum's error as ``RuntimeError: Unable to cast <the error's sentence> to Tensor``.
+        """
+        return self.failed if self.failed is not None and str(self.failed) in str(error) else error
 
     def finish(self) -> None:
         """End the job when all workers call this. Raises JobAborted, and fails the job, when one of them is gone."""

@@ -330,7 +330,7 @@ class Run:
         for index in range(self._config.accumulate):
             batch = self._prefetched.take((step, replica, index))
             if self._prefetched.last:
-                why = f"the stream has no full batch for replica {replica} after step {step}"
+                why = f"the stream is over, replica {replica} has no full batch after it"
                 self._parts.stopping.wish(why, step=step)
             scale = self._parts.tensors.loss_scale
             micro = Micro(self._passes, self._config, step=step, replica=replica, index=index, batch=batch, scale=scale)

@@ -160,6 +160,9 @@ class Job(Member):
         record = record_of(config, tensors.layout, tensors.frozen_hashes(), data=identity, tied=tensors.tied)
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
+        if config.passes and self.id == min(one.id for one in exchange.view.workers):
+            default = "" if "steps" in settings else " (steps= is not given)"
+            self._say(f"the stream is read passes={config.passes} times, for {config.steps} steps at most{default}")
         self._sharing.begin(data.dataset)
         of_ranks = set() if lead is None else {Feature.RANKS}
         self._stopping.why_not = record.refusal_of({Feature.STOP, *of_ranks})

@@ -70,7 +70,8 @@ class _Table:
         unique, inverse = torch.unique(input.detach(), return_inverse=True)
         ids = unique.to("cpu", torch.int64)
         if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self._rows:
-            raise ModelError(f"row {int(ids[0])} or {int(ids[-1])} of {self._name}, which has {self._rows} rows")
+            wrong = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
+            raise ModelError(f"there is no row {wrong} of {self._name}, which has {self._rows}: they count from 0")
         rows = self._pull(ids).to(input.device)
         if torch.is_grad_enabled():
             rows.requires_grad_().register_post_accumulate_grad_hook(self._keeper(ids))  # type: ignore[no-untyped-call]

@@ -65,6 +65,15 @@ class Tuning:
         self._begin(view, record)
         return None
 
+    def unfinished(self, record: JobRecord) -> str:
+        """A sentence for the job's end, if not all candidates have been tried; "": they have, or nothing is tuned."""
+        if record.config.get("tune") != "auto" or (self.tuner is not None and self.tuner.settled):
+            return ""
+        if self.tuner is None:
+            return f"tuning has not begun: it looks at a pace after {_FIRST} steps with the same members"
+        kept = self.tuner.knob.phrase(self.tuner.best)
+        return f"tuning has not ended, as the job was over first: {kept} was in force, and other values were not tried"
+
     def _back(self, view: View) -> Tuned | None:
         """An earlier coordinator was lost in a trial: the kept value comes back."""
         if view.pace is None or view.pace.mbit == view.pace.kept:

@@ -72,7 +72,8 @@ class LastSnapshot:
         match event:
             case events.Tick(now=now):
                 course.now = now
-                return self.end() if now > self._news + self._patience else []
+                patience = self._patience
+                return self._without(f"no file came for {patience:.0f} s") if now > self._news + patience else []
             case events.Captured(server=server, snapshot=snapshot, shards=shards):
                 if self.snapshots.shards_to_store(server, snapshot).intersection(shards):
                     self._news = course.now
@@ -88,13 +89,13 @@ class LastSnapshot:
                 return self.end()
             case events.Unlinked(member=member) if member in course.members:
                 course.members.unlinked(member)  # it may come back, and is told of the end then
-                return self.end() if member in self._writers else []
+                return self._without(f"{member}, which held it, has ended too") if member in self._writers else []
             case events.Joined(member=member, role=role, process=process):
                 if course.members.same(member.id, role, member.incarnation, process) is not None:
                     course.members.returned(member.id)
                 return []
             case events.Left(member=member) if member in self._writers:
-                return self.end()
+                return self._without(f"{member}, which held it, has ended too")
             case _:
                 return []
 
@@ -102,6 +103,10 @@ class LastSnapshot:
         """End the job with the failure that it has."""
         assert self.course.failing is not None
         return self.course.end(self.course.failing.word)
+
+    def _without(self, why: str) -> list[Effect]:
+        """The newest version is lost: what was said of it does not come true."""
+        return [Say(f"the newest version is not stored: {why}"), *self.end()]
 
     @property
     def awaited(self) -> str:
