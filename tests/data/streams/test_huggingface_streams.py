@@ -68,8 +68,8 @@ def test_its_shuffle_is_another_one_in_each_pass_and_the_same_whoever_reads(fold
     steps = FILES * ROWS // 8  # of a pass
     read = all_of(stream(), 2 * steps)
     assert read == all_of(stream(), 2 * steps)
-    passes = [[read[t, r] for t in range(p * steps, (p + 1) * steps) for r in range(2)] for p in range(2)]
-    assert sorted(sum(passes[0], [])) == sorted(sum(passes[1], [])) == list(range(FILES * ROWS))
+    passes = [[n for (t, _), numbers in read.items() if t // steps == p for n in numbers] for p in range(2)]
+    assert sorted(passes[0]) == sorted(passes[1]) == list(range(FILES * ROWS))
     assert passes[0] != passes[1]
     late = batches_of(stream())  # takes replica 1 over in the second pass
     assert late.loaded(2 * steps - 2, 1, 0)[0]["n"].tolist() == read[2 * steps - 2, 1]
