@@ -39,7 +39,7 @@ def items():
         yield number
 
 with rp.join() as job:""")
-    .replace("loss = torch.nn.functional.mse_loss(model(micro.batch[0]), micro.batch[1])", "loss = -model(micro.batch).mean()")
+    .replace("torch.nn.functional.mse_loss(model(micro.batch[0]), micro.batch[1])", "-model(micro.batch).mean()")
     .replace("while micro", "(gate.parent / f'pid {job.id} {os.getpid()}').touch()\n            while micro")
     .replace("    if run.lead:", """    if run.lead:
         (run.folder / "ledger").write_text("".join(f"{one.name} {one.used} {one.read}\\n" for one in run.ledger))""")

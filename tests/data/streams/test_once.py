@@ -75,7 +75,7 @@ def failing() -> Iterator[int]:
 def test_an_error_of_the_source_is_not_taken_for_its_end_and_nothing_is_opened_again() -> None:
     batches = batches_of(failing, passes=1)
     for _ in range(2):
-        with pytest.raises(DataError, match="raised ConnectionError after 1 items: reset. It comes only once"):
+        with pytest.raises(DataError, match=r"raised ConnectionError after 1 items: reset\. It comes only once"):
             values(batches, 0, 0)
 
 
