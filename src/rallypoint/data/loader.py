@@ -21,6 +21,7 @@ from rallypoint.data.randomness import seed_everything
 from rallypoint.data.reading import Reading
 from rallypoint.data.sources.lanes import Lanes
 from rallypoint.data.spec import Collate, Loader
+from rallypoint.data.streams.once import OnceItems, check_once
 from rallypoint.data.streams.stream import Stream, StreamItems
 from rallypoint.errors import DataError
 
@@ -47,8 +48,8 @@ class LastBatch:
 def order_of(dataset: MapDataset, config: JobConfig) -> Order:
     """Return the order of a map-style data set's samples. Raises DataError as `MicroBatches`."""
     check_dataset(dataset)
-    if config.order == "stream":
-        raise DataError('order="stream" is set by rp.Stream: leave it out')
+    if config.order in ("stream", "once"):
+        raise DataError(f'order="{config.order}" is set by rp.Stream: leave it out')
     if isinstance(dataset, Lanes):
         dataset.check(config)
     order = SampleOrder(
@@ -78,10 +79,12 @@ class MicroBatches:
         part: tuple[int, int] = (0, 1), loader: Loader | None = None,
     ) -> None:  # fmt: skip
         self._order: Order
-        self._stream: StreamItems | None = None
+        self._stream: StreamItems | OnceItems | None = None
         if isinstance(dataset, Stream):
             self._order = dataset.order(config)
-            dataset = self._stream = StreamItems(dataset, self._order, config)
+            items = OnceItems if dataset.once else StreamItems
+            check_once(loader.workers if dataset.once and loader is not None else 0)
+            dataset = self._stream = items(dataset, self._order, config)
         else:
             self._order = order_of(dataset, config)
         self.config, self.loader = config, loader or Loader()
@@ -124,6 +127,16 @@ class MicroBatches:
         if self._stream is None or micro + 1 < self.config.accumulate or step + 1 >= self.config.steps:
             return False
         return not self._stream.continues(step + 1, replica)
+
+    @property
+    def once(self) -> OnceItems | None:
+        """What this process reads of a stream that comes only once; None for other data."""
+        return self._stream if isinstance(self._stream, OnceItems) else None
+
+    def computes(self, step: int, replica: int, micro: int) -> None:
+        """This micro-batch is computed now: of a stream that comes only once, its items are used."""
+        if isinstance(self._stream, OnceItems):
+            self._stream.computes(self.indices(step, replica, micro))
 
     def on_device(self, batch: Any) -> Any:
         """Return what `loaded` returns, on the device."""

@@ -51,7 +51,7 @@ class Reader:
         if gone or (self._iterator is None and last >= self._next):
             self._begin()
         self._read_to(last + 1, set(numbers))
-        return [_own(self._item(number)) for number in numbers]
+        return [own(self._item(number)) for number in numbers]
 
     def has(self, number: int) -> bool:
         """True if the part has an item of this number, which is read now and kept. Errors show when it is taken."""
@@ -125,6 +125,6 @@ class Reader:
             self._open()
 
 
-def _own(item: Any) -> Any:
-    """A copy of the outermost dict or list: it may be given again, and transforms take entries out of it."""
+def own(item: Any) -> Any:
+    """Return the item, or a copy of the outermost dict or list: transforms take entries out, and it is given again."""
     return copy.copy(item) if isinstance(item, (dict, list)) else item

@@ -39,6 +39,9 @@ class Stream:
             Face's is split by its own `shard`.
         parts: how many streams are read side by side: a divisor or a multiple of `replicas`. A worker reads the parts
             of its own replicas.
+        once: each item comes only once, to whoever asks first: a queue, a socket, a generator. Each worker opens the
+            parts of its replicas once and uses what it gets; what it had read and not used is lost with it, and no item
+            is used twice. Not the same bytes: see docs/data.md. Then `source` may also be an iterator.
         passes: the job ends with the last step for which each replica has a full batch, after so many passes over its
             part; None: begun again without end, and `steps` counts.
         transform: makes a sample of an item. It is not called for items that are skipped.
@@ -48,30 +51,36 @@ class Stream:
 
     def __init__(
         self, source: Callable[..., Iterable[Any]] | Iterable[Any], *, parts: int = 1, passes: int | None = None,
-        transform: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None, once: bool = False,
     ) -> None:  # fmt: skip
         for name, number in (("parts", parts), ("passes", passes)):
             if number is not None and number < 1:
                 raise UsageError(f"rp.Stream({name}={number}): give 1 or more")
-        if isinstance(source, Iterator):
+        if once and passes not in (None, 1):
+            raise UsageError(f"rp.Stream(once=True, passes={passes}): it cannot be opened again; give 1 or None")
+        if isinstance(source, Iterator) and not once:
             raise UsageError(
                 f"rp.Stream got a {type(source).__qualname__}, which can be read only once, and whoever takes over a "
-                "replica has to read it from its beginning: give the function that makes it"
+                "replica has to read it from its beginning: give the function that makes it, or once=True"
             )
         if not hasattr(source, "__iter__"):
             if not callable(source):
                 raise UsageError(f"rp.Stream got a {type(source).__qualname__}: give an iterable, or a function")
             asked_for(source)
-        self.source, self.parts, self.passes, self.transform = source, parts, passes, transform
+        self.source, self.parts, self.passes, self.transform, self.once = source, parts, passes, transform, once
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of a job that reads it."""
-        return {"order": "stream", "passes": self.passes or 0}
+        return {"order": self._order, "passes": self.passes or 0}
+
+    @property
+    def _order(self) -> str:
+        return "once" if self.once else "stream"
 
     def order(self, config: JobConfig) -> StreamOrder:
         """Return which items each replica reads. Raises DataError for settings that do not fit."""
-        if config.order != "stream":
+        if config.order != self._order:
             raise DataError(f'order="{config.order}" with a stream: it has its iterator\'s order; leave order= out')
         try:
             return StreamOrder(self.parts, replicas=config.replicas, batch=config.batch)

@@ -60,6 +60,11 @@ class Parts:
     leases: bool = False
     decides_not: str = ""
 
+    def forget_gradients(self) -> None:
+        """Drop the gradients that the script's own passes have left."""
+        for placed in self.tensors.parameters:
+            placed.tensor.grad = None
+
     @property
     def alone(self) -> bool:
         """True if this worker is one process."""

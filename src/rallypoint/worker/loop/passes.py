@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from rallypoint.core.streams.ledger import ReadBy, sentence_of
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
+from rallypoint.net.messages import Say
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
 from rallypoint.worker.carried import Carried, Carry
@@ -17,6 +19,7 @@ from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.precision.autocast import Autocast
 from rallypoint.worker.precision.losses import Losses, losses_of
 from rallypoint.worker.ranks.figures import Logged, mean_of
+from rallypoint.worker.samples import SampleLedger
 
 
 class Passes:
@@ -26,6 +29,7 @@ class Passes:
         losses, weights: of the replica's micro-batches and steps so far.
         logged: the figures that the script has logged of the replica.
         autocast: as `precision` says.
+        ledger: of a stream that comes only once; None for other data.
         told: the script has told the loss. (A loop of its own need not.)
     """
 
@@ -37,6 +41,7 @@ class Passes:
         self._activations = Activations(parts.model, parts.config, parts.tensors.device)
         self._streamed, self._carried = parts.streamed, parts.tensors.carried
         self._own = parts.config.order == "own"
+        self.ledger = _ledger_of(parts)
         self._new_losses = losses_of(parts.staging, parts.config, parts.say)
         self.begin(0)
 
@@ -48,6 +53,13 @@ class Passes:
     def resume(self, losses: Losses, weights: list[float]) -> None:
         """A replica goes on with its round."""
         self.losses, self.weights = losses, weights
+
+    def readers(self) -> list[ReadBy]:
+        """Return the ledger of a stream that comes only once. The lead shows it: call it at the job's end."""
+        found = [] if self.ledger is None else self.ledger.readers
+        if found and self._parts.leads():
+            self._parts.coordinator.send(Say(f"the stream: {sentence_of(found)}"))
+        return found
 
     def remove(self) -> None:
         """The run is over: the model computes as before."""
@@ -122,6 +134,8 @@ class Passes:
             scaled = loss if scale is None else loss * scale[0]
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._parts.source.end_backward()
+        if last and self.ledger is not None:
+            self.ledger.used(micro.replica)
 
     def _check_several(self, micro: Micro) -> None:
         where = f"step {micro.step}, replica {micro.replica}"
@@ -171,3 +185,11 @@ class Passes:
     def ends_round(self, step: int) -> bool:
         """True if a round ends with this step."""
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
+
+
+def _ledger_of(parts: Parts) -> SampleLedger | None:
+    rows, items, config = parts.tensors.samples, parts.batches.once, parts.config
+    if rows is None or items is None:
+        return None
+    micro = config.batch // config.accumulate
+    return SampleLedger(rows, items, worker=parts.exchange.me, replicas=config.replicas, micro=micro)

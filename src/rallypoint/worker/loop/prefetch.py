@@ -52,6 +52,7 @@ class Prefetch:
         else:
             batch = self._load(place)
         self.last = isinstance(batch, LastBatch)
+        self._batches.computes(*place)
         return self._batches.on_device(batch) if self.last else batch
 
     def close(self) -> None:

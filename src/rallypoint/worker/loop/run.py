@@ -13,6 +13,7 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.deciding.decisions import StopWhen
+from rallypoint.core.streams.ledger import ReadBy
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
@@ -41,6 +42,9 @@ class Run:
     """One training run on this worker: iterate over it to get this worker's micro-batches.
 
     When the loop ends, the model holds the final weights on every worker.
+
+    Attributes:
+        ledger: after the loop, of ``rp.Stream(once=True)``: what each process has read of it, and the version has.
     """
 
     own = False  # True: driven by a loop of the script's own
@@ -59,7 +63,7 @@ class Run:
         )  # fmt: skip
         self._passes = Passes(parts, self._early, self._evaluations.passed)
         self._leased = LeasedEvaluations(parts, self._evaluations, self._evaluating)
-        self._started = False
+        self._started, self.ledger = False, list[ReadBy]()
         self._ahead: GoneAhead[Ahead] = GoneAhead()
         self._left: tuple[int, bool] | None = None  # the loop was left in this replica; is its gradient complete?
 
@@ -164,7 +168,7 @@ class Run:
             raise UsageError("a run is iterated once")
         self._started = True
         self._leased.register()
-        _forget_gradients(self._parts)  # of the script's own passes before the loop
+        self._parts.forget_gradients()  # of the script's own passes before the loop
         self._check_forwards()
         self._prefetched.coming(self._exchange)
         while True:
@@ -193,6 +197,7 @@ class Run:
                 self._versions.store(action)
         if (end := self._exchange.end.take()) is not None:
             self._evaluate(end[1], end[0])  # what is due after the last step
+            self.ledger = self._passes.readers()
             if self._parts.streamed is not None:
                 self._parts.streamed.report()
             self._parts.done(*end)
@@ -376,7 +381,7 @@ class Run:
         ):  # fmt: skip
             yield
         self._check_forwards()
-        _forget_gradients(self._parts)  # of the evaluation's own passes
+        self._parts.forget_gradients()  # of the evaluation's own passes
 
     def _check_forwards(self) -> None:
         if self._parts.alone:  # of several ranks none may be unwound by itself, inside of a collective
@@ -393,8 +398,3 @@ class Run:
         self._prefetched.close()
         self._guard.remove()
         self._versions.close()
-
-
-def _forget_gradients(parts: Parts) -> None:
-    for placed in parts.tensors.parameters:
-        placed.tensor.grad = None
