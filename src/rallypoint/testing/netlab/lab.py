@@ -24,6 +24,7 @@ namespaces named ``rp-*``, which ``ip netns del`` removes.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
 import subprocess
@@ -143,24 +144,26 @@ class Netlab:
         _shape("up0", uplink_mbit)
         _shape("eth0", rate_mbit)  # refuse an impossible rate here, not half-way through the set-up
         self.hosts: tuple[Host, ...] = ()
+        self._switch = ""
         self._count = hosts
         self._rate, self._racks, self._uplink, self._delay = rate_mbit, tuple(racks), uplink_mbit, uplink_delay
         self._teardown = ExitStack()
 
     def __enter__(self) -> Netlab:
         lab = f"rp-{secrets.token_hex(4)}"
+        self._switch = f"{lab}-sw"
         with ExitStack() as teardown:
             folder = Path(teardown.enter_context(TemporaryDirectory(prefix=f"{lab}-")))
             self.hosts = tuple(_host(lab, number, folder) for number in range(self._count))
             # Register each undo before its action: a set-up that stops half-way is then undone like a whole one.
-            teardown.callback(_delete_namespaces, [f"{lab}-sw", *(host.name for host in self.hosts)])
+            teardown.callback(_delete_namespaces, [self._switch, *(host.name for host in self.hosts)])
             teardown.callback(_kill_hosts, self.hosts)
-            _build(f"{lab}-sw", self.hosts, self._rate, self._bridges())
+            _build(self._switch, self.hosts, self._rate, self._bridges())
             if self._racks and self._delay:
-                teardown.enter_context(_Delays(f"{lab}-sw", len(self._racks), self._delay))
+                teardown.enter_context(_Delays(self._switch, len(self._racks), self._delay))
             elif self._racks:
-                _add_wires(f"{lab}-sw", len(self._racks))
-            _add_uplinks(f"{lab}-sw", len(self._racks), self._uplink)
+                _add_wires(self._switch, len(self._racks))
+            _add_uplinks(self._switch, len(self._racks), self._uplink)
             self._teardown = teardown.pop_all()
         return self
 
@@ -184,6 +187,12 @@ class Netlab:
     def heal_rack(self, number: int) -> None:
         """Undo `cut_rack`."""
         self._at_border(number, Host.heal)
+
+    def uplink_bytes(self, number: int) -> tuple[int, int]:
+        """(bytes out of this rack, bytes into it) over its uplink until now, with the headers of Ethernet, IP and TCP."""
+        listed = _call(["ip", "-n", self._switch, "-s", "-j", "link", "show", "dev", f"up{number + 1}"])
+        (link,) = json.loads(listed)
+        return int(link["stats64"]["tx"]["bytes"]), int(link["stats64"]["rx"]["bytes"])
 
     def _at_border(self, number: int, act: Callable[..., None]) -> None:
         inside = self.rack(number)
@@ -311,12 +320,16 @@ def _shape(interface: str, mbit: float | None) -> str:
     return f"qdisc replace dev {interface} root tbf rate {int(mbit * 1e6)}bit burst {burst} limit {limit}"
 
 
-def _call(argv: Sequence[str], lines: Iterable[str] = ()) -> None:
-    """Run one `ip` or `tc` command, with ``lines`` as its batch. A failure raises an error of one sentence."""
+def _call(argv: Sequence[str], lines: Iterable[str] = ()) -> str:
+    """Run one `ip` or `tc` command, with ``lines`` as its batch; returns its output.
+
+    A failure raises an error of one sentence.
+    """
     batch = "".join(f"{line}\n" for line in lines)
     command = " ".join(argv)
     try:
-        subprocess.run(argv, input=batch, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True)
+        ran = subprocess.run(argv, input=batch, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True)
+        return ran.stdout
     except FileNotFoundError as error:
         raise NetlabUnavailable(f"netlab needs `{argv[0]}`, which is not on PATH: install iproute2") from error
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
