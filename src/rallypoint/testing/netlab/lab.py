@@ -145,6 +145,7 @@ class Netlab:
         _shape("eth0", rate_mbit)  # refuse an impossible rate here, not half-way through the set-up
         self.hosts: tuple[Host, ...] = ()
         self._switch = ""
+        self._delays: _Delays | None = None
         self._count = hosts
         self._rate, self._racks, self._uplink, self._delay = rate_mbit, tuple(racks), uplink_mbit, uplink_delay
         self._teardown = ExitStack()
@@ -160,10 +161,10 @@ class Netlab:
             teardown.callback(_kill_hosts, self.hosts)
             _build(self._switch, self.hosts, self._rate, self._bridges())
             if self._racks and self._delay:
-                teardown.enter_context(_Delays(self._switch, len(self._racks), self._delay))
+                self._delays = teardown.enter_context(_Delays(self._switch, len(self._racks), self._delay))
             elif self._racks:
                 _add_wires(self._switch, len(self._racks))
-            _add_uplinks(self._switch, len(self._racks), self._uplink)
+            _add_uplinks(self._switch, len(self._racks), self._uplink, self._delay)
             self._teardown = teardown.pop_all()
         return self
 
@@ -259,13 +260,13 @@ class _Delays:
 
     def __enter__(self) -> _Delays:
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             self._argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
         try:
-            assert self._process.stdout is not None and self._process.stderr is not None
-            if self._process.stdout.readline() != "up\n":
-                said = self._process.stderr.read().strip().rpartition("\n")[2]
+            assert self.process.stdout is not None and self.process.stderr is not None
+            if self.process.stdout.readline() != "up\n":
+                said = self.process.stderr.read().strip().rpartition("\n")[2]
                 raise NetlabUnavailable(f"the program that delays uplinks failed ({said}): it needs /dev/net/tun")
         except BaseException:
             self.__exit__()
@@ -273,12 +274,16 @@ class _Delays:
         return self
 
     def __exit__(self, *_: object) -> None:
-        kill_group(self._process)
-        self._process.communicate(timeout=KILL_SECONDS)
+        kill_group(self.process)
+        self.process.communicate(timeout=KILL_SECONDS)
 
 
-def _add_uplinks(switch: str, racks: int, rate: float | None) -> None:
-    """Connect each rack's switch with br0."""
+def _add_uplinks(switch: str, racks: int, rate: float | None, delay: float) -> None:
+    """Connect each rack's switch with br0.
+
+    The queue before a long uplink holds what it carries in the time there and back, as a router's does: a shorter one
+    loses pieces at each burst, and TCP takes many round trips to come back.
+    """
     lines: list[str] = []
     for rack in range(1, racks + 1):
         lines += [f"link set up{rack} master br{rack} up", f"link set down{rack} master br0 up"]
@@ -286,7 +291,7 @@ def _add_uplinks(switch: str, racks: int, rate: float | None) -> None:
         _call(["ip", "-n", switch, "-batch", "-"], lines)
     if rate is not None:
         ends = [end for rack in range(1, racks + 1) for end in (f"up{rack}", f"down{rack}")]
-        _call(["tc", "-n", switch, "-batch", "-"], [_shape(end, rate) for end in ends])
+        _call(["tc", "-n", switch, "-batch", "-"], [_shape(end, rate, 4 * delay) for end in ends])
 
 
 def _addressing(address: str) -> list[str]:
@@ -305,8 +310,9 @@ def _addressing(address: str) -> list[str]:
     ]
 
 
-def _shape(interface: str, mbit: float | None) -> str:
-    """Return the `tc` line that limits what leaves ``interface``.
+def _shape(interface: str, mbit: float | None, queue_seconds: float = 0.010) -> str:
+    """Return the `tc` line that limits what leaves ``interface``; of a longer queue than its rate needs in that time
+    the rest is lost (512 KiB may always wait).
 
     An existing limit is changed in place and keeps its queue.
     """
@@ -316,7 +322,7 @@ def _shape(interface: str, mbit: float | None) -> str:
         raise ValueError(f"a link's rate is 0.01 to 1000000 Mbit/s, or None for unlimited, not {mbit}")
     bytes_per_second = mbit * 1e6 / 8
     burst = max(96 * 1024, int(0.0005 * bytes_per_second))  # holds a 64 KiB GSO packet, which tbf would otherwise split
-    limit = max(512 * 1024, int(0.010 * bytes_per_second))
+    limit = max(512 * 1024, int(queue_seconds * bytes_per_second))
     return f"qdisc replace dev {interface} root tbf rate {int(mbit * 1e6)}bit burst {burst} limit {limit}"
 
 
