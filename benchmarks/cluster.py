@@ -196,7 +196,7 @@ class Members:
     def start_rallypoint(
         self, at: Site, *, replication: int = 1, snapshot_seconds: float = 0.0, snapshot_steps: int = 0,
         topology: Topology | None = None, measure_links: bool = False, overrides: Mapping[str, Any] | None = None,
-        heartbeat: float | None = None,
+        heartbeat: float = 3.0,
     ) -> None:  # fmt: skip
         """Start a coordinator and the servers, through the product's own command line. `overrides`: as of ``--set``."""
         read, write = os.pipe()
@@ -204,7 +204,7 @@ class Members:
             workers_start=len(at.workers), workers_max=len(at.workers), servers=len(at.servers),
             replication=replication, snapshot_seconds=snapshot_seconds, snapshot_steps=snapshot_steps,
             snapshots=snapshot_seconds > 0 or snapshot_steps > 0, topology=topology or Topology(),
-            measure_links=measure_links, **({} if heartbeat is None else {"heartbeat": heartbeat}),
+            measure_links=measure_links, heartbeat=heartbeat,
         )  # fmt: skip
         about = {"snapshots": str(self.folder / "snapshots"), "folder": str(self.folder), "overrides": overrides or {}}
         argv = ["-m", "rallypoint.cli", "coordinator", "--bind", f"{at.coordinator.address}:0"]

@@ -7,8 +7,9 @@ Each site has a worker and a server (with `--replication 2` every shard is at tw
 Within a site links are not limited. Each site's uplink is, and everything that takes it arrives 25 ms later, so 50 ms
 from site to site (100 ms there and back), by `rallypoint.testing.netlab`.
 
-The fair figure is the time to Sync's last loss: local steps need more of them for the same loss, and get more. Computing
-a step is padded to the same length everywhere by sleeping (see strategies_workloads.py): three workers share two cores.
+The fair figure is the time to Sync's last loss: local steps need more of them for the same loss, and get more.
+Computing a step is padded to the same length everywhere by sleeping (see strategies_workloads.py): three workers share
+two cores.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rallypoint.codec.spec import Int8
 from rallypoint.recipes.gpt_model import GPT
 from rallypoint.testing.netlab import Netlab
 from sites_member import Result, Task, shape
-from strategies import reach
+from strategies import Point, reach
 
 SITES, LOST, BATCH = 3, 2, 4  # the site that is lost has no coordinator
 _OUTER = rp.SGD(lr=0.7, momentum=0.5, nesterov=True)
@@ -62,11 +63,12 @@ ROWS: Mapping[str, Row] = {
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """A site that was cut off: for how long, the longest pause of the others between two steps before and after, and
-    when (seconds after the link came back) it began a step again; None: it has not."""
+    """A site that was cut off: for how long, the longest pause of the others between two steps before, while it was
+    away and after that, and when (seconds after the link came back) it began a step again; None: it has not."""
 
     away: float
     pause_before: float
+    pause_away: float
     pause_after: float
     back: float | None
 
@@ -213,9 +215,9 @@ def _found(lost: tuple[float, float], notes: Notes) -> Loss:
     cut, healed = lost
     others = [site for site in range(SITES) if site != LOST]
     again = [when for when, _ in notes.begun(LOST) if when > healed]
-    return Loss(
-        healed - cut, notes.pause(others, 0.0, cut), notes.pause(others, cut - 1.0), min(again) - healed if again else None
-    )
+    back = min(again) - healed if again else None
+    away, after = notes.pause(others, cut - 1.0, healed), notes.pause(others, healed - 1.0)
+    return Loss(healed - cut, notes.pause(others, 0.0, cut), away, after, back)
 
 
 def with_goal(figures: Figures, results: Sequence[Result], goal: float | None) -> Figures:
@@ -223,7 +225,7 @@ def with_goal(figures: Figures, results: Sequence[Result], goal: float | None) -
     if goal is None:
         return figures
     began = min(result.began for result in results)
-    curve = [_Point(max(0.0, point.at - began), 0, point.loss) for point in results[0].curve]
+    curve = [Point(max(0.0, point.at - began), 0, point.loss) for point in results[0].curve]
     found = reach(curve, goal)
     return msgspec.structs.replace(figures, goal=found[0] if found else None)
 
@@ -269,19 +271,12 @@ def _lost_table(found: Sequence[Figures]) -> list[Any]:
     rows = [
         [
             ROWS[f.row].title, f"site {LOST}", f"{f.lost.away:.1f}", f"{f.lost.pause_before:.2f}",
-            f"{f.lost.pause_after:.2f}", "not" if f.lost.back is None else f"{f.lost.back:.1f}",
+            f"{f.lost.pause_away:.2f}", f"{f.lost.pause_after:.2f}", "not" if f.lost.back is None else f"{f.lost.back:.1f}",
         ]
         for f in found if f.lost
     ]  # fmt: skip
-    columns = ("way to synchronise", "cut off", "for s", "others' longest pause before, s", "after, s", "back after s")
+    columns = ("way to synchronise", "cut off", "for s", "others' longest pause before, s", "meanwhile, s", "after, s", "back after s")
     return [table("a site is cut off, and comes back", columns, rows)] if rows else []
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    seconds: float
-    samples: int
-    loss: float
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -289,7 +284,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def command(
-    rows: Annotated[str, typer.Option(help=f"Which of {', '.join(ROWS)}; sync first gives the goal.")] = "sync,streaming",
+    rows: Annotated[str, typer.Option(help=f"Of {', '.join(ROWS)}; sync first gives the goal.")] = "sync,streaming",
     steps: Annotated[int, typer.Option(min=16, help="Sync's steps; local steps make three times as many.")] = 64,
     width: Annotated[int, typer.Option(help="The GPT's width.")] = 256,
     layers: Annotated[int, typer.Option(help="The GPT's layers.")] = 3,
@@ -300,7 +295,7 @@ def command(
     heartbeat: Annotated[float, typer.Option(help="Seconds of silence after which a member is given up.")] = 1.0,
     lose: Annotated[float, typer.Option(help="Cut site 2 off for so many seconds, at a third of the steps.")] = 0.0,
     hub: Annotated[bool, typer.Option("--hub", help="All three servers at site 0.")] = False,
-    idle_windows: Annotated[bool, typer.Option("--idle-windows", help="Leave TCP's slow start after idling on.")] = False,
+    idle_windows: Annotated[bool, typer.Option("--idle-windows", help="Leave TCP's slow start after idling.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
     """Train across three sites in several ways; cut one off if asked for."""

@@ -1,4 +1,4 @@
-"""One worker of `benchmarks/sites.py`: trains a small GPT, notes when each step begins, and how good the model was then.
+"""One worker of `benchmarks/sites.py`: trains a small GPT, notes when each step begins, and how good the model was.
 
 The notes are written line by line, for whoever started it looks at them to cut a site off in the midst of the run.
 """

@@ -140,7 +140,8 @@ def test_what_takes_a_long_uplink_arrives_later_and_nothing_is_left_of_it(labs_s
             far.kill()
             here.kill()
         delays = lab._delays
-        assert delays is not None and delays.process.poll() is None
+        assert delays is not None
+        assert delays.process.poll() is None
     assert delays.process.poll() is not None
     assert not any(labs_suffix in name for name in _namespaces())
 
@@ -148,7 +149,8 @@ def test_what_takes_a_long_uplink_arrives_later_and_nothing_is_left_of_it(labs_s
 def test_a_rack_that_is_cut_off_reaches_its_own_hosts_only_until_it_is_healed() -> None:
     with Netlab(hosts=3, racks=(2,)) as lab:
         one, two, outside = lab.hosts
-        send = [sys.executable, "-c", "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3)"]
+        connect = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3)"
+        send = [sys.executable, "-c", connect]
         with _python(two, ECHO, two.address) as inside, _python(outside, ECHO, outside.address) as beyond:
             ports = [_first_line(process).strip() for process in (inside, beyond)]
             lab.cut_rack(0)

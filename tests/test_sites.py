@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -102,7 +103,7 @@ class Sites:
     def pause(self, site: int, first: float, last: float) -> float:
         """The longest time without the beginning of a step of this site, between these moments."""
         times = [when for when, _ in self.begun(site) if first <= when <= last]
-        return max((after - before for before, after in zip(times, times[1:], strict=False)), default=last - first)
+        return max((after - before for before, after in itertools.pairwise(times)), default=last - first)
 
 
 def test_a_site_that_is_cut_off_stops_no_other_and_comes_back_by_itself(tmp_path: Path) -> None:

@@ -25,12 +25,11 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -190,7 +189,7 @@ class Netlab:
         self._at_border(number, Host.heal)
 
     def uplink_bytes(self, number: int) -> tuple[int, int]:
-        """(bytes out of this rack, bytes into it) over its uplink until now, with the headers of Ethernet, IP and TCP."""
+        """(bytes out of this rack, bytes into it) over its uplink until now, with all headers."""
         listed = _call(["ip", "-n", self._switch, "-s", "-j", "link", "show", "dev", f"up{number + 1}"])
         (link,) = json.loads(listed)
         return int(link["stats64"]["tx"]["bytes"]), int(link["stats64"]["rx"]["bytes"])
@@ -264,7 +263,8 @@ class _Delays:
             self._argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
         try:
-            assert self.process.stdout is not None and self.process.stderr is not None
+            assert self.process.stdout is not None
+            assert self.process.stderr is not None
             if self.process.stdout.readline() != "up\n":
                 said = self.process.stderr.read().strip().rpartition("\n")[2]
                 raise NetlabUnavailable(f"the program that delays uplinks failed ({said}): it needs /dev/net/tun")
