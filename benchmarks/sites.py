@@ -34,6 +34,7 @@ from rallypoint.testing.netlab import Netlab
 from sites_member import Result, Task, shape
 from strategies import Point, reach
 
+_ROWS = "sync,streaming"
 SITES, LOST, BATCH = 3, 2, 4  # the site that is lost has no coordinator
 _OUTER = rp.SGD(lr=0.7, momentum=0.5, nesterov=True)
 _POLL_S, _PATIENCE_S = 0.02, 600.0
@@ -271,11 +272,14 @@ def _lost_table(found: Sequence[Figures]) -> list[Any]:
     rows = [
         [
             ROWS[f.row].title, f"site {LOST}", f"{f.lost.away:.1f}", f"{f.lost.pause_before:.2f}",
-            f"{f.lost.pause_away:.2f}", f"{f.lost.pause_after:.2f}", "not" if f.lost.back is None else f"{f.lost.back:.1f}",
+            f"{f.lost.pause_away:.2f}", f"{f.lost.pause_after:.2f}",
+            "not" if f.lost.back is None else f"{f.lost.back:.1f}",
         ]
         for f in found if f.lost
     ]  # fmt: skip
-    columns = ("way to synchronise", "cut off", "for s", "others' longest pause before, s", "meanwhile, s", "after, s", "back after s")
+    columns = (
+        "way to synchronise", "cut off", "for s", "others' longest pause before, s", "meanwhile, s", "after, s", "back, s",
+    )  # fmt: skip
     return [table("a site is cut off, and comes back", columns, rows)] if rows else []
 
 
@@ -284,7 +288,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def command(
-    rows: Annotated[str, typer.Option(help=f"Of {', '.join(ROWS)}; sync first gives the goal.")] = "sync,streaming",
+    rows: Annotated[str, typer.Option(help=f"Of {', '.join(ROWS)}; sync first gives the goal.")] = _ROWS,
     steps: Annotated[int, typer.Option(min=16, help="Sync's steps; local steps make three times as many.")] = 64,
     width: Annotated[int, typer.Option(help="The GPT's width.")] = 256,
     layers: Annotated[int, typer.Option(help="The GPT's layers.")] = 3,
@@ -295,7 +299,7 @@ def command(
     heartbeat: Annotated[float, typer.Option(help="Seconds of silence after which a member is given up.")] = 1.0,
     lose: Annotated[float, typer.Option(help="Cut site 2 off for so many seconds, at a third of the steps.")] = 0.0,
     hub: Annotated[bool, typer.Option("--hub", help="All three servers at site 0.")] = False,
-    idle_windows: Annotated[bool, typer.Option("--idle-windows", help="Leave TCP's slow start after idling.")] = False,
+    idle_windows: Annotated[bool, typer.Option("--idle-windows", help="TCP starts slowly after idling.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
     """Train across three sites in several ways; cut one off if asked for."""
