@@ -278,7 +278,7 @@ def _lost_table(found: Sequence[Figures]) -> list[Any]:
         for f in found if f.lost
     ]  # fmt: skip
     columns = (
-        "way to synchronise", "cut off", "for s", "others' longest pause before, s", "meanwhile, s", "after, s", "back, s",
+        "way to synchronise", "cut off", "for s", "others' longest pause: before", "meanwhile", "after", "back, s",
     )  # fmt: skip
     return [table("a site is cut off, and comes back", columns, rows)] if rows else []
 
