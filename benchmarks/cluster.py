@@ -196,6 +196,7 @@ class Members:
     def start_rallypoint(
         self, at: Site, *, replication: int = 1, snapshot_seconds: float = 0.0, snapshot_steps: int = 0,
         topology: Topology | None = None, measure_links: bool = False, overrides: Mapping[str, Any] | None = None,
+        heartbeat: float = 3.0,
     ) -> None:  # fmt: skip
         """Start a coordinator and the servers, through the product's own command line. `overrides`: as of ``--set``."""
         read, write = os.pipe()
@@ -203,7 +204,7 @@ class Members:
             workers_start=len(at.workers), workers_max=len(at.workers), servers=len(at.servers),
             replication=replication, snapshot_seconds=snapshot_seconds, snapshot_steps=snapshot_steps,
             snapshots=snapshot_seconds > 0 or snapshot_steps > 0, topology=topology or Topology(),
-            measure_links=measure_links,
+            measure_links=measure_links, heartbeat=heartbeat,
         )  # fmt: skip
         about = {"snapshots": str(self.folder / "snapshots"), "folder": str(self.folder), "overrides": overrides or {}}
         argv = ["-m", "rallypoint.cli", "coordinator", "--bind", f"{at.coordinator.address}:0"]
@@ -223,13 +224,17 @@ class Members:
         """Until all have ended well; BenchmarkFailed when one has not, or after `seconds`."""
         deadline = time.monotonic() + seconds
         while any(member.process.poll() is None for member in self._members):
-            for member in self._members:
-                if member.process.poll() not in (None, 0):
-                    self._fail(member.name, f"ended with status {member.process.returncode}")
+            self.check()
             if time.monotonic() > deadline:
                 late = next(member for member in self._members if member.process.poll() is None)
                 self._fail(late.name, f"was not done after {seconds:.0f} s")
             time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        """BenchmarkFailed when one has ended badly."""
+        for member in self._members:
+            if member.process.poll() not in (None, 0):
+                self._fail(member.name, f"ended with status {member.process.returncode}")
 
     def pid(self, name: str) -> int:
         """A member's process."""
@@ -246,9 +251,7 @@ class Members:
         """Until a member has touched this file; BenchmarkFailed when one ends badly first, or after `seconds`."""
         deadline = time.monotonic() + seconds
         while not milestone.exists():
-            for member in self._members:
-                if member.process.poll() not in (None, 0):
-                    self._fail(member.name, f"ended with status {member.process.returncode}")
+            self.check()
             if time.monotonic() > deadline:
                 raise BenchmarkFailed(f"{milestone.name} was not reached after {seconds:.0f} s")
             time.sleep(_POLL_S / 10)

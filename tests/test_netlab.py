@@ -14,6 +14,7 @@ import pytest
 
 from rallypoint.testing import netlab
 from rallypoint.testing.netlab import Host, Netlab, NetlabUnavailable
+from rallypoint.testing.netlab import lab as netlab_lab
 
 pytestmark = pytest.mark.netns
 
@@ -55,8 +56,8 @@ def _lab_possible() -> None:
 @pytest.fixture
 def labs_suffix(monkeypatch: pytest.MonkeyPatch) -> str:
     """Every lab of this test carries a suffix we know, so that others on this machine do not disturb it."""
-    suffix = netlab.secrets.token_hex(4)
-    monkeypatch.setattr(netlab.secrets, "token_hex", lambda size: suffix)
+    suffix = netlab_lab.secrets.token_hex(4)
+    monkeypatch.setattr(netlab_lab.secrets, "token_hex", lambda size: suffix)
     return suffix
 
 
@@ -105,6 +106,67 @@ def test_the_hosts_of_a_rack_share_its_uplink_and_not_each_other_s_links() -> No
         assert _mbit(one, two, 20 * MEGABYTE) > 100
         for sender, receiver in ((one, outside), (outside, two)):
             assert 0.80 <= _mbit(sender, receiver, 5 * MEGABYTE) / 50 <= 1.02
+
+
+ECHO = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], 0))
+print(listener.getsockname()[1], flush=True)
+while True:
+    connection, _ = listener.accept()
+    while data := connection.recv(100):
+        connection.sendall(data)
+"""
+ASK = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+began = time.perf_counter()
+connection.sendall(b"x")
+connection.recv(1)
+print(time.perf_counter() - began)
+"""
+
+
+def test_what_takes_a_long_uplink_arrives_later_and_nothing_is_left_of_it(labs_suffix: str) -> None:
+    with Netlab(hosts=3, racks=(2, 1), uplink_mbit=100.0, uplink_delay=0.1) as lab:
+        near, one, other = lab.hosts
+        assert (lab.rack(0), lab.rack(1)) == ((near, one), (other,))
+        with _python(other, ECHO, other.address) as far, _python(one, ECHO, one.address) as here:
+            ports = [_first_line(process).strip() for process in (far, here)]
+            there = near.run([sys.executable, "-c", ASK, other.address, ports[0]], timeout=30)
+            assert float(there.stdout) >= 0.4, "two uplinks there, two back"
+            assert near.run([sys.executable, "-c", ASK, one.address, ports[1]], timeout=30).returncode == 0
+            assert min(lab.uplink_bytes(0)) > 0
+            far.kill()
+            here.kill()
+        delays = lab._delays
+        assert delays is not None
+        assert delays.process.poll() is None
+    assert delays.process.poll() is not None
+    assert not any(labs_suffix in name for name in _namespaces())
+
+
+def test_a_rack_that_is_cut_off_reaches_its_own_hosts_only_until_it_is_healed() -> None:
+    with Netlab(hosts=3, racks=(2,)) as lab:
+        one, two, outside = lab.hosts
+        connect = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3)"
+        send = [sys.executable, "-c", connect]
+        with _python(two, ECHO, two.address) as inside, _python(outside, ECHO, outside.address) as beyond:
+            ports = [_first_line(process).strip() for process in (inside, beyond)]
+            lab.cut_rack(0)
+            assert one.run([*send, two.address, ports[0]], timeout=20).returncode == 0
+            assert "TimeoutError" in one.run([*send, outside.address, ports[1]], timeout=20).stderr
+            lab.heal_rack(0)
+            assert one.run([*send, outside.address, ports[1]], timeout=20).returncode == 0
+            inside.kill()
+            beyond.kill()
+
+
+@pytest.mark.slow
+def test_a_long_uplink_carries_its_rate() -> None:
+    with Netlab(hosts=2, racks=(1, 1), uplink_mbit=100.0, uplink_delay=0.025) as lab:
+        one, other = lab.hosts
+        assert 0.40 <= _mbit(one, other, 30 * MEGABYTE) / 100 <= 1.02  # TCP's windows need seconds to open
 
 
 @pytest.mark.slow
@@ -208,7 +270,7 @@ def test_nothing_is_left_after_an_exception_within(labs_suffix: str, error: type
 def test_nothing_is_left_after_an_interrupt_at_any_command_of_the_set_up(
     labs_suffix: str, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    call, calls_left, setting_up = netlab._call, 0, True
+    call, calls_left, setting_up = netlab_lab._call, 0, True
 
     def interrupted(argv: Sequence[str], lines: Sequence[str] = ()) -> None:
         nonlocal calls_left
@@ -219,7 +281,7 @@ def test_nothing_is_left_after_an_interrupt_at_any_command_of_the_set_up(
         if calls_left == 0 and when == "after":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(netlab, "_call", interrupted)
+    monkeypatch.setattr(netlab_lab, "_call", interrupted)
     interrupts = 0
     while setting_up:
         calls_left = interrupts + 1
@@ -258,6 +320,9 @@ def test_racks_out_of_range_are_refused() -> None:
             Netlab(hosts=3, racks=racks)
     with pytest.raises(ValueError, match="rate"):
         Netlab(hosts=3, racks=(2,), uplink_mbit=0.0)
+    for delay in (-0.1, 11.0, float("nan")):
+        with pytest.raises(ValueError, match="delay"):
+            Netlab(hosts=3, racks=(2,), uplink_delay=delay)
 
 
 def test_sixteen_hosts_are_up_in_seconds() -> None:

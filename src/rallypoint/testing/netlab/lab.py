@@ -11,6 +11,12 @@ With ``racks`` the first hosts stand in racks, each with a switch of its own and
 
     Netlab(hosts=10, rate_mbit=100.0, racks=(4, 4), uplink_mbit=100.0)     # two racks of 4 (4:1), and 2 hosts outside
 
+An uplink may take time, as between data centres; a rack may be cut off from all others::
+
+    with Netlab(hosts=6, racks=(2, 2, 2), uplink_mbit=100.0, uplink_delay=0.025) as lab:   # 50 ms from rack to rack
+        lab.cut_rack(2)
+        lab.heal_rack(2)
+
 The end of the ``with`` block removes everything that the lab made. Only a SIGKILL of this process leaves something:
 namespaces named ``rp-*``, which ``ip netns del`` removes.
 """
@@ -18,28 +24,27 @@ namespaces named ``rp-*``, which ``ip netns del`` removes.
 from __future__ import annotations
 
 import ctypes
-import os
+import json
 import secrets
-import select
-import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
 from rallypoint.errors import RallypointError
+from rallypoint.testing.netlab.ending import KILL_SECONDS, NETNS_FOLDER, kill_all, kill_group
 
 MAX_HOSTS = 254  # one /24
-_NETNS_FOLDER = Path("/run/netns")  # where `ip netns` keeps its names
+MAX_DELAY_S = 10.0
+_DELAY = Path(__file__).with_name("delay.py")
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _COMMAND_SECONDS = 30.0
 _NOBODY = "02:00:00:00:00:01"  # a hardware address that no host has
 _CLONE_NEWNET = 0x40000000  # from <sched.h>
-_KILL_SECONDS = 10.0
 
 
 class NetlabUnavailable(RallypointError):
@@ -84,7 +89,7 @@ class Host:
             try:
                 out, err = process.communicate(timeout=timeout)
             except BaseException:  # a KeyboardInterrupt too: the end of the block waits for the process
-                _kill_group(process)
+                kill_group(process)
                 raise
         return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
 
@@ -109,7 +114,7 @@ class Host:
 
     def enter(self) -> None:
         """Move the calling thread onto this host, with the threads that it starts from now on."""
-        with (_NETNS_FOLDER / self.name).open() as namespace:
+        with (NETNS_FOLDER / self.name).open() as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
 
@@ -118,7 +123,8 @@ class Netlab:
     """A context manager: ``hosts`` hosts on one switch, each link limited to ``rate_mbit`` Mbit/s in each direction.
 
     ``racks``: the first ``racks[0]`` hosts are in one rack, the next ``racks[1]`` in another, and so on. The uplink of
-    each rack is limited to ``uplink_mbit`` in each direction.
+    each rack is limited to ``uplink_mbit`` in each direction; what takes it arrives ``uplink_delay`` seconds later, so
+    twice as much later in another rack. That is a program that passes frames on (`delay.py`); it needs /dev/net/tun.
 
     TCP gets about 0.95 of the rate as payload; headers take the rest. ``rate_mbit=None`` means unlimited. Raises
     ``ValueError`` for numbers out of range, and ``NetlabUnavailable`` on entry when this machine cannot make a lab.
@@ -126,29 +132,38 @@ class Netlab:
 
     def __init__(
         self, hosts: int, rate_mbit: float | None = None, *, racks: Sequence[int] = (),
-        uplink_mbit: float | None = None,
+        uplink_mbit: float | None = None, uplink_delay: float = 0.0,
     ) -> None:  # fmt: skip
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"a lab has 1 to {MAX_HOSTS} hosts, not {hosts}")
         if min(racks, default=1) < 1 or sum(racks) > hosts:
             raise ValueError(f"racks of {', '.join(map(str, racks))} hosts: there are {hosts}")
+        if not 0.0 <= uplink_delay <= MAX_DELAY_S:
+            raise ValueError(f"an uplink's delay is 0 to {MAX_DELAY_S:g} s, not {uplink_delay}")
         _shape("up0", uplink_mbit)
         _shape("eth0", rate_mbit)  # refuse an impossible rate here, not half-way through the set-up
         self.hosts: tuple[Host, ...] = ()
+        self._switch = ""
+        self._delays: _Delays | None = None
         self._count = hosts
-        self._rate, self._racks, self._uplink = rate_mbit, tuple(racks), uplink_mbit
+        self._rate, self._racks, self._uplink, self._delay = rate_mbit, tuple(racks), uplink_mbit, uplink_delay
         self._teardown = ExitStack()
 
     def __enter__(self) -> Netlab:
         lab = f"rp-{secrets.token_hex(4)}"
+        self._switch = f"{lab}-sw"
         with ExitStack() as teardown:
             folder = Path(teardown.enter_context(TemporaryDirectory(prefix=f"{lab}-")))
             self.hosts = tuple(_host(lab, number, folder) for number in range(self._count))
             # Register each undo before its action: a set-up that stops half-way is then undone like a whole one.
-            teardown.callback(_delete_namespaces, [f"{lab}-sw", *(host.name for host in self.hosts)])
-            teardown.callback(_kill_all, self.hosts)
-            _build(f"{lab}-sw", self.hosts, self._rate, self._bridges())
-            _add_uplinks(f"{lab}-sw", len(self._racks), self._uplink)
+            teardown.callback(_delete_namespaces, [self._switch, *(host.name for host in self.hosts)])
+            teardown.callback(_kill_hosts, self.hosts)
+            _build(self._switch, self.hosts, self._rate, self._bridges())
+            if self._racks and self._delay:
+                self._delays = teardown.enter_context(_Delays(self._switch, len(self._racks), self._delay))
+            elif self._racks:
+                _add_wires(self._switch, len(self._racks))
+            _add_uplinks(self._switch, len(self._racks), self._uplink, self._delay)
             self._teardown = teardown.pop_all()
         return self
 
@@ -156,6 +171,36 @@ class Netlab:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._teardown.close()
+
+    def rack(self, number: int) -> tuple[Host, ...]:
+        """The hosts of this rack."""
+        first = sum(self._racks[:number])
+        return self.hosts[first : first + self._racks[number]]
+
+    def cut_rack(self, number: int) -> None:
+        """From now on nothing goes between this rack and all other hosts, in either direction: see `Host.cut`.
+
+        What has taken the uplink already still arrives.
+        """
+        self._at_border(number, Host.cut)
+
+    def heal_rack(self, number: int) -> None:
+        """Undo `cut_rack`."""
+        self._at_border(number, Host.heal)
+
+    def uplink_bytes(self, number: int) -> tuple[int, int]:
+        """(bytes out of this rack, bytes into it) over its uplink until now, with all headers."""
+        listed = _call(["ip", "-n", self._switch, "-s", "-j", "link", "show", "dev", f"up{number + 1}"])
+        (link,) = json.loads(listed)
+        return int(link["stats64"]["tx"]["bytes"]), int(link["stats64"]["rx"]["bytes"])
+
+    def _at_border(self, number: int, act: Callable[..., None]) -> None:
+        inside = self.rack(number)
+        outside = [host for host in self.hosts if host not in inside]
+        for host in inside:
+            act(host, *outside)
+        for host in outside:
+            act(host, *inside)
 
     def _bridges(self) -> list[str]:
         """Each host's switch: br0 is that of the hosts that are in no rack."""
@@ -199,18 +244,54 @@ def _build(switch: str, hosts: Sequence[Host], rate: float | None, bridges: Sequ
         _call(["tc", "-n", switch, "-batch", "-"], [_shape(host._port, rate) for host in hosts])
 
 
-def _add_uplinks(switch: str, racks: int, rate: float | None) -> None:
-    """Connect each rack's switch with br0."""
-    if not racks:
-        return
+def _add_wires(switch: str, racks: int) -> None:
+    """Make each rack's uplink, a pair of interfaces."""
+    wires = [f"link add up{rack} type veth peer name down{rack}" for rack in range(1, racks + 1)]
+    _call(["ip", "-n", switch, "-batch", "-"], wires)
+
+
+class _Delays:
+    """The uplinks as interfaces of the program that delays them, while the context lasts."""
+
+    def __init__(self, switch: str, racks: int, seconds: float) -> None:
+        pairs = [f"up{rack}:down{rack}" for rack in range(1, racks + 1)]
+        self._argv = ["ip", "netns", "exec", switch, sys.executable, "-S", str(_DELAY), str(seconds), *pairs]
+
+    def __enter__(self) -> _Delays:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            self._argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+        try:
+            assert self.process.stdout is not None
+            assert self.process.stderr is not None
+            if self.process.stdout.readline() != "up\n":
+                said = self.process.stderr.read().strip().rpartition("\n")[2]
+                raise NetlabUnavailable(f"the program that delays uplinks failed ({said}): it needs /dev/net/tun")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kill_group(self.process)
+        self.process.communicate(timeout=KILL_SECONDS)
+
+
+def _add_uplinks(switch: str, racks: int, rate: float | None, delay: float) -> None:
+    """Connect each rack's switch with br0.
+
+    The queue before a long uplink holds what it carries in the time there and back, as a router's does: a shorter one
+    loses pieces at each burst, and TCP takes many round trips to come back.
+    """
     lines: list[str] = []
     for rack in range(1, racks + 1):
-        lines.append(f"link add up{rack} type veth peer name down{rack}")
         lines += [f"link set up{rack} master br{rack} up", f"link set down{rack} master br0 up"]
-    _call(["ip", "-n", switch, "-batch", "-"], lines)
+    if lines:
+        _call(["ip", "-n", switch, "-batch", "-"], lines)
     if rate is not None:
         ends = [end for rack in range(1, racks + 1) for end in (f"up{rack}", f"down{rack}")]
-        _call(["tc", "-n", switch, "-batch", "-"], [_shape(end, rate) for end in ends])
+        _call(["tc", "-n", switch, "-batch", "-"], [_shape(end, rate, 4 * delay) for end in ends])
 
 
 def _addressing(address: str) -> list[str]:
@@ -229,8 +310,9 @@ def _addressing(address: str) -> list[str]:
     ]
 
 
-def _shape(interface: str, mbit: float | None) -> str:
-    """Return the `tc` line that limits what leaves ``interface``.
+def _shape(interface: str, mbit: float | None, queue_seconds: float = 0.010) -> str:
+    """Return the `tc` line that limits what leaves ``interface``; of a longer queue than its rate needs in that time
+    the rest is lost (512 KiB may always wait).
 
     An existing limit is changed in place and keeps its queue.
     """
@@ -240,16 +322,20 @@ def _shape(interface: str, mbit: float | None) -> str:
         raise ValueError(f"a link's rate is 0.01 to 1000000 Mbit/s, or None for unlimited, not {mbit}")
     bytes_per_second = mbit * 1e6 / 8
     burst = max(96 * 1024, int(0.0005 * bytes_per_second))  # holds a 64 KiB GSO packet, which tbf would otherwise split
-    limit = max(512 * 1024, int(0.010 * bytes_per_second))
+    limit = max(512 * 1024, int(queue_seconds * bytes_per_second))
     return f"qdisc replace dev {interface} root tbf rate {int(mbit * 1e6)}bit burst {burst} limit {limit}"
 
 
-def _call(argv: Sequence[str], lines: Iterable[str] = ()) -> None:
-    """Run one `ip` or `tc` command, with ``lines`` as its batch. A failure raises an error of one sentence."""
+def _call(argv: Sequence[str], lines: Iterable[str] = ()) -> str:
+    """Run one `ip` or `tc` command, with ``lines`` as its batch; returns its output.
+
+    A failure raises an error of one sentence.
+    """
     batch = "".join(f"{line}\n" for line in lines)
     command = " ".join(argv)
     try:
-        subprocess.run(argv, input=batch, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True)
+        ran = subprocess.run(argv, input=batch, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True)
+        return ran.stdout
     except FileNotFoundError as error:
         raise NetlabUnavailable(f"netlab needs `{argv[0]}`, which is not on PATH: install iproute2") from error
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
@@ -263,62 +349,11 @@ def _call(argv: Sequence[str], lines: Iterable[str] = ()) -> None:
 
 def _delete_namespaces(names: Sequence[str]) -> None:
     """Delete those of ``names`` that exist; their interfaces, links and limits go with them."""
-    there = [name for name in names if (_NETNS_FOLDER / name).exists()]
+    there = [name for name in names if (NETNS_FOLDER / name).exists()]
     if there:
         _call(["ip", "-force", "-batch", "-"], [f"netns del {name}" for name in there])
 
 
-def _kill_all(hosts: Sequence[Host]) -> None:
-    """Kill and reap the hosts' processes, then the processes that those started in other sessions."""
-    processes = [process for host in hosts for process in host._processes]
-    for process in processes:
-        _kill_group(process)
-    for process in processes:
-        process.wait(_KILL_SECONDS)
-    names = [host.name for host in hosts]
-    while _kill_inhabitants(names):  # repeat: a process may have forked between being seen and being killed
-        pass
-
-
-def _kill_group(process: subprocess.Popen[Any]) -> None:
-    """Kill a process and its group unless it is reaped. Until then its pid, which is the group's, is not reused."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _kill_inhabitants(names: Sequence[str]) -> int:
-    """Kill each process in the network namespaces ``names`` and wait for its end. Returns how many there were."""
-    inside = {_identity(_NETNS_FOLDER / name) for name in names} - {None}
-    killed = 0
-    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-        if pid != os.getpid() and _identity(Path(f"/proc/{pid}/ns/net")) in inside:
-            killed += _kill_inhabitant(pid, inside)
-    return killed
-
-
-def _kill_inhabitant(pid: int, inside: set[tuple[int, int] | None]) -> bool:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    with ExitStack() as stack:
-        stack.callback(os.close, descriptor)
-        if _identity(Path(f"/proc/{pid}/ns/net")) not in inside:  # the pid was reused before we opened it
-            return False
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        if not poller.poll(_KILL_SECONDS * 1000):
-            raise RallypointError(f"process {pid} of a lab did not die within {_KILL_SECONDS:g} s of its SIGKILL")
-    return True
-
-
-def _identity(namespace: Path) -> tuple[int, int] | None:
-    """Return what is the same for two paths to one namespace; None if it is gone (a zombie has none)."""
-    try:
-        status = namespace.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+def _kill_hosts(hosts: Sequence[Host]) -> None:
+    """Kill and reap what runs on these hosts."""
+    kill_all([process for host in hosts for process in host._processes], [host.name for host in hosts])
