@@ -1,6 +1,6 @@
-"""A real coordinator process and thousands of members that are only sockets: how late is a view, and what does it cost?
+"""A real coordinator process and hundreds of members that are only sockets: how late is a view, and what does it cost?
 
-    python benchmarks/members.py --workers 1800 --servers 200
+    python benchmarks/members.py --workers 450 --servers 50
 
 The coordinator is a process of its own (`CoordinatorService`, TCP, tokens, journal). Each member has a connection with
 the real greeting, beats and reports; no model is behind it. Members die one after another. A view's latency is from the
@@ -208,8 +208,8 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 
 def main(
-    workers: Annotated[int, typer.Option(help="How many workers.")] = 1800,
-    servers: Annotated[int, typer.Option(help="How many servers.")] = 200,
+    workers: Annotated[int, typer.Option(help="How many workers.")] = 450,
+    servers: Annotated[int, typer.Option(help="How many servers.")] = 50,
     deaths: Annotated[int, typer.Option(help="How many workers die, one after another.")] = 10,
     steady: Annotated[float, typer.Option(help="Seconds of beats and reports, a step each second.")] = 10.0,
     heartbeat: Annotated[float, typer.Option(help="Seconds after which a silent member is given up.")] = 120.0,
