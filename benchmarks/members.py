@@ -37,7 +37,7 @@ _STACK = 256 << 10
 _spawn = multiprocessing.get_context("spawn")
 
 
-def coordinate(pipe: Pipe, terms: Terms, whole: bool, profile: str) -> None:
+def coordinate(pipe: Pipe, terms: Terms, whole: bool, profile: str, switch: float) -> None:
     """The coordinator's process: says where it listens, and ends when it is told to. `whole`: without differences."""
     from rallypoint.coordinator.joining.tickets import Tickets
     from rallypoint.coordinator.service import CoordinatorService, JoinInfo
@@ -45,6 +45,8 @@ def coordinate(pipe: Pipe, terms: Terms, whole: bool, profile: str) -> None:
     if whole:
         Tickets.news = Tickets.views  # type: ignore[method-assign]
     threading.stack_size(_STACK)
+    if switch:
+        sys.setswitchinterval(switch)
     with tempfile.TemporaryDirectory() as folder:
         service = CoordinatorService(terms=terms, token=TOKEN, join_info=JoinInfo(folder=folder))
         if profile:
@@ -241,6 +243,7 @@ def main(
     processes: Annotated[int, typer.Option(help="In so many processes the members are.")] = 2,
     whole: Annotated[bool, typer.Option(help="Send every view whole, as before there were differences.")] = False,
     profile: Annotated[str, typer.Option(help="Write a profile of the coordinator's one thread that decides.")] = "",
+    switch: Annotated[float, typer.Option(help="sys.setswitchinterval in the coordinator; 0: Python's own.")] = 0.1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Drive a real coordinator with members that are only sockets."""
@@ -248,7 +251,7 @@ def main(
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     terms = Terms(workers_start=workers, workers_max=workers, servers=servers, heartbeat=heartbeat)
     here, there = _spawn.Pipe()
-    process = _spawn.Process(target=coordinate, args=(there, terms, whole, profile), daemon=True)
+    process = _spawn.Process(target=coordinate, args=(there, terms, whole, profile, switch), daemon=True)
     process.start()
     crowd_of = Members(Size(workers=workers, servers=servers))
     crowd_of.begin(here.recv(), heartbeat / 4, processes)
