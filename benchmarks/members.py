@@ -3,9 +3,9 @@
     python benchmarks/members.py --workers 1800 --servers 200
 
 The coordinator is a process of its own (`CoordinatorService`, TCP, tokens, journal). Each member has a connection with
-the real greeting, beats and reports; no model is behind it. Members die one after another. A view's latency is from the
-end of the dead member's socket to the moment at which a member has read the message that says so. Members decode each
-message; one of them makes the whole view of it, for the others it would only use the processor that all share here.
+the real greeting, beats and reports; no model is behind it (`members_crowd.py`). Workers die: one, one after another,
+five at once. A view's latency is from the end of the dead member's socket to the moment at which a member has read the
+message that says so. All processes share the machine's cores.
 """
 
 from __future__ import annotations
@@ -13,138 +13,133 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import queue
 import resource
 import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from members_crowd import PATIENCE_S, TOKEN, Came, Sizes, crowd, members_of
 from rich.console import Console
 from rich.table import Table
 
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.view import View
-from rallypoint.errors import RallypointError
-from rallypoint.net.channel import Channel
-from rallypoint.net.handshake import COORDINATOR, introduce
-from rallypoint.net.keys import role_token
-from rallypoint.net.messages import Applied, Beat, Hello, NewView, Propose, Report
-from rallypoint.net.seal import SEALED_BYTES
-from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.views.messages import ViewChange
-from rallypoint.net.views.receiver import ViewReceiver
-from rallypoint.testing.scale.cluster import Size, named, record_for
+from rallypoint.testing.scale.cluster import Size, named
 
-TOKEN, STACK, PATIENCE_S = "a token of the benchmark's", 256 << 10, 300.0
+_STACK = 256 << 10
+_spawn = multiprocessing.get_context("spawn")
 
 
-def coordinate(pipe: Pipe, terms: Terms, whole: bool) -> None:
+def coordinate(pipe: Pipe, terms: Terms, whole: bool, profile: str, switch: float) -> None:
     """The coordinator's process: says where it listens, and ends when it is told to. `whole`: without differences."""
     from rallypoint.coordinator.joining.tickets import Tickets
     from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 
     if whole:
         Tickets.news = Tickets.views  # type: ignore[method-assign]
-    threading.stack_size(STACK)
+    threading.stack_size(_STACK)
+    if switch:
+        sys.setswitchinterval(switch)
     with tempfile.TemporaryDirectory() as folder:
         service = CoordinatorService(terms=terms, token=TOKEN, join_info=JoinInfo(folder=folder))
+        if profile:
+            _profiled(service, profile)
         service.start()
         pipe.send(service.address)
         pipe.recv()
+        if profile:
+            service.abort("the benchmark is over")
+            service.wait()
+            service._owner.stop()
         os._exit(0)  # thousands of connections need not be closed one by one
 
 
-@dataclass(slots=True)
-class Crowd:
-    """All members. `came`: (view's number, when it was read, bytes) of each view that a member has read."""
+def _profiled(service: Any, path: str) -> None:
+    """Write a profile of the owner's thread into this file when the thread ends."""
+    import cProfile
 
-    address: str
+    from rallypoint.coordinator.owner import Owner
+
+    run = Owner._run
+
+    def profiled(owner: Owner) -> None:
+        profile = cProfile.Profile(time.thread_time)
+        profile.runcall(run, owner)
+        profile.dump_stats(path)
+
+    Owner._run = profiled  # type: ignore[method-assign]
+
+
+@dataclass(slots=True)
+class Members:
+    """All members: processes of them, and what they have read."""
+
     size: Size
-    heartbeat: float
-    channels: dict[str, Channel] = field(default_factory=dict)
-    came: queue.SimpleQueue[tuple[tuple[int, int], float, int]] = field(default_factory=queue.SimpleQueue)
-    whole: ViewReceiver = field(default_factory=ViewReceiver)
-    view: View | None = None
-    over: threading.Event = field(default_factory=threading.Event)
+    pipes: list[Pipe] = field(default_factory=list)
+    names: list[tuple[str, ...]] = field(default_factory=list)
+    came: dict[tuple[int, int], list[Came]] = field(default_factory=dict)
+    sizes: dict[tuple[int, int], int] = field(default_factory=dict)
+    done: int = 0  # orders that were answered
+
+    def begin(self, address: str, beat: float, processes: int) -> None:
+        """Start the processes."""
+        self.names = members_of(self.size, processes)
+        for _ in self.names:
+            here, there = _spawn.Pipe()
+            _spawn.Process(target=crowd, args=(there, address, self.size, beat), daemon=True).start()
+            self.pipes.append(here)
+
+    def order(self, order: str, told: Sequence[tuple[str, ...]] | int = ()) -> None:
+        """Tell each process, and wait until all have done it."""
+        self.done = 0
+        for number, pipe in enumerate(self.pipes):
+            pipe.send((order, told if isinstance(told, int) else told[number] if told else ()))
+        while self.done < len(self.pipes):
+            self._take()
+
+    def _take(self) -> None:
+        ready = wait(self.pipes, PATIENCE_S)
+        if not ready:
+            raise SystemExit("members: nothing has come for long")
+        for pipe in ready:
+            assert isinstance(pipe, Pipe)
+            match pipe.recv():
+                case str():
+                    self.done += 1
+                case Exception() as error:
+                    raise SystemExit(f"members: {error}")
+                case told:
+                    for one in told:
+                        if isinstance(one, Came):
+                            self.came.setdefault(one.number, []).append(one)
+                        else:
+                            self.sizes[one.number] = one.members
 
     def join(self) -> None:
-        """All members join; workers propose the job, the last of them begins it."""
-        names = [(named("server", i), "server") for i in range(self.size.servers)]
-        names += [(named("worker", i), "worker") for i in range(self.size.workers)]
-        threading.Thread(target=self._beat, daemon=True).start()
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda one: self._enter(*one), names))
-        proposal = Propose(record_for(self.size))
-        for name, channel in list(self.channels.items()):
-            if name.startswith("worker"):
-                channel.send_message(proposal)
+        """All members join; then workers propose the job."""
+        self.order("join", self.names)
+        self.order("propose")
 
-    def _enter(self, name: str, role: str) -> None:
-        connection = TcpTransport().connect(self.address, PATIENCE_S)
-        listening = "" if role == "worker" else f"127.0.0.1:{20000 + int(name[-5:])}"
-        hello = Hello(role, name, f"host-{name}", listening, to=COORDINATOR, process=name.encode())
-        _, keys = introduce(connection, hello, role_token(TOKEN, role))
-        channel = self.channels[name] = Channel(connection, "the coordinator", keys)
-        threading.Thread(target=self._read, args=(name, channel), daemon=True).start()
-
-    def _read(self, name: str, channel: Channel) -> None:
-        try:
-            while not self.over.is_set():
-                header = channel.receive_header()
-                message = channel.receive_message(header)
-                if isinstance(message, NewView | ViewChange):
-                    self._came(name, message, header.length + SEALED_BYTES)
-        except RallypointError as error:
-            if not self.over.is_set() and name in self.channels:  # it was not killed
-                print(f"{name}: {error}", file=sys.stderr)
-
-    def _came(self, name: str, message: NewView | ViewChange, nbytes: int) -> None:
+    def kill(self, names: Sequence[str]) -> float:
+        """End the sockets of these members; returns when it began."""
         now = time.monotonic()
-        number = message.view.number if isinstance(message, NewView) else message.change.rest.number
-        if name == named("worker", 0):
-            self.view = self.whole.take(message).view
-        self.came.put(((number.epoch, number.count), now, nbytes))
-
-    def _beat(self) -> None:
-        while not self.over.wait(self.heartbeat / 4):
-            for channel in list(self.channels.values()):
-                channel.send_message(Beat())
-
-    def kill(self, name: str) -> float:
-        """End a member's socket; returns when."""
-        channel = self.channels.pop(name)
-        now = time.monotonic()
-        channel.close()
+        self.order("kill", [tuple(one for one in names if one in own) for own in self.names])
         return now
 
-    def step(self, number: int) -> None:
-        """Each worker reports its replicas of this step, each server has applied it."""
-        assert self.view is not None
-        generation = self.view.generation
-        for worker, own in self.view.assigned(number).items():
-            if (channel := self.channels.get(worker)) is not None:
-                for replica in own:
-                    channel.send_message(Report(number, replica, 1.0, 1.0, 1, 0.5, generation))
-        for server in self.view.servers:
-            if (channel := self.channels.get(server.id)) is not None:
-                channel.send_message(Applied(number, self.size.workers, time.time(), {}, generation))
-
-    def everywhere(self, members: int) -> tuple[list[float], list[int]]:
-        """Wait until so many members have read the newest view. Returns when each did, and the bytes of each."""
-        seen: dict[tuple[int, int], list[tuple[float, int]]] = {}
-        deadline = time.monotonic() + PATIENCE_S
+    def everywhere(self, members: int) -> list[Came]:
+        """Wait until all of so many members have read a view in which they are, and nobody else."""
         while True:
-            number, when, nbytes = self.came.get(timeout=max(0.0, deadline - time.monotonic()))
-            seen.setdefault(number, []).append((when, nbytes))
-            if len(seen[number]) >= members:
-                return [when for when, _ in seen[number]], [nbytes for _, nbytes in seen[number]]
+            for number, count in self.sizes.items():
+                if count == members and len(self.came.get(number, ())) >= members:
+                    return self.came[number]
+            self._take()
 
 
 def spent(pid: int) -> tuple[float, float]:
@@ -161,38 +156,70 @@ def at(share: float, values: list[float]) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure(crowd: Crowd, pid: int, deaths: int, steady: float) -> list[dict[str, Any]]:
-    """Join, stay, die: what each phase took of the coordinator."""
-    rows, members = [], crowd.size.workers + crowd.size.servers
-    began, (used, _) = time.monotonic(), spent(pid)
-    crowd.join()
-    times, nbytes = crowd.everywhere(members)
-    after, memory = spent(pid)
-    rows.append({
-        "phase": "join, the first view", "seconds": max(times) - began, "processor": after - used, "MB": memory,
-        "bytes": sum(nbytes), "bytes_each": sum(nbytes) / len(nbytes),
-    })  # fmt: skip
-    began, used, step = time.monotonic(), after, 0
-    while time.monotonic() - began < steady:
-        crowd.step(step)
-        step += 1
-        time.sleep(max(0.0, began + step - time.monotonic()))
-    took, (after, memory) = time.monotonic() - began, spent(pid)
-    rows.append({"phase": f"steady, {step} steps", "seconds": took, "processor": after - used, "MB": memory})
-    began, used, latencies, total = time.monotonic(), after, list[float](), list[int]()
-    for number in range(deaths):
-        members -= 1
-        dead = crowd.kill(named("worker", crowd.size.workers - 1 - number))
-        times, nbytes = crowd.everywhere(members)
-        latencies += [when - dead for when in times]
-        total += nbytes
-    took, (after, memory) = time.monotonic() - began, spent(pid)
-    rows.append({
-        "phase": f"{deaths} deaths", "seconds": took, "processor": after - used, "MB": memory, "bytes": sum(total),
-        "bytes_each": sum(total) / len(total), "median": at(0.5, latencies), "p99": at(0.99, latencies),
-        "last": max(latencies),
-    })  # fmt: skip
-    return rows
+@dataclass(slots=True)
+class Phases:
+    """Measures phase after phase."""
+
+    crowd: Members
+    pid: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    dead: int = 0
+    _began: float = 0.0
+    _used: float = 0.0
+
+    @property
+    def members(self) -> int:
+        """How many live."""
+        return self.crowd.size.workers + self.crowd.size.servers - self.dead
+
+    def begin(self) -> None:
+        """Begin a phase."""
+        self._began, (self._used, _) = time.monotonic(), spent(self.pid)
+
+    def end(self, phase: str, **more: Any) -> None:
+        """End it."""
+        took, (used, memory) = time.monotonic() - self._began, spent(self.pid)
+        self.rows.append({"phase": phase, "seconds": took, "processor": used - self._used, "MB": memory, **more})
+        print(f"{phase}: {took:.1f} s", file=sys.stderr, flush=True)
+
+    def join(self) -> None:
+        """All members join, and get the first view."""
+        self.begin()
+        self.crowd.join()
+        self.end("join")
+        self.begin()
+        self.end("the first view, whole", **_bytes(self.crowd.everywhere(self.members)))
+
+    def stay(self, seconds: float) -> None:
+        """A step each second, beside the beats."""
+        self.begin()
+        step, began = 0, time.monotonic()
+        while time.monotonic() - began < seconds:
+            self.crowd.order("step", step)
+            step += 1
+            time.sleep(max(0.0, began + step - time.monotonic()))
+        self.end(f"steady, {step} steps")
+
+    def die(self, phase: str, times: int, at_once: int = 1) -> None:
+        """So many times, so many workers die at once."""
+        self.begin()
+        came, late = list[Came](), list[float]()
+        before = sum(one.nbytes for read in self.crowd.came.values() for one in read)
+        for _ in range(times):
+            last = self.crowd.size.workers - self.dead
+            self.dead += at_once
+            when = self.crowd.kill([named("worker", last - 1 - number) for number in range(at_once)])
+            found = self.crowd.everywhere(self.members)
+            came += found
+            late += [one.when - when for one in found]
+        after = sum(one.nbytes for read in self.crowd.came.values() for one in read)
+        quantiles = {"median": at(0.5, late), "p99": at(0.99, late), "last": max(late)}
+        self.end(phase, **{**_bytes(came), "bytes": after - before}, **quantiles)
+
+
+def _bytes(came: list[Came]) -> dict[str, Any]:
+    total = sum(one.nbytes for one in came)
+    return {"bytes": total, "bytes_each": total / len(came)}
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
@@ -210,32 +237,38 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 def main(
     workers: Annotated[int, typer.Option(help="How many workers.")] = 1800,
     servers: Annotated[int, typer.Option(help="How many servers.")] = 200,
-    deaths: Annotated[int, typer.Option(help="How many workers die, one after another.")] = 10,
+    deaths: Annotated[int, typer.Option(help="How many workers die, one after another.")] = 5,
     steady: Annotated[float, typer.Option(help="Seconds of beats and reports, a step each second.")] = 10.0,
-    heartbeat: Annotated[float, typer.Option(help="Seconds after which a silent member is given up.")] = 120.0,
+    heartbeat: Annotated[float, typer.Option(help="Seconds after which a silent member is given up.")] = 10.0,
+    processes: Annotated[int, typer.Option(help="In so many processes the members are.")] = 2,
     whole: Annotated[bool, typer.Option(help="Send every view whole, as before there were differences.")] = False,
+    profile: Annotated[str, typer.Option(help="Write a profile of the coordinator's one thread that decides.")] = "",
+    switch: Annotated[float, typer.Option(help="sys.setswitchinterval in the coordinator; 0: Python's own.")] = 0.1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Drive a real coordinator with members that are only sockets."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    threading.stack_size(STACK)
     terms = Terms(workers_start=workers, workers_max=workers, servers=servers, heartbeat=heartbeat)
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=coordinate, args=(there, terms, whole), daemon=True)
+    here, there = _spawn.Pipe()
+    process = _spawn.Process(target=coordinate, args=(there, terms, whole, profile, switch), daemon=True)
     process.start()
-    crowd = Crowd(here.recv(), Size(workers=workers, servers=servers), heartbeat)
+    crowd_of = Members(Size(workers=workers, servers=servers))
+    crowd_of.begin(here.recv(), heartbeat / 4, processes)
     assert process.pid is not None
-    rows = measure(crowd, process.pid, deaths, steady)
-    Console(width=140).print(table_of(rows))
+    phases = Phases(crowd_of, process.pid)
+    phases.join()
+    phases.stay(steady)
+    phases.die("a death", 1)
+    if deaths > 1:
+        phases.die(f"{deaths} deaths, one after another", deaths)
+        phases.die(f"{deaths} deaths at once", 1, deaths)
+    Console(width=140).print(table_of(phases.rows))
     if json_file is not None:
-        found = {"workers": workers, "servers": servers, "whole": whole, "rows": rows}
+        found = {"workers": workers, "servers": servers, "whole": whole, "heartbeat": heartbeat, "rows": phases.rows}
         json_file.write_text(json.dumps(found, indent=1) + "\n")
-    crowd.over.set()
     here.send("over")
     process.join()
-    sys.stdout.flush()
-    os._exit(0)  # thousands of threads wait for their sockets
 
 
 if __name__ == "__main__":

@@ -59,6 +59,27 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
 }
 
 
+class Checks:
+    """Checks what members send. Any thread may call it.
+
+    All workers of a job propose the same record, and checking one takes milliseconds: one that has the same bytes as
+    the last that was sound is not checked again.
+    """
+
+    def __init__(self) -> None:
+        self._sound = b""
+
+    def checked(self, message: Message, sender: Hello) -> Message:
+        """Return `message`. Raises ProtocolError if its sender's role may not send it, or its values make no sense."""
+        if not isinstance(message, Propose) or sender.role != "worker":
+            return checked(message, sender)
+        proposed = msgspec.msgpack.encode(message.record)
+        if proposed != self._sound:
+            checked(message, sender)
+            self._sound = proposed
+        return message
+
+
 def checked(message: Message, sender: Hello) -> Message:
     """Return `message`. Raises ProtocolError if its sender's role may not send it, or its values make no sense."""
     if not isinstance(message, _MAY_SAY[sender.role]):

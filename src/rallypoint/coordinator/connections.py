@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from rallypoint.coordinator import inbox
-from rallypoint.coordinator.checks import checked
+from rallypoint.coordinator.checks import Checks
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkClosed, LinkError, LinkReset, ProtocolError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
@@ -33,6 +33,7 @@ class Connections:
         refusal: Callable[[Hello], str], welcome: Welcome,
     ) -> None:  # fmt: skip
         self._put, self._refusal, self._welcome = put, refusal, welcome
+        self._checks = Checks()
         self._gate = Gate(transport, bind, me, self._admit, self._serve)
 
     @property
@@ -61,7 +62,7 @@ class Connections:
                     raise LinkError(expect(channel.receive_bytes(header), Refused).reason)
                 if header.kind is not Kind.CONTROL:
                     raise ProtocolError(f"a {header.kind.name} frame from {hello.role} {hello.id}")
-                self._put(inbox.Received(channel, hello, checked(channel.receive_message(header), hello)))
+                self._put(inbox.Received(channel, hello, self._checks.checked(channel.receive_message(header), hello)))
                 if number % MOST_WAITING == 0:
                     self._wait_for_owner()
         except CorruptFrame:
