@@ -12,6 +12,7 @@ that of another connection, whose frames have MACs.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import logging
@@ -21,8 +22,6 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from rallypoint.errors import LinkError
 
@@ -48,7 +47,7 @@ class Memory:
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, nbytes)
         self.view = memoryview(self._map)
-        self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.nbytes = nbytes
         self.registered: Any = None
 
