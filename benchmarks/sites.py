@@ -103,7 +103,6 @@ class Plan:
     replication: int
     heartbeat: float
     lose: float
-    hub: bool
     idle_windows: bool
 
     @property
@@ -115,28 +114,24 @@ class Plan:
         """Seconds of a step: computing, or what an uplink carries (its worker's and its server's part), if longer.
 
         With a server at each site a worker sends two thirds to other sites, a server a third to two workers, and with
-        two copies a third, raw, to a backup. All servers at site 0: its uplink carries two workers' bytes.
+        two copies a third, raw, to a backup.
         """
         raw = 4.0 * self.words
-        if self.hub:
-            sent = 2 * raw * row.copies
-        else:
-            rounds = 1 / 16 if row.longer > 1 else 1.0
-            sent = raw * (4 / 3 * row.copies + (1 / 3 * rounds if self.replication > 1 else 0.0))
+        rounds = 1 / 16 if row.longer > 1 else 1.0
+        sent = raw * (4 / 3 * row.copies + (1 / 3 * rounds if self.replication > 1 else 0.0))
         return max(self.seconds, sent * 8 / (self.rate * 1e6))
 
 
 @contextmanager
 def lab(plan: Plan) -> Iterator[tuple[Netlab, Site]]:
-    """Three sites: a worker's and a server's host each (or all servers at site 0), the coordinator's at site 0."""
-    racks = (5, 1, 1) if plan.hub else (3, 2, 2)
+    """Three sites: a worker's and a server's host each, the coordinator's at site 0."""
+    racks = (3, 2, 2)
     with Netlab(sum(racks), racks=racks, uplink_mbit=plan.rate, uplink_delay=plan.delay / 2) as net:
         if not plan.idle_windows:
             for host in net.hosts:
                 host.run(["sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_slow_start_after_idle"], timeout=10)
         sites = [net.rack(number) for number in range(SITES)]
-        servers = sites[0][1:4] if plan.hub else [site[1] for site in sites]
-        yield net, Site(sites[0][-1], [site[0] for site in sites], servers, "eth0")
+        yield net, Site(sites[0][-1], [site[0] for site in sites], [site[1] for site in sites], "eth0")
 
 
 class Notes:
@@ -256,9 +251,8 @@ def _table(plan: Plan, found: Sequence[Figures]) -> Any:
         ]
         for f in found
     ]  # fmt: skip
-    servers = "3 servers at site 0" if plan.hub else "a server at each"
     title = (
-        f"three sites, {plan.rate:g} Mbit/s and {plan.delay * 1e3:g} ms between them, a worker at each and {servers}, "
+        f"three sites, {plan.rate:g} Mbit/s and {plan.delay * 1e3:g} ms between them, a worker and a server at each, "
         f"replication {plan.replication}; K = {plan.words * 4 / 1e6:.1f} MB, computing {plan.seconds:g} s a step"
     )
     columns = (
@@ -298,12 +292,11 @@ def command(
     replication: Annotated[int, typer.Option(min=1, max=2, help="Sites that hold each shard.")] = 2,
     heartbeat: Annotated[float, typer.Option(help="Seconds of silence after which a member is given up.")] = 1.0,
     lose: Annotated[float, typer.Option(help="Cut site 2 off for so many seconds, at a third of the steps.")] = 0.0,
-    hub: Annotated[bool, typer.Option("--hub", help="All three servers at site 0.")] = False,
     idle_windows: Annotated[bool, typer.Option("--idle-windows", help="TCP starts slowly after idling.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
     """Train across three sites in several ways; cut one off if asked for."""
-    plan = Plan(steps, width, layers, seconds, rate, delay, replication, heartbeat, lose, hub, idle_windows)
+    plan = Plan(steps, width, layers, seconds, rate, delay, replication, heartbeat, lose, idle_windows)
     names = rows.split(",")
     if unknown := [name for name in names if name not in ROWS]:
         raise BenchmarkFailed(f"there is no row {unknown[0]!r}: choose from {', '.join(ROWS)}")
