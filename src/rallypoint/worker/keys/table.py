@@ -78,8 +78,8 @@ class TableKey:
             raise UsageError(f"rows of key {self.name} are whole numbers, not {str(ids.dtype).removeprefix('torch.')}")
         ids = ids.to(torch.int64)
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape[0]:
-            wrong, rows = int(ids.min()) if int(ids.min()) < 0 else int(ids.max()), self.shape[0]
-            raise UsageError(f"there is no row {wrong} of key {self.name}, which has {rows}: they count from 0")
+            wrong, most = int(ids.min()) if int(ids.min()) < 0 else int(ids.max()), self.shape[0]
+            raise UsageError(f"there is no row {wrong} of key {self.name}, which has {most}: they count from 0")
         return ids
 
 
