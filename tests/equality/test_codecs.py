@@ -110,7 +110,7 @@ def test_each_group_of_a_job_takes_the_bytes_of_its_own_codec() -> None:
         up = {group: written / whole for (kind, group), (written, whole) in worker.items() if kind == "PUSH"}
         assert 0.25 < up[2] < 0.27
         assert 0.015 <= up[3] < 0.02
-        assert 1 / 32 < up[4] < 0.04
+        assert 1 / 32 < up[4] < 0.033  # 4096 words: 512 bytes, and 16 of scales
         assert up[5] == 1.0
         assert 0.1 < up[0] < 0.25  # its matrices are 96 x 32 and 16 x 32
         assert up[1] == 1.0  # vectors have no factors
