@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from members_crowd import PATIENCE_S, TOKEN, Came, Sizes, crowd, members_of
 from rich.console import Console
 from rich.table import Table
 
+from members_crowd import PATIENCE_S, TOKEN, Came, crowd, members_of
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.testing.scale.cluster import Size, named
 
@@ -74,7 +74,7 @@ def _profiled(service: Any, path: str) -> None:
         profile.runcall(run, owner)
         profile.dump_stats(path)
 
-    Owner._run = profiled  # type: ignore[method-assign]
+    Owner._run = profiled  # type: ignore[assignment, method-assign]
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from rallypoint.net.keys import LinkKeys, role_token
 from rallypoint.net.messages import Applied, Beat, Hello, Message, NewView, Propose, Report, decode, encode
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.views.messages import ViewChange
 from rallypoint.net.views.receiver import ViewReceiver
 from rallypoint.testing.scale.cluster import Size, named, record_for
 
@@ -84,7 +85,7 @@ class Fake:
     def messages(self, piece: memoryview) -> list[bytearray]:
         """The payloads that are whole with this piece of the stream."""
         self.data += piece
-        found = []
+        found = list[bytearray]()
         while True:
             if self.head is None:
                 if len(self.data) < SEALED_BYTES:
@@ -208,9 +209,10 @@ class Crowd:
         return told
 
 
-def _view_in(message: Message) -> NewView:
+def _view_in(message: Message) -> NewView | ViewChange:
     """The message, which brings a view: whole, or as a difference."""
-    return message  # type: ignore[return-value]
+    assert isinstance(message, NewView | ViewChange)
+    return message
 
 
 def _entered(address: str, name: str) -> tuple[socket.socket, LinkKeys]:
