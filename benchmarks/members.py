@@ -74,7 +74,7 @@ def _profiled(service: Any, path: str) -> None:
         profile.runcall(run, owner)
         profile.dump_stats(path)
 
-    Owner._run = profiled  # type: ignore[method-assign,assignment]
+    Owner._run = profiled  # type: ignore[assignment, method-assign]
 
 
 @dataclass(slots=True)

@@ -85,7 +85,7 @@ class Fake:
     def messages(self, piece: memoryview) -> list[bytearray]:
         """The payloads that are whole with this piece of the stream."""
         self.data += piece
-        found: list[bytearray] = []
+        found = list[bytearray]()
         while True:
             if self.head is None:
                 if len(self.data) < SEALED_BYTES:
