@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from rallypoint.bridges.words import SUMMED, Part, sum_of
 from rallypoint.launch import environment
 from rallypoint.worker.collective.sums import Sums
 
-__all__ = ["NAME", "RallypointGroup"]
+__all__ = ["NAME", "FutureWork", "RallypointGroup"]
 
 NAME = "rallypoint"
 Tensors = Sequence[torch.Tensor]
@@ -146,7 +146,7 @@ def _op_of(*given: Any) -> Any:
 
 
 def _asked(made: Sums, parts: Sequence[Part], result: list[torch.Tensor]) -> dist.Work:
-    return _work(sum_of(made, parts, result, torch.device("cpu")))
+    return FutureWork(sum_of(made, parts, result, torch.device("cpu")))
 
 
 def _waited(works: Iterable[dist.Work], result: Tensors) -> dist.Work:
@@ -155,13 +155,40 @@ def _waited(works: Iterable[dist.Work], result: Tensors) -> dist.Work:
         work.wait()
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     future.set_result(list(result))
-    return _work(future)
+    return FutureWork(future)
 
 
-def _work(future: torch.futures.Future[list[torch.Tensor]]) -> dist.Work:
-    """The future as torch's work: it waits without the interpreter's lock, and raises the future's error."""
-    made: Any = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
-    return cast(dist.Work, made(future))
+class FutureWork(dist.Work):
+    """The work of a future. `wait` raises the future's error, which the work that torch itself makes of a future does
+    not: its `wait` says True all the same (torch 2.13)."""
+
+    def __init__(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the sum is there, however long that takes: who is late is said by the job."""
+        self._future.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """The future itself; DDP waits for it."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Has it ended, well or not?"""
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        """Has it ended well?"""
+        try:
+            return self._future.done() and self._future.value() is not None
+        except RuntimeError:
+            return False
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors with the result."""
+        return self._future.wait()
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> RallypointGroup:
