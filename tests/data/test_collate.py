@@ -66,7 +66,7 @@ def test_numpys_numbers_are_batches_as_torch_makes_them(kind: str) -> None:
         [np.ones(2), np.ones(2).view(np.recarray)],
         [np.arange(12.0).reshape(4, 3).T, np.ones((3, 4))], [np.arange(6.0)[::2], np.ones(3)],
         [np.arange(24.0).reshape(2, 3, 4).transpose(2, 0, 1)] * 3, [np.broadcast_to(np.float32(3), (4,))] * 2,
-        [np.asfortranarray(np.arange(6.0).reshape(2, 3))] * 2,
+        [np.asfortranarray(np.arange(6.0).reshape(2, 3))] * 2, [np.ones(2), [0.0, 1.0]],
     ],
     ids=lambda samples: repr(samples)[:40],
 )  # fmt: skip
@@ -80,6 +80,7 @@ def test_samples_of_any_structure_are_batches_as_torch_makes_them(samples: list[
     [
         [2**63, 1], [np.ones(3), np.ones(4)], [np.ones((2, 3)), np.ones((4, 3))], [np.arange(4)[::-1]] * 2,
         [np.array(["a"])] * 2, [np.ones(2, ">f4")] * 2, [None], [(1, 2), (1,)],
+        [np.ones(2), 1.0], [np.ones(2), None], [np.zeros(4, [("a", "u1"), ("b", "f4")])["b"]] * 2,
     ],
     ids=lambda samples: repr(samples)[:40],
 )  # fmt: skip
@@ -141,8 +142,11 @@ class Doubled(TensorDataset):
         Doubled(torch.arange(4)), [1, 2, 3], TensorDataset(torch.ones(4, requires_grad=True)),
         TensorDataset(torch.ones(3, 4).T), TensorDataset(torch.ones(4, 0)),
         TensorDataset(torch.ones(4), torch.ones(4, dtype=torch.uint16)),
+        Subset(TensorDataset(torch.ones(4)), [[0, 1], [1, 2]]),  # type: ignore[list-item]
+        Subset(TensorDataset(torch.ones(4)), [True, False]),
     ],
-    ids=["a class of its own", "a list", "gradients", "not contiguous", "empty rows", "numbers torch cannot select"],
+    ids=["a class of its own", "a list", "gradients", "not contiguous", "empty rows", "numbers torch cannot select",
+         "a subset of slices of rows", "a subset by truth values"],
 )  # fmt: skip
 def test_samples_of_other_data_sets_are_read_one_by_one(dataset: Any) -> None:
     assert gathered(dataset, [0, 1]) is None

@@ -51,8 +51,10 @@ def _alike(batch: Sequence[Any]) -> bool:
     """True for arrays of one type, shape and layout, which torch would copy into a contiguous tensor."""
     shape, dtype, strides = batch[0].shape, batch[0].dtype, batch[0].strides
     for one in batch:
-        if one.shape != shape or one.dtype is not dtype or one.strides != strides or type(one) is not np.ndarray:
+        if type(one) is not np.ndarray or one.shape != shape or one.dtype is not dtype or one.strides != strides:
             return False
+    if any(stride % dtype.itemsize for stride in strides):  # a field of records: an error of torch
+        return False
     # Images may be laid out channels last, which torch keeps, and views that run backwards are errors of torch
     return bool(batch[0].flags.c_contiguous) if len(shape) > _PLAIN else min(strides) >= 0
 

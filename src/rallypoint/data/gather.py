@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
@@ -21,6 +22,8 @@ def gathered(dataset: Any, indices: Sequence[int]) -> list[torch.Tensor] | None:
         indices = [chosen[index] for index in indices]
     if type(dataset) is not TensorDataset or not indices or not torchs_own():
         return None
+    if not all(map(_is_index, indices)):  # a Subset may choose with anything that a tensor takes
+        return None
     tensors = dataset.tensors
     if min(indices) < 0 or not all(_plain(one) and max(indices) < len(one) for one in tensors):
         return None
@@ -32,6 +35,12 @@ def gathered(dataset: Any, indices: Sequence[int]) -> list[torch.Tensor] | None:
     except NotImplementedError:  # for unsigned numbers of 16 bits and more
         return None
     return made
+
+
+def _is_index(one: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.ndim == 0 and one.dtype is torch.int64
+    return type(one) is int or isinstance(one, np.integer)
 
 
 def _plain(one: torch.Tensor) -> bool:
