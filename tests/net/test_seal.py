@@ -138,7 +138,7 @@ def test_a_frame_is_byte_for_byte_what_the_docstring_says() -> None:
         ).digest()
         assert sealer.seal(header, memoryview(payload)) == begin + tag
     assert gmac.tag.hex() == "36f767972d70e409451fc25cc8c0e982"
-    assert tag.hex() == "493e4a3ee6069b9f2e8eb9d9e65b8e8b"
+    assert tag.hex() == "c373da64738e68e66125ea60a69d9199"
 
 
 def test_the_mac_is_that_of_the_gcm_specification() -> None:

@@ -156,7 +156,8 @@ class KeyStore:
         streaming = exchange.machine.by_clocks
         checked_step(step, exchange.config.rounds * (exchange.config.replicas if streaming else 1), name)
         self._waiting.ask(lambda: True, self._waiting.generation)
-        requests, generation = exchange.need(reading.wanted, step or NEWEST)
+        version = NEWEST if step is None or (streaming and step == 0) else step
+        requests, generation = exchange.need(reading.wanted, version)
         if generation != self._waiting.generation:
             self._waiting.ask(lambda: True, self._waiting.generation)  # raises StoreRolledBack
         return Pull(self._waiting, reading, requests, generation)
