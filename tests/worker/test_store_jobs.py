@@ -40,6 +40,19 @@ def test_each_push_counts_once(policy: str) -> None:
     assert values == [([-STEPS * 2.5], 1.0 - STEPS // 2)] * 2
 
 
+def one_round(job: rp.Job) -> list[float]:
+    store = job.store({"w": torch.ones(3)}, contributors=1, optimizer=rp.SGD(lr=1.0))
+    for step, contributor in store.due("w", 1):
+        store.push("w", torch.full((3,), 5.0), step=step, contributor=contributor).result()
+    return [float(store.pull("w", step=step)[0]) for step in (0, 1, 0)]
+
+
+def test_the_first_values_are_read_again_after_the_first_round() -> None:
+    """Whoever makes a dead worker's pushes of step 0 has one key that is a round further: docs/store.md."""
+    with ProcessCluster(workers=1, servers=1) as cluster:
+        assert cluster.run(one_round) == [[1.0, -4.0, 1.0]]
+
+
 def alternating(job: rp.Job, steps: int) -> tuple[float, float]:
     """Two models, each with an optimizer of its own, that are pushed alternately: docs/store.md."""
     optimizers = {"discriminator": rp.SGD(lr=1.0), "generator": rp.SGD(lr=0.5)}
