@@ -146,6 +146,7 @@ def test_what_takes_a_long_uplink_arrives_later_and_nothing_is_left_of_it(labs_s
     assert not any(labs_suffix in name for name in _namespaces())
 
 
+@pytest.mark.slow
 def test_a_rack_that_is_cut_off_reaches_its_own_hosts_only_until_it_is_healed() -> None:
     with Netlab(hosts=3, racks=(2,)) as lab:
         one, two, outside = lab.hosts

@@ -94,6 +94,7 @@ def cluster(tmp_path: Path) -> Iterator[ExampleCluster]:
 THREE = ("--workers", "3", "--servers", "2", "--replication", "2")
 
 
+@pytest.mark.slow
 def test_a_gans_worker_that_dies_between_its_two_pushes_changes_no_byte(
     undisturbed: ExampleCluster, cluster: ExampleCluster
 ) -> None:

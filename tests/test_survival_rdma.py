@@ -38,7 +38,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     ("ucx", "victim"),
     [
-        ("sm,self,tcp", "server0"),
+        pytest.param("sm,self,tcp", "server0", marks=pytest.mark.slow),
         pytest.param("tcp", "server0", marks=pytest.mark.slow),
         pytest.param("sm,self,tcp", "worker1", marks=pytest.mark.slow),
         pytest.param("tcp", "", marks=pytest.mark.slow),

@@ -88,6 +88,7 @@ class Contract(TransportContract):
 
 
 @needs_nixl
+@pytest.mark.slow  # shared memory plays the same contract at once
 class TestNixlOverUcxTcp(Contract):
     UCX_TLS = "tcp"
 
