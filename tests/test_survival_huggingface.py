@@ -55,7 +55,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of the weights, of one worker."""
     with undisturbed_run(opened(tmp_path_factory.mktemp("undisturbed"))) as done:
-        assert f"stopped at step {ENDS}" in done.output
+        assert f"the job ends with step {ENDS}" in done.output
         return done.hash
 
 
