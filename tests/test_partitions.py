@@ -15,9 +15,8 @@ import pytest
 import torch
 
 import rallypoint as rp
-from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from lab_members import coordinate, serve
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.server.service import ServerService, run_servers
 from rallypoint.testing import netlab
 from rallypoint.testing.netlab import Host, Netlab, NetlabUnavailable
 from rallypoint.testing.processes import Process, ProcessCluster
@@ -42,20 +41,6 @@ def _lab_possible() -> None:
 
 # ---- what runs on the hosts ----
 
-
-def _coordinate(pipe: Connection, token: str, host: Host, terms: Terms, folder: str) -> None:
-    host.enter()
-    service = CoordinatorService(terms=terms, token=token, bind=f"{host.address}:0", join_info=JoinInfo(folder=folder))
-    service.start()
-    pipe.send(("value", service.address))
-    failure = service.wait()
-    service.close()
-    pipe.send(("value", failure))
-
-
-def _serve(pipe: Connection, token: str, host: Host, id: str, address: str) -> None:
-    host.enter()
-    run_servers([ServerService(id=id, coordinator=address, token=token, bind=f"{host.address}:0")])
 
 
 def _work(pipe: Connection, token: str, host: Host, id: str, address: str, home: Path) -> None:
@@ -108,10 +93,10 @@ class LabCluster:
     def __enter__(self) -> LabCluster:
         self.open(AT)
         start = self._cluster.start
-        self._coordinating = start(_coordinate, self.coordinator, self.terms, str(self.folder))
+        self._coordinating = start(coordinate, self.coordinator, self.terms, str(self.folder))
         address = self._cluster.answer(self._coordinating)
         for name in ("server0", "server1"):
-            start(_serve, getattr(self, name), name, address)
+            start(serve, getattr(self, name), name, address)
         self._working = [start(_work, host, f"worker{i}", address, self.home) for i, host in enumerate(self.workers)]
         self.until(lambda: self.steps_done() >= AT - 1)
         return self

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import rallypoint as rp
+from lab_members import coordinate, serve
 from rallypoint.codec.spec import Int8
-from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.server.service import ServerService, run_servers
 from rallypoint.testing import netlab
 from rallypoint.testing.netlab import Host, Netlab, NetlabUnavailable
 from rallypoint.testing.processes import ProcessCluster
@@ -27,6 +26,9 @@ pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs]
 SITES, LOST = 3, 2
 STEPS, AT, AWAY_TO, BACK_TO = 160, 24, 64, 120  # steps: all, when a site is lost, until when, and until when all go on
 PATIENCE_S = 90.0
+TERMS = Terms(
+    workers_start=SITES, workers_max=SITES, servers=SITES, replication=2, heartbeat=1.0, snapshots=False
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,21 +38,6 @@ def _lab_possible() -> None:
     except NetlabUnavailable as unavailable:
         pytest.skip(str(unavailable))
 
-
-def _coordinate(pipe: Connection, token: str, host: Host, folder: str) -> None:
-    host.enter()
-    terms = Terms(workers_start=SITES, workers_max=SITES, servers=SITES, replication=2, heartbeat=1.0, snapshots=False)
-    service = CoordinatorService(terms=terms, token=token, bind=f"{host.address}:0", join_info=JoinInfo(folder=folder))
-    service.start()
-    pipe.send(("value", service.address))
-    failure = service.wait()
-    service.close()
-    pipe.send(("value", failure))
-
-
-def _serve(pipe: Connection, token: str, host: Host, id: str, address: str) -> None:
-    host.enter()
-    run_servers([ServerService(id=id, coordinator=address, token=token, bind=f"{host.address}:0")])
 
 
 def _work(pipe: Connection, token: str, host: Host, id: str, address: str, home: Path) -> None:
@@ -115,10 +102,10 @@ def test_a_site_that_is_cut_off_stops_no_other_and_comes_back_by_itself(tmp_path
         ProcessCluster(workers=SITES, servers=SITES) as cluster,
     ):
         places = [lab.rack(site) for site in range(SITES)]
-        coordinating = cluster.start(_coordinate, places[0][2], str(tmp_path))
+        coordinating = cluster.start(coordinate, places[0][2], TERMS, str(tmp_path))
         address = str(cluster.answer(coordinating))
         for site, place in enumerate(places):
-            cluster.start(_serve, place[1], f"server{site}", address)
+            cluster.start(serve, place[1], f"server{site}", address)
         workers = [
             cluster.start(_work, place[0], f"worker{site}", address, tmp_path) for site, place in enumerate(places)
         ]

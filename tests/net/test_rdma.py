@@ -217,6 +217,23 @@ def test_what_says_where_memory_is_cannot_be_changed_on_its_way(monkeypatch: pyt
     listener.close()
 
 
+@needs_nixl
+def test_a_ring_that_cannot_be_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    listener = NixlTransport().listen("127.0.0.1:0")
+    near = NixlTransport(ring=5000).connect(listener.address, PATIENCE_S)
+    far = listener.accept()
+    near.set_timeout(PATIENCE_S)
+    far.set_timeout(PATIENCE_S)
+    with Beside(lambda: near.upgrade(*KEYS)) as upgrading:
+        with pytest.raises(LinkError, match="its ring has 5000 bytes"):
+            far.upgrade(*KEYS[::-1])
+        far.close()
+        assert isinstance(upgrading.outcome(), LinkError)
+    near.close()
+    listener.close()
+
+
 # ---- which transport ----
 
 

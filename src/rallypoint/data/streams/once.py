@@ -13,14 +13,14 @@ from rallypoint.core.streams.order import StreamOrder
 from rallypoint.data.dataset import NotASample
 from rallypoint.data.streams.opening import PartIterator
 from rallypoint.data.streams.reader import EndOfStream, own
-from rallypoint.data.streams.stream import STEPS_KEPT, Stream
+from rallypoint.data.streams.stream import STEPS_KEPT, PartItems, Stream
 from rallypoint.errors import DataError
 
 
-class OnceItems:
-    """What this process reads of a stream that comes only once, as a map-style data set without a length.
+class OnceItems(PartItems):
+    """What this process reads of a stream that comes only once.
 
-    Indices are places, as `StreamItems` has them; which item comes to a place is decided when it is first asked for.
+    Numbers are places; which item comes to a place is decided when it is first asked for.
     Asked for again, the place has the same item (I5: a step that is computed again here), as long as it is kept. An
     item of a place that was read ahead and never computed goes to a later place. Main thread only.
 
@@ -35,18 +35,10 @@ class OnceItems:
         self._parts: dict[int, _Part] = {}
         self._process = os.getpid()
 
-    def __len__(self) -> int:
-        raise TypeError("a stream has no length")
-
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the items of these places, ascending and of one part, transformed."""
-        numbers = [index // self._stream.parts for index in indices]
-        items = self._part(indices[0] % self._stream.parts).take(numbers)
+    def _taken(self, part: int, numbers: Sequence[int]) -> list[Any]:
+        items = self._part(part).take(numbers)
         self._count()
-        return items if self._stream.transform is None else [self._stream.transform(item) for item in items]
+        return items
 
     def name_of(self, index: int) -> str:
         """Return what to call an item in a sentence."""

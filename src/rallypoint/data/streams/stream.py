@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -96,11 +97,36 @@ class Stream:
             return [item for _, item in zip(range(count), iterator, strict=False)]
 
 
-class StreamItems:
-    """The items of a stream by number, as a map-style data set without a length. For one thread of each process.
+class PartItems(abc.ABC):
+    """Items of a stream by number, as a map-style data set without a length.
 
-    Item i of part p has the number ``i * parts + p``. It pickles without its open iterators, and a forked process opens
-    its own: an inherited one shares its place in a file or a connection with its parent's.
+    Item i of part p has the number ``i * parts + p``.
+    """
+
+    _stream: Stream
+
+    def __len__(self) -> int:
+        raise TypeError("a stream has no length")
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the items of these numbers, ascending and of one part, transformed."""
+        numbers = [index // self._stream.parts for index in indices]
+        items = self._taken(indices[0] % self._stream.parts, numbers)
+        return items if self._stream.transform is None else [self._stream.transform(item) for item in items]
+
+    @abc.abstractmethod
+    def _taken(self, part: int, numbers: Sequence[int]) -> list[Any]:
+        """Return these items of a part, as its iterator gives them."""
+
+
+class StreamItems(PartItems):
+    """The items of a stream that can be read again. For one thread of each process.
+
+    It pickles without its open iterators, and a forked process opens its own: an inherited one shares its place in a
+    file or a connection with its parent's.
 
     Replicas that share a part read it with one iterator where all are at one step; else each has its own, because one
     would begin anew whenever a replica is behind another.
@@ -115,17 +141,8 @@ class StreamItems:
         self._readers: dict[tuple[int, int], Reader] = {}
         self._process = os.getpid()
 
-    def __len__(self) -> int:
-        raise TypeError("a stream has no length")
-
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the items of these numbers, ascending and of one part, transformed."""
-        numbers = [index // self._stream.parts for index in indices]
-        items = self._reader(indices[0] % self._stream.parts, numbers[0]).take(numbers)
-        return items if self._stream.transform is None else [self._stream.transform(item) for item in items]
+    def _taken(self, part: int, numbers: Sequence[int]) -> list[Any]:
+        return self._reader(part, numbers[0]).take(numbers)
 
     def name_of(self, index: int) -> str:
         """Return what to call an item in a sentence."""

@@ -22,7 +22,7 @@ from threading import local
 from rallypoint.errors import LinkError
 from rallypoint.net.keys import expand
 from rallypoint.net.rdma.agent import Agent, Agents, Memory, Remote
-from rallypoint.net.rdma.rings import Layout, Rings
+from rallypoint.net.rdma.rings import PAGE, Layout, Rings
 from rallypoint.net.tcp import TcpConnection
 from rallypoint.net.transport import PLAIN, Secured, receive_bytes
 from rallypoint.observe.lines import Sparingly
@@ -32,7 +32,8 @@ log = logging.getLogger("rallypoint")
 OFFER = "nixl/1"  # both sides say the same, or use TCP
 _MAC_BYTES = 32
 _LONGEST = 64 << 10  # bytes of a description
-_HEAD = struct.Struct("<IQQ")  # bytes of the description, where the memory is, the ring's size
+_HEAD = struct.Struct("<QQ")  # where the memory is, the ring's size; then the description
+_LONGEST_RING = 1 << 30
 _LABEL = b"rallypoint/nixl"
 _BUSY = 64  # so often a wait only lets other threads run; then it sleeps
 _NAPS_S = (2e-5, 1e-3)  # from, to
@@ -114,13 +115,15 @@ class NixlConnection:
         except Exception as error:
             self._say_once(error)
             return b""
-        return _HEAD.pack(len(description), self._memory.address, layout.ring) + description
+        return _HEAD.pack(self._memory.address, layout.ring) + description
 
     def _tried(self, said: bytes, layout: Layout) -> Rings | None:
         """Write into the other side's ring for the first time. None if there is none, or that does not work."""
         if len(said) <= _HEAD.size:
             return None
-        _, address, ring = _HEAD.unpack_from(said)
+        address, ring = _HEAD.unpack_from(said)
+        if not 0 < ring <= _LONGEST_RING or ring % PAGE:
+            raise LinkError(f"{self.peer} says that its ring has {ring} bytes: that is none")
         assert self._agent is not None
         assert self._memory is not None
         deadline, self._deadline = self._deadline, min(self._deadline or 1e18, time.monotonic() + _TRIES_S)

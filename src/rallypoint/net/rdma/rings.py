@@ -33,7 +33,7 @@ LEAST_BYTES = 32 << 10  # shorter payloads go through the stream
 _LONGEST = 1 << 30  # inline bytes of one record
 _RECORD = struct.Struct("<II")  # inline bytes, bytes in the ring
 _EDGE = struct.Struct("<Q")
-_PAGE = 4096
+PAGE = 4096
 _LOOK = 32  # moments of a wait, after which we look whether the other side is there
 _GONE_S = 2.0  # a write that has not arrived so long after the other side's end never will
 Pause = Callable[[int], None]  # waits a moment, the n-th of this wait; LinkError when the wait is over
@@ -46,7 +46,7 @@ class Layout:
         self.ring = ring
         self.edge = ring  # the other side writes here how far we may send
         self.told = ring + _EDGE.size  # what we write there
-        self.pieces = ring + _PAGE
+        self.pieces = ring + PAGE
         self.nbytes = self.pieces + 2 * PIECE
 
 
@@ -178,7 +178,7 @@ class Rings:
 
     def limit(self, nbytes: int) -> None:
         """From now on, let about `nbytes` lie in the ring. What was granted before may still come."""
-        self._window = max(_PAGE, min(nbytes, self._mine.ring))
+        self._window = max(PAGE, min(nbytes, self._mine.ring))
 
     def grant(self) -> None:
         """Tell the other side how far it may send. LinkError if it cannot be told."""
