@@ -123,7 +123,7 @@ def test_it_compares_ddp_with_sync(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     argv = [sys.executable, str(FOLDER / "strategies.py"), "--loopback", "--even", "--workers", "2", "--servers", "1"]
     argv += ["--rows", "sync", "--steps", "4", "--json", str(path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     ddp, sync = (trial["curve"][-1]["loss"] for trial in json.loads(path.read_text())["results"])
     assert sync == pytest.approx(ddp, rel=1e-4)

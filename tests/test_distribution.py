@@ -33,7 +33,7 @@ def run(*argv: str | Path, cwd: Path) -> str:
     env = {name: value for name, value in os.environ.items() if name not in hidden and "RALLYPOINT" not in name}
     done = subprocess.run(
         [str(word) for word in argv], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=110,
+        stderr=subprocess.STDOUT, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, f"{argv}: {done.stdout}"
     return done.stdout

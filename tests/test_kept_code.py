@@ -41,7 +41,7 @@ def home(tmp_path: Path) -> Path:
 def run(home: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = str(home / "train.py")
     argv = kept.worker_argv([sys.executable, script, *arguments], script, folder)
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=home.parent)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=120, cwd=home.parent)
 
 
 EXPECTED = ["net inner __main__ ['--a', '1']", "train.py data True", "True True", "table True"]

@@ -176,13 +176,13 @@ def test_a_script_of_ones_own_trains_on_a_cluster_and_alone(tmp_path: Path) -> N
     folder = tmp_path / "run"
     options = ("--workers", "2", "--servers", "2", "--set", "steps=60", "--folder", str(folder))
     argv = ["-m", "rallypoint.cli", "run", *options, script]
-    status, said = run_program(argv, tmp_path / "output", env=os.environ, timeout=100)
+    status, said = run_program(argv, tmp_path / "output", env=os.environ, timeout=240)
     assert status == 0, said
     assert "done: 60 steps" in said
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["type"] == "StepDone"] == list(range(60))
     assert [e["step"] for e in events if e["type"] == "Metrics"] == [50, 60]
-    status, said = run_program([script], tmp_path / "output", env=os.environ, timeout=100)
+    status, said = run_program([script], tmp_path / "output", env=os.environ, timeout=240)
     assert status == 0, said
     assert "done: 200 steps" in said
 
@@ -193,7 +193,7 @@ def test_the_trace_of_a_step_shows_pushes_that_leave_during_backward(tmp_path: P
     script.write_text(WIDE_RUN)
     options = ("--folder", str(tmp_path / "run"), "--trace", str(trace), "--trace-steps", "3:6")
     argv = ["-m", "rallypoint.cli", "run", *options, str(script)]
-    status, said = run_program(argv, tmp_path / "output", env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=100)
+    status, said = run_program(argv, tmp_path / "output", env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240)
     assert status == 0, said
     events = json.loads(trace.read_text())["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
@@ -455,7 +455,7 @@ def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undist
 
     moves = until(at_step(5), by_hand, stands_by, drop_one, computes, opens(gate, 99))
     assert played.run(moves) == 0, played.said
-    output, _ = started[0].communicate(timeout=60)
+    output, _ = started[0].communicate(timeout=120)
     assert started[0].returncode == 0
     assert [line.partition(" joined")[0] for line in output.splitlines()] == ["mine has", "mine: the job is over"]
     assert (played.folder / "hash").read_text() == undisturbed
@@ -473,7 +473,7 @@ def test_a_worker_joined_by_hand_that_stands_by_to_the_end_ends_well_too(tmp_pat
         return True
 
     assert played.run(until(at_step(5), by_hand, stands_by, opens(gate, 99))) == 0, played.said
-    output, _ = started[0].communicate(timeout=60)
+    output, _ = started[0].communicate(timeout=120)
     assert started[0].returncode == 0
     assert [line.partition(" joined")[0] for line in output.splitlines()] == ["mine has", "mine: the job is over"]
     assert (played.folder / "hash").read_text() == undisturbed
@@ -573,7 +573,7 @@ def test_ctrl_c_is_one_sentence(tmp_path: Path, number: int) -> None:
 def test_a_run_that_is_under_way_is_not_resumed_and_the_hint_is_possible(tmp_path: Path) -> None:
     with running(tmp_path, LONG_RUN):
         argv = command("resume", str(tmp_path / "run"))
-        refused = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+        refused = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 1
     assert refused.stderr.startswith(f"error: the run in {tmp_path / 'run'} is still under way, so there is nothing to")
     assert "--folder" not in refused.stderr
@@ -715,7 +715,7 @@ def test_nobody_reading_the_output_ends_the_run_quietly(tmp_path: Path) -> None:
     assert launcher.stderr is not None
     launcher.stdout.readline()
     launcher.stdout.close()
-    assert launcher.wait(timeout=60) == 141
+    assert launcher.wait(timeout=120) == 141
     assert launcher.stderr.read() == b""
     launcher.stderr.close()
 
@@ -753,7 +753,7 @@ def test_a_run_whose_output_is_not_read_and_not_closed_ends_when_it_is_told_to(t
     try:
         until_true((tmp_path / "began").exists)
         launcher.terminate()
-        assert launcher.wait(timeout=60) == 130
+        assert launcher.wait(timeout=120) == 130
     finally:
         launcher.kill()
         launcher.communicate()
@@ -863,7 +863,7 @@ def test_a_worker_that_stands_by_fails_alone(tmp_path: Path) -> None:
     script.write_text(FAILING_STANDBY)
     options = ("--workers", "2", "--standby", "1", "--folder", str(tmp_path / "run"))
     argv = ["-m", "rallypoint.cli", "run", *options, str(script), str(tmp_path)]
-    status, said = run_program(argv, tmp_path / "output", env=os.environ, timeout=100)
+    status, said = run_program(argv, tmp_path / "output", env=os.environ, timeout=240)
     assert status == 0, said
     assert "worker2 is gone: it has failed: RuntimeError: only I fail" in said
     assert "worker2 ended with status 1 before it took part; the job goes on without it" in said

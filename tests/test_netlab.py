@@ -86,7 +86,7 @@ def _mbit(sender: Host, receiver: Host, size: int) -> float:
     """Payload Mbit/s from one host to another over TCP, seen by the receiver after its first bytes."""
     with _python(receiver, RECEIVE, receiver.address) as receiving:
         port = _first_line(receiving).strip()
-        sent = sender.run([sys.executable, "-c", SEND, receiver.address, port, str(size)], timeout=60)
+        sent = sender.run([sys.executable, "-c", SEND, receiver.address, port, str(size)], timeout=120)
         assert sent.returncode == 0, sent.stderr
         count, seconds = _first_line(receiving).split()
     return int(count) * 8 / 1e6 / float(seconds)

@@ -29,7 +29,7 @@ POLICIES = (
 def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rallypoint.testing.replay", *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": "4711"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=240)
 
 
 @pytest.mark.some("quorum:2")

@@ -25,7 +25,7 @@ from rallypoint.testing.programs import Program
 
 pytestmark = pytest.mark.programs
 
-PATIENCE_S = 90.0
+PATIENCE_S = 200.0
 STEPS = 24
 AT = 9  # the step in which the test strikes
 SCRIPT = f"""

@@ -17,7 +17,7 @@ from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
 from test_survival import AT, SCRIPT, STEPS, Cluster
 
-pytestmark = [pytest.mark.programs, pytest.mark.timeout(300)]  # seven commands, and two members that are given up
+pytestmark = [pytest.mark.programs, pytest.mark.timeout(600)]  # seven commands, and two members that are given up
 
 
 @pytest.fixture

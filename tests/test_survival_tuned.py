@@ -10,7 +10,7 @@ import pytest
 
 from test_survival import SCRIPT, STEPS, Cluster
 
-pytestmark = [pytest.mark.programs, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.programs, pytest.mark.timeout(600)]
 
 MANY = 240  # steps: trials begin with about the 25th
 LONG = SCRIPT.replace(f"steps={STEPS}", f"steps={MANY}")

@@ -77,7 +77,7 @@ def test_a_process_that_is_killed_in_mid_epoch_goes_on_there(tmp_path: Path) -> 
         if not kills:
             (home / "struck").touch()
         given = ["-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "1", str(script), str(home)]
-        status, text = run_program(given, home / "output", env=dict(os.environ), cwd=home, timeout=100.0)
+        status, text = run_program(given, home / "output", env=dict(os.environ), cwd=home, timeout=240.0)
         assert status == 0, text
         assert ("was killed (SIGKILL): starting another" in text) == kills
         results += re.findall(r"trained (\d+) (\S+)", text)

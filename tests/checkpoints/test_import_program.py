@@ -12,7 +12,7 @@ from rallypoint.testing.programs import Program
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]
 
-PATIENCE_S = 90.0
+PATIENCE_S = 200.0
 MIDDLE = 5
 SCRIPT = f"""
 import sys

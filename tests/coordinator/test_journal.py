@@ -177,7 +177,7 @@ def test_a_process_whose_journal_may_not_grow_says_so_goes_on_and_writes_it_when
     journal = Journal(str(tmp_path))
     journal.save(state())
     journal.close()
-    full = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    full = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert full.returncode == 0, full.stderr
     began, ended = full.stdout.splitlines()
     assert began.startswith(f"the journal {tmp_path / JOURNAL} cannot be written (")

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 
 from samples import JOB, records, take
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Keeper:

@@ -214,7 +214,7 @@ def test_children_of_the_fork_server_are_not_taken_for_dead(loading: Any, monkey
     assert len(begun) == 2
     assert not any(map(_is_dead, begun))
     begun[0].kill()
-    assert wait([begun[0].sentinel], timeout=60)
+    assert wait([begun[0].sentinel], timeout=120)
     assert _is_dead(begun[0])
 
 

@@ -23,7 +23,7 @@ from rallypoint.launch.plan import HERE, Launch, read_plan
 from rallypoint.launch.run import ClusterRun
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.programs, pytest.mark.slow, pytest.mark.timeout(450)]
+pytestmark = [pytest.mark.programs, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # From step 60 on it waits for a file: until then a test has done what it is about.
 SCRIPT = """

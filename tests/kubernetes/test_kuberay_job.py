@@ -21,7 +21,7 @@ from ray_nodes import no_leaks, ray_nodes
 __all__ = ["wanted"]  # a fixture
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.programs, pytest.mark.slow, pytest.mark.timeout(450)]  # as other jobs on Ray
+pytestmark = [pytest.mark.programs, pytest.mark.slow, pytest.mark.timeout(600)]  # as other jobs on Ray
 
 
 @pytest.fixture(autouse=True)

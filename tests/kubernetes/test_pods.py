@@ -46,7 +46,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> str:
     env = {**os.environ, "COLUMNS": "200"}
     command = ["run", "--workers", "2", "--servers", "2", "--folder", "run", "train.py", "digest", "20"]
     argv = ["-m", "rallypoint.cli", *command]
-    status, text = run_program(argv, folder / "output", env=env, cwd=folder, timeout=100.0)
+    status, text = run_program(argv, folder / "output", env=env, cwd=folder, timeout=240.0)
     assert status == 0, text
     return (folder / "run" / "digest").read_text()
 

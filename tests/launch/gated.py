@@ -14,7 +14,7 @@ import psutil
 import rallypoint
 from rallypoint.testing.programs import run_program
 
-PATIENCE_S = 90.0
+PATIENCE_S = 200.0
 STEPS, AT = 60, 10  # AT: the first step that is not computed before the gate is open
 SCRIPT = f"""
 import pathlib, sys, time, torch, rallypoint as rp

@@ -63,7 +63,7 @@ class Slurm:
 
     def run(self, *argv: str, **more: Any) -> str:
         """Run one of Slurm's commands to its end; returns what it prints."""
-        done = subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=60, check=False, **more)
+        done = subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=120, check=False, **more)
         assert done.returncode == 0, (argv, done.stdout, done.stderr)
         return done.stdout.strip()
 
@@ -103,7 +103,7 @@ class Slurm:
         """Cancel every job, and wait until nothing of them runs."""
         for job, _ in self.jobs():
             if "+" not in job or job.endswith("+0"):
-                subprocess.run(["scancel", job.removesuffix("+0")], env=self.env, timeout=60, check=False)
+                subprocess.run(["scancel", job.removesuffix("+0")], env=self.env, timeout=120, check=False)
         try:
             until(lambda: not self._steps())
         finally:
@@ -169,7 +169,7 @@ def _start(stack: ExitStack, made: Slurm, *argv: str) -> None:
 
 def _idle(made: Slurm) -> int:
     done = subprocess.run(
-        ["sinfo", "--noheader", "--Node", "--format=%N %t"], env=made.env, capture_output=True, text=True, timeout=60,
+        ["sinfo", "--noheader", "--Node", "--format=%N %t"], env=made.env, capture_output=True, text=True, timeout=120,
         check=False,
     )  # fmt: skip
     return sum(line.endswith(" idle") for line in done.stdout.splitlines())

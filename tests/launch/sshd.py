@@ -47,7 +47,7 @@ class Shell:
     def __post_init__(self) -> None:
         for name in ("host", "user"):
             key = str(self.folder / name)
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True, timeout=60)
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True, timeout=120)
         shutil.copy(self.folder / "user.pub", self.folder / "authorized")
         settings = {
             "IdentityFile": self.folder / "user", "IdentitiesOnly": "yes", "IdentityAgent": "none",

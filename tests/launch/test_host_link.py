@@ -16,7 +16,7 @@ from rallypoint.launch.engines.remote.hosts import Host
 from rallypoint.launch.engines.remote.link import HostLink, RemoteProcess, RemoteShell
 from rallypoint.launch.engines.remote.messages import GREETING, Begin, Ready, Unpack
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 BEGIN = Begin("/run", "/", (), sys.executable, "/package", "{host}")
 # It greets and is ready, and then reads nothing more: a machine that hangs, while its sshd still answers.
 DEAF = f"""

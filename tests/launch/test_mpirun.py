@@ -16,7 +16,7 @@ import pytest
 from gated import AT, ENV, PATIENCE_S, SCRIPT, alone, hash_of, named, steps_done, wait_until
 from sshd import kill_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(600)]
 
 RECOVERY = ("--mca", "orte_enable_recovery", "1")
 LOOPBACK = ("--mca", "btl_tcp_if_include", "lo", "--mca", "oob_tcp_if_include", "lo")

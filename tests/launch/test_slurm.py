@@ -20,7 +20,7 @@ from rallypoint.launch.plan import Launch
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.cluster import ClusterContract, Started
 
-pytestmark = [pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(600)]
 
 PATIENCE_S = 120.0
 
@@ -35,7 +35,7 @@ def made() -> Iterator[Slurm]:
 def allocation(made: Slurm) -> Iterator[dict[str, str]]:
     """The environment within a job of both nodes."""
     done = subprocess.run(
-        ["salloc", "--no-shell", "--nodes=2", "--ntasks=2"], env=made.env, capture_output=True, text=True, timeout=60,
+        ["salloc", "--no-shell", "--nodes=2", "--ntasks=2"], env=made.env, capture_output=True, text=True, timeout=120,
         check=True,
     )  # fmt: skip
     job = re.findall(r"job allocation (\d+)", done.stderr)[-1]
@@ -129,7 +129,7 @@ class Submitted:
             if time.monotonic() - began > 2 * CREDENTIAL_S:  # (before, its nodes would refuse it as a replay)
                 for job in [job for job, state in self.slurm.jobs() if state == "PD"]:
                     argv = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
-                    subprocess.run(argv, env=self.slurm.env, timeout=60, check=False)  # (it may run by now)
+                    subprocess.run(argv, env=self.slurm.env, timeout=120, check=False)  # (it may run by now)
 
     def ended(self) -> str:
         """Let the job end well. Returns its hash."""

@@ -124,13 +124,13 @@ def test_words_are_quoted_for_the_shell_but_the_folder_has_the_jobs_number() -> 
     assert "# Written by: rallypoint 'a b'" in text
     assert text.splitlines()[-1] == "exec rallypoint --folder \"runs/slurm-$SLURM_JOB_ID\" 'my script.py' '$HOME'"
     assert text.index("module load cuda") < text.index("exec ")
-    assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=60, check=False).returncode == 0
+    assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=120, check=False).returncode == 0
 
 
 def test_a_newline_on_the_command_line_does_not_end_the_comment_that_quotes_it(tmp_path: Path) -> None:
     made_by = ["rallypoint", "slurm", "--note", f"a\ntouch {tmp_path}/done\n#SBATCH -x"]
     text = script_of(Batch(name="j", workers=1, servers=1), made_by, ["echo", "two\nlines"])
-    done = subprocess.run(["bash"], input=text, text=True, timeout=60, check=True, capture_output=True)
+    done = subprocess.run(["bash"], input=text, text=True, timeout=120, check=True, capture_output=True)
     assert done.stdout == "two\nlines\n"
     assert not list(tmp_path.iterdir())
     assert "#SBATCH -x" not in text.splitlines()

@@ -16,7 +16,7 @@ from sshd import Shell, kill_all, shell
 from rallypoint.testing import netlab
 from rallypoint.testing.netlab import Netlab, NetlabUnavailable
 
-pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Netlab]:

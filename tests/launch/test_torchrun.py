@@ -20,7 +20,7 @@ from rallypoint.errors import UsageError
 from rallypoint.launch.discovery.entry import check_token
 from rallypoint.launch.discovery.place import Place
 
-pytestmark = [pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from rallypoint.net.seal import SEALED_BYTES, Sealer
 from rallypoint.net.transport import FIRST_PIECE, PLAIN
 from rallypoint.testing.contracts.transports import Beside
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 KEYS = dialers_keys(token_keys("a token"), bytes(32))
 
 

@@ -24,7 +24,7 @@ from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 
 TOKEN = "a token of this job alone"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Moving:

@@ -27,7 +27,7 @@ from rallypoint.net.transport import Connection, Listener, Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.testing.contracts.beside import until
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 TOKEN = "a token that nobody guesses"
 SECRET = b"the secret of server0 alone"
 

@@ -26,7 +26,7 @@ from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.transports import receive
 
 TOKEN = "correct horse battery staple"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Door(Gate):

@@ -42,7 +42,7 @@ from rallypoint.net.transport import Connection, Listener, Transport
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.transports import Beside, receive
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 TOKEN = "a token that nobody guesses"
 SECRET = b"the secret of this coordinator"
 LONG = 1000.0  # a heartbeat that never comes, so that only what a test is about is heard

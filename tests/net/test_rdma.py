@@ -26,7 +26,7 @@ from rallypoint.testing.contracts.transports import Beside, TransportContract, r
 needs_nixl = pytest.mark.skipif(not agents.installed(), reason="NIXL is not installed: pip install 'rallypoint[rdma]'")
 TOKEN = "a token of the tests"
 KEYS = hashlib.sha256(b"dialer").digest(), hashlib.sha256(b"listener").digest()
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Upgraded:

@@ -35,7 +35,7 @@ from rallypoint.testing.contracts.beside import Beside, until
 from rallypoint.testing.contracts.transports import connected, receive
 
 TOKEN = "correct horse battery staple"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")

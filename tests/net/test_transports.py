@@ -21,7 +21,7 @@ from rallypoint.net.tls.transport import TlsTransport
 from rallypoint.net.transport import LEAST_IN_FLIGHT, LEAST_PACE, Limits, Transport
 from rallypoint.testing.contracts.transports import TransportContract
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="session")

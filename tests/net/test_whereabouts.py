@@ -19,7 +19,7 @@ import pytest
 from rallypoint.errors import LinkError, UsageError
 from rallypoint.net.places.whereabouts import Whereabouts
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 NAME = "_job7._tcp.lab.test."
 
 

@@ -23,7 +23,7 @@ from rallypoint.testing.reference import train_reference
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # a compiler for C++ takes a minute of a core
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a compiler for C++ takes a minute of a core
 
 STEPS = 12
 Model = torch.nn.Module

@@ -11,7 +11,7 @@ from rallypoint.net.messages import Leaving, Message, Welcome
 from rallypoint.server import service as module
 from rallypoint.server.service import ServerService
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def test_a_notice_that_comes_before_the_server_has_joined_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

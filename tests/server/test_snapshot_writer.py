@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 
 from samples import records
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Writer:

@@ -23,7 +23,7 @@ from rallypoint.server.intake.job import ServerJob
 from rallypoint.server.intake.views import Views
 from rallypoint.testing.contracts.beside import until
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 SECRET = b"the server's secret"
 
 

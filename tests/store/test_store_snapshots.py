@@ -476,5 +476,5 @@ def test_a_writer_that_fails_half_way_takes_its_files_along(tmp_path: Path, monk
 
 def test_importing_the_store_loads_neither_torch_nor_numpy() -> None:
     program = "import sys, rallypoint.store.snapshots; print(*sorted({'torch', 'numpy'} & sys.modules.keys()))"
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert answer.stdout.strip() == ""

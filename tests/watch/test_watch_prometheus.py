@@ -53,7 +53,7 @@ def expressions() -> list[str]:
 
 def promtool(*arguments: str, folder: Path) -> None:
     assert PROMTOOL is not None
-    done = subprocess.run([PROMTOOL, *arguments], cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([PROMTOOL, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

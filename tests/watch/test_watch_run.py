@@ -53,7 +53,7 @@ class Reading:
 
     def __init__(self, address: str) -> None:
         where, token = address.removeprefix("http://").split("/?token=")
-        self._connection = http.client.HTTPConnection(where, timeout=100)
+        self._connection = http.client.HTTPConnection(where, timeout=240)
         self._connection.request("GET", "/news", headers={"Cookie": f"{COOKIE}={token}"})
         self._stream = self._connection.getresponse()
 

@@ -35,7 +35,7 @@ from rallypoint.worker.exchange.link import ServerLink
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.exchange.locked import Rewound
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 LAYOUT = build_layout([TensorSpec("w", (48,), "float32", 0)], shard_bytes=64)
 SERVER = Member("s", "here", "nobody:1", 1)
 

@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
 from gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference_hash
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 SECRET = b"the secret of this coordinator"
 
 

@@ -26,7 +26,7 @@ from rallypoint.testing.reference import train_reference
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SETTINGS: dict[str, Any] = {
     "replicas": 2, "batch": 8, "steps": 6, "accumulate": 2, "clip": 0.5, "shard_bytes": 256,
     "optimizer": rp.AdamW(lr=1e-2),

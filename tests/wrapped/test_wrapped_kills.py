@@ -53,7 +53,7 @@ def run(home: Path, strikes: str, kind: str, *options: str) -> str:
     script.write_text(SCRIPT.format(here=str(HERE)))
     given = ["-m", "rallypoint.cli", "run", "--workers", "2", "--folder", str(home / "run"), *options]
     status, text = run_program(
-        [*given, str(script), strikes, kind], home / "output", env=dict(os.environ), cwd=home, timeout=90.0
+        [*given, str(script), strikes, kind], home / "output", env=dict(os.environ), cwd=home, timeout=240.0
     )
     assert status == 0, text
     assert re.findall(r"weights (\w+)", text) == [train_plain(kind, 2)] * 2, text
@@ -81,7 +81,7 @@ def test_a_script_that_ends_with_75_for_reasons_of_its_own_fails_the_run(tmp_pat
     script.write_text("import sys, rallypoint as rp\nrp.join()\nsys.exit(75)\n")
     status, text = run_program(
         ["-m", "rallypoint.cli", "run", "--workers", "1", str(script)], tmp_path / "output", env=dict(os.environ),
-        cwd=tmp_path, timeout=90.0,
+        cwd=tmp_path, timeout=240.0,
     )  # fmt: skip
     assert status == 1
     assert "failed: worker0 ended with status 75" in text
@@ -122,7 +122,7 @@ def test_a_script_that_ends_early_fails_the_job_with_a_sentence(tmp_path: Path) 
     )
     status, text = run_program(
         ["-m", "rallypoint.cli", "run", "--workers", "1", str(script)], tmp_path / "output", env=dict(os.environ),
-        cwd=tmp_path, timeout=90.0,
+        cwd=tmp_path, timeout=240.0,
     )  # fmt: skip
     assert status != 0
     assert "its script has ended at step 1 of 5: call optimizer.finish()" in " ".join(text.split())
@@ -137,7 +137,7 @@ def test_a_script_that_raises_an_error_fails_the_job_with_that_errors_words(tmp_
     )
     status, text = run_program(
         ["-m", "rallypoint.cli", "run", "--workers", "1", str(script)], tmp_path / "output", env=dict(os.environ),
-        cwd=tmp_path, timeout=90.0,
+        cwd=tmp_path, timeout=240.0,
     )  # fmt: skip
     assert status != 0
     assert "failed: worker0: ValueError: no such file" in " ".join(text.split())
