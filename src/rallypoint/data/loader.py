@@ -133,10 +133,11 @@ class MicroBatches:
         """What this process reads of a stream that comes only once; None for other data."""
         return self._stream if isinstance(self._stream, OnceItems) else None
 
-    def computes(self, step: int, replica: int, micro: int) -> None:
-        """This micro-batch is computed now: of a stream that comes only once, its items are used."""
+    def computes(self, step: int, replica: int, micro: int, left_out: int = 0) -> None:
+        """This micro-batch is computed now, without so many samples: a stream that comes only once has used its items.
+        """
         if isinstance(self._stream, OnceItems):
-            self._stream.computes(self.indices(step, replica, micro))
+            self._stream.computes(self.indices(step, replica, micro), left_out)
 
     def on_device(self, batch: Any) -> Any:
         """Return what `loaded` returns, on the device."""
