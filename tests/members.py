@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rallypoint.testing.programs import Program
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0  # against hanging only: a worker by hand imports torch anew, and two took more than a minute
 
 
 class Members:

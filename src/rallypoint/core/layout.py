@@ -264,8 +264,8 @@ def _check_row(table: TensorSpec) -> None:
     """A part of a table has one row at least, and the gradient of a row is sent with its number."""
     if (nbytes := WORD_BYTES * (2 + table.shape[1])) > MOST_SHARD_BYTES:
         raise ModelError(
-            f"a row of {table.name} has {nbytes / (1 << 20):.1f} MiB, and at most {MOST_SHARD_BYTES >> 20} MiB go in one "
-            "piece: a table is for many short rows; make this one a parameter (sparse=False)"
+            f"a row of {table.name} has {nbytes / (1 << 20):.1f} MiB, and at most {MOST_SHARD_BYTES >> 20} MiB go in "
+            "one piece: a table is for many short rows; make this one a parameter (sparse=False)"
         )
 
 

@@ -13,6 +13,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from rallypoint.config import JobConfig, batch_at
 from rallypoint.core.order import SampleOrder, derive_seed
+from rallypoint.core.streams import end
 from rallypoint.data.collate import collated
 from rallypoint.data.dataset import MapDataset, check_dataset, shard_lengths
 from rallypoint.data.gather import gathered
@@ -124,9 +125,10 @@ class MicroBatches:
 
     def _is_last(self, step: int, replica: int, micro: int) -> bool:
         """True if a stream has no full batch for this replica at the next step."""
-        if self._stream is None or micro + 1 < self.config.accumulate or step + 1 >= self.config.steps:
+        if self._stream is None or micro + 1 < self.config.accumulate:
             return False
-        return not self._stream.continues(step + 1, replica)
+        looks = end.looks_ahead(self.config.passes, step, self.config.steps)
+        return looks and not self._stream.continues(step + 1, replica)
 
     @property
     def once(self) -> OnceItems | None:

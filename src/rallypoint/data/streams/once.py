@@ -50,8 +50,6 @@ class OnceItems(PartItems):
 
     def continues(self, step: int, replica: int) -> bool:
         """True if there is a full batch for the replica at this step, which is read now."""
-        if not self._config.passes:
-            return True
         part, first, stop = self._order.items(step, replica)
         there = self._part(part).has(range(first, stop))
         self._count()
