@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from members import Members, members_in
+from members import PATIENCE_S, Members, members_in
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, UsageError
@@ -68,7 +68,7 @@ def test_the_documented_commands_make_a_cluster_that_says_how_it_gets_on(members
         place = {"10.0.0.7:4700": address, "10.0.0.8:0": "127.0.0.1:0", "10.0.0.9:0": "127.0.0.1:0"}
         members.start(f"{arguments[0]}-{number}", *[place.get(word, word) for word in arguments])
     for name, program in members.started.items():
-        assert program.wait(120.0) == 0, f"{name}: {members.said(name)}"
+        assert program.wait(PATIENCE_S) == 0, f"{name}: {members.said(name)}"
     assert "done: 6 steps, 48 samples in " in members.said("coordinator")
     assert "a token for this test" not in members.said("coordinator")
     for name in ("server-0", "server-1"):
@@ -95,7 +95,7 @@ def test_a_worker_by_hand_that_is_told_to_go_says_that_it_has_left(members: Memb
         members.start(name, "worker", "--coordinator", address, "train.py")
     members.until("coordinator", r"(step \d+/)")
     members.started["w1"].send_signal(signal.SIGTERM)
-    assert members.started["w1"].wait(60.0) == 0
+    assert members.started["w1"].wait(PATIENCE_S) == 0
     assert members.said("w1").splitlines()[-1] == "w1 has left the job"
 
 
@@ -193,7 +193,7 @@ def test_sigterm_ends_a_coordinator_with_a_folder_alone_and_another_goes_on_with
     members.start("next", *start, "--bind", address)
     members.until("next", r"(the coordinator listens at)")
     members.start("worker", "worker", "--coordinator", address, "train.py")
-    assert members.started["next"].wait(60.0) == 0, members.said("next")
+    assert members.started["next"].wait(PATIENCE_S) == 0, members.said("next")
     assert members.started["server"].wait(40.0) == 0, members.said("server")
 
 

@@ -706,6 +706,17 @@ def test_the_last_snapshot_is_taken_when_nobody_reads_the_output_any_more(tmp_pa
 
 
 @pytest.mark.slow
+def test_why_a_job_failed_is_told_also_by_a_launcher_that_was_not_connected_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the members may be faster than the launcher's own link."""
+    monkeypatch.setattr(ClusterRun, "_observe", lambda run: None)
+    played = Played(tmp_path, LONG_RUN.replace("steps=10**9", "steps=9, seed=int(job.id[-1])"), workers=2)
+    assert played.run() == 1
+    assert "brought different settings: seed is " in played.said
+
+
+@pytest.mark.slow
 def test_nobody_reading_the_output_ends_the_run_quietly(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LONG_RUN)

@@ -13,6 +13,7 @@ from rallypoint.codec.spec import DGC, Bf16, Fp16, Int8, PowerSGD, Raw, Sign, To
 from rallypoint.config import codec_of, overrides_from, ranks_of, resolve
 from rallypoint.core.layout import Shard
 from rallypoint.errors import ConfigError
+from rallypoint.net.frames import Header, Kind, pack, unpack
 
 RAW = 0
 INT8 = 3
@@ -35,6 +36,27 @@ def test_a_group_has_the_jobs_codec_unless_it_has_one_of_its_own() -> None:
     settings = {"codec": Int8(), "groups": groups}
     assert [code(settings, shard(group, 4096)) for group in (-1, 0, 1, 2, 3)] == [RAW, INT8, INT8, SIGN, INT8]
     assert codec_of(resolve(settings), -1) == Raw()
+
+
+LARGEST = 1 << 26  # bytes of a shard
+
+
+def dgc(ratio: float, shard_bytes: int = LARGEST) -> dict[str, Any]:
+    return {"codec": DGC(ratio=ratio), "optimizer": rp.SGD(lr=0.1), "shard_bytes": shard_bytes}
+
+
+@pytest.mark.parametrize("settings", [dgc(0.01), dgc(0.66), dgc(1.0, LARGEST // 2)])
+def test_what_a_codec_makes_of_the_largest_shard_fits_into_a_frame(settings: dict[str, Any]) -> None:
+    words = settings["shard_bytes"] // 4
+    codec = ShardCodecs(resolve(settings)).of(shard(0, words))
+    assert codec is not None
+    unpack(pack(Header(Kind.PUSH, length=codec.bytes_for(words))))
+
+
+@pytest.mark.parametrize("ratio", [0.67, 0.9, 1.0])
+def test_settings_whose_contributions_no_frame_carries_are_refused(ratio: float) -> None:
+    with pytest.raises(ConfigError, match="more than the 64 MiB that go in one piece"):
+        resolve(dgc(ratio))
 
 
 def test_a_shard_that_would_not_become_smaller_goes_raw() -> None:

@@ -23,6 +23,7 @@ from rallypoint.core.modes import Feature, ModeTraits
 from rallypoint.core.policy import Async, Sync
 from rallypoint.core.shard.server import Plan, ServerMachine
 from rallypoint.core.shard.shell import ServerShell
+from rallypoint.core.streams.end import unread
 from rallypoint.core.view import Stop
 from rallypoint.core.worker import slots
 from rallypoint.core.worker.factory import WorkerPlan, shell_for
@@ -248,11 +249,9 @@ def test_where_scripts_make_sums_their_end_is_no_stop() -> None:
     assert job.view.stop is not None
 
 
-def test_steps_that_are_over_before_the_stream_are_said_at_the_end() -> None:
+def test_steps_that_may_be_over_before_the_stream_are_said_at_the_end() -> None:
     steps = RECORD.rounds
-    assert f"the job's {steps} steps were over before its stream, with passes=3: give more" in _ended(
-        _job_of(passes=3, steps=steps), steps
-    )
+    assert unread(3, steps) in _ended(_job_of(passes=3, steps=steps), steps)
     assert _ended(_job_of(steps=steps), steps) == []
 
 

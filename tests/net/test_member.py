@@ -201,6 +201,33 @@ def test_it_gives_signs_of_life_once_it_is_admitted(transport: Transport) -> Non
     coordinator.close()
 
 
+@pytest.mark.parametrize("driver", ["broken", "stuck"])
+def test_a_machine_that_cannot_be_read_silences_nobody(
+    transport: Transport, driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No free file descriptor for /proc, or a GPU's driver that does not answer."""
+    tried, let_go = threading.Event(), threading.Event()
+
+    class Sampler:
+        def sample(self, now: float) -> None:
+            tried.set()
+            if driver == "stuck":
+                let_go.wait(PATIENCE_S)
+            raise OSError("Too many open files")
+
+    monkeypatch.setattr(member, "sampler_for", lambda *args: Sampler())
+    coordinator = Coordinator(transport, heartbeat=0.02)
+    me = Member(coordinator)
+    admit(coordinator, me, 1)
+    assert tried.wait(PATIENCE_S)
+    while not coordinator.heard.empty():
+        coordinator.hear()
+    assert [coordinator.hear() for _ in range(20)] == [Beat()] * 20
+    me.link.close()
+    let_go.set()
+    coordinator.close()
+
+
 def test_an_observer_gives_no_signs_of_life_and_may_speak_at_once(transport: Transport) -> None:
     coordinator = Coordinator(transport, heartbeat=0.004)
     me = Member(coordinator, role="observer")

@@ -15,6 +15,7 @@ from rallypoint.errors import LinkError, UsageError
 from rallypoint.net.handshake import COORDINATOR, Identity, greet, introduce
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.rdma import agent as agents
+from rallypoint.net.rdma import connection as nixl
 from rallypoint.net.rdma.choice import chosen, environment_of, rdma_devices
 from rallypoint.net.rdma.connection import NixlConnection
 from rallypoint.net.rdma.rings import LEAST_BYTES, PIECE
@@ -232,6 +233,80 @@ def test_a_ring_that_cannot_be_ends_the_link(monkeypatch: pytest.MonkeyPatch) ->
         assert isinstance(upgrading.outcome(), LinkError)
     near.close()
     listener.close()
+
+
+class _Agent:
+    """An agent whose writes never arrive, and cannot be cancelled."""
+
+    def __init__(self) -> None:
+        self.released: list[bool] = []  # of each memory that came back: does a write still read it?
+
+    def taken(self) -> _Agent:
+        return self
+
+    def given_back(self) -> None:
+        pass
+
+    def memory(self, nbytes: int) -> agents.Memory:
+        return agents.Memory(nbytes)
+
+    def release(self, memory: agents.Memory, *, in_use: bool) -> None:
+        self.released.append(in_use)
+
+    def described(self, memory: agents.Memory) -> bytes:
+        return b"a description"
+
+    def load(self, description: bytes) -> str:
+        return "the other side"
+
+    def forget(self, name: str) -> None:
+        pass
+
+    def write(self, *args: object) -> _Agent:
+        return self
+
+    def done(self) -> bool:
+        return False
+
+    def end(self) -> bool:
+        return False
+
+
+def test_memory_that_a_first_write_in_vain_may_still_read_becomes_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what another connection has in it would be written into the memory of this one's other side."""
+    monkeypatch.setattr(nixl, "_TRIES_S", 0.05)
+    dials, listens = NixlTransport(), NixlTransport()
+    dials._dialed, listens._accepted = fakes = _Agent(), _Agent()  # type: ignore[assignment]
+    for near, far in greeted(dials, listens):
+        carries(near, far)
+        assert [fake.released for fake in fakes] == [[True], [True]]
+
+
+def test_memory_that_cannot_be_registered_again_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that comes too late would meet memory that is something else by now, or nothing."""
+
+    class Nixl:
+        refuses = False
+
+        def register_memory(self, *args: object) -> object:
+            if self.refuses:
+                raise RuntimeError("no more memory can be registered")
+            return object()
+
+        def deregister_memory(self, registered: object) -> None:
+            pass
+
+    library = Nixl()
+    monkeypatch.setattr(agents, "_started", lambda environment: library)
+    agent = agents.Agent({})
+    agent.release(first := agent.memory(4096), in_use=False)
+    library.refuses = True
+    with pytest.raises(LinkError, match="no more memory can be registered"):
+        agent.memory(4096)
+    library.refuses = False
+    assert agent.memory(4096) is first
 
 
 # ---- which transport ----

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rallypoint.codec.base.rows import gradient_bytes
 from rallypoint.core.layout import Layout, TensorSpec, build_layout, first_difference
 from rallypoint.core.table import PART_BYTES
 from rallypoint.errors import ModelError
+from rallypoint.net.frames import Header, Kind, pack, unpack
 
 PURE = settings(derandomize=True, deadline=None, max_examples=50)
 TOP = TensorSpec("top", (40, 3), "float32", 0)
@@ -33,6 +35,21 @@ def test_every_row_of_a_table_is_in_one_part(shapes: list[tuple[int, int]], shar
         assert [part.rows for part in parts] == [len(range(p.part, rows, p.parts)) for p in parts]
         assert all(s.words == s.part.rows * columns and s.nbytes <= PART_BYTES for s in shards if s.part is not None)
         assert {s.role for s in shards} == {"rows"}
+
+
+@pytest.mark.parametrize("columns", [1, 1 << 20, (1 << 22) + 1, (1 << 24) - 2])
+def test_the_gradient_of_every_part_fits_into_a_frame(columns: int) -> None:
+    for rows in (1, 2, 3, 9, 10_000):
+        for shard in _layout((rows, columns)).shards:
+            if shard.part is not None:
+                data = gradient_bytes(shard.part.rows, columns)
+                assert unpack(pack(Header(Kind.PUSH, length=data))).length == data
+
+
+@pytest.mark.parametrize("columns", [(1 << 24) - 1, 1 << 24, 1 << 26])
+def test_a_row_that_no_frame_carries_is_refused_before_the_job(columns: int) -> None:
+    with pytest.raises(ModelError, match=r"a row of table1 has .* MiB, and at most 64 MiB go in one piece"):
+        _layout((10, 3), (5, columns))
 
 
 @PURE

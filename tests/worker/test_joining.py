@@ -6,6 +6,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rallypoint.coordinator import connections
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import JobAborted, RallypointError
 from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.net import handshake
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
@@ -48,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
 from gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference_hash
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0  # against hanging only
 SECRET = b"the secret of this coordinator"
 
 
@@ -57,6 +59,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.transport = InprocTransport()
+        self.training: Training | None = None
         self.joined: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
         me, welcome = Identity("coordinator", "", secret=SECRET), Welcome(heartbeat=1000.0)
@@ -73,9 +76,20 @@ class Coordinator:
         return channel
 
     def next(self, kind: type[Message]) -> Any:
-        while not isinstance(message := self.heard.get(timeout=PATIENCE_S), kind):
+        while not isinstance(message := self._hear(kind), kind):
             pass
         return message
+
+    def _hear(self, kind: type[Message]) -> Message:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self.heard.get(timeout=0.05)
+            except queue.Empty:
+                if self.training is not None and self.training.error is not None:
+                    raise self.training.error from None  # it will say nothing any more
+                more = self.joined.qsize()
+                assert time.monotonic() < deadline, f"no {kind.__name__} has come; {more} more connections have"
 
 
 def view(count: int) -> View:
@@ -87,7 +101,9 @@ def view(count: int) -> View:
 
 
 @pytest.fixture
-def coordinator() -> Iterator[Coordinator]:
+def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
+    # A greeting that takes longer is given up, and the worker comes again. The test would admit the first one, in vain.
+    monkeypatch.setattr(handshake, "GREETING_TIMEOUT_S", 2 * PATIENCE_S)
     coordinator = Coordinator()
     yield coordinator
     coordinator.gate.close()
@@ -98,12 +114,16 @@ def job(coordinator: Coordinator) -> Iterator[Job]:
     job = Job(id="w", coordinator="coordinator:1", transport=coordinator.transport)
     yield job
     job.close()
+    if coordinator.training is not None:  # of a test that has failed: no thread of it meets the next one
+        job._fail(JobAborted("the test is over"))
+        coordinator.training.join()
 
 
 class Training:
     """`job.train` on a thread: it waits for what the test says."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, coordinator: Coordinator, job: Job) -> None:
+        coordinator.training = self
         self.run: Run | None = None
         self.error: BaseException | None = None
         self._job = job
@@ -119,15 +139,18 @@ class Training:
         except BaseException as error:
             self.error = error
 
-    def end(self) -> None:
+    def join(self) -> None:
         self._thread.join(PATIENCE_S)
+
+    def end(self) -> None:
+        self.join()
         assert not self._thread.is_alive(), "it still waits"
         if self.error is not None:
             raise self.error
 
 
 def test_a_job_that_is_over_before_a_worker_took_part_is_one_sentence(coordinator: Coordinator, job: Job) -> None:
-    training = Training(job)
+    training = Training(coordinator, job)
     channel = coordinator.admit(1)
     coordinator.next(Propose)
     channel.send_message(Finished("another"))
@@ -139,7 +162,7 @@ def test_a_job_that_is_over_before_a_worker_took_part_is_one_sentence(coordinato
 def test_a_worker_that_waits_for_the_job_is_told_why_there_will_be_none(
     coordinator: Coordinator, job: Job, word: Message
 ) -> None:
-    training = Training(job)
+    training = Training(coordinator, job)
     channel = coordinator.joined.get(timeout=PATIENCE_S)  # not admitted: else a refusal means to come back
     channel.send_message(word)
     with pytest.raises(JobAborted, match="w1 pulled the plug"):
@@ -160,7 +183,7 @@ def test_the_last_word_is_not_lost_on_a_worker_that_is_making_its_exchange(
         real(self, *args, **options)
 
     monkeypatch.setattr(Exchange, "__init__", slowly)
-    training = Training(job)
+    training = Training(coordinator, job)
     channel = coordinator.admit(1)
     coordinator.next(Propose)
     channel.send_message(NewView(view(1)))
@@ -175,7 +198,7 @@ def test_the_last_word_is_not_lost_on_a_worker_that_is_making_its_exchange(
 def test_to_a_coordinator_that_has_forgotten_it_a_worker_says_everything_again(
     coordinator: Coordinator, job: Job
 ) -> None:
-    training = Training(job)
+    training = Training(coordinator, job)
     channel = coordinator.admit(1)
     proposed = coordinator.next(Propose)
     channel.send_message(NewView(view(1)))
@@ -194,7 +217,7 @@ def test_to_a_coordinator_that_has_forgotten_it_a_worker_says_everything_again(
 
 
 def test_what_a_worker_has_done_before_a_roll_back_is_not_said_again(coordinator: Coordinator, job: Job) -> None:
-    training = Training(job)
+    training = Training(coordinator, job)
     channel = coordinator.admit(1)
     channel.send_message(NewView(view(1)))
     until(lambda: job._exchange is not None)
@@ -266,7 +289,7 @@ def test_a_worker_that_fails_says_which_version_it_has_got(monkeypatch: pytest.M
 def test_a_coordinator_that_talks_nonsense_ends_the_worker_and_not_in_silence(
     coordinator: Coordinator, job: Job
 ) -> None:
-    training = Training(job)
+    training = Training(coordinator, job)
     coordinator.admit(1).send_message(Hello("worker", "w", "here"))
     with pytest.raises(JobAborted, match="a worker has no use for a Hello message"):
         training.end()
@@ -301,6 +324,9 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exits]:
     monkeypatch.setattr(session, "time", exits)
     yield exits
     exits.over.set()
+    for thread in threading.enumerate():  # after a test that has failed too: then `os` is the real one again
+        if thread.name == "leave":
+            thread.join(PATIENCE_S)
 
 
 @pytest.mark.slow

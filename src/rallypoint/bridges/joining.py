@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import TracebackType
 
@@ -84,13 +85,19 @@ def _place(job: Job, env: MutableMapping[str, str]) -> tuple[int, int]:
             "of such a script is fixed: start all of it again, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     rank = int(number[0])
-    host, port = _meeting(job, rank, env[environment.COORDINATOR])
+    host, port = _meeting(job, rank, env[environment.COORDINATOR], _run_of(env))
     env.update(RANK=str(rank), WORLD_SIZE=world, MASTER_ADDR=host, MASTER_PORT=str(port))
     env.setdefault("LOCAL_RANK", "0")
     return rank, int(world)
 
 
-def _meeting(job: Job, rank: int, coordinator: str) -> tuple[str, int]:
+def _run_of(env: Mapping[str, str]) -> str:
+    """What tells this run from earlier ones in its folder, whose coordinator may have had the same address."""
+    digest = hashlib.blake2b(env.get(environment.TOKEN, "").encode(), digest_size=16)  # a launcher makes a new token
+    return f"{env[environment.COORDINATOR]} {digest.hexdigest()}"
+
+
+def _meeting(job: Job, rank: int, coordinator: str, run: str) -> tuple[str, int]:
     """Where torch's processes meet: rank 0 chooses a port, and the others read it in the run's folder."""
     file = Path(job.welcome.folder or ".") / MEETING
     if rank == 0:
@@ -99,13 +106,13 @@ def _meeting(job: Job, rank: int, coordinator: str) -> tuple[str, int]:
             port = free.getsockname()[1]
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_suffix(".new")
-        beside.write_text(json.dumps({"job": coordinator, "host": host, "port": port}))
+        beside.write_text(json.dumps({"job": run, "host": host, "port": port}))
         beside.rename(file)
         return host, port
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:
         found = json.loads(file.read_text()) if file.exists() else {}
-        if found.get("job") == coordinator:
+        if found.get("job") == run:
             return str(found["host"]), int(found["port"])
         time.sleep(_POLL_S)
     raise UsageError(

@@ -68,7 +68,11 @@ def sum_of(made: Sums, parts: Sequence[Part], result: T, device: torch.device) -
         if over:  # on a thread of its own: what a script has hung on the future may wait for the next sum
             failed = partial(future.set_exception, errors[0] if errors else None)  # type: ignore[arg-type]
             call = failed if errors else partial(future.set_result, result)
-            threading.Thread(target=call, name="sums-result", daemon=True).start()
+            try:
+                threading.Thread(target=call, name="sums-result", daemon=True).start()
+            except RuntimeError as fault:  # no more threads: else the script would wait for ever
+                made.failed = made.failed or fault
+                future.set_exception(fault)  # type: ignore[arg-type]
 
     for part in parts:
         part.ask(made, ended)

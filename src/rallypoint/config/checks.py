@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
-from rallypoint.codec.spec import DGC, PowerSGD
+from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD
 from rallypoint.config.models import check_models
 from rallypoint.config.tree import JobConfig, optimizers_of
-from rallypoint.core.layout import Layout, carried_in
+from rallypoint.core.layout import MOST_SHARD_BYTES, Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.optimizer import SGD, Adagrad, Muon, Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.schedule import Table
 from rallypoint.errors import ConfigError
+
+_SPARE_BYTES = 4096  # what a sparse payload has besides its numbers: a count for each 64 Ki words
 
 
 def check(config: JobConfig) -> None:
@@ -45,9 +47,20 @@ def check(config: JobConfig) -> None:
     plain = all(isinstance(optimizer, SGD) and not optimizer.momentum for optimizer in applied)
     if not plain and any(isinstance(codec, DGC) for codec in config.codecs):
         raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
+    for codec in config.codecs:
+        _check_payload(codec, config.shard_bytes)
     muon = any(isinstance(optimizer, Muon) for optimizer in optimizers_of(config))
     if muon and any(isinstance(codec, PowerSGD) for codec in config.codecs):
         raise ConfigError("codec powersgd cuts matrices by rows, and rp.Muon steps whole ones: use another codec")
+
+
+def _check_payload(codec: CodecSpec, shard_bytes: int) -> None:
+    """Other codecs leave a shard raw that they would make larger; DGC's momentum is on the worker."""
+    if isinstance(codec, DGC) and 1.5 * codec.ratio * shard_bytes > MOST_SHARD_BYTES - _SPARE_BYTES:
+        raise ConfigError(
+            f"codec dgc takes 1.5 bytes for each of ratio={codec.ratio} of a shard's, and of shard_bytes={shard_bytes} "
+            f"that is more than the {MOST_SHARD_BYTES >> 20} MiB that go in one piece: give a smaller one"
+        )
 
 
 def _check_rates(config: JobConfig) -> None:

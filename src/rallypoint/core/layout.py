@@ -180,7 +180,8 @@ def build_layout(
         tables: the parameters (of two dimensions) whose rows only the servers keep.
         matrices: the names of parameters of two dimensions each of which is one shard, whatever its size.
 
-    Raises ModelError when there is nothing to train, when two tensors have the same name, and for an unsupported dtype.
+    Raises ModelError when there is nothing to train, when two tensors have the same name, for an unsupported dtype, and
+    for a table with rows that no frame carries.
     """
     if shard_bytes < WORD_BYTES or shard_bytes % WORD_BYTES:
         raise ModelError(f"a shard of {shard_bytes} bytes is impossible: use a positive multiple of {WORD_BYTES}")
@@ -202,6 +203,7 @@ def build_layout(
         shards.extend(_cut(group, start, position, shard_words, first=len(shards)))
     for index, table in enumerate(tables):
         rows, columns = table.shape
+        _check_row(table)
         for part in parts_of(index, rows, columns, shard_bytes):
             shards.append(Shard(len(shards), table.group, position, position, columns, part))
     return Layout(tuple(entries), tuple(shards), position, _fingerprint(entries, shards, tables), tuple(tables))
@@ -256,6 +258,15 @@ def _check_specs(specs: Sequence[TensorSpec], tables: Sequence[TensorSpec]) -> N
             raise ModelError(f"parameter {spec.name} is {spec.dtype}: servers keep fp32; cast the model to float32")
         if spec.group < 0 and spec.dtype not in _ITEM_BYTES:
             raise ModelError(f"buffer {spec.name} is {spec.dtype}, which cannot be shared: make it persistent=False")
+
+
+def _check_row(table: TensorSpec) -> None:
+    """A part of a table has one row at least, and the gradient of a row is sent with its number."""
+    if (nbytes := WORD_BYTES * (2 + table.shape[1])) > MOST_SHARD_BYTES:
+        raise ModelError(
+            f"a row of {table.name} has {nbytes / (1 << 20):.1f} MiB, and at most {MOST_SHARD_BYTES >> 20} MiB go in "
+            "one piece: a table is for many short rows; make this one a parameter (sparse=False)"
+        )
 
 
 def _groups_in_order(specs: Iterable[TensorSpec]) -> list[int]:

@@ -13,6 +13,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from rallypoint.config import JobConfig, batch_at
 from rallypoint.core.order import SampleOrder, derive_seed
+from rallypoint.core.streams import end
 from rallypoint.data.collate import collated
 from rallypoint.data.dataset import MapDataset, check_dataset, shard_lengths
 from rallypoint.data.gather import gathered
@@ -124,19 +125,21 @@ class MicroBatches:
 
     def _is_last(self, step: int, replica: int, micro: int) -> bool:
         """True if a stream has no full batch for this replica at the next step."""
-        if self._stream is None or micro + 1 < self.config.accumulate or step + 1 >= self.config.steps:
+        if self._stream is None or micro + 1 < self.config.accumulate:
             return False
-        return not self._stream.continues(step + 1, replica)
+        looks = end.looks_ahead(self.config.passes, step, self.config.steps)
+        return looks and not self._stream.continues(step + 1, replica)
 
     @property
     def once(self) -> OnceItems | None:
         """What this process reads of a stream that comes only once; None for other data."""
         return self._stream if isinstance(self._stream, OnceItems) else None
 
-    def computes(self, step: int, replica: int, micro: int) -> None:
-        """This micro-batch is computed now: of a stream that comes only once, its items are used."""
+    def computes(self, step: int, replica: int, micro: int, left_out: int = 0) -> None:
+        """This micro-batch is computed now, without so many samples: a stream that comes only once has used its items.
+        """
         if isinstance(self._stream, OnceItems):
-            self._stream.computes(self.indices(step, replica, micro))
+            self._stream.computes(self.indices(step, replica, micro), left_out)
 
     def on_device(self, batch: Any) -> Any:
         """Return what `loaded` returns, on the device."""

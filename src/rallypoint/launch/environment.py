@@ -5,6 +5,7 @@ No settings.
 
 from __future__ import annotations
 
+import json
 import os
 
 COORDINATOR = "RALLYPOINT_COORDINATOR"
@@ -33,7 +34,18 @@ REPLAY = "RALLYPOINT_REPLAY"  # the file with the task of a replay: see `launch.
 IMPORT = "RALLYPOINT_IMPORT"  # the file with the task of an import: see `launch.importing`
 ANNOUNCE = "RALLYPOINT_ANNOUNCE"
 ANSWERS_AT = "health checks are answered at "  # the beginning of the line in which a process says where
+JOB_FAILED = "the job failed: "  # the beginning of the line in which a coordinator says why, as JSON
 LISTENS_AT = "the coordinator listens at "  # the beginning of the line that a coordinator prints when it is ready
+
+
+def failure_line(why: str) -> str:
+    """Return the line in which a coordinator tells its launcher why the job has failed."""
+    return f"{JOB_FAILED}{json.dumps(why, ensure_ascii=False)}"
+
+
+def failure_in(line: str) -> str:
+    """Return why the job has failed, of a line that begins with `JOB_FAILED`."""
+    return str(json.loads(line.removeprefix(JOB_FAILED)))
 
 
 def left_status() -> int:

@@ -262,9 +262,9 @@ class ClusterRun:
             name, line = self._lines.get()
             if name == COORDINATOR and line.startswith(environment.LISTENS_AT):
                 self._listening(line.removeprefix(environment.LISTENS_AT))
-            elif name in self.handles and self._beside.takes(self.handles[name].command, line):
-                continue
-            else:
+            elif name == COORDINATOR and line.startswith(environment.JOB_FAILED):
+                self.console.failure = environment.failure_in(line)
+            elif name not in self.handles or not self._beside.takes(self.handles[name].command, line):
                 self.console.relay_all(self._output.line(name, line, time.monotonic()))
         if not (self._is_over or self.console.failure or self.failure):  # otherwise they are about to end
             self.console.relay_all(self._output.due(time.monotonic()))

@@ -52,7 +52,7 @@ class Handlers:
         on_admitted: called after each joining. True: this process is new to the coordinator (the first time, or
             after the coordinator had given it up).
         beat: returns the next heartbeat; called from a thread of its own.
-        waited: returns the seconds that the script has waited for data until now; called from that thread too.
+        waited: returns the seconds that the script has waited for data until now; called from a thread of its own too.
     """
 
     on_message: Callable[[Message], None]
@@ -98,6 +98,8 @@ class CoordinatorLink:
         self._channel = self._join_patiently(JOIN_TIMEOUT_S if patience is None else patience)
         self._thread = threading.Thread(target=self._receive_all, name="from the coordinator", daemon=True)
         self._beat_thread = threading.Thread(target=self._beat, name="signs of life", daemon=True)
+        # A thread of its own: psutil takes its time to be loaded, and a GPU's driver may never answer
+        self._sample_thread = threading.Thread(target=self._sample, name="samples of this machine", daemon=True)
 
     @property
     def incarnation(self) -> int:
@@ -118,6 +120,7 @@ class CoordinatorLink:
         self._thread.start()
         if self._me.role != "observer":
             self._beat_thread.start()
+            self._sample_thread.start()
 
     def send(self, message: Message) -> None:
         """Send a message now, or as soon as the coordinator is back. Any thread may call it."""
@@ -145,6 +148,8 @@ class CoordinatorLink:
         for thread in (self._thread, self._beat_thread):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join()
+        if self._sample_thread.is_alive():  # it says nothing any more, and may be stuck
+            self._sample_thread.join(max(_RETRY_S, deadline - time.monotonic()))
 
     def _has_to_explain(self) -> bool:
         with self._lock:
@@ -259,8 +264,19 @@ class CoordinatorLink:
                 beat, now = self._handlers.beat(), time.monotonic()
                 paced = self._pacing.since_last(self._knows.view, self._me.id, now)
                 self._channel.send_message(msgspec.structs.replace(beat, paced=paced) if paced else beat)
-                if (sample := self._sampler.sample(now)) is not None:
-                    self._channel.send_message(sample)
+
+    def _sample(self) -> None:
+        failed = False
+        while not self._closed.wait(self.welcome.heartbeat / _BEATS):
+            try:
+                sample = self._sampler.sample(time.monotonic()) if self._admitted else None
+            except Exception as error:  # no free file descriptor for /proc, say: that passes
+                if not failed:
+                    log.warning("this machine cannot be sampled: %r", error)
+                failed = True
+                continue
+            if sample is not None:
+                self._channel.send_message(sample)
 
     def _receive_all(self) -> None:
         while True:

@@ -80,7 +80,7 @@ class Program:
 
 
 def run_program(
-    arguments: Sequence[str], output: Path, *, env: Mapping[str, str], cwd: Path | None = None, timeout: float = 60.0
+    arguments: Sequence[str], output: Path, *, env: Mapping[str, str], cwd: Path | None = None, timeout: float = 240.0
 ) -> tuple[int, str]:
     """Run ``python ARGUMENTS`` to its end. Returns its exit status, and what it wrote to stdout and stderr.
 

@@ -9,22 +9,23 @@ from rallypoint.data.streams.once import OnceItems
 from rallypoint.worker.carried import Carried
 
 
-def carried_ledger(replicas: int, device: torch.device) -> Carried:
-    """The rows of the ledger, one for each replica, as a state that it carries."""
-    return Carried(torch.zeros(ROW, dtype=torch.int64), replicas, device, name="samples")
+def carried_ledger(replicas: int) -> Carried:
+    """The rows of the ledger, one for each replica, as a state that it carries. They are on the CPU, wherever the model
+    is: each micro-batch reads and writes one."""
+    return Carried(torch.zeros(ROW, dtype=torch.int64), replicas, torch.device("cpu"), name="samples")
 
 
 class SampleLedger:
     """Counts the samples that this worker uses, in what its replicas carry. Main thread only."""
 
-    def __init__(self, rows: Carried, items: OnceItems, *, worker: str, replicas: int, micro: int) -> None:
-        """`micro` is the number of samples in a micro-batch."""
+    def __init__(self, rows: Carried, items: OnceItems, *, worker: str, replicas: int) -> None:
         self._rows, self._items = rows, items
-        self._worker, self._replicas, self._micro = worker, replicas, micro
+        self._worker, self._replicas = worker, replicas
 
     def used(self, replica: int) -> None:
-        """The replica has used one more micro-batch."""
-        row = noted(self._row(replica), self._items.key, self._worker, used=self._micro, read=self._items.read)
+        """The replica has used the micro-batch that was given to `OnceItems.computes` last."""
+        items = self._items
+        row = noted(self._row(replica), items.key, self._worker, used=items.in_batch, read=items.read)
         self._rows.give(replica, torch.tensor(row, dtype=torch.int64))
         self._rows.keep()
 

@@ -107,7 +107,7 @@ class ModelTensors:
         specs = [_spec(name, p, group_of(config, name, p.dim())) for name, p in trained.items()]
         specs += [_spec(name, b, -1) for name, b in shared.items()]
         self.carried = Carried(carry, config.replicas, device) if carry is not None else None
-        self.samples = carried_ledger(config.replicas, device) if config.order == "once" else None
+        self.samples = carried_ledger(config.replicas) if config.order == "once" else None
         for state in (self.carried, self.samples):
             if state is not None:
                 specs += state.specs

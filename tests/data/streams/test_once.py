@@ -13,7 +13,10 @@ import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import LastBatch, MicroBatches
+from rallypoint.data.streams import once
+from rallypoint.data.streams.stream import STEPS_KEPT
 from rallypoint.errors import ConfigError, DataError, UsageError
+from rallypoint.worker.tensors import ModelTensors
 
 
 def batches_of(source: Any, *, loader: rp.Loader | None = None, passes: int | None = None, **settings: Any) -> Any:
@@ -53,6 +56,19 @@ def test_after_a_roll_back_what_no_version_has_any_more_is_used_again() -> None:
     assert batches.once.read == read + 4
 
 
+def test_places_are_not_looked_through_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = batches_of(itertools.count(), replicas=2)
+    monkeypatch.setattr(once, "sorted", lambda places: pytest.fail("all places are sorted"), raising=False)
+    for step in range(50):
+        for replica in range(2):
+            at = 4 * step + 2 * replica
+            assert values(batches, step, replica) == [at, at + 1]
+    (part,) = batches.once._parts.values()
+    assert len(part._at) <= 2 * STEPS_KEPT * 4 + 2
+    monkeypatch.undo()
+    assert values(batches, 2, 0) == [186, 187], "the oldest in memory: all of those steps are undone"
+
+
 def test_nothing_is_read_before_the_job_begins() -> None:
     source = iter(range(10))
     identity_of(rp.Stream(source, once=True))
@@ -90,3 +106,38 @@ def test_what_does_not_fit_is_refused() -> None:
         batches_of(itertools.count(), sync=rp.Async())
     with pytest.raises(ConfigError, match="no other worker has the replica's samples"):
         batches_of(itertools.count(), audit=0.5)
+
+
+def counting(number: int) -> torch.Tensor:
+    if number % 5 == 3:
+        raise ValueError(f"{number} is broken")
+    return torch.tensor([float(number)])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_ledger_does_not_count_what_is_left_out_of_its_batch(accumulate: int) -> None:
+    model = torch.nn.Linear(1, 1)
+    stream = rp.Stream(itertools.count(), once=True, transform=counting)
+    with rp.join() as job:
+        run = job.train(
+            model, stream, replicas=2, batch=8, accumulate=accumulate, steps=4, optimizer=rp.SGD(lr=0.0),
+            loader=rp.Loader(on_error="skip", retries=0),
+        )  # fmt: skip
+        sizes = 0
+        for micro in run:
+            with micro:
+                sizes += len(micro.batch)
+                micro.backward(model(micro.batch).mean())
+        (mine,) = run.ledger
+    assert sizes < 2 * 8 * 4, "some are broken"
+    assert mine.used == sizes
+    assert mine.read == 2 * 8 * 4
+    assert mine.lost == mine.read - sizes, "read, and not in the version"
+
+
+def test_the_ledger_is_on_the_cpu_wherever_the_model_is() -> None:
+    """Each micro-batch reads and writes a row, and must not wait for a device."""
+    config = resolve({"replicas": 2, "batch": 2, "order": "once"})
+    tensors = ModelTensors(torch.nn.Linear(1, 1, device="meta"), config, made=("weight", "bias"))
+    assert tensors.samples is not None
+    assert {str(row.device) for row in tensors.samples.tensors.values()} == {"cpu"}

@@ -19,6 +19,7 @@ from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
+from rallypoint.core.streams import end
 from rallypoint.core.view import Stop, ViewNumber
 
 
@@ -145,10 +146,9 @@ class Completion:
     def _unread(self) -> str:
         """A sentence, if the job's steps have ended it and not the stream that it was to read to its end."""
         record = self.course.record
-        if record is None or not record.config.get("passes") or self.course.views.stop is not None:
+        if record is None or self.course.views.stop is not None:
             return ""
-        steps = record.config["steps"]
-        return f"the job's {steps} steps were over before its stream, with passes={record.config['passes']}: give more"
+        return end.unread(record.config.get("passes", 0), record.config.get("steps", 0))
 
     def _is_the_last(self, generation: ViewNumber, version: int) -> bool:
         course = self.course

@@ -69,9 +69,13 @@ def ledger_of(rows: Iterable[Sequence[int]]) -> list[ReadBy]:
 
 
 def sentence_of(ledger: Sequence[ReadBy]) -> str:
-    """Return what to tell of a ledger: ``12,800 samples used; read and not used: 37 by worker1``."""
-    unused = [f"{one.lost:,} by {one.name}" for one in ledger if one.lost]
-    return f"{sum(one.used for one in ledger):,} samples used; read and not used: {', '.join(unused) or 'none'}"
+    """Return what to tell of a ledger: ``12,800 samples used; read and not used: 37 by worker1 (as of ...)``.
+
+    Nobody knows what a process that was killed had read after its last contribution, so the sentence says that too.
+    """
+    unused = ", ".join(f"{one.lost:,} by {one.name}" for one in ledger if one.lost)
+    known = f"{unused} (as of their last contributions)" if unused else "none"
+    return f"{sum(one.used for one in ledger):,} samples used; read and not used: {known}"
 
 
 def _row_of(readers: Sequence[ReadBy]) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import os
 import secrets
 from collections import deque
@@ -27,11 +29,12 @@ class OnceItems(PartItems):
     Attributes:
         key: a random number of this process.
         read: how many items it has read.
+        in_batch: how many samples are in the micro-batch that is computed now.
     """
 
     def __init__(self, stream: Stream, order: StreamOrder, config: JobConfig) -> None:
         self._stream, self._order, self._config = stream, order, config
-        self.key, self.read = 2 + secrets.randbelow(1 << 30), 0
+        self.key, self.read, self.in_batch = 2 + secrets.randbelow(1 << 30), 0, 0
         self._parts: dict[int, _Part] = {}
         self._process = os.getpid()
 
@@ -47,15 +50,14 @@ class OnceItems(PartItems):
 
     def continues(self, step: int, replica: int) -> bool:
         """True if there is a full batch for the replica at this step, which is read now."""
-        if not self._config.passes:
-            return True
         part, first, stop = self._order.items(step, replica)
         there = self._part(part).has(range(first, stop))
         self._count()
         return there
 
-    def computes(self, indices: Sequence[int]) -> None:
-        """These places are computed now: their items go to no other place."""
+    def computes(self, indices: Sequence[int], left_out: int) -> None:
+        """These places are computed now, without so many that raise errors: their items go to no other place."""
+        self.in_batch = len(indices) - left_out
         for index in indices:
             self._part(index % self._stream.parts).computed.add(index // self._stream.parts)
 
@@ -77,6 +79,8 @@ class _Part:
     def __init__(self, part: int, iterator: PartIterator, *, keep: int) -> None:
         self._name, self._iterator, self._keep = part, iterator, keep
         self._at: dict[int, Any] = {}  # by place
+        self._places: list[int] = []  # a heap of the same places
+        self._newest = -1  # the highest of them
         self._next: deque[Any] = deque()  # read, and free for a place
         self.computed: set[int] = set()  # places
         self.read = 0
@@ -88,6 +92,8 @@ class _Part:
         for place in places:
             if place not in self._at:
                 self._at[place] = self._one()
+                heapq.heappush(self._places, place)
+                self._newest = max(self._newest, place)
         return [own(self._at[place]) for place in places]
 
     def has(self, places: Sequence[int]) -> bool:
@@ -123,13 +129,21 @@ class _Part:
     def _forget(self, first: int, last: int) -> None:
         """Keep the places near these. Items that no version can have are free again: of places that were read ahead and
         not computed, and of places ahead that a roll-back to a snapshot has undone."""
-        for place in sorted(self._at):
-            undone = place > last + self._keep
-            if undone or place < first - self._keep:
-                item = self._at.pop(place)
-                if undone or place not in self.computed:
-                    self._next.append(item)
-                self.computed.discard(place)
+        while self._places and self._places[0] < first - self._keep:
+            self._drop(heapq.heappop(self._places), undone=False)
+        if self._newest > (newest := last + self._keep):
+            places = sorted(self._places)
+            kept = bisect.bisect_right(places, newest)
+            for place in places[kept:]:
+                self._drop(place, undone=True)
+            self._places = places[:kept]
+            self._newest = self._places[-1] if self._places else -1
+
+    def _drop(self, place: int, *, undone: bool) -> None:
+        item = self._at.pop(place)
+        if undone or place not in self.computed:
+            self._next.append(item)
+        self.computed.discard(place)
 
 
 def check_once(processes: int) -> None:

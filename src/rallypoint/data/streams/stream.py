@@ -151,8 +151,6 @@ class StreamItems(PartItems):
 
     def continues(self, step: int, replica: int) -> bool:
         """True if there is a full batch for the replica at this step, which is read now."""
-        if not self._passes:
-            return True
         part, first, stop = self._order.items(step, replica)
         return self._reader(part, first).has(stop - 1)
 

@@ -140,6 +140,8 @@ def run_coordinator(
             failure = service.wait()
         if by_hand:
             told.wait(_LAST_WORD_S)
+        elif failure is not None:  # the launcher's link may not be up yet, if the members were faster
+            print(environment.failure_line(failure), flush=True)
         if failure is None:
             service.wait_for_scripts(linger)
     if by_hand and failure is not None:

@@ -92,13 +92,18 @@ class Agent:
         self._peers: dict[str, int] = {}  # how many connections use each
 
     def memory(self, nbytes: int) -> Memory:
-        """Registered memory of this size."""
+        """Registered memory of this size. LinkError if it cannot be registered."""
         with self._lock:
             found = next((memory for memory in self._spare if memory.nbytes == nbytes), None)
             if found is not None:
                 self._spare.remove(found)
         memory = found or Memory(nbytes)
-        memory.registered = self._nixl.register_memory([(memory.address, nbytes, 0, "")], "DRAM")
+        try:
+            memory.registered = _asked(lambda: self._nixl.register_memory([(memory.address, nbytes, 0, "")], "DRAM"))
+        except LinkError:
+            with self._lock:
+                self._spare.append(memory)
+            raise
         return memory
 
     def release(self, memory: Memory, *, in_use: bool) -> None:
@@ -144,7 +149,12 @@ class Agent:
         mine = self._nixl.get_xfer_descs([(memory.address + offset, count, 0)], "DRAM")
         theirs = self._nixl.get_xfer_descs([(to.address + at, count, 0)], "DRAM")
         handle = _asked(lambda: self._nixl.initialize_xfer("WRITE", mine, theirs, to.agent))
-        return Write(self._nixl, handle, _asked(lambda: self._nixl.transfer(handle)))
+        try:
+            return Write(self._nixl, handle, _asked(lambda: self._nixl.transfer(handle)))
+        except LinkError:
+            with contextlib.suppress(Exception):
+                handle.release()
+            raise
 
     def close(self) -> None:
         """End the agent's threads; its memory goes with the last reference. No connection uses it any more."""

@@ -58,7 +58,8 @@ class NixlConnection:
         self._agent: Agent | None = None
         self._memory: Memory | None = None
         self._remote = ""
-        self._rings: Rings | None = None  # set last
+        self._made: Rings | None = None  # to be tried
+        self._rings: Rings | None = None  # the same, set last
         self._timeout: float | None = None
         self._deadline: float | None = None
         self._paced, self._window = False, ring
@@ -129,7 +130,7 @@ class NixlConnection:
         deadline, self._deadline = self._deadline, min(self._deadline or 1e18, time.monotonic() + _TRIES_S)
         try:
             self._remote = self._agent.load(said[_HEAD.size :])
-            rings = Rings(
+            self._made = rings = Rings(
                 self._stream, self._agent, self._memory, layout, Remote(self._remote, address), Layout(ring),
                 self._pause,
             )  # fmt: skip
@@ -210,7 +211,7 @@ class NixlConnection:
         if self._remote:
             agent.forget(self._remote)
         if self._memory is not None:
-            agent.release(self._memory, in_use=self._rings is not None and self._rings.stuck)
+            agent.release(self._memory, in_use=self._made is not None and self._made.stuck)
         self._agents.given_back()
 
     # ---- as of TCP ----

@@ -191,5 +191,4 @@ def _ledger_of(parts: Parts) -> SampleLedger | None:
     rows, items, config = parts.tensors.samples, parts.batches.once, parts.config
     if rows is None or items is None:
         return None
-    micro = config.batch // config.accumulate
-    return SampleLedger(rows, items, worker=parts.exchange.me, replicas=config.replicas, micro=micro)
+    return SampleLedger(rows, items, worker=parts.exchange.me, replicas=config.replicas)

@@ -25,7 +25,7 @@ class Prefetch:
     def __init__(self, batches: MicroBatches, tracer: Tracer, say: Callable[[str], None]) -> None:
         """`say` shows a line to the user."""
         self._batches, self._tracer, self._say = batches, tracer, say
-        self._ready: tuple[Place, Any] | None = None
+        self._ready: tuple[Place, Any, int] | None = None
         self.last = False
         self._processes = LoaderProcesses(batches, say) if batches.loader.workers else None
 
@@ -43,16 +43,16 @@ class Prefetch:
     def load(self, place: Place) -> None:
         """Load this micro-batch now, unless it is loaded already, or processes load it."""
         if self._processes is None and (self._ready is None or self._ready[0] != place):
-            self._ready = place, self._load(place)
+            self._ready = place, *self._load(place)
 
     def take(self, place: Place) -> Any:
         """Return this micro-batch; load it if it is not loaded yet. Raises DataError as `MicroBatches.load`."""
         if self._ready is not None and self._ready[0] == place:
-            batch, self._ready = self._ready[1], None
+            (_, batch, left_out), self._ready = self._ready, None
         else:
-            batch = self._load(place)
+            batch, left_out = self._load(place)
         self.last = isinstance(batch, LastBatch)
-        self._batches.computes(*place)
+        self._batches.computes(*place, left_out)
         return self._batches.on_device(batch) if self.last else batch
 
     def close(self) -> None:
@@ -60,15 +60,16 @@ class Prefetch:
         if self._processes is not None:
             self._processes.close()
 
-    def _load(self, place: Place) -> Any:
+    def _load(self, place: Place) -> tuple[Any, int]:
+        """The micro-batch, and how many samples are left out of it (unknown, so 0, with loader processes)."""
         step, replica, index = place
         with self._tracer.span(LOAD, step=step, replica=replica):
             if self._processes is not None:
-                return self._moved(self._processes.take(place))
+                return self._moved(self._processes.take(place)), 0
             batch, skipped = self._batches.loaded(step, replica, index)
             for sentence in skipped:
                 self._say(sentence)
-            return self._moved(batch)
+            return self._moved(batch), len(skipped)
 
     def _moved(self, batch: Any) -> Any:
         """On the device; a stream's last batch is moved when it is taken."""

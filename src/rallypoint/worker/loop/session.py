@@ -16,6 +16,7 @@ import torch
 from rallypoint.config import JobConfig, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
+from rallypoint.core.streams import end
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
@@ -160,9 +161,9 @@ class Job(Member):
         record = record_of(config, tensors.layout, tensors.frozen_hashes(), data=identity, tied=tensors.tied)
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
-        if config.passes and self.id == min(one.id for one in exchange.view.workers):
-            default = "" if "steps" in settings else " (steps= is not given)"
-            self._say(f"the stream is read passes={config.passes} times, for {config.steps} steps at most{default}")
+        reads = end.reads(config.passes, config.steps, given="steps" in settings)
+        if reads and self.id == min(one.id for one in exchange.view.workers):
+            self._say(reads)
         self._sharing.begin(data.dataset)
         of_ranks = set() if lead is None else {Feature.RANKS}
         self._stopping.why_not = record.refusal_of({Feature.STOP, *of_ranks})

@@ -176,7 +176,9 @@ class HostLink:
     def join(self, deadline: float) -> None:
         """Wait until the connection has ended. At `deadline` (time.monotonic) the program is killed."""
         client, threads = self._client, self._threads
-        if client is None:
+        if client is None:  # it has ended by itself; its threads may still be about to
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
             return
         try:
             client.wait(max(0.0, deadline - time.monotonic()))

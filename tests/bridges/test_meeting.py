@@ -1,0 +1,68 @@
+"""Where torch's processes meet, and sums on a machine that is short of something: nobody waits in vain."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rallypoint.bridges import joining, words
+from rallypoint.errors import UsageError
+from rallypoint.launch import environment
+from rallypoint.worker.collective.reducer import Sum
+from rallypoint.worker.collective.sums import Sums
+from rallypoint.worker.loop.session import Job
+
+ADDRESS = "127.0.0.1:4700"
+
+
+def job_in(folder: Path, id: str) -> Job:
+    return cast(Job, SimpleNamespace(id=id, welcome=SimpleNamespace(folder=str(folder))))
+
+
+def env_of(token: str) -> dict[str, str]:
+    return {environment.COORDINATOR: ADDRESS, environment.WORKERS: "2", environment.TOKEN: token}
+
+
+def test_the_others_meet_where_rank_0_of_the_same_run_has_said(tmp_path: Path) -> None:
+    first, second = env_of("of this run"), env_of("of this run")
+    assert joining._place(job_in(tmp_path, "worker0"), first) == (0, 2)
+    assert joining._place(job_in(tmp_path, "worker1"), second) == (1, 2)
+    assert [second[name] for name in ("MASTER_ADDR", "MASTER_PORT")] == [first["MASTER_ADDR"], first["MASTER_PORT"]]
+    assert "of this run" not in (tmp_path / joining.MEETING).read_text(), "a token is a secret"
+
+
+def test_what_an_earlier_run_in_the_folder_has_said_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its coordinator had the same address, and nobody listens any more where its rank 0 did."""
+    joining._place(job_in(tmp_path, "worker0"), env_of("of an earlier run"))
+    monkeypatch.setattr(joining, "_PATIENCE_S", 0.2)
+    with pytest.raises(UsageError, match="rank 0 has not said"):
+        joining._place(job_in(tmp_path, "worker1"), env_of("of this run"))
+
+
+def test_a_result_that_no_thread_can_be_started_for_is_an_error_and_no_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NoThread:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    here = Sum()
+    here.ended(None)
+    made = SimpleNamespace(reducer=SimpleNamespace(sum=lambda *args: here), failed=None)
+    tensor = torch.ones(2)
+    part = words.Part(tensor, tensor)
+    monkeypatch.setattr(words, "threading", SimpleNamespace(Thread=NoThread, Lock=threading.Lock))
+    future = words.sum_of(cast(Sums, made), [part], [tensor], torch.device("cpu"))
+    assert future.done()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        future.wait()
