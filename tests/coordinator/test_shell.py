@@ -18,6 +18,7 @@ from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.messages import (
     Aborted,
@@ -299,6 +300,14 @@ def test_a_worker_that_evaluates_is_not_said_to_be_late() -> None:
     play.say("w0", Beat())
     play.take(inbox.Ticked(), seconds=10.0)
     assert "on w0 on here, w1 on here have not reported, " in play.sent(Waiting)[-1].text
+
+
+def test_a_store_whose_worker_computes_a_push_is_not_said_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+    play = after_the_first_step(of=2)
+    monkeypatch.setattr(type(play.shell.announcer.config), "features", property(lambda self: {Feature.KEYED}))
+    play.say("w0", Beat(evaluating=True))
+    play.take(inbox.Ticked(), seconds=10.0)
+    assert play.sent(Waiting)[-1].text.startswith("waiting for pushes of step 1: w0 on here")
 
 
 def test_after_the_last_step_nobody_waits_for_one_more() -> None:

@@ -141,11 +141,13 @@ class Announcer:
         begin = self.tally.take_over if taking_over else self.tally.rewind
         begin(furthest, view.generation)
         self.planned = Planned(
-            steps=0 if Feature.SUMS in config.features else config.steps, replicas=config.replicas, item=config.item,
+            steps=0 if Feature.SUMS in config.features else config.steps, replicas=config.replicas,
+            item="pushes" if Feature.KEYED in config.features else config.item,
             words=layout.words + sum(table.numel for table in layout.tables),
             shards=len(layout.shards), workers=tuple(m.id for m in view.workers),
             servers=tuple(m.id for m in view.servers), steps_per_round=config.steps_per_round,
             items=items_of_step(config), done=config.steps_at(furthest + 1),
+            loss="never" if Feature.KEYED in config.features else "said" if config.order == "own" else "always",
         )  # fmt: skip
         members = (*view.workers, *view.servers, *view.aggregators)
         nowhere = [] if taking_over else self._machine.terms.topology.nowhere(members)
@@ -270,6 +272,8 @@ class Announcer:
         if over:
             late = [worker for worker in late if worker not in course.members.done]
         if evaluating := [worker for worker in late if worker in course.evaluating]:
+            if Feature.KEYED in self.config.features:  # (its script may compute a push for as long as it likes)
+                return f"pushes of step {step}: {self._on_hosts(view, evaluating, figures=True)}"
             evaluate = "evaluates" if len(evaluating) == 1 else "evaluate"
             return f"{self._on_hosts(view, evaluating)}, which {evaluate}"
         if over:
