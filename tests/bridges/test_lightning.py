@@ -62,7 +62,7 @@ def test_the_job_is_told_each_steps_loss_of_all_its_accumulated_batches(
         _, steps, _ = fit_lightning(job, str(tmp_path), accumulate=4)
     by_step = [told[at : at + 4] for at in range(0, len(told), 4)]
     assert len(by_step) == steps
-    assert all(0.0 < parts[0] and parts == sorted(parts) for parts in by_step)
+    assert all(parts[0] > 0.0 and parts == sorted(parts) for parts in by_step)
 
 
 def test_early_stopping_ends_the_job(tmp_path: Path) -> None:
