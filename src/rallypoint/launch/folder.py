@@ -183,12 +183,16 @@ def refuse_an_old_run(folder: Path, snapshots: str) -> None:
 
 
 def refuse_unwritable_snapshots(snapshots: str) -> None:
-    """Raise UsageError if this machine's files cannot be written there. Else only the first snapshot would show it."""
+    """Raise UsageError if no folder can be made there, on this machine. Else only the first snapshot would show it.
+
+    Leaves nothing there: the folder is made with the first snapshot.
+    """
     if not snapshots or "://" in snapshots:
         return
+    place = Path(snapshots).absolute()
+    there = next(path for path in (place, *place.parents) if path.exists())
     try:
-        os.makedirs(snapshots, exist_ok=True)
-        with tempfile.TemporaryFile(dir=snapshots):
+        with tempfile.TemporaryDirectory(prefix=".try-", dir=there):
             pass
     except OSError as error:
         raise UsageError(
