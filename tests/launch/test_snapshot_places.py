@@ -12,7 +12,7 @@ from rallypoint.launch.folder import refuse_unwritable_snapshots
 
 def test_a_place_where_no_snapshot_can_be_written_is_refused_and_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"snapshots cannot be written to .*/file/deep: Not a directory; choose another"):
+    with pytest.raises(UsageError, match=r"cannot be written to .*/file/deep: Not a directory; choose another"):
         refuse_unwritable_snapshots(str(tmp_path / "file" / "deep"))
 
 
