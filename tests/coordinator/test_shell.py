@@ -321,6 +321,34 @@ def test_after_the_last_step_nobody_waits_for_one_more() -> None:
     assert play.sent(Waiting)[-1].text.startswith("waiting for the last version to reach w0 on here, ")
 
 
+# ---- observers that come late ----------------------------------------------------------------------------------
+
+
+def launcher(play: Play) -> list[Message]:
+    """What a launcher is sent that connects now."""
+    opened = play.take(inbox.Opened("o9", Hello("observer", "launcher", "here", "")))
+    return [act.message for act in opened if isinstance(act, acts.Send)]
+
+
+def test_a_launcher_that_connects_again_hears_what_was_said_meanwhile_and_others_do_not() -> None:
+    play = after_the_first_step(of=9)
+    play.take(inbox.Closed("o0", play.hello("o0"), "it is away"))
+    play.take(inbox.Said("server1 is gone"))
+    play.join("o1")
+    assert Say("server1 is gone") not in play.sent(Say)
+    assert Say("server1 is gone") in launcher(play)
+
+
+def test_a_launcher_that_connects_when_the_job_is_over_hears_how_that_came() -> None:
+    play = after_the_first_step(of=9)
+    play.take(inbox.Closed("o0", play.hello("o0"), "it is away"))
+    play.take(inbox.Said("worker1 has had enough"))
+    play.take(inbox.Ended("the disk is full"))
+    heard = launcher(play)
+    assert Say("worker1 has had enough") in heard
+    assert heard[-1] == Aborted("the disk is full")
+
+
 # ---- counts after a recovery -----------------------------------------------------------------------------------
 
 

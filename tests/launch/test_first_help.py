@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from rallypoint.testing.programs import run_program
 
 pytestmark = pytest.mark.programs
-ENV = {"COLUMNS": "200"}
+ENV = {**os.environ, "COLUMNS": "200"}
 
 
 def test_help_begins_with_how_to_run_a_script_and_a_recipe(tmp_path: Path) -> None:
