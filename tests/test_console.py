@@ -41,6 +41,37 @@ def test_the_live_line_is_cut_in_no_terminal(width: int) -> None:
     assert "…" not in text
 
 
+@pytest.mark.parametrize("name", ["accuracy", "validation_accuracy_of_the_last_evaluation"])
+def test_figures_of_evaluations_leave_the_live_line_one_line(name: str) -> None:
+    said = io.StringIO()
+    shown = RunConsole(Console(file=said, width=80, force_terminal=True, color_system=None, highlight=False))
+    shown.show(msgspec.structs.replace(PLAN, steps=15_000, items=4096))
+    shown.show(Metrics(100, {"val_loss": 0.3817, name: 0.8457}))
+    for step in range(2):
+        shown.show(StepDone(step=12_345 + step, loss=0.0123, items=4096))
+    assert shown._progress is not None
+    shown._progress.refresh()
+    live = said.getvalue().splitlines()[-1]
+    for whole in ("step 12347/15000", "loss 0.0123", "samples/s", "left"):
+        assert whole in live
+    shown.close()
+
+
+def test_a_loop_that_tells_no_loss_is_shown_none() -> None:
+    own = msgspec.structs.replace(PLAN, loss="said")
+    assert not any("nan" in line or "loss" in line for line in said_of(own, StepDone(1499, float("nan"), 64)))
+    assert any("loss 0.5000" in line for line in said_of(own, StepDone(1499, 0.5, 64)))
+    assert any("loss nan" in line for line in said_of(PLAN, StepDone(1499, float("nan"), 64)))
+
+
+def test_a_store_is_shown_with_contributors_and_pushes_and_without_a_loss() -> None:
+    store = msgspec.structs.replace(PLAN, loss="never", item="pushes", items=2)
+    lines = said_of(store, StepDone(1499, 0.0, 2), Finished())
+    assert "2 contributors on 1 worker" in " ".join(lines)
+    assert not any("loss" in line for line in lines)
+    assert "1500 steps, 3,000 pushes in" in " ".join(lines)
+
+
 def test_a_sentence_is_wrapped_between_words_in_a_terminal_and_is_one_line_in_a_file() -> None:
     assert "waiting for 1 more server and 1 more \nworker, 5 s so far\n" in seen(40, terminal=True)
     assert "waiting for 1 more server and 1 more worker, 5 s so far\n" in seen(40, terminal=False)

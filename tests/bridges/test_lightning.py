@@ -15,6 +15,7 @@ from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
 from rallypoint.testing.programs import run_program
+from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
 
 pytest.importorskip("lightning", reason='Lightning is missing: pip install "rallypoint[lightning]"')
 pytestmark = [
@@ -45,6 +46,23 @@ def test_accumulated_gradients_are_lightnings_own(tmp_path: Path) -> None:
     with EmbeddedJob() as job:
         ours = fit_lightning(job, str(tmp_path / "job"), accumulate=4)
     assert ours == fit_lightning(None, str(tmp_path / "plain"), accumulate=4)
+
+
+def test_the_job_is_told_each_steps_loss_of_all_its_accumulated_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, log = list[float](), WrappedOptimizer.log
+
+    def heard(self: WrappedOptimizer, loss: torch.Tensor) -> None:
+        told.append(float(loss))
+        log(self, loss)
+
+    monkeypatch.setattr(WrappedOptimizer, "log", heard)
+    with EmbeddedJob() as job:
+        _, steps, _ = fit_lightning(job, str(tmp_path), accumulate=4)
+    by_step = [told[at : at + 4] for at in range(0, len(told), 4)]
+    assert len(by_step) == steps
+    assert all(parts[0] > 0.0 and parts == sorted(parts) for parts in by_step)
 
 
 def test_early_stopping_ends_the_job(tmp_path: Path) -> None:

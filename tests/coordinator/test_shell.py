@@ -18,6 +18,7 @@ from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.messages import (
     Aborted,
@@ -301,6 +302,14 @@ def test_a_worker_that_evaluates_is_not_said_to_be_late() -> None:
     assert "on w0 on here, w1 on here have not reported, " in play.sent(Waiting)[-1].text
 
 
+def test_a_store_whose_worker_computes_a_push_is_not_said_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+    play = after_the_first_step(of=2)
+    monkeypatch.setattr(type(play.shell.announcer.config), "features", property(lambda self: {Feature.KEYED}))
+    play.say("w0", Beat(evaluating=True))
+    play.take(inbox.Ticked(), seconds=10.0)
+    assert play.sent(Waiting)[-1].text.startswith("waiting for pushes of step 1: w0 on here")
+
+
 def test_after_the_last_step_nobody_waits_for_one_more() -> None:
     play = after_the_first_step(of=1)
     play.say("w1", Done(play.view.generation))
@@ -310,6 +319,34 @@ def test_after_the_last_step_nobody_waits_for_one_more() -> None:
     play.say("w0", Beat())
     play.take(inbox.Ticked(), seconds=10.0)
     assert play.sent(Waiting)[-1].text.startswith("waiting for the last version to reach w0 on here, ")
+
+
+# ---- observers that come late ----------------------------------------------------------------------------------
+
+
+def launcher(play: Play) -> list[Message]:
+    """What a launcher is sent that connects now."""
+    opened = play.take(inbox.Opened("o9", Hello("observer", "launcher", "here", "")))
+    return [act.message for act in opened if isinstance(act, acts.Send)]
+
+
+def test_a_launcher_that_connects_again_hears_what_was_said_meanwhile_and_others_do_not() -> None:
+    play = after_the_first_step(of=9)
+    play.take(inbox.Closed("o0", play.hello("o0"), "it is away"))
+    play.take(inbox.Said("server1 is gone"))
+    play.join("o1")
+    assert Say("server1 is gone") not in play.sent(Say)
+    assert Say("server1 is gone") in launcher(play)
+
+
+def test_a_launcher_that_connects_when_the_job_is_over_hears_how_that_came() -> None:
+    play = after_the_first_step(of=9)
+    play.take(inbox.Closed("o0", play.hello("o0"), "it is away"))
+    play.take(inbox.Said("worker1 has had enough"))
+    play.take(inbox.Ended("the disk is full"))
+    heard = launcher(play)
+    assert Say("worker1 has had enough") in heard
+    assert heard[-1] == Aborted("the disk is full")
 
 
 # ---- counts after a recovery -----------------------------------------------------------------------------------

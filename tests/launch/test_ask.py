@@ -13,7 +13,7 @@ import pytest
 
 from rallypoint.errors import LinkError
 from rallypoint.launch import ask
-from rallypoint.net.messages import Resize, SnapshotWanted, StepDone
+from rallypoint.net.messages import Members, Resize, Snapshotted, SnapshotWanted, StepDone
 from rallypoint.net.ordering.messages import LearningRate, Ordered, Pause, RateScaled
 
 
@@ -58,25 +58,25 @@ SAID = Ordered("LearningRate", "the operator multiplies the learning rate by 0.5
 @pytest.mark.parametrize("job", [()], indirect=True)
 def test_an_order_whose_answer_was_lost_with_the_coordinator_ends_though_steps_go_on(job: Job) -> None:
     with pytest.raises(LinkError, match="no answer within 30 s"):
-        ask.order(Path("run"), Pause())
+        ask.order(Path("run"), Pause(), print)
     assert job.sent == [Pause()]
 
 
 @pytest.mark.parametrize("job", [(SAID,)], indirect=True)
 def test_a_rate_whose_step_nobody_says_is_ordered_all_the_same(job: Job) -> None:
-    assert ask.change_rate(Path("run"), 0.5) == f"{SAID.text}, from the step on that the run will say"
+    assert ask.change_rate(Path("run"), 0.5, print) == f"{SAID.text}, from the step on that the run will say"
     assert job.sent == [LearningRate(0.5)]
 
 
 @pytest.mark.parametrize("job", [(SAID, StepDone(1, 0.5, 8), RateScaled("from step 3 on", 3, 0.5, 0.5))], indirect=True)
 def test_the_step_is_said_once_servers_have_settled_it(job: Job) -> None:
-    assert ask.change_rate(Path("run"), 0.5) == "from step 3 on"
+    assert ask.change_rate(Path("run"), 0.5, print) == "from step 3 on"
 
 
 @pytest.mark.parametrize("job", [()], indirect=True)
 def test_a_snapshot_whose_answer_was_lost_with_the_coordinator_ends_though_steps_go_on(job: Job) -> None:
     with pytest.raises(LinkError, match="no snapshot within 600 s"):
-        ask.take_snapshot(Path("run"))
+        ask.take_snapshot(Path("run"), print)
     assert job.sent == [SnapshotWanted()]
 
 
@@ -86,3 +86,39 @@ def test_a_resize_that_nobody_announces_ends_though_steps_go_on(job: Job, monkey
     with pytest.raises(LinkError, match="not resized within 600 s"):
         ask.resize(Path("run"), 2, 0, lambda said: None)
     assert job.sent == [Resize(2, 0)]
+
+
+BROKEN, WHOLE = ask._Link.BROKEN, ask._Link.WHOLE
+
+
+@pytest.mark.parametrize("job", [(BROKEN, BROKEN, WHOLE, Snapshotted("step-8", 8, 1_000_000, 0.5))], indirect=True)
+def test_a_snapshot_is_asked_for_again_when_the_coordinator_dies_before_it_answers(job: Job) -> None:
+    said = list[str]()
+    assert ask.take_snapshot(Path("run"), said.append) == "step-8: version 8, 1.0 MB in 0.50 s"
+    assert job.sent == [SnapshotWanted(), SnapshotWanted()]
+    assert said == [
+        "the coordinator is gone before it has answered; waiting for the next one",
+        "the coordinator is back, and was asked again",
+    ]
+
+
+@pytest.mark.parametrize("job", [(BROKEN, WHOLE, Members("2.1", ("worker0",), (), ("server0",)))], indirect=True)
+def test_a_resize_is_asked_for_again_when_the_coordinator_dies_before_it_counts(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "read_plan", lambda run: SimpleNamespace(workers=(1, 4), replication=1))
+    assert ask.resize(Path("run"), 1, 0, lambda said: None).endswith("1 worker and 1 server")
+    assert job.sent == [Resize(1, 0), Resize(1, 0)]
+
+
+@pytest.mark.parametrize("job", [(BROKEN, WHOLE, SAID)], indirect=True)
+def test_an_order_to_multiply_the_rate_is_never_given_twice(job: Job) -> None:
+    with pytest.raises(LinkError, match="give the order again if it was not"):
+        ask.change_rate(Path("run"), 0.5, print)
+    assert job.sent == [LearningRate(0.5)]
+
+
+@pytest.mark.parametrize("job", [(SAID, BROKEN, WHOLE, RateScaled("from step 3 on", 3, 0.5, 0.5))], indirect=True)
+def test_a_coordinator_that_dies_after_its_answer_is_asked_no_more(job: Job) -> None:
+    assert ask.change_rate(Path("run"), 0.5, print) == "from step 3 on"
+    assert job.sent == [LearningRate(0.5)]

@@ -94,10 +94,12 @@ class Member:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.admissions: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.lost: queue.SimpleQueue[RallypointError] = queue.SimpleQueue()
+        self.links: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.says_when_admitted: list[Message] = []
         self.link = CoordinatorLink(
             transport=coordinator.transport, address=coordinator.address, me=Identity(role, "worker0", token),
-            handlers=Handlers(self.messages.put, self.lost.put, self._on_admitted), listening_at="127.0.0.1:7",
+            handlers=Handlers(self.messages.put, self.lost.put, self._on_admitted, on_link=self.links.put),
+            listening_at="127.0.0.1:7",
         )  # fmt: skip
         self.link.start()
 
@@ -240,6 +242,20 @@ def test_an_observer_gives_no_signs_of_life_and_may_speak_at_once(transport: Tra
     until(lambda: me.link._channel is not before)
     me.link.send(Say("two"))
     assert coordinator.hear() == Say("two")
+    me.link.close()
+    coordinator.close()
+
+
+def test_an_observer_is_told_when_its_link_breaks_and_when_it_is_made_again(transport: Transport) -> None:
+    coordinator = Coordinator(transport)
+    me = Member(coordinator, role="observer")
+    channel, _ = coordinator.member()
+    assert me.links.empty(), "the first link is no news"
+    channel.connection.close()
+    coordinator.member()
+    assert [me.links.get(timeout=PATIENCE_S) for _ in range(2)] == [False, True]
+    me.link.send(Say("again"))
+    assert coordinator.hear() == Say("again")
     me.link.close()
     coordinator.close()
 

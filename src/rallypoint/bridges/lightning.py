@@ -54,6 +54,8 @@ class RallypointStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def __init__(self, device: str = "", *, clip: float | None = None, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **kwargs)
         self.wrapped: WrappedOptimizer | None = None
+        self._batch = 1  # samples that a replica reads at a time; the training loader says it
+        self._loss: torch.Tensor | None = None  # of the step in progress
         self._clip, self._seed, self._epoch, self._skip = clip, seed, 0, 0
         self._job: Any = None
 
@@ -77,7 +79,7 @@ class RallypointStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         replays = [(config, Replay(config.scheduler)) for config in self.lr_scheduler_configs]
         self.wrapped = wrap_in(
             self._job, self.lightning_module, trainer.optimizers[0], steps=int(steps), clip=self._clip, seed=self._seed,
-            batch=trainer.accumulate_grad_batches,
+            batch=trainer.accumulate_grad_batches * self._batch,
         )  # fmt: skip
         self.optimizers = [self.wrapped]
         self.global_rank = rank_zero_only.rank = self.wrapped.replica
@@ -113,6 +115,7 @@ class RallypointStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             len(dataloader.dataset), replicas=self._job.started, batch=dataloader.batch_size,  # type: ignore[arg-type]
             shuffled=isinstance(dataloader.sampler, RandomSampler), seed=self._seed,
         )  # fmt: skip
+        self._batch = dataloader.batch_size
         sampler.replica, sampler.skip = self.global_rank, self._skip * dataloader.batch_size
         sampler.set_epoch(self._epoch)
         if not len(sampler):
@@ -120,9 +123,18 @@ class RallypointStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         kept: dict[str, Any] = {name: getattr(dataloader, name) for name in _LOADER}
         return DataLoader(dataloader.dataset, batch_size=dataloader.batch_size, sampler=sampler, **kept)
 
+    def post_backward(self, closure_loss: Any) -> None:
+        """As Lightning's; tells the job the step's loss, of which this is a part where gradients are accumulated."""
+        super().post_backward(closure_loss)
+        part = closure_loss.detach()
+        self._loss = part if self._loss is None else self._loss + part
+        if self.wrapped is not None:
+            self.wrapped.log(self._loss)
+
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's; ends training where another process has ended the job."""
         result = super().optimizer_step(*args, **kwargs)
+        self._loss = None
         if self.wrapped is not None and self.wrapped.over:
             self.lightning_module.trainer.should_stop = True
         return result

@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 
+from typer.models import CommandInfo
+
 # They register their commands:
 from rallypoint.cli import (  # noqa: F401
     by_hand,
@@ -23,7 +25,7 @@ from rallypoint.cli import (  # noqa: F401
     tokens,
     track,
 )
-from rallypoint.cli.app import PANELS, app
+from rallypoint.cli.app import FIRST, PANELS, app
 from rallypoint.errors import RallypointError
 from rallypoint.observe.lines import printable_lines
 
@@ -31,7 +33,7 @@ from rallypoint.observe.lines import printable_lines
 def main() -> None:
     """The entry point: errors of ours are one sentence."""
     logging.basicConfig(level=os.environ.get("RALLYPOINT_LOG", "WARNING"), format="%(message)s")
-    app.registered_commands.sort(key=lambda command: PANELS.index(command.rich_help_panel))
+    app.registered_commands.sort(key=_place)
     for command in [*app.registered_commands, *kubernetes.k8s.registered_commands]:
         command.help = _unwrapped(inspect.getdoc(command.callback) or "")
     try:
@@ -39,6 +41,12 @@ def main() -> None:
     except RallypointError as error:
         print(f"error: {printable_lines(str(error))}", file=sys.stderr)  # names in it come from the network
         sys.exit(1)
+
+
+def _place(command: CommandInfo) -> tuple[int, int]:
+    """Where a command stands in the help: in its panel's part, the first ones of all first."""
+    name = command.callback.__name__ if command.callback is not None else ""
+    return PANELS.index(command.rich_help_panel), FIRST.index(name) if name in FIRST else len(FIRST)
 
 
 def _unwrapped(text: str) -> str:

@@ -18,6 +18,7 @@ app = typer.Typer(
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 START, RUNNING, AFTER, BY_HAND = "Start a job", "While a job runs", "Afterwards", "A cluster by hand"
 PANELS = (START, RUNNING, AFTER, BY_HAND)  # in the order of `rallypoint --help`
+FIRST = ("run", "train")  # of their panel's commands; the others follow as they were registered
 
 
 def _print_version(wanted: bool) -> None:

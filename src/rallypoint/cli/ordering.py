@@ -21,7 +21,7 @@ def pause(run: RunFolder) -> None:
     from rallypoint.launch.ask import order
     from rallypoint.net.ordering.messages import Pause
 
-    print(order(run, Pause()))
+    print(order(run, Pause(), print))
 
 
 @app.command("continue", rich_help_panel=RUNNING)
@@ -30,7 +30,7 @@ def go_on(run: RunFolder) -> None:
     from rallypoint.launch.ask import order
     from rallypoint.net.ordering.messages import Pause
 
-    print(order(run, Pause(on=False)))
+    print(order(run, Pause(on=False), print))
 
 
 @app.command(rich_help_panel=RUNNING)
@@ -47,7 +47,7 @@ def stop(
     from rallypoint.net.ordering.messages import StopWanted
     from rallypoint.observe.lines import printable
 
-    print(order(run, StopWanted(printable(reason, LONGEST_NAME))))
+    print(order(run, StopWanted(printable(reason, LONGEST_NAME)), print))
 
 
 @app.command(rich_help_panel=RUNNING)
@@ -65,7 +65,7 @@ def drain(run: RunFolder, member: Annotated[str, typer.Argument(help="A worker o
 
     if not can_name(member):
         raise UsageError("that is no name of a member")
-    print(order(run, Drain(member)))
+    print(order(run, Drain(member), print))
 
 
 @app.command("snapshot-every", rich_help_panel=RUNNING)
@@ -90,7 +90,7 @@ def snapshot_every(
 
     if steps is None and seconds is None:
         raise UsageError("how often? give --steps or --seconds; --steps 0 is: only at the end and when somebody asks")
-    print(order(run, SnapshotEvery(steps or 0, seconds or 0.0)))
+    print(order(run, SnapshotEvery(steps or 0, seconds or 0.0), print))
 
 
 @app.command("learning-rate", rich_help_panel=RUNNING)
@@ -104,4 +104,4 @@ def learning_rate(run: RunFolder, factor: Annotated[float, typer.Argument(help="
     """
     from rallypoint.launch.ask import change_rate
 
-    print(change_rate(run, factor))
+    print(change_rate(run, factor, print))

@@ -49,7 +49,7 @@ def snapshot(run: RunFolder) -> None:
     """Ask a running job for a snapshot now, and wait until it is durable."""
     from rallypoint.launch.ask import take_snapshot
 
-    print(take_snapshot(run))
+    print(take_snapshot(run, print))
 
 
 @app.command(rich_help_panel=RUNNING)

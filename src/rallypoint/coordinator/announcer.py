@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -21,7 +22,25 @@ from rallypoint.core.modes import Feature
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards, pieces_of
 from rallypoint.core.view import View
-from rallypoint.net.messages import Accounted, Applied, Members, Message, Planned, Report, Say, Skipped, Waiting
+from rallypoint.net.handshake import LAUNCHER
+from rallypoint.net.messages import (
+    Aborted,
+    Accounted,
+    Applied,
+    Finished,
+    Held,
+    Hello,
+    Members,
+    Message,
+    Metrics,
+    Planned,
+    Report,
+    Say,
+    Skipped,
+    Snapshotted,
+    Waiting,
+)
+from rallypoint.net.ordering.messages import Ordered, RateScaled
 from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
 from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.observe.lines import Allowance, Once
@@ -31,6 +50,8 @@ _FAR = 1 << 60  # a step behind every job's end
 _EARLY_DIGESTS = 4  # steps: only synchronous jobs record digests
 _BURST, _SENTENCE_S = 100, 1.0  # sentences that a member may say at once; then one in so many seconds
 Told = Say | Skipped | Accounted | Fingerprint | Sampled | ScriptAt  # what members say for observers and the log
+_UNHEARD = 64  # messages that are kept for a launcher that is not connected yet, or not again
+_KEPT = Say | Skipped | Metrics | Snapshotted | Accounted | Held | Ordered | RateScaled
 SCRIPT_S = 1.0  # how often observers are told how far the scripts of a job of sums are
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
 
@@ -50,6 +71,7 @@ class Announcer:
         """`members`: who is connected."""
         self._machine, self._members = machine, members
         self.observers: list[Connection] = []
+        self._unheard: deque[Message] = deque(maxlen=_UNHEARD)
         self.tally: StepTally | None = None
         self.planned: Planned | None = None
         self.config = JobConfig()
@@ -121,12 +143,23 @@ class Announcer:
         return [Send(connection, told) for told in self._ended.values()]
 
     def _tell(self, message: Message) -> list[Act]:
+        if isinstance(message, _KEPT) and not self.observers:
+            self._unheard.append(message)
         return [Log(message), *(Send(observer, message) for observer in self.observers)]
 
-    def observe(self, connection: Connection) -> list[Act]:
-        """Add an observer, and send it the plan and the members if they are known."""
-        self.observers.append(connection)
-        return [Send(connection, known) for known in (self.planned, self._announced) if known is not None]
+    def observe(self, connection: Connection, hello: Hello, last_word: Finished | Aborted | None = None) -> list[Act]:
+        """Add an observer, and send it the plan and the members if they are known; once the job is over only its last
+        word, and that to whoever comes.
+
+        The launcher, which shows what it hears, always gets all of it, and the sentences that nobody has heard: it
+        connects again a moment after members have told a new coordinator of what happened.
+        """
+        self.observers.append(connection)  # at the end members too: `close` flushes the observers' connections
+        told = [] if last_word is not None else [self.planned, self._announced]
+        if hello.role == "observer" and hello.id == LAUNCHER:
+            told = [self.planned, self._announced, *self._unheard]
+            self._unheard.clear()
+        return [Send(connection, known) for known in (*told, last_word) if known is not None]
 
     def plan(self, record: JobRecord, view: View, now: float, *, taking_over: bool = False) -> list[Act]:
         """Announce the job when its record is known. Does nothing when called again.
@@ -141,11 +174,13 @@ class Announcer:
         begin = self.tally.take_over if taking_over else self.tally.rewind
         begin(furthest, view.generation)
         self.planned = Planned(
-            steps=0 if Feature.SUMS in config.features else config.steps, replicas=config.replicas, item=config.item,
+            steps=0 if Feature.SUMS in config.features else config.steps, replicas=config.replicas,
+            item="pushes" if Feature.KEYED in config.features else config.item,
             words=layout.words + sum(table.numel for table in layout.tables),
             shards=len(layout.shards), workers=tuple(m.id for m in view.workers),
             servers=tuple(m.id for m in view.servers), steps_per_round=config.steps_per_round,
             items=items_of_step(config), done=config.steps_at(furthest + 1),
+            loss="never" if Feature.KEYED in config.features else "said" if config.order == "own" else "always",
         )  # fmt: skip
         members = (*view.workers, *view.servers, *view.aggregators)
         nowhere = [] if taking_over else self._machine.terms.topology.nowhere(members)
@@ -270,6 +305,8 @@ class Announcer:
         if over:
             late = [worker for worker in late if worker not in course.members.done]
         if evaluating := [worker for worker in late if worker in course.evaluating]:
+            if Feature.KEYED in self.config.features:  # (its script may compute a push for as long as it likes)
+                return f"pushes of step {step}: {self._on_hosts(view, evaluating, figures=True)}"
             evaluate = "evaluates" if len(evaluating) == 1 else "evaluate"
             return f"{self._on_hosts(view, evaluating)}, which {evaluate}"
         if over:

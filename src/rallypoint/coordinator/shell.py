@@ -169,11 +169,8 @@ class CoordinatorShell:
 
     def _opened(self, opened: inbox.Opened) -> list[Act]:
         connection, hello = opened.connection, opened.hello
-        if self.last_word is not None:
-            self.announcer.observers.append(connection)  # `close` flushes the observers' connections
-            return [Send(connection, self.last_word)]
-        if hello.role == "observer":
-            return self.announcer.observe(connection)
+        if self.last_word is not None or hello.role == "observer":
+            return self.announcer.observe(connection, hello, self.last_word)
         if self.refuses(hello):
             return [Refuse(connection, taken(hello.id))]
         if (told := self._newcomers.keeps(opened, self.machine.course.members, self._now)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -21,17 +22,31 @@ from rallypoint.net.ordering.messages import AnyOrder, LearningRate, Ordered, Ra
 _PATIENCE_S, _ORDER_S = 600.0, 30.0
 _LEAST, _MOST = 1e-9, 1e9  # factors
 
-Answers = queue.SimpleQueue[Message | RallypointError]
+_AWAY = "the coordinator is gone before it has answered; waiting for the next one"
+_AGAIN = "the coordinator is back, and was asked again"
 
 
-def take_snapshot(run: Path) -> str:
+class _Link(enum.Enum):
+    """What has become of the link to the coordinator."""
+
+    BROKEN = enum.auto()
+    WHOLE = enum.auto()  # again, maybe with another coordinator: it knows nothing of the question
+
+
+Answers = queue.SimpleQueue[Message | RallypointError | _Link]
+Say = Callable[[str], None]
+
+
+def take_snapshot(run: Path, say: Say) -> str:
     """Ask the run in this folder for a snapshot.
 
-    Returns a sentence when it is durable. Raises DataError when nothing runs there, LinkError after 10 minutes.
+    Returns a sentence when it is durable. `say` gets what has happened meanwhile: a coordinator that comes in the place
+    of a dead one is asked again. Raises DataError when nothing runs there, LinkError after 10 minutes, and when there
+    is no coordinator for a minute.
     """
     with _asking(run, "snapshot") as (link, answers):
         link.send(SnapshotWanted())
-        for answer in _within(answers, _PATIENCE_S, "no snapshot"):
+        for answer in _within(answers, _PATIENCE_S, "no snapshot", say, lambda: link.send(SnapshotWanted())):
             match answer:
                 case Snapshotted(snapshot=snapshot, version=version, nbytes=nbytes, seconds=seconds):
                     return f"{snapshot}: version {version}, {nbytes / 1e6:.1f} MB in {seconds:.2f} s"
@@ -40,7 +55,7 @@ def take_snapshot(run: Path) -> str:
     raise AssertionError("_within ends with an error")
 
 
-def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) -> str:
+def resize(run: Path, workers: int, servers: int, say: Say) -> str:
     """Let the run in this folder continue with so many workers and servers (0: as many as now).
 
     Waits until that is done, and returns a sentence. Meanwhile `say` gets what is still missing. Raises DataError when
@@ -56,7 +71,7 @@ def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) ->
     began, said = time.monotonic(), ""
     with _asking(run, "resize") as (link, answers):
         link.send(Resize(workers, servers))
-        for answer in _within(answers, _PATIENCE_S, "not resized"):
+        for answer in _within(answers, _PATIENCE_S, "not resized", say, lambda: link.send(Resize(workers, servers))):
             if not isinstance(answer, Members):
                 continue
             missing = _missing(answer, workers, servers)
@@ -70,16 +85,16 @@ def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) ->
     raise AssertionError("_within ends with an error")
 
 
-def order(run: Path, wanted: AnyOrder) -> str:
-    """Give the run in this folder an order. Returns what has come of it, as a sentence.
+def order(run: Path, wanted: AnyOrder, say: Say) -> str:
+    """Give the run in this folder an order. Returns what has come of it, as a sentence; `say` as in `take_snapshot`.
 
     Raises DataError when nothing runs there, UsageError when the coordinator refuses.
     """
     with _asking(run, "order") as (link, answers):
-        return _ordered(link, answers, wanted)
+        return _ordered(link, answers, wanted, say)
 
 
-def change_rate(run: Path, factor: float) -> str:
+def change_rate(run: Path, factor: float, say: Say) -> str:
     """Let the run in this folder multiply its learning rate. Returns a sentence that says from which step on.
 
     Raises DataError when nothing runs there, UsageError for a factor that cannot be and when the coordinator refuses.
@@ -87,16 +102,24 @@ def change_rate(run: Path, factor: float) -> str:
     if not _LEAST <= factor <= _MOST:
         raise UsageError(f"by what? give a factor from {_LEAST:g} to {_MOST:g}, such as 0.5")
     with _asking(run, "order") as (link, answers):
-        said = _ordered(link, answers, LearningRate(factor))
+        said = _ordered(link, answers, LearningRate(factor), say)
         try:
             return next(one.text for one in _within(answers, _ORDER_S) if isinstance(one, RateScaled))
         except LinkError:  # a server is silent, or the coordinator was killed: the order stands
             return f"{said}, from the step on that the run will say"
 
 
-def _ordered(link: CoordinatorLink, answers: Answers, wanted: AnyOrder) -> str:
+def _ordered(link: CoordinatorLink, answers: Answers, wanted: AnyOrder, say: Say) -> str:
+    def again() -> None:
+        if isinstance(wanted, LearningRate):  # the one order that does more when it is given twice
+            raise LinkError(
+                "the coordinator was gone before it had answered: the run's console says whether the learning rate "
+                "was multiplied; give the order again if it was not"
+            )
+        link.send(wanted)
+
     link.send(wanted)
-    for answer in _within(answers, _ORDER_S):
+    for answer in _within(answers, _ORDER_S, "no answer", say, again):
         if isinstance(answer, Ordered) and answer.kind == type(wanted).__name__:
             if answer.refused:
                 raise UsageError(answer.text)
@@ -104,12 +127,27 @@ def _ordered(link: CoordinatorLink, answers: Answers, wanted: AnyOrder) -> str:
     raise AssertionError("_within ends with an error")
 
 
-def _within(answers: Answers, seconds: float, otherwise: str = "no answer") -> Iterator[Message]:
+def _within(
+    answers: Answers, seconds: float, otherwise: str = "no answer", say: Say = print,
+    again: Callable[[], None] | None = None,
+) -> Iterator[Message]:  # fmt: skip
     """Yield the coordinator's messages of so many seconds, then raise LinkError. The job's own messages keep coming
-    though the answer does not, when the coordinator was killed before it could send it."""
-    deadline = time.monotonic() + seconds
+    though the answer does not, when the coordinator was killed before it could send it: `again` asks the next one.
+    Without it the question was answered, and what is waited for comes from any coordinator."""
+    deadline, said = time.monotonic() + seconds, False
     while True:
-        yield _next(answers, otherwise, seconds, max(0.0, deadline - time.monotonic()))
+        answer = _next(answers, otherwise, seconds, max(0.0, deadline - time.monotonic()))
+        if not isinstance(answer, _Link):
+            yield answer
+        elif again is None:
+            continue
+        elif answer is _Link.WHOLE:
+            again()
+            say(_AGAIN)
+            said = False
+        elif not said:
+            say(_AWAY)
+            said = True
 
 
 def _missing(now: Members, workers: int, servers: int) -> str:
@@ -142,7 +180,9 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
     me = Identity("observer", id, role_token(where.token, "observer"))
     link = CoordinatorLink(
         transport=transport_of(where.tls, "observer"), address=where.coordinator, me=me,
-        handlers=Handlers(answers.put, answers.put),
+        handlers=Handlers(
+            answers.put, answers.put, on_link=lambda whole: answers.put(_Link.WHOLE if whole else _Link.BROKEN)
+        ),
     )  # fmt: skip
     link.start()
     try:
@@ -151,7 +191,7 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
         link.close()
 
 
-def _next(answers: Answers, otherwise: str, patience: float, left: float) -> Message:
+def _next(answers: Answers, otherwise: str, patience: float, left: float) -> Message | _Link:
     """Return the coordinator's next message. Raises JobAborted when the job is over, LinkError when nothing comes.
 
     It waits for what is `left` of `patience` seconds.

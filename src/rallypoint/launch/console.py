@@ -15,6 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from rallypoint.core.shard.clip import phrase
@@ -54,11 +55,25 @@ _WIDE = 80  # columns: a narrower terminal shows only the step and the loss
 _REFUSED = "refused: "  # how the coordinator's message about a refused worker begins
 
 
-class _Rate(ProgressColumn):
-    """Items per second over the last seconds."""
+class _Figures(ProgressColumn):
+    """What `micro.log` and evaluations say; as much of it as there is room for, on one line."""
 
     def render(self, task: Task) -> Text:
-        return Text(task.fields["rate"], style="green")
+        return Text(task.fields["metrics"], no_wrap=True, overflow="ellipsis")
+
+
+def _columns(width: int, *, loss: bool) -> list[ProgressColumn]:
+    """The parts of the live line. The bar and the figures give way where there is no room for all."""
+    whole = Column(no_wrap=True)
+    where = TextColumn("step {task.completed}/{task.total}", table_column=whole)
+    losses = [TextColumn("loss {task.fields[loss]}", table_column=whole)] if loss else []
+    if width < _WIDE:
+        return [where, *losses]
+    return [
+        where, BarColumn(bar_width=24), *losses, _Figures(),
+        TextColumn("{task.fields[rate]}", style="green", table_column=whole),
+        TimeRemainingColumn(compact=True, table_column=whole), TextColumn("left", table_column=whole),
+    ]  # fmt: skip
 
 
 class Screen(Console):
@@ -263,18 +278,14 @@ class RunConsole:
         if self.of_sums:
             self._sums_begin(plan)
             return
+        replica = "contributor" if plan.loss == "never" else "replica"
         self.console.print(
             f"[bold]{_millions(plan.words)}[/bold] parameters in {_count(plan.shards, 'shard')} on "
-            f"{_count(len(plan.servers), 'server')}; {_count(plan.replicas, 'replica')} on "
+            f"{_count(len(plan.servers), 'server')}; {_count(plan.replicas, replica)} on "
             f"{_count(min(len(plan.workers), plan.replicas), 'worker')}; {_count(plan.steps, 'step')}"
         )
         if self.console.is_terminal:
-            where, loss = TextColumn("step {task.completed}/{task.total}"), TextColumn("loss {task.fields[loss]}")
-            rest: list[ProgressColumn] = [
-                TextColumn("{task.fields[metrics]}"), _Rate(), TimeRemainingColumn(compact=True), TextColumn("left"),
-            ]  # fmt: skip
-            wide = self.console.width >= _WIDE
-            columns = [where, BarColumn(bar_width=24), loss, *rest] if wide else [where, loss]
+            columns = _columns(self.console.width, loss=plan.loss != "never")
             self._progress = Progress(*columns, console=self.console, transient=True)
             self._task = self._progress.add_task(
                 "train", total=plan.steps, completed=plan.done, loss="-", metrics="", rate=""
@@ -334,9 +345,10 @@ class RunConsole:
         while self._recent[0][0] < now - _RATE_OVER_S and len(self._recent) > 2:
             self._recent.popleft()
         assert self._plan is not None
+        loss = f"{done.loss:.4f}" if done.has_loss(self._plan) else ""
         if self._progress is not None and self._task is not None:
             self._progress.update(
-                self._task, completed=done.step + 1, loss=f"{done.loss:.4f}", rate=self._rate(),
+                self._task, completed=done.step + 1, loss=loss or "-", rate=self._rate(),
                 metrics=_figures({**done.figures, **self._metrics}),
             )  # fmt: skip
         elif now - self._last_plain >= _PLAIN_EVERY_S or done.step + 1 == self._plan.steps:
@@ -346,7 +358,8 @@ class RunConsole:
             # The first step's time is no estimate
             estimate = f"  {self._rate()}  {left:.0f} s left" if here > 1 else ""
             logged = f"  {_figures(done.figures)}" if done.figures else ""
-            self.console.print(f"step {done.step + 1}/{self._plan.steps}  loss {done.loss:.4f}{logged}{estimate}")
+            told = f"  loss {loss}" if loss else ""
+            self.console.print(f"step {done.step + 1}/{self._plan.steps}{told}{logged}{estimate}")
 
     def _named(self, round: int) -> str:
         """Name one of the servers' rounds in the user's words: a step, or the steps of the round."""

@@ -8,6 +8,7 @@ import os
 import shlex
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +180,24 @@ def refuse_an_old_run(folder: Path, snapshots: str) -> None:
     if has_snapshot(snapshots):
         raise UsageError(f"{folder} holds {what}: go on with `rallypoint resume {folder}`, or --overwrite")
     raise UsageError(f"{folder} holds {what}, without a snapshot: choose another --folder, or --overwrite")
+
+
+def refuse_unwritable_snapshots(snapshots: str) -> None:
+    """Raise UsageError if no folder can be made there, on this machine. Else only the first snapshot would show it.
+
+    Leaves nothing there: the folder is made with the first snapshot.
+    """
+    if not snapshots or "://" in snapshots:
+        return
+    place = Path(snapshots).absolute()
+    there = next(path for path in (place, *place.parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".try-", dir=there):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"snapshots cannot be written to {snapshots}: {error.strerror}; choose another --snapshots"
+        ) from None
 
 
 def refuse_used_snapshots(snapshots: str) -> None:

@@ -10,7 +10,15 @@ from rich.markup import escape
 from rallypoint.launch.code import kept
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.choice import cluster_of, kind_of
-from rallypoint.launch.folder import CLUSTER_FILE, clear, locked, not_begun, refuse_an_old_run, refuse_used_snapshots
+from rallypoint.launch.folder import (
+    CLUSTER_FILE,
+    clear,
+    locked,
+    not_begun,
+    refuse_an_old_run,
+    refuse_unwritable_snapshots,
+    refuse_used_snapshots,
+)
 from rallypoint.launch.interrupts import Interrupted, raised
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.launch.run import ClusterRun, Intervene, OutputClosed
@@ -38,6 +46,8 @@ def launch(
             refuse_used_snapshots(plan.snapshots)
         elif not plan.resume:
             refuse_an_old_run(folder, plan.snapshots)
+        if plan.engine == "local":  # else the servers' machines write them
+            refuse_unwritable_snapshots(plan.snapshots)
         edited = _keep_code(plan, console, original=original)
         write_plan(plan)
         console.console.print(f"[dim]the run's folder: {escape(plan.folder)}[/dim]", soft_wrap=True)

@@ -240,7 +240,7 @@ class RunOptions(CoordinatorOptions):
     watch: Annotated[bool | None, option(
         "--watch/--no-watch", metavar=None, panel=_FILES, show_default=False,
         help="Serve the run's page while it goes on, to this machine alone; the address is printed. Without either: "
-        "where the output is a terminal, and rallypoint[watch] is installed.",
+        r"where the output is a terminal, and rallypoint\[watch] is installed.",
     )] = None  # fmt: skip
     tensorboard: Annotated[Path | None, option(
         metavar="FOLDER", panel=_FILES,

@@ -27,7 +27,7 @@ from rallypoint.launch.observing.traces import merge_trace
 from rallypoint.launch.output import Output
 from rallypoint.launch.plan import Launch, certificates_of, coordinator_arguments, resized, server_arguments, write_plan
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
-from rallypoint.net.handshake import Identity, new_token
+from rallypoint.net.handshake import LAUNCHER, Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Finished, Release, Resize, SnapshotWanted
@@ -245,7 +245,7 @@ class ClusterRun:
         with contextlib.suppress(LinkError, AccessDenied):  # (somebody else may listen there meanwhile)
             observer = CoordinatorLink(
                 transport=self._transport, address=self._address,
-                me=Identity("observer", "launcher", role_token(self._token, "observer")),
+                me=Identity("observer", LAUNCHER, role_token(self._token, "observer")),
                 handlers=Handlers(self.console.show, self._on_lost), patience=0.0,
             )  # fmt: skip
             observer.start()

@@ -69,6 +69,7 @@ class Identity:
         return _named(self.role, self.id)
 
 
+LAUNCHER = "launcher"  # the name of the observer that shows a run to a person
 COORDINATOR = ("coordinator", "", 0)  # whom a member of the job means to reach when it joins
 
 

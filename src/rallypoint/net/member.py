@@ -53,6 +53,8 @@ class Handlers:
             after the coordinator had given it up).
         beat: returns the next heartbeat; called from a thread of its own.
         waited: returns the seconds that the script has waited for data until now; called from a thread of its own too.
+        on_link: called with False when an observer's link breaks, and with True when it is made again, maybe to another
+            coordinator, which knows nothing of what was asked before.
     """
 
     on_message: Callable[[Message], None]
@@ -60,6 +62,7 @@ class Handlers:
     on_admitted: Callable[[bool], None] | None = None
     beat: Callable[[], Beat] = Beat
     waited: Callable[[], float] = lambda: 0.0
+    on_link: Callable[[bool], None] = lambda whole: None
 
 
 class CoordinatorLink:
@@ -227,6 +230,7 @@ class CoordinatorLink:
         self._channel = channel
         if self._me.role == "observer":
             self._forget()
+            self._handlers.on_link(True)
             self._say_the_rest()
         if self._closed.is_set():
             channel.close()
@@ -297,6 +301,8 @@ class CoordinatorLink:
                 if isinstance(error, ProtocolError):
                     self._handlers.on_lost(error)
                     return
+                if self._me.role == "observer":
+                    self._handlers.on_link(False)
             self._closed.wait(_RETRY_S)
             try:
                 self._rejoin()

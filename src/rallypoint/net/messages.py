@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -286,7 +287,7 @@ class Aborted(Shown, frozen=True):
 class Planned(AnyMessage, frozen=True):
     """The running job, for a progress line. A round is `steps_per_round` of the `steps`.
     Each step uses `items` of `item` (such as samples). `done` steps were already done when this was sent. `steps` is 0
-    in a job of sums: scripts decide when they end.
+    in a job of sums: scripts decide when they end. Steps have a `loss` always, where the script says it, or never.
     """
 
     steps: int
@@ -299,6 +300,7 @@ class Planned(AnyMessage, frozen=True):
     steps_per_round: int = 1
     items: int = 0
     done: int = 0
+    loss: Literal["always", "said", "never"] = "always"
 
 
 class StepDone(AnyMessage, frozen=True):
@@ -316,6 +318,10 @@ class StepDone(AnyMessage, frozen=True):
     lr: float | None = None
     figures: dict[str, float] = msgspec.field(default_factory=dict)
     computed: float = 0.0
+
+    def has_loss(self, plan: Planned) -> bool:
+        """False if nobody has said a loss of this step, so that `loss` says nothing."""
+        return plan.loss == "always" or (plan.loss == "said" and not math.isnan(self.loss))
 
 
 class Waiting(Shown, frozen=True):

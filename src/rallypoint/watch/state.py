@@ -126,7 +126,8 @@ class RunState:
         if done.computed > 0.0:
             self.computed.append(done.computed)
         self.step, self.again = done.step + 1, done.again
-        for name, value in {"loss": done.loss, "lr": done.lr, **done.figures}.items():
+        loss = done.loss if self.plan is None or done.has_loss(self.plan) else None
+        for name, value in {"loss": loss, "lr": done.lr, **done.figures}.items():
             if value is not None:
                 self._curve(self.curves, name, done.step, value)
         if back:

@@ -17,15 +17,19 @@ def follow(run: Path, wish: Wish) -> str:
     """Carry the order out on the run in this folder. Returns a sentence; RallypointError if it cannot be done."""
     match wish.order:
         case "snapshot":
-            return ask.take_snapshot(run)
+            return ask.take_snapshot(run, _unsaid)
         case "resize":
             if not wish.workers and not wish.servers:
                 raise UsageError("to what size? give a number of workers or of servers")
-            return ask.resize(run, wish.workers, wish.servers, lambda text: None)
+            return ask.resize(run, wish.workers, wish.servers, _unsaid)
         case "rate":
-            return ask.change_rate(run, wish.factor)
+            return ask.change_rate(run, wish.factor, _unsaid)
         case _:
-            return ask.order(run, _order(wish))
+            return ask.order(run, _order(wish), _unsaid)
+
+
+def _unsaid(sentence: str) -> None:
+    """The page shows only what has come of an order."""
 
 
 def _order(wish: Wish) -> AnyOrder:

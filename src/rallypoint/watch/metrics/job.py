@@ -109,7 +109,8 @@ class JobFigures:
         back = done.step + 1 <= self._step
         self._steps += self._plan.steps_per_round if back else done.step + 1 - self._step
         self._step, self._items, self._again = done.step + 1, self._items + done.items, done.again
-        self._last["rallypoint_loss"] = done.loss
+        if done.has_loss(self._plan):
+            self._last["rallypoint_loss"] = done.loss
         if done.lr is not None:
             self._last["rallypoint_learning_rate"] = done.lr
         _keep(self._figures, done.figures)

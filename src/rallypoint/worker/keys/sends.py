@@ -82,7 +82,7 @@ class Sends:
             step = (self.keys.next_step(shard, contributor) or 0) - 1
             if view is not None and step > self.counted.get(contributor, -1):
                 self.counted[contributor] = step
-                reports.append(Report(step, contributor, 0.0, 1.0, 0, generation=view.generation))
+                reports.append(Report(step, contributor, 0.0, 1.0, 1, generation=view.generation))
         return reports
 
     def run_all(self) -> None:
