@@ -15,6 +15,7 @@ from rallypoint.errors import LinkError, UsageError
 from rallypoint.net.handshake import COORDINATOR, Identity, greet, introduce
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.rdma import agent as agents
+from rallypoint.net.rdma.agent import Agent, Memory, Remote, Write
 from rallypoint.net.rdma.choice import chosen, environment_of, rdma_devices
 from rallypoint.net.rdma.connection import NixlConnection
 from rallypoint.net.rdma.rings import LEAST_BYTES, PIECE
@@ -232,6 +233,86 @@ def test_a_ring_that_cannot_be_ends_the_link(monkeypatch: pytest.MonkeyPatch) ->
         assert isinstance(upgrading.outcome(), LinkError)
     near.close()
     listener.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize("address", [2**64 - 1, 2**64 - 4096, 0])
+def test_memory_that_cannot_be_where_the_other_side_says_leaves_the_connection_with_tcp(
+    monkeypatch: pytest.MonkeyPatch, address: int
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    listener = NixlTransport().listen("127.0.0.1:0")
+    near = NixlTransport().connect(listener.address, PATIENCE_S)
+    far = listener.accept()
+    for end in (near, far):
+        end.set_timeout(PATIENCE_S)
+    described = near._described
+    monkeypatch.setattr(near, "_described", lambda layout: address.to_bytes(8, "little") + described(layout)[8:])
+    with Beside(lambda: near.upgrade(*KEYS)) as upgrading:
+        far.upgrade(*KEYS[::-1])
+        upgrading.raise_if_failed()
+    assert not near.upgraded
+    assert not far.upgraded
+    carries(near, far)
+    for end in (near, far, listener):
+        end.close()
+
+
+class OfNobody(Agent):
+    """An agent whose writes fail, and cannot be cancelled."""
+
+    def __init__(self) -> None:
+        self._lock, self._spare, self._kept, self._peers = threading.Lock(), [], [], {}
+        self._nixl = self
+
+    registers = True
+
+    def register_memory(self, places: object, kind: str) -> object:
+        if not self.registers:
+            raise RuntimeError("no memory is left")
+        return places
+
+    def deregister_memory(self, registered: object) -> None:
+        pass
+
+    def described(self, memory: Memory) -> bytes:
+        return b"somebody"
+
+    def add_remote_agent(self, description: bytes) -> bytes:
+        return description
+
+    def remove_remote_agent(self, name: str) -> None:
+        pass
+
+    def write(self, memory: Memory, offset: int, count: int, to: Remote, at: int) -> Write:
+        return Write(self, self, "ERR")  # `release` of a handle takes other arguments, so it fails
+
+
+def test_what_a_write_that_failed_may_still_read_is_given_to_no_other_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent, transport = OfNobody(), NixlTransport(ring=4096)
+    for side in (transport._dialed, transport._accepted):
+        monkeypatch.setattr(side, "taken", lambda: agent)
+    listener = transport.listen("127.0.0.1:0")
+    near = transport.connect(listener.address, PATIENCE_S)
+    far = listener.accept()
+    with Beside(lambda: near.upgrade(*KEYS)) as upgrading:
+        far.upgrade(*KEYS[::-1])
+        upgrading.raise_if_failed()
+    assert (len(agent._kept), agent._spare) == (2, [])
+    for end in (near, far, listener):
+        end.close()
+
+
+def test_memory_that_was_written_by_others_stays_mapped_when_it_cannot_be_registered_again() -> None:
+    agent = OfNobody()
+    memory = agent.memory(4096)
+    agent.release(memory, in_use=False)
+    agent.registers = False
+    with pytest.raises(RuntimeError):
+        agent.memory(4096)
+    assert agent._spare == [memory]
 
 
 # ---- which transport ----

@@ -21,7 +21,7 @@ import os
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rallypoint.errors import LinkError
 
@@ -98,7 +98,12 @@ class Agent:
             if found is not None:
                 self._spare.remove(found)
         memory = found or Memory(nbytes)
-        memory.registered = self._nixl.register_memory([(memory.address, nbytes, 0, "")], "DRAM")
+        try:
+            memory.registered = self._nixl.register_memory([(memory.address, nbytes, 0, "")], "DRAM")
+        except BaseException:
+            with self._lock:
+                self._spare.append(memory)  # it may have been written by others, so it stays mapped
+            raise
         return memory
 
     def release(self, memory: Memory, *, in_use: bool) -> None:
@@ -141,10 +146,14 @@ class Agent:
 
         LinkError if it cannot begin.
         """
-        mine = self._nixl.get_xfer_descs([(memory.address + offset, count, 0)], "DRAM")
-        theirs = self._nixl.get_xfer_descs([(to.address + at, count, 0)], "DRAM")
-        handle = _asked(lambda: self._nixl.initialize_xfer("WRITE", mine, theirs, to.agent))
-        return Write(self._nixl, handle, _asked(lambda: self._nixl.transfer(handle)))
+        mine, theirs = (memory.address + offset, count, 0), (to.address + at, count, 0)
+
+        def begun() -> Write:
+            places = (self._nixl.get_xfer_descs([one], "DRAM") for one in (mine, theirs))  # (beyond 64 bits: an error)
+            handle = self._nixl.initialize_xfer("WRITE", *places, to.agent)
+            return Write(self._nixl, handle, self._nixl.transfer(handle))
+
+        return cast(Write, _asked(begun))
 
     def close(self) -> None:
         """End the agent's threads; its memory goes with the last reference. No connection uses it any more."""

@@ -58,6 +58,7 @@ class NixlConnection:
         self._agent: Agent | None = None
         self._memory: Memory | None = None
         self._remote = ""
+        self._tried: Rings | None = None  # also if the first write has failed: it may read our memory still
         self._rings: Rings | None = None  # set last
         self._timeout: float | None = None
         self._deadline: float | None = None
@@ -92,7 +93,7 @@ class NixlConnection:
             layout = Layout(self._ring)
             description = self._described(layout)
             self._say(keys[0], description)
-            rings = self._tried(self._heard(keys[1]), layout) if description else None
+            rings = self._try(self._heard(keys[1]), layout) if description else None
             if not description:
                 self._heard(keys[1])
             self._say(keys[0], b"yes" if rings is not None else b"no")
@@ -117,7 +118,7 @@ class NixlConnection:
             return b""
         return _HEAD.pack(self._memory.address, layout.ring) + description
 
-    def _tried(self, said: bytes, layout: Layout) -> Rings | None:
+    def _try(self, said: bytes, layout: Layout) -> Rings | None:
         """Write into the other side's ring for the first time. None if there is none, or that does not work."""
         if len(said) <= _HEAD.size:
             return None
@@ -129,7 +130,7 @@ class NixlConnection:
         deadline, self._deadline = self._deadline, min(self._deadline or 1e18, time.monotonic() + _TRIES_S)
         try:
             self._remote = self._agent.load(said[_HEAD.size :])
-            rings = Rings(
+            rings = self._tried = Rings(
                 self._stream, self._agent, self._memory, layout, Remote(self._remote, address), Layout(ring),
                 self._pause,
             )  # fmt: skip
@@ -210,7 +211,7 @@ class NixlConnection:
         if self._remote:
             agent.forget(self._remote)
         if self._memory is not None:
-            agent.release(self._memory, in_use=self._rings is not None and self._rings.stuck)
+            agent.release(self._memory, in_use=self._tried is not None and self._tried.stuck)
         self._agents.given_back()
 
     # ---- as of TCP ----
