@@ -14,7 +14,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -55,11 +55,19 @@ def sums() -> Sums:
         raise UsageError("a script with a loop of its own has one process for each worker: leave --ranks out")
     job = join_cluster()
     assert isinstance(job, Job)
-    rank, world = _place(job, os.environ)
+    given = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank, world = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if given else _place(job, os.environ)
+    meeting = Path(job.welcome.folder or ".") / MEETING
+    if not given and rank == 0:
+        _choose(meeting)
     made = Sums(job, rank=rank, world=world)
     _joined.append(made)
     os.environ[environment.SUMS] = str(os.getpid())
     _end_with_the_script(made)
+    if not given:  # all workers have come, so rank 0 has written: a file of an earlier run in that folder is gone
+        host, port = _chosen(meeting)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR=host, MASTER_PORT=str(port))
+        os.environ.setdefault("LOCAL_RANK", "0")
     return made
 
 
@@ -73,39 +81,35 @@ def use(made: Sums) -> None:
     _joined[:] = [made]
 
 
-def _place(job: Job, env: MutableMapping[str, str]) -> tuple[int, int]:
-    """The rank of this process and the size of the world; sets what torch needs in `env`, if nobody has."""
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return int(env["RANK"]), int(env["WORLD_SIZE"])
+def _place(job: Job, env: Mapping[str, str]) -> tuple[int, int]:
+    """The rank of this process and the size of the world, under ``rallypoint run``."""
     number, world = re.search(r"(\d+)$", job.id), env.get(environment.WORKERS, "")
     if number is None or not world.isdecimal() or not int(number[0]) < int(world):
         raise UsageError(
             f"which rank {job.id} has is not known: it was started in the place of another one, or by hand. The world "
             "of such a script is fixed: start all of it again, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
-    rank = int(number[0])
-    host, port = _meeting(job, rank, env[environment.COORDINATOR])
-    env.update(RANK=str(rank), WORLD_SIZE=world, MASTER_ADDR=host, MASTER_PORT=str(port))
-    env.setdefault("LOCAL_RANK", "0")
-    return rank, int(world)
+    return int(number[0]), int(world)
 
 
-def _meeting(job: Job, rank: int, coordinator: str) -> tuple[str, int]:
-    """Where torch's processes meet: rank 0 chooses a port, and the others read it in the run's folder."""
-    file = Path(job.welcome.folder or ".") / MEETING
-    if rank == 0:
-        host = advertised("0.0.0.0:0", towards=coordinator).rpartition(":")[0]
-        with socket.create_server((host, 0)) as free:
-            port = free.getsockname()[1]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_suffix(".new")
-        beside.write_text(json.dumps({"job": coordinator, "host": host, "port": port}))
-        beside.rename(file)
-        return host, port
+def _choose(file: Path) -> None:
+    """Rank 0 chooses a port at which torch's processes meet, and the others read it in the run's folder."""
+    coordinator = os.environ[environment.COORDINATOR]
+    host = advertised("0.0.0.0:0", towards=coordinator).rpartition(":")[0]
+    with socket.create_server((host, 0)) as free:
+        port = free.getsockname()[1]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(".new")
+    beside.write_text(json.dumps({"job": coordinator, "host": host, "port": port}))
+    beside.rename(file)
+
+
+def _chosen(file: Path) -> tuple[str, int]:
+    """Where torch's processes meet, as rank 0 has chosen it."""
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:
         found = json.loads(file.read_text()) if file.exists() else {}
-        if found.get("job") == coordinator:
+        if found.get("job") == os.environ[environment.COORDINATOR]:
             return str(found["host"]), int(found["port"])
         time.sleep(_POLL_S)
     raise UsageError(
