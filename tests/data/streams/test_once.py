@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from rallypoint.config import resolve
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import LastBatch, MicroBatches
 from rallypoint.errors import ConfigError, DataError, UsageError
+from rallypoint.observe.trace import Tracer
+from rallypoint.worker.loop.prefetch import Prefetch
 
 
 def batches_of(source: Any, *, loader: rp.Loader | None = None, passes: int | None = None, **settings: Any) -> Any:
@@ -51,6 +54,19 @@ def test_after_a_roll_back_what_no_version_has_any_more_is_used_again() -> None:
     after = [values(batches, step, 0) for step in range(2, 8)]
     assert after[:4] == before[16:], "the last steps are kept"
     assert batches.once.read == read + 4
+
+
+def test_what_was_loaded_ahead_is_not_kept_beside_what_its_items_are_used_for() -> None:
+    """A replica moves away and comes back in a roll-back, while this worker had no time to load anything ahead."""
+    batches = batches_of(itertools.count())
+    prefetch = Prefetch(
+        SimpleNamespace(batches=batches, tracer=Tracer("w"), say=print, stopping=None, exchange=None)  # type: ignore[arg-type]
+    )
+    prefetch.load((0, 1, 0))
+    for step in range(8):
+        prefetch.take((step, 0, 0))
+    after = [number for step in range(8) for r in (1, 0) for number in prefetch.take((step, r, 0)).tolist()]
+    assert len(set(after)) == len(after), "no item is used twice"
 
 
 def test_nothing_is_read_before_the_job_begins() -> None:

@@ -69,8 +69,12 @@ def ledger_of(rows: Iterable[Sequence[int]]) -> list[ReadBy]:
 
 
 def sentence_of(ledger: Sequence[ReadBy]) -> str:
-    """Return what to tell of a ledger: ``12,800 samples used; read and not used: 37 by worker1``."""
-    unused = [f"{one.lost:,} by {one.name}" for one in ledger if one.lost]
+    """Return what to tell of a ledger: ``12,800 samples used; read and not used: 37 by worker1``.
+
+    What a process has used may be counted with earlier workers in some rows: then the others are upper bounds.
+    """
+    most = "at most " if any(one.key == _EARLIER for one in ledger) else ""
+    unused = [f"{most}{one.lost:,} by {one.name}" for one in ledger if one.lost]
     return f"{sum(one.used for one in ledger):,} samples used; read and not used: {', '.join(unused) or 'none'}"
 
 

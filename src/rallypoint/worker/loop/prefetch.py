@@ -51,10 +51,8 @@ class Prefetch:
     def take(self, place: Place) -> Any:
         """Return this micro-batch; load it if it is not loaded yet. Raises DataError as `MicroBatches.load`; Rewound
         where the job ends before this step, because a stream has no batch for it."""
-        if self._ready is not None and self._ready[0] == place:
-            batch, self._ready = self._ready[1], None
-        else:
-            batch = self._loaded(place)
+        ready, self._ready = self._ready, None  # one of another place has been loaded in vain, and may be of the past
+        batch = ready[1] if ready is not None and ready[0] == place else self._loaded(place)
         self._batches.computes(*place)
         if not isinstance(batch, LastBatch):
             return batch
