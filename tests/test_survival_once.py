@@ -53,13 +53,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.close()
 
 
-def check_the_ledger(cluster: Cluster) -> None:
+def check_the_ledger(cluster: Cluster, used_in_all: int = USED) -> None:
     """Each item is used once or not at all, and the ledger has exactly, for each process, what the model has of it."""
     weight = next(iter(torch.load(cluster.folder / "model.pt").values())).flatten()
     counts = weight.round().long().tolist()
     assert torch.allclose(weight, weight.round(), atol=1e-3)
     assert set(counts) == {0, 1}, "no item is used twice, nor in part"
-    assert sum(counts) == USED
+    assert sum(counts) == used_in_all
     reader = dict(map(int, line.split()) for line in (cluster.home / "given").read_text().splitlines())
     assert all(number in reader for number, count in enumerate(counts) if count)
     used = Counter(reader[number] for number, count in enumerate(counts) if count)
@@ -71,7 +71,7 @@ def check_the_ledger(cluster: Cluster) -> None:
         pids = [pid for pid in used if names[pid] == name and used[pid] == int(count)]
         assert any(used[pid] <= int(read) <= given[pid] for pid in pids)
     said = (cluster.folder / "events.jsonl").read_text()  # a console may miss what is said while it connects again
-    assert f"the stream: {USED} samples used; read and not used:" in said
+    assert f"the stream: {used_in_all} samples used; read and not used:" in said
 
 
 def test_a_worker_dies_and_its_samples_are_lost_and_no_other(cluster: Cluster) -> None:
@@ -109,3 +109,19 @@ def test_servers_and_the_coordinator_die(cluster: Cluster) -> None:
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output
     check_the_ledger(cluster)
+
+
+def test_a_worker_dies_with_the_last_samples_and_the_job_ends_with_the_step_before(cluster: Cluster) -> None:
+    given, items = cluster.home / "given", (AT + 2) * 3 * 4  # of the step in which it dies, and the next one
+    ended = COUNTING.replace("once=True)", "once=True, passes=1)").replace(
+        "            file.write(", f"            if number == {items}:\n                return\n            file.write("
+    )
+    cluster.script.write_text(ended)
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_caught_up(AT)
+    cluster.until(lambda: len(given.read_text().splitlines()) == items)
+    cluster.processes()["worker1"].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert [event["stopped_at"] for event in cluster.events("Finished")][-1] == AT
+    check_the_ledger(cluster, AT * 3 * 4)

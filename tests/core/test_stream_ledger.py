@@ -35,6 +35,15 @@ def test_of_more_processes_than_a_row_has_room_for_the_first_ones_are_counted_to
     assert sum(one.used for one in found) == sum(range(2, READERS + 7))
 
 
+def test_what_is_lost_of_a_process_that_one_row_has_no_room_for_is_told_as_an_upper_bound() -> None:
+    both = noted(EMPTY, 2, "D", used=500, read=1000)
+    assert sentence_of(ledger_of([both, both])) == "1,000 samples used; read and not used: none"
+    full = both
+    for key in range(3, READERS + 3):
+        full = noted(full, key, f"w{key}", used=1, read=1)
+    assert sentence_of(ledger_of([full, both])).endswith("read and not used: at most 500 by D")
+
+
 def test_long_names_and_letters_of_all_alphabets_come_back() -> None:
     assert [one.name for one in readers_in(noted(EMPTY, 2, "työntekijä-7", used=1, read=1))] == ["työntekijä-7"]
     (long,) = readers_in(noted(EMPTY, 2, "x" * 40, used=1, read=1))

@@ -309,6 +309,29 @@ def test_memory_that_cannot_be_registered_again_stays_mapped(monkeypatch: pytest
     assert agent.memory(4096) is first
 
 
+@needs_nixl
+@pytest.mark.parametrize("address", [2**64 - 1, 2**64 - 4096, 0])
+def test_memory_that_cannot_be_where_the_other_side_says_leaves_the_connection_with_tcp(
+    monkeypatch: pytest.MonkeyPatch, address: int
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    listener = NixlTransport().listen("127.0.0.1:0")
+    near = NixlTransport().connect(listener.address, PATIENCE_S)
+    far = listener.accept()
+    for end in (near, far):
+        end.set_timeout(PATIENCE_S)
+    described = near._described
+    monkeypatch.setattr(near, "_described", lambda layout: address.to_bytes(8, "little") + described(layout)[8:])
+    with Beside(lambda: near.upgrade(*KEYS)) as upgrading:
+        far.upgrade(*KEYS[::-1])
+        upgrading.raise_if_failed()
+    assert not near.upgraded
+    assert not far.upgraded
+    carries(near, far)
+    for end in (near, far, listener):
+        end.close()
+
+
 # ---- which transport ----
 
 

@@ -164,6 +164,16 @@ def test_steps_that_no_key_gets_to_are_refused(stage: Stage) -> None:
         stage.store.push("w", torch.ones(4))
 
 
+@pytest.mark.parametrize("step", [2**32 - 1, 2**32, 2**33])
+def test_a_version_that_no_frame_can_name_is_refused_where_so_many_pushes_may_come(step: int) -> None:
+    """By default 2^30 pushes of each contributor may: with 16 of them more updates than 32 bits count."""
+    stage = Stage(contributors=16, steps=1 << 30, sync=Async())
+    stage.is_at(5)
+    with pytest.raises(UsageError, match="this store has steps="):
+        stage.store.pull_later("w", step=step)
+    stage.store.pull_later("w", step=2**32 - 2)
+
+
 def test_servers_take_no_first_value_where_a_generation_begins_from_a_snapshot() -> None:
     from rallypoint.core.policy import Sync
     from rallypoint.core.shard.server import Plan, ServerMachine

@@ -25,6 +25,24 @@ def test_the_end_of_a_stream_counts_at_its_step_and_not_where_a_roll_back_has_le
     assert said == [Stop(501, "the stream has no full batch after step 500", -1, ViewNumber(1, 1))]
 
 
+def view(stop: int | None) -> Any:
+    return SimpleNamespace(generation=ViewNumber(1, 1), stop=None if stop is None else SimpleNamespace(version=stop))
+
+
+def test_an_earlier_end_than_the_view_says_is_said_again_to_another_coordinator() -> None:
+    """Whoever says it waits for it, and nobody else may know that the step before it was the last one."""
+    said: list[Any] = []
+    stopping = Stopping(said.append)
+    waits = exchange(7)
+    waits.end.wait_until_before = lambda step: None
+    for step in (8, 7, 7):
+        stopping.end_before(step, "the stream is over", waits)
+    assert [stop.version for stop in said] == [8, 7]
+    for known in (8, 7, None):
+        stopping.repeat(view(known))
+    assert [stop.version for stop in said] == [8, 7, 7, 7]
+
+
 def test_what_the_script_wants_counts_at_once_also_when_the_stream_has_an_end() -> None:
     said: list[Any] = []
     stopping = Stopping(said.append)

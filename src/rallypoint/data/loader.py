@@ -22,7 +22,8 @@ from rallypoint.data.randomness import seed_everything
 from rallypoint.data.reading import Reading
 from rallypoint.data.sources.lanes import Lanes
 from rallypoint.data.spec import Collate, Loader
-from rallypoint.data.streams.once import OnceItems, check_once
+from rallypoint.data.streams.once import OnceItems, StreamOver, check_once
+from rallypoint.data.streams.reader import EndOfStream
 from rallypoint.data.streams.stream import Stream, StreamItems
 from rallypoint.errors import DataError
 
@@ -112,16 +113,28 @@ class MicroBatches:
         return self.on_device(batch)
 
     def loaded(self, step: int, replica: int, micro: int) -> tuple[Any, list[str]]:
-        """Return the collated samples, not yet on the device, and what to tell of skipped ones. Raises as `load`."""
+        """Return the collated samples, not yet on the device, and what to tell of skipped ones.
+
+        Raises as `load`; StreamOver where the job is to end before `step`.
+        """
         with one_thread():
             indices, seed = self.indices(step, replica, micro), self._seed(step, replica, micro)
             skipped = list[str]()
             if self._collate is None and (batch := gathered(self.dataset, indices)) is not None:
                 seed_everything(seed)  # what else reads the global generators sees them as after other data sets
             else:
-                samples, skipped = self._reading.read(indices, seed)
+                samples, skipped = self._read(step, indices, seed)
                 batch = self._collated(samples)
             return (LastBatch(batch) if self._is_last(step, replica, micro) else batch), skipped
+
+    def _read(self, step: int, indices: Sequence[int], seed: int) -> tuple[list[Any], list[str]]:
+        try:
+            return self._reading.read(indices, seed)
+        except DataError as error:
+            over = self.once is not None and self.config.passes and isinstance(error.__cause__, EndOfStream)
+            if not over or step == 0:
+                raise
+            raise StreamOver(str(error)) from error
 
     def _is_last(self, step: int, replica: int, micro: int) -> bool:
         """True if a stream has no full batch for this replica at the next step."""

@@ -188,6 +188,7 @@ def test_a_disk_that_is_full_below_the_limit_keeps_what_was_used_last(
 
 def test_a_folder_that_cannot_be_used_is_refused_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for folder, limit in ((tmp_path / "file", 1), ("s3://bucket/cache", 1), (tmp_path, 0)):
+    limits = 0, -1, float("nan"), float("inf")
+    for folder, limit in ((tmp_path / "file", 1), ("s3://bucket/cache", 1), *((tmp_path, one) for one in limits)):
         with pytest.raises(UsageError, match=r"rp\.Cache"):
             Cache(folder, limit=limit)

@@ -286,6 +286,18 @@ def test_a_member_that_lies_is_found_out_and_never_asked_again(hosts: Any, monke
         hostile.gate.close()
 
 
+def test_what_a_host_has_sent_is_not_lost_where_the_store_fails_when_it_is_compared(
+    hosts: Any, monkeypatch: Any
+) -> None:
+    one, other = hosts(2)
+    numbers = [n for n in range(20) if one.roster.read().order(piece(n).name)[0].id == other.id]
+    assert [other.get(number) for number in numbers] == [data_of(n * SIZE, n * SIZE + SIZE) for n in numbers]
+    monkeypatch.setattr(asking_module.secrets, "randbelow", lambda most: 0)
+    one.store = CountedStore()
+    one.store.fails = True
+    assert [one.get(number) for number in numbers] == [data_of(n * SIZE, n * SIZE + SIZE) for n in numbers]
+
+
 # ---- who asks ----
 
 

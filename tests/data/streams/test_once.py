@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from rallypoint.data.loader import LastBatch, MicroBatches
 from rallypoint.data.streams import once
 from rallypoint.data.streams.stream import STEPS_KEPT
 from rallypoint.errors import ConfigError, DataError, UsageError
+from rallypoint.observe.trace import Tracer
+from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -67,6 +70,19 @@ def test_places_are_not_looked_through_at_each_step(monkeypatch: pytest.MonkeyPa
     assert len(part._at) <= 2 * STEPS_KEPT * 4 + 2
     monkeypatch.undo()
     assert values(batches, 2, 0) == [186, 187], "the oldest in memory: all of those steps are undone"
+
+
+def test_what_was_loaded_ahead_is_not_kept_beside_what_its_items_are_used_for() -> None:
+    """A replica moves away and comes back in a roll-back, while this worker had no time to load anything ahead."""
+    batches = batches_of(itertools.count())
+    prefetch = Prefetch(
+        SimpleNamespace(batches=batches, tracer=Tracer("w"), say=print, stopping=None, exchange=None)  # type: ignore[arg-type]
+    )
+    prefetch.load((0, 1, 0))
+    for step in range(8):
+        prefetch.take((step, 0, 0))
+    after = [number for step in range(8) for r in (1, 0) for number in prefetch.take((step, r, 0)).tolist()]
+    assert len(set(after)) == len(after), "no item is used twice"
 
 
 def test_nothing_is_read_before_the_job_begins() -> None:

@@ -72,8 +72,10 @@ def sentence_of(ledger: Sequence[ReadBy]) -> str:
     """Return what to tell of a ledger: ``12,800 samples used; read and not used: 37 by worker1 (as of ...)``.
 
     Nobody knows what a process that was killed had read after its last contribution, so the sentence says that too.
+    What a process has used may be counted with earlier workers in some rows: then the others are upper bounds.
     """
-    unused = ", ".join(f"{one.lost:,} by {one.name}" for one in ledger if one.lost)
+    most = "at most " if any(one.key == _EARLIER for one in ledger) else ""
+    unused = ", ".join(f"{most}{one.lost:,} by {one.name}" for one in ledger if one.lost)
     known = f"{unused} (as of their last contributions)" if unused else "none"
     return f"{sum(one.used for one in ledger):,} samples used; read and not used: {known}"
 

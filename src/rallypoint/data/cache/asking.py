@@ -14,7 +14,7 @@ from contextlib import suppress
 from rallypoint.data.cache.cache import Piece
 from rallypoint.data.cache.entries import checksum
 from rallypoint.data.cache.roster import Known, Roster
-from rallypoint.errors import CorruptFrame, LinkError, ProtocolError, RallypointError
+from rallypoint.errors import CorruptFrame, DataError, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import introduce
@@ -38,8 +38,8 @@ class Asking:
     asks there. A host that does not answer, or answers wrong, is left alone for a while: the next one in the order is
     asked, and where this host comes first, the store.
 
-    Now and then a piece that came from another host is fetched from the store too, and compared. The host that sent
-    other bytes is never asked again by this process.
+    Now and then a piece that came from another host is fetched from the store too, and compared, unless the store
+    fails. The host that sent other bytes is never asked again by this process.
 
     Attributes:
         asked, answered: how many pieces this process has asked for, and has got.
@@ -120,7 +120,11 @@ class Asking:
     ) -> bytes:
         if secrets.randbelow(CHECKED * max(1, len({one.cache for one in known.caches.holders}) - 1)):
             return data
-        if (own := fetch()) != data:
+        try:
+            own = fetch()
+        except DataError:  # the store fails: what is here already need not wait for it
+            return data
+        if own != data:
             connections.rest(holder, forever=True)
             log.warning(
                 "worker %s at %s sent other bytes of a file of the data set than the store has: it is not asked again, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -70,7 +71,7 @@ class Cache:
     def __init__(self, folder: str | Path, *, limit: int = LIMIT, peers: bool = True) -> None:
         if "://" in str(folder):
             raise UsageError(f"rp.Cache({str(folder)!r}): give a folder on a disk of this machine")
-        if not isinstance(limit, int | float) or limit < 1:
+        if not isinstance(limit, int | float) or not 1 <= limit < math.inf:
             raise UsageError(f"rp.Cache(limit={limit!r}): give a number of bytes, 1 or more, as 500 << 30 for 500 GiB")
         self.peers = peers
         self._entries = Entries(Path(folder).expanduser().absolute(), limit)

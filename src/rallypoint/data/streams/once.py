@@ -19,6 +19,10 @@ from rallypoint.data.streams.stream import STEPS_KEPT, PartItems, Stream
 from rallypoint.errors import DataError
 
 
+class StreamOver(DataError):
+    """A stream that comes only once has no full batch for a replica any more: whoever had its samples is gone."""
+
+
 class OnceItems(PartItems):
     """What this process reads of a stream that comes only once.
 
@@ -84,7 +88,7 @@ class _Part:
         self._next: deque[Any] = deque()  # read, and free for a place
         self.computed: set[int] = set()  # places
         self.read = 0
-        self._failed = ""
+        self._failed, self._ended = "", False
 
     def take(self, places: Sequence[int]) -> list[Any]:
         """Return the items at these places. Raises EndOfStream, and NotASample if the iterator has raised an error."""
@@ -111,10 +115,13 @@ class _Part:
             return self._next.popleft()
         if self._failed:
             raise NotASample(self._failed)
+        if self._ended:  # a queue might be waited for again
+            raise EndOfStream(self._name, self.read)
         with self._iterator.running() as iterator:
             try:
                 item = next(iterator)
             except StopIteration:
+                self._ended = True
                 raise EndOfStream(self._name, self.read) from None
             except Exception as error:
                 self._failed = (

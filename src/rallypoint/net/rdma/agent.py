@@ -102,7 +102,7 @@ class Agent:
             memory.registered = _asked(lambda: self._nixl.register_memory([(memory.address, nbytes, 0, "")], "DRAM"))
         except LinkError:
             with self._lock:
-                self._spare.append(memory)
+                self._spare.append(memory)  # others may have written it, so it stays mapped
             raise
         return memory
 
@@ -146,9 +146,9 @@ class Agent:
 
         LinkError if it cannot begin.
         """
-        mine = self._nixl.get_xfer_descs([(memory.address + offset, count, 0)], "DRAM")
-        theirs = self._nixl.get_xfer_descs([(to.address + at, count, 0)], "DRAM")
-        handle = _asked(lambda: self._nixl.initialize_xfer("WRITE", mine, theirs, to.agent))
+        mine, theirs = (memory.address + offset, count, 0), (to.address + at, count, 0)
+        places = _asked(lambda: [self._nixl.get_xfer_descs([one], "DRAM") for one in (mine, theirs)])  # (of 64 bits)
+        handle = _asked(lambda: self._nixl.initialize_xfer("WRITE", *places, to.agent))
         try:
             return Write(self._nixl, handle, _asked(lambda: self._nixl.transfer(handle)))
         except LinkError:

@@ -93,7 +93,7 @@ class NixlConnection:
             layout = Layout(self._ring)
             description = self._described(layout)
             self._say(keys[0], description)
-            rings = self._tried(self._heard(keys[1]), layout) if description else None
+            rings = self._try(self._heard(keys[1]), layout) if description else None
             if not description:
                 self._heard(keys[1])
             self._say(keys[0], b"yes" if rings is not None else b"no")
@@ -118,7 +118,7 @@ class NixlConnection:
             return b""
         return _HEAD.pack(self._memory.address, layout.ring) + description
 
-    def _tried(self, said: bytes, layout: Layout) -> Rings | None:
+    def _try(self, said: bytes, layout: Layout) -> Rings | None:
         """Write into the other side's ring for the first time. None if there is none, or that does not work."""
         if len(said) <= _HEAD.size:
             return None

@@ -11,6 +11,7 @@ import torch
 from rallypoint.core.keys.machine import NEWEST, Effect, holder
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import StoreRolledBack, UsageError
+from rallypoint.net.frames import LATEST
 from rallypoint.worker.keys.dense import DenseKey, Rows
 from rallypoint.worker.keys.exchange import KeyExchange
 from rallypoint.worker.keys.futures import LOOK_AGAIN_S, Pull, Push, Waiting, checked_step
@@ -154,7 +155,8 @@ class KeyStore:
         newest one that is published."""
         exchange, reading = self._exchange, self._key(name).reading(rows)
         streaming = exchange.machine.by_clocks
-        checked_step(step, exchange.config.rounds * (exchange.config.replicas if streaming else 1), name)
+        most = exchange.config.rounds * (exchange.config.replicas if streaming else 1)
+        checked_step(step, min(most, LATEST - 1), name)
         self._waiting.ask(lambda: True, self._waiting.generation)
         version = NEWEST if step is None or (streaming and step == 0) else step
         requests, generation = exchange.need(reading.wanted, version)

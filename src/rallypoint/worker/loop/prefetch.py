@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from rallypoint.data.loader import LastBatch, MicroBatches
+from rallypoint.data.loader import LastBatch
 from rallypoint.data.places import Place
 from rallypoint.data.processes import LoaderProcesses
-from rallypoint.observe.trace import LOAD, Tracer
-from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.data.streams.once import StreamOver
+from rallypoint.observe.trace import LOAD
+from rallypoint.worker.exchange.exchange import Exchange, Rewound
+from rallypoint.worker.loop.parts import Parts
+
+_OVER = "the stream is over, replica {} has no full batch after it"
 
 
 class Prefetch:
@@ -18,16 +22,14 @@ class Prefetch:
     Without loader processes it loads there too, so a data set may use the global random generators. The span "load" is
     the time for which the loop has waited for a micro-batch.
 
-    Attributes:
-        last: true if a stream has no full batch for the replica after the micro-batch that was taken last.
+    Where a stream ends, it tells the coordinator with which step the job is to end.
     """
 
-    def __init__(self, batches: MicroBatches, tracer: Tracer, say: Callable[[str], None]) -> None:
-        """`say` shows a line to the user."""
-        self._batches, self._tracer, self._say = batches, tracer, say
+    def __init__(self, parts: Parts) -> None:
+        self._batches, self._tracer, self._say = parts.batches, parts.tracer, parts.say
+        self._stopping, self._exchange = parts.stopping, parts.exchange
         self._ready: tuple[Place, Any, int] | None = None
-        self.last = False
-        self._processes = LoaderProcesses(batches, say) if batches.loader.workers else None
+        self._processes = LoaderProcesses(self._batches, self._say) if self._batches.loader.workers else None
 
     def coming(self, exchange: Exchange) -> None:
         """Before the first version: in a job that does not go on from a snapshot, have the first samples fetched."""
@@ -43,22 +45,33 @@ class Prefetch:
     def load(self, place: Place) -> None:
         """Load this micro-batch now, unless it is loaded already, or processes load it."""
         if self._processes is None and (self._ready is None or self._ready[0] != place):
-            self._ready = place, *self._load(place)
+            with suppress(StreamOver):  # `take` meets it again
+                self._ready = place, *self._load(place)
 
     def take(self, place: Place) -> Any:
-        """Return this micro-batch; load it if it is not loaded yet. Raises DataError as `MicroBatches.load`."""
-        if self._ready is not None and self._ready[0] == place:
-            (_, batch, left_out), self._ready = self._ready, None
-        else:
-            batch, left_out = self._load(place)
-        self.last = isinstance(batch, LastBatch)
+        """Return this micro-batch; load it if it is not loaded yet. Raises DataError as `MicroBatches.load`; Rewound
+        where the job ends before this step, because a stream has no batch for it."""
+        ready, self._ready = self._ready, None  # one of another place has been loaded in vain, and may be of the past
+        batch, left_out = ready[1:] if ready is not None and ready[0] == place else self._loaded(place)
         self._batches.computes(*place, left_out)
-        return self._batches.on_device(batch) if self.last else batch
+        if not isinstance(batch, LastBatch):
+            return batch
+        step, replica, _ = place
+        self._stopping.wish(_OVER.format(replica), step=step)
+        return self._batches.on_device(batch)
 
     def close(self) -> None:
         """End the loader processes."""
         if self._processes is not None:
             self._processes.close()
+
+    def _loaded(self, place: Place) -> tuple[Any, int]:
+        step, replica, _ = place
+        try:
+            return self._load(place)
+        except StreamOver:
+            self._stopping.end_before(step, _OVER.format(replica), self._exchange)
+            raise Rewound from None
 
     def _load(self, place: Place) -> tuple[Any, int]:
         """The micro-batch, and how many samples are left out of it (unknown, so 0, with loader processes)."""

@@ -56,7 +56,7 @@ class Run:
         self._guard, self._followers = ModelGuard.of(parts), parts.followers
         self._versions = Versions(parts, self._guard.cast)
         self._early = EarlyForward(parts, self._guard, self._versions)
-        self._prefetched = Prefetch(parts.batches, parts.tracer, parts.say)
+        self._prefetched = Prefetch(parts)
         self._evaluations = Evaluations(
             parts.model, seed=parts.config.seed, watch=lambda step: self._guard.script(step, values=True),
             ends=lambda step: step == parts.config.steps_at(parts.exchange.end.last),
@@ -334,9 +334,6 @@ class Run:
         losses, before = self._passes.losses, len(self._passes.losses)
         for index in range(self._config.accumulate):
             batch = self._prefetched.take((step, replica, index))
-            if self._prefetched.last:
-                why = f"the stream is over, replica {replica} has no full batch after it"
-                self._parts.stopping.wish(why, step=step)
             scale = self._parts.tensors.loss_scale
             micro = Micro(self._passes, self._config, step=step, replica=replica, index=index, batch=batch, scale=scale)
             last = index == self._config.accumulate - 1
