@@ -41,7 +41,7 @@ def test_what_is_lost_of_a_process_that_one_row_has_no_room_for_is_told_as_an_up
     full = both
     for key in range(3, READERS + 3):
         full = noted(full, key, f"w{key}", used=1, read=1)
-    assert sentence_of(ledger_of([full, both])).endswith("read and not used: at most 500 by D")
+    assert sentence_of(ledger_of([full, both])).endswith("at most 500 by D (as of their last contributions)")
 
 
 def test_long_names_and_letters_of_all_alphabets_come_back() -> None:

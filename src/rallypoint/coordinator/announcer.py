@@ -155,7 +155,7 @@ class Announcer:
         connects again a moment after members have told a new coordinator of what happened.
         """
         self.observers.append(connection)  # at the end members too: `close` flushes the observers' connections
-        told = [] if last_word is not None else [self.planned, self._announced]
+        told: list[Message | None] = [] if last_word is not None else [self.planned, self._announced]
         if hello.role == "observer" and hello.id == LAUNCHER:
             told = [self.planned, self._announced, *self._unheard]
             self._unheard.clear()
