@@ -131,13 +131,14 @@ class Play:
     _rollbacks: int = 0
     _slow: set[str] = field(default_factory=set)
     _thin: set[str] = field(default_factory=set)
+    _compute: float = field(init=False)  # seconds of a replica
     _dice: random.Random = field(init=False)
     _view: Messages = field(init=False)
     _last: View = field(init=False)  # the last view that went out
     _changes: list[int] = field(default_factory=list)  # bytes of one member's message, of each difference
 
     def __post_init__(self) -> None:
-        self._dice = random.Random(self.scenario.seed)
+        self._dice, self._compute = random.Random(self.scenario.seed), self.scenario.workload.compute
         self.cluster = BigCluster(self.scenario.size, self.clock)
 
     def run(self, told: Callable[[Step], None] = lambda step: None) -> Outcome:
@@ -218,7 +219,7 @@ class Play:
         return Step(number, ends - began, undisturbed, self._failures - failures, blocks), after
 
     def _seconds_of(self, worker: str) -> float:
-        return self.scenario.workload.compute * (self.scenario.slowness if worker in self._slow else 1.0)
+        return self._compute * (self.scenario.slowness if worker in self._slow else 1.0)
 
     def _let_pass(self, ends: float) -> None:
         """Beats and the coordinator's clock, until then."""
