@@ -124,7 +124,12 @@ class BigCluster:
 
     def die(self, name: str) -> list[Effect]:
         """The member's process ends."""
-        return self.handle(events.Left(name, "it closed its connection"), f"a {name.partition('-')[0]} dies")
+        return self.handle(events.Left(name, "it closed its connection"), f"a {named_role(name)} dies")
+
+    def leave(self, name: str) -> list[Effect]:
+        """The member is told to leave, and its process ends when it has handed over what it had."""
+        told = self.handle(events.Leaving(name), "a worker is told to leave")
+        return [*told, *self.handle(events.Left(name, "it has left"), "a worker leaves")]
 
     def serve(self, number: int) -> list[Effect]:
         """Server `number` joins."""
@@ -184,6 +189,11 @@ class BigCluster:
 def named(role: str, number: int) -> str:
     """A member's name. In the order of names, workers of one rack are neighbours, and get neighbouring replicas."""
     return f"{role}-{number:05}"
+
+
+def named_role(name: str) -> str:
+    """The role of the member of that name."""
+    return name.partition("-")[0]
 
 
 class Messages(msgspec.Struct, frozen=True):
