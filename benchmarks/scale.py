@@ -52,7 +52,7 @@ def clusters(largest: int) -> list[dict[str, float]]:
 
 
 def _cluster(workers: int, servers: int) -> dict[str, float]:
-    size = Size(workers=workers, servers=servers, replication=2, heartbeat=10.0)
+    size = Size(workers=workers, servers=servers, standby=5, replication=2, heartbeat=10.0)
     cluster = BigCluster(size, clock=time.process_time)
     before = cluster.gather()
     whole = messages_of(before)
@@ -66,7 +66,7 @@ def _cluster(workers: int, servers: int) -> dict[str, float]:
     return {
         "members": whole.members, "whole": whole.view, "change": change_bytes(before, cluster.view),
         "tick": spent["Tick"], "beat": spent["Beat"], "report": spent["Progress"], "death": spent["a worker dies"],
-        "caught up": spent["CaughtUp"], "begins": spent["the job begins"],
+        "caught up": spent["CaughtUp"],
     }  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def draw_coordinator(figures: Iterable[dict[str, float]], path: Path) -> None:
     middle.plot(members, [max(1, n / 100) for n in workers], "o-", label="of a server, with racks of 100")
     middle.set_ylabel("connections")
     _legend(middle)
-    for name in ("begins", "death", "caught up", "tick", "report", "beat"):
+    for name in ("death", "caught up", "tick", "report", "beat"):
         right.plot(members, [1e3 * one[name] for one in figures], "o-", label=NAMES[name])
     right.set_ylabel("milliseconds of the coordinator's machine")
     _legend(right)
@@ -144,7 +144,7 @@ def _legend(axes: Any) -> None:
 
 
 NAMES = {
-    "begins": "the first view is made", "death": "a worker dies, nobody stands by",
+    "death": "a worker dies",
     "caught up": "a server says: my backups hold all",
     "tick": "a tick, each half second", "report": "a worker reports a replica", "beat": "a beat",
 }  # fmt: skip
