@@ -55,6 +55,42 @@ def test_a_failure_costs_its_step_a_heartbeat_and_computing_again_and_no_other_s
     assert all(step.seconds == pytest.approx(step.undisturbed) for step in outcome.steps if not step.failures)
 
 
+def test_a_spot_machine_that_is_told_in_time_costs_its_step_nothing_and_one_that_is_not_a_heartbeat() -> None:
+    size = msgspec.to_builtins(Size(workers=64, servers=8, standby=6, replication=2, heartbeat=5.0))
+    told, untold = (
+        _played(_scenario(size=size, spot=1.0, taken=1500.0, notice=notice, seed=4, steps=20)) for notice in (30.0, 0.0)
+    )
+    assert told.taken > 0
+    assert told.goodput == pytest.approx(1.0)
+    assert (told.failures, told.views > 0) == (0, True)
+    struck = [step for step in untold.steps if step.seconds > step.undisturbed + 1e-6]
+    assert struck
+    assert all(step.taken and step.seconds > 5.0 + MODEL.compute for step in struck)
+
+
+def test_a_spot_machine_whose_notice_is_shorter_than_a_step_leaves_its_replica_to_another() -> None:
+    size = msgspec.to_builtins(Size(workers=64, servers=8, standby=6, replication=2, heartbeat=5.0))
+    late = _played(_scenario(size=size, spot=1.0, taken=1500.0, notice=MODEL.compute / 2, seed=4, steps=20))
+    struck = [step for step in late.steps if step.seconds > step.undisturbed + 1e-6]
+    assert struck
+    assert max(step.seconds - step.undisturbed for step in struck) < 5.0  # nobody waits for a heartbeat
+
+
+def test_only_so_many_workers_as_are_told_are_on_spot_machines_and_no_server() -> None:
+    play = Play(_scenario(spot=0.5, taken=100.0, seed=1), clock=lambda: 0.0)
+    play.run()
+    taken = {member for _, _, what, member in play._due if what == "is taken"}
+    assert taken
+    assert all(member.startswith("worker") for member in taken)
+    assert _played(_scenario(spot=0.0, taken=1.0)).taken == 0
+
+
+def test_a_round_of_local_steps_takes_as_long_as_its_steps_compute_and_an_exchange() -> None:
+    local, exchange = msgspec.structs.replace(MODEL, steps=10), _played(_scenario(steps=2)).ideal
+    round = _played(_scenario(workload=msgspec.to_builtins(local), steps=2)).ideal
+    assert 10 * MODEL.compute + 0.9 * exchange < round < 10 * MODEL.compute + 1.1 * exchange
+
+
 def test_without_replication_a_lost_server_takes_the_job_back_to_its_snapshot() -> None:
     size = Size(workers=4, servers=8, replication=1, heartbeat=5.0)
     outcome = _played(_scenario(size=msgspec.to_builtins(size), mtbf=150.0, snapshot_steps=4, seed=2))
@@ -166,8 +202,13 @@ def test_servers_are_the_limit_where_there_are_few_and_aggregators_where_a_rack_
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"model": "7"}, "no model"), ({"workers": 3, "racks": 4}, "empty"), ({"servers": 1}, "as many servers")],
-)
+    [
+        ({"codec": "zip"}, "int8"), ({"codec": "int8", "racks": 4}, "aggregator"),
+        ({"local_steps": 10, "fragments": 4}, "no multiple"),
+        ({"sites": 101}, "no server"), ({"notice": "soon"}, "--notice soon"), ({"model": "7"}, "no model"),
+        ({"workers": 3, "racks": 4}, "empty"), ({"servers": 1}, "as many servers"),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_is_refused(options: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         scenario_of(ScaleOptions(**options))  # type: ignore[arg-type]

@@ -50,6 +50,12 @@ def simulate(options: ScaleOptions) -> None:
     The real coordinator decides about the members; how long a step takes is the arithmetic of [bold]plan[/bold].
 
     [bold]rallypoint simulate --workers 10000 --servers 1000 --standby 20 --mtbf 2111d --model 1B --compute 2s[/bold]
+
+    On spot machines: [bold]rallypoint simulate --workers 1000 --servers 100 --standby 20 --spot 1 --taken 1d --notice
+    30s[/bold]
+
+    Over 8 data centres: [bold]rallypoint simulate --workers 8 --servers 8 --sites 8 --site-link 1Gbit --delay 50ms
+    --local-steps 100 --fragments 4 --codec int8[/bold]
     """
     from rallypoint.launch.console import Screen
     from rallypoint.testing.scale.answer import answer

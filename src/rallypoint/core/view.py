@@ -253,9 +253,17 @@ def assign_replicas(
     "b": (0, 1)}, which are the blocks [0,2), [2,4) and [4,5). `speeds` are replicas per second (1 if unknown). If there
     are more than R workers, some get none. Raises ValueError without a worker.
     """
+    shares = shares_of(replicas, workers, speeds or {})
+    orders = shares, dict(sorted(shares.items(), key=lambda share: share[1]))
+    runs = min((_runs(range(replicas), order) for order in orders), key=lambda found: _pushes(found, replicas))
+    return {worker: runs[worker] for worker in workers}
+
+
+def shares_of(replicas: int, workers: Sequence[str], speeds: Mapping[str, float]) -> dict[str, int]:
+    """How many of R replicas each worker gets from `assign_replicas`, in the order of `workers`; it raises the same."""
     if not workers:
         raise ValueError("there is no worker to assign replicas to")
-    cost = {worker: 1.0 / (speeds or {}).get(worker, 1.0) for worker in workers}
+    cost = {worker: 1.0 / speeds.get(worker, 1.0) for worker in workers}
     shares = dict.fromkeys(workers, 0)
     ends = [(cost[worker], number) for number, worker in enumerate(workers)]  # when it would have one more
     heapq.heapify(ends)
@@ -264,9 +272,7 @@ def assign_replicas(
         worker = workers[number]
         shares[worker] += 1
         heapq.heapreplace(ends, (end + cost[worker], number))
-    orders = shares, dict(sorted(shares.items(), key=lambda share: share[1]))
-    runs = min((_runs(range(replicas), order) for order in orders), key=lambda found: _pushes(found, replicas))
-    return {worker: runs[worker] for worker in workers}
+    return shares
 
 
 def _pushes(assigned: Mapping[str, tuple[int, ...]], replicas: int) -> int:

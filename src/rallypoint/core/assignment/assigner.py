@@ -20,6 +20,7 @@ class Assigner:
 
     _speeds: Speeds = field(default_factory=Speeds)
     _trial: Trial = field(default_factory=Trial)
+    _even: tuple[object, ...] = ()  # of what `better` has found last that nothing should change
 
     # ---- what is seen ----
 
@@ -67,15 +68,27 @@ class Assigner:
             return why, (Assignment(0, dict(assigned)), Assignment(start, dict(former)))
         self._speeds.fade(assigned, now)
         seconds = self._trial.round(now)
-        if seconds is None or not self._speeds.known(assigned):
+        if seconds is None:
             return None
-        assignments = following_assignments(assigned, workers, replicas, furthest, self._speeds, seconds)
-        if len(assignments) == 1:
+        of = (self._speeds.revision, seconds, replicas, tuple(workers), assigned)
+        if of == self._even:  # asked with each tick, and a tick takes long if there are many workers
+            return None
+        assignments = self._by_speed(assigned, workers, replicas, furthest, seconds)
+        if len(assignments) < 2:
+            self._even = of
             return None
         self._trial.begin(assigned, seconds, start)
         shares = ", ".join(f"{worker} {len(own)}" for worker, own in sorted(assignments[-1].replicas.items()))
         why = f"workers are not equally fast: from step {start} on replicas are assigned by speed ({shares})"
         return why, assignments
+
+    def _by_speed(
+        self, assigned: Assigned, workers: Sequence[str], replicas: int, furthest: int, seconds: float
+    ) -> tuple[Assignment, ...]:
+        """The assignments that follow from the workers' speeds; none while some are not known."""
+        if not self._speeds.known(assigned):
+            return ()
+        return following_assignments(assigned, workers, replicas, furthest, self._speeds, seconds)
 
     def straggler(
         self, assigned: Assigned, furthest: int, workers: Sequence[str], now: float

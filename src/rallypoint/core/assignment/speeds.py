@@ -16,16 +16,19 @@ _LATE = 2.0  # a replica is late after so many times the usual time
 class Speeds:
     """The seconds that each worker's last replicas took, and which replicas of the last steps were reported.
 
-    Every `now` is in seconds; rates are replicas per second.
+    Every `now` is in seconds; rates are replicas per second. `revision` rises whenever a speed may have changed.
     """
 
+    revision: int = 0
     _seconds: dict[str, deque[float]] = field(default_factory=dict)
+    _medians: dict[str, float] = field(default_factory=dict)  # of `_seconds`, as far as they were asked for
     _reported: dict[int, set[int]] = field(default_factory=dict)  # step -> replicas
     _last: dict[str, float] = field(default_factory=dict)  # when each worker last reported
     _assisted: set[tuple[int, int]] = field(default_factory=set)
 
     def computed(self, worker: str, step: int, replica: int, seconds: float, now: float) -> bool:
         """Note a report. Returns True if it is the first for that step and replica."""
+        self._changed(worker)
         self._seconds.setdefault(worker, deque(maxlen=_REMEMBERED)).append(max(seconds, 1e-6))
         first = replica not in self._reported.setdefault(step, set())
         self._reported[step].add(replica)
@@ -36,6 +39,7 @@ class Speeds:
 
     def forget(self, worker: str) -> None:
         """Drop what is known of a worker."""
+        self._changed(worker)
         self._seconds.pop(worker, None)
         self._last.pop(worker, None)
 
@@ -46,7 +50,7 @@ class Speeds:
 
     def rates(self, workers: Sequence[str]) -> dict[str, float]:
         """Worker -> replicas per second; a worker with too few reports gets the median of the others."""
-        known = {w: 1.0 / _median(self._seconds[w]) for w in workers if len(self._seconds.get(w, ())) >= _ENOUGH}
+        known = {w: 1.0 / self._median_of(w) for w in workers if len(self._seconds.get(w, ())) >= _ENOUGH}
         usual = _median(list(known.values())) if known else 1.0
         return {worker: known.get(worker, usual) for worker in workers}
 
@@ -87,6 +91,16 @@ class Speeds:
         _, replica = late[-1]
         self._assisted.add((step, replica))
         return idle[0], step, replica
+
+    def _changed(self, worker: str) -> None:
+        self.revision += 1
+        self._medians.pop(worker, None)
+
+    def _median_of(self, worker: str) -> float:
+        found = self._medians.get(worker)
+        if found is None:
+            found = self._medians[worker] = _median(self._seconds[worker])
+        return found
 
     def _usual(self, workers: Sequence[str]) -> float:
         return _median([1.0 / rate for rate in self.rates(workers).values()])

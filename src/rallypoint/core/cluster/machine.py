@@ -26,6 +26,7 @@ from rallypoint.core.cluster.course import Course, uploads
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.evaluating.deciding import Deciding
 from rallypoint.core.cluster.health.apart import disagrees, set_apart
+from rallypoint.core.cluster.health.beats import take_beat
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.health.waiting import waiting_for
@@ -175,6 +176,8 @@ class ClusterMachine:
 
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event; return the effects, to be run in order."""
+        if isinstance(event, events.Beat) and self.course.phase not in (Phase.FAILING, Phase.OVER):
+            return take_beat(event, self.course, self._reach)  # the short way: they are most of the events
         known, effects = self.course.known, self._handle(event)
         same = isinstance(event, events.OFTEN) and self.course.known == known
         after = () if same else (*self._deciding.advance(), *self._succession.lease(), *self._auditing.advance())
@@ -187,12 +190,8 @@ class ClusterMachine:
         if course.phase is Phase.FAILING and not isinstance(event, events.RateAwaited):
             return self._ending.handle(event)
         match event:
-            case events.Heard(member=member) | events.Beat(member=member):
+            case events.Heard(member=member):
                 course.members.spoke(member, course.now)
-                if isinstance(event, events.Beat) and member in course.members:
-                    self._reach.beat(event)
-                    course.links.speeds.heard(member, event.paced)
-                return self._snapshots.handle(event)
             case events.Progress():
                 return self._progress(event)
             case events.Applied(server=server, step=step, generation=generation):
@@ -225,7 +224,6 @@ class ClusterMachine:
             case events.Unlinked(member=member, reason=reason, reset=reset):
                 if member in course.members:
                     course.members.unlinked(member, reason if reset else "")
-                return []
             case events.Found():
                 return self._succession.found(event)
             case events.TookOver(state=state, complete=complete):
@@ -238,6 +236,7 @@ class ClusterMachine:
                 return self._succession.outrun(event)
             case _:
                 return self._snapshot_event(event)
+        return []
 
     # ---- members ----
 

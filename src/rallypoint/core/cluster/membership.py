@@ -149,6 +149,8 @@ class Membership:
 
     def silent(self, now: float, patience: float) -> list[tuple[str, float]]:
         """The (id, seconds) of each member that gave no sign of life for more than `patience` seconds."""
+        if now - min(self._heard.values(), default=now) <= patience:
+            return []  # asked with each tick
         silences = [(id, now - self._heard.get(id, now)) for id in self.everybody]
         return [(id, seconds) for id, seconds in silences if seconds > patience]
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import msgspec
 
 from rallypoint.core.assignment.nearby import nearest_aggregators
 from rallypoint.core.cluster.membership import Membership
+from rallypoint.core.cluster.remembered import remembered
 from rallypoint.core.cluster.view_change import (
+    Placing,
+    contributing,
     contributors,
     first_homes,
     homings,
@@ -20,7 +23,11 @@ from rallypoint.core.cluster.view_change import (
     surviving_primaries,
 )
 from rallypoint.core.layout import Shard
+from rallypoint.core.placement import place, place_backups
 from rallypoint.core.view import Assignment, Dispute, Lease, LinkPace, Member, Scale, Stop, View, ViewNumber
+
+Aggregation: TypeAlias = Callable[..., dict[str, str]]
+Contributing: TypeAlias = Callable[..., dict[str, tuple[int, ...]]]
 
 
 @dataclass(slots=True)
@@ -60,6 +67,9 @@ class ViewSequence:
     speeds: dict[str, float] = field(default_factory=dict)
     pace: LinkPace | None = None
     _last: ViewNumber = field(default_factory=ViewNumber)
+    _placing: Placing = field(default_factory=lambda: Placing(remembered(place), remembered(place_backups)))
+    _nearest: Aggregation = field(default_factory=lambda: remembered(nearest_aggregators))
+    _contributing: Contributing = field(default_factory=lambda: remembered(contributing))
 
     @property
     def begun(self) -> bool:
@@ -98,7 +108,7 @@ class ViewSequence:
             pace=self.pace,
             **self._aggregation(members, assignments),
         )  # fmt: skip
-        return _completed(view, None)
+        return self._completed(view, None)
 
     def following(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, ending: bool
@@ -111,8 +121,9 @@ class ViewSequence:
             return None
         away = not members.awaited.isdisjoint(servers)
         primary, backup = rebalanced(
-            before, surviving, shards, servers, self.caught_up, self.replication, members.staying, hold=away
-        )
+            before, surviving, shards, servers, self.caught_up, self.replication, members.staying,
+            replace(self._placing, hold=away),
+        )  # fmt: skip
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
@@ -120,7 +131,7 @@ class ViewSequence:
             disputes=self.disputes, paused=self.paused, rescale=self.rescale, scales=self.scales,
             pace=self.pace, **self._aggregation(members, assignments),
         )  # fmt: skip
-        return _completed(view, before)
+        return self._completed(view, before)
 
     def with_backup_task(self, worker: str, replica: int) -> View | None:
         """Make the view in which `worker`, and its aggregator, may also contribute `replica`; None if it may already.
@@ -177,22 +188,22 @@ class ViewSequence:
         """The aggregators, and which workers use them."""
         here = tuple(members.aggregators.values())
         assigned = assignments[-1].replicas if assignments else {}
-        used = nearest_aggregators(_workers(members), here, assigned) if self.aggregates else {}
+        used = self._nearest(_workers(members), here, assigned) if self.aggregates else {}
         return {"aggregators": here, "aggregator_of": used}
 
     def _speeds(self, members: Membership) -> dict[str, float]:
         """What was measured of the servers that are here."""
         return {server: self.speeds[server] for server in sorted(self.speeds.keys() & members.servers.keys())}
 
+    def _completed(self, view: View, before: View | None) -> View:
+        """The view with all that follows from it and from the one before, in the same generation."""
+        may = contributors(view, before, self._contributing)
+        return msgspec.structs.replace(
+            view, paired=pairings(view, before), homed=homings(view, before), contributors=may
+        )
+
     def _next_number(self) -> ViewNumber:
         return ViewNumber(self.epoch, self._last.count + 1 if self._last.epoch == self.epoch else 1)
-
-
-def _completed(view: View, before: View | None) -> View:
-    """The view with all that follows from it and from the one before, in the same generation."""
-    return msgspec.structs.replace(
-        view, paired=pairings(view, before), homed=homings(view, before), contributors=contributors(view, before)
-    )
 
 
 def _workers(members: Membership) -> tuple[Member, ...]:

@@ -39,15 +39,19 @@ def as_data(scenario: Scenario, outcome: Outcome) -> dict[str, object]:
 def lines(scenario: Scenario, outcome: Outcome) -> list[str]:
     """What came of it, for people."""
     size, one = scenario.size, outcome.view
+    one_of = "step" if scenario.workload.steps == 1 else "round"
+    sites = "" if scenario.sites.count < 2 else f", {scenario.sites.count} data centres"
     racks = f", {size.racks} racks with an aggregator" if size.racks else ""
     took = sum(step.seconds for step in outcome.steps)
     limits = sorted(limits_of(scenario).items(), key=lambda limit: -limit[1])
     machine = sorted(outcome.machine.items(), key=lambda kind: -kind[1][0])[:6]
     return [
-        f"{size.workers:,} workers, {size.servers:,} servers{racks}: {len(outcome.steps)} steps in {took:,.0f} s",
-        f"a step: {outcome.ideal:.3g} s when nothing fails; goodput {outcome.goodput:.1%} with {outcome.failures} "
-        f"failures, {outcome.rollbacks} roll-backs",
-        "the limits of a step, each alone: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in limits),
+        f"{size.workers:,} workers, {size.servers:,} servers{racks}{sites}: {len(outcome.steps)} {one_of}s in "
+        f"{took:,.0f} s",
+        f"a {one_of}: {outcome.ideal:.3g} s when nothing fails; goodput {outcome.goodput:.1%} with {outcome.failures} "
+        f"failures, {outcome.rollbacks} roll-backs"
+        + (f", {outcome.taken} spot machines taken away" if scenario.spot else ""),
+        f"the limits of a {one_of}, each alone: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in limits),
         f"blocks that a sender pushes of a shard: {max(step.blocks for step in outcome.steps):.2f} at most",
         f"connections of a server: {outcome.connections:,}; of the coordinator: {one.members:,}",
         f"a view: {one.view / 1e3:,.0f} kB, {one.message / 1e3:,.0f} kB with a worker's tickets; to all members "

@@ -74,6 +74,7 @@ class BigCluster:
     clock: Callable[[], float] = time.perf_counter
     spent: dict[str, tuple[float, int]] = field(default_factory=dict)
     views: int = 0
+    _beats: dict[str, events.Beat] = field(default_factory=dict)
     machine: ClusterMachine = field(init=False)
     record: JobRecord = field(init=False)
 
@@ -89,11 +90,15 @@ class BigCluster:
 
     def handle(self, event: events.Event, kind: str = "") -> list[Effect]:
         """Let the machine handle an event; its time counts for `kind`, by default the event's own name."""
+        return self._handle((event,), kind or type(event).__name__)
+
+    def _handle(self, several: Iterable[events.Event], kind: str) -> list[Effect]:
+        """Let the machine handle these events, which are made before its time counts."""
+        several, handle = tuple(several), self.machine.handle
         began = self.clock()
-        effects = self.machine.handle(event)
-        kind = kind or type(event).__name__
+        effects = [effect for event in several for effect in handle(event)]
         seconds, count = self.spent.get(kind, (0.0, 0))
-        self.spent[kind] = seconds + self.clock() - began, count + 1
+        self.spent[kind] = seconds + self.clock() - began, count + len(several)
         self.views += sum(isinstance(effect, Publish) for effect in effects)
         return effects
 
@@ -119,7 +124,12 @@ class BigCluster:
 
     def die(self, name: str) -> list[Effect]:
         """The member's process ends."""
-        return self.handle(events.Left(name, "it closed its connection"), f"a {name.partition('-')[0]} dies")
+        return self.handle(events.Left(name, "it closed its connection"), f"a {named_role(name)} dies")
+
+    def leave(self, name: str) -> list[Effect]:
+        """The member is told to leave, and its process ends when it has handed over what it had."""
+        told = self.handle(events.Leaving(name), "a worker is told to leave")
+        return [*told, *self.handle(events.Left(name, "it has left"), "a worker leaves")]
 
     def serve(self, number: int) -> list[Effect]:
         """Server `number` joins."""
@@ -127,18 +137,21 @@ class BigCluster:
 
     def beat(self, now: float) -> None:
         """Each member beats once, then time is `now`."""
-        for name in self.machine.course.members.everybody:
-            self.handle(events.Beat(name))
+        here = self.machine.course.members.everybody
+        self._beats |= {name: events.Beat(name) for name in here if name not in self._beats}
+        self._handle([self._beats[name] for name in here], "Beat")
         self.handle(events.Tick(now))
 
     def step(self, number: int, seconds: Callable[[str], float], now: float) -> None:
         """Each worker reports its replicas of this step, `seconds(worker)` for each; each server has applied it."""
         generation = self.view.generation
-        for worker, replicas in self.view.assigned(number).items():
-            for replica in replicas:
-                self.handle(events.Progress(worker, number, replica, seconds(worker), generation, now))
-        for server in self.view.servers:
-            self.handle(events.Applied(server.id, number, generation))
+        reports = [
+            events.Progress(worker, number, replica, seconds(worker), generation, now)
+            for worker, replicas in self.view.assigned(number).items()
+            for replica in replicas
+        ]
+        self._handle(reports, "Progress")
+        self._handle([events.Applied(server.id, number, generation) for server in self.view.servers], "Applied")
 
     def catch_up(self) -> None:
         """All backups that have not caught up by now have."""
@@ -176,6 +189,11 @@ class BigCluster:
 def named(role: str, number: int) -> str:
     """A member's name. In the order of names, workers of one rack are neighbours, and get neighbouring replicas."""
     return f"{role}-{number:05}"
+
+
+def named_role(name: str) -> str:
+    """The role of the member of that name."""
+    return name.partition("-")[0]
 
 
 class Messages(msgspec.Struct, frozen=True):

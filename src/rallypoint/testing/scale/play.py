@@ -25,16 +25,17 @@ from rallypoint.core.cluster.effects import Effect, FindSnapshot, Publish
 from rallypoint.core.cost.failures import NEVER
 from rallypoint.core.cost.pipeline import step_cost
 from rallypoint.core.cost.site import Servers, Site, Workers
+from rallypoint.core.cost.sites import ONE_SITE, Sites, sites_seconds
 from rallypoint.core.cost.workload import Workload
 from rallypoint.core.sums.tree import blocks_of
 from rallypoint.core.view import View
-from rallypoint.testing.scale.cluster import BigCluster, Messages, Size, change_bytes, messages_of, named
+from rallypoint.testing.scale.cluster import BigCluster, Messages, Size, change_bytes, messages_of, named, named_role
 
 _TICKET_S, _ENCODE_S = 3e-6, 2e-9  # a ticket for a server; a byte of a message: timed once, 1,000 + 1,000
 _SEND_S = 180e-6  # a difference that is queued, sealed and sent: 0.45 s for 5 x 498 in benchmarks/members.py
 _BEATS = 4  # of a heartbeat
 _STATE = 12  # bytes of a parameter in a snapshot
-_Key = tuple[int, bool, bool]  # a worker's replicas; is it slow; is its link
+Group = tuple[int, bool, bool]  # a worker's replicas; is it slow; is its link
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,10 +43,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         size, workload: the cluster and one replica's step.
+        sites: where members are in several data centres; by default in one.
         rate, server_rate, aggregator_rate: bytes a second and direction of the links; the coordinator's is a server's.
         uplink: that of a rack; 0: no limit.
         mtbf: mean seconds between two failures of one machine, worker or server.
         away: seconds until another machine comes in place of one that failed.
+        spot, taken, notice: so many workers of all (a share) are spot machines. Each is taken away after `taken`
+            seconds in the mean, and told so `notice` seconds before.
         stragglers, slowness: so many workers of all (a share) compute so many times slower.
         slow_links, slow_link: so many have links of this part of the rate.
         snapshot_steps: without replication, a lost server takes the job back to a multiple of this.
@@ -60,23 +64,47 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 100
     mtbf: float = NEVER
     away: float = 600.0
+    spot: float = 0.0
+    taken: float = NEVER
+    notice: float = 0.0
     stragglers: float = 0.0
     slowness: float = 1.5
     slow_links: float = 0.0
     slow_link: float = 0.5
     snapshot_steps: int = 20
+    sites: Sites = ONE_SITE
     seed: int = 0
 
 
-class Step(msgspec.Struct, frozen=True):
-    """One step: its number, seconds with what failures added, and without; the failures; blocks that a sender pushes.
+def round_seconds(scenario: Scenario, groups: Mapping[Group, int], servers: int, blocks: float = 1.0) -> float:
+    """Seconds of a step (of a round of local steps) that nothing disturbs: `core.cost` alone, without a coordinator.
+
+    `groups`: how many workers are alike; `blocks`: how many blocks of replicas a sender pushes of each shard.
     """
+    workload, size = scenario.workload, scenario.size
+    workers = tuple(
+        Workers(count, scenario.rate * (scenario.slow_link if thin else 1.0), 1, scenario.slowness if slow else 1.0,
+                replicas)
+        for (replicas, slow, thin), count in sorted(groups.items())
+    )  # fmt: skip
+    site = Site(
+        workers=workers, servers=(Servers(servers, scenario.server_rate),), replication=size.replication,
+        aggregators=size.racks > 0, rack=-(-size.workers // size.racks) if size.racks else 0,
+        aggregator_rate=scenario.aggregator_rate or scenario.server_rate, uplink=scenario.uplink, blocks=blocks,
+    )  # fmt: skip
+    return workload.steps * sites_seconds(workload, scenario.sites, step_cost(workload, site).seconds)
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One step: its number, seconds with what failures added, and without; the failures and machines that were taken
+    away; blocks that a sender pushes."""
 
     number: int
     seconds: float
     undisturbed: float
     failures: int
     blocks: float
+    taken: int = 0
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -86,7 +114,7 @@ class Outcome(msgspec.Struct, frozen=True):
         steps: in the order in which they were computed; a number comes twice after a roll-back.
         ideal: seconds of a step when nothing has failed.
         goodput: the ideal seconds of all steps, divided by what they took.
-        failures, views, rollbacks: how many.
+        failures, views, rollbacks: how many; `taken`: the spot machines that were taken away.
         view: what one whole view takes, as at the beginning: bytes, seconds.
         view_seconds: seconds from a whole view's making to its being everywhere.
         coordinator: the share of the time in which the coordinator sent views.
@@ -110,6 +138,7 @@ class Outcome(msgspec.Struct, frozen=True):
     mean_change: float
     sending: float
     connections: int
+    taken: int = 0
 
 
 @dataclass(slots=True)
@@ -120,7 +149,7 @@ class Play:
     clock: Callable[[], float] = time.perf_counter
     cluster: BigCluster = field(init=False)
     _now: float = 1.0
-    _due: list[tuple[float, int, str]] = field(default_factory=list)  # (when, number of the event, member)
+    _due: list[tuple[float, int, str, str]] = field(default_factory=list)  # when, number of the event, what, to whom
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1 << 62)))
     _free: float = 0.0  # when the coordinator has sent all that it has to send
     _sending: float = 0.0  # seconds that it sent
@@ -128,16 +157,18 @@ class Play:
     _blocks: tuple[object, float] = (None, 1.0)
     _fresh: int = 0
     _failures: int = 0
+    _taken: int = 0
     _rollbacks: int = 0
     _slow: set[str] = field(default_factory=set)
     _thin: set[str] = field(default_factory=set)
+    _compute: float = field(init=False)  # seconds of a replica
     _dice: random.Random = field(init=False)
     _view: Messages = field(init=False)
     _last: View = field(init=False)  # the last view that went out
     _changes: list[int] = field(default_factory=list)  # bytes of one member's message, of each difference
 
     def __post_init__(self) -> None:
-        self._dice = random.Random(self.scenario.seed)
+        self._dice, self._compute = random.Random(self.scenario.seed), self.scenario.workload.compute
         self.cluster = BigCluster(self.scenario.size, self.clock)
 
     def run(self, told: Callable[[Step], None] = lambda step: None) -> Outcome:
@@ -156,7 +187,7 @@ class Play:
             tuple(steps), ideal, scenario.steps * ideal / seconds, self._failures, cluster.views - before,
             self._rollbacks, self._view, self.view_seconds, min(1.0, self._sending / seconds), dict(cluster.spent),
             max(self._changes, default=0), sum(self._changes) / max(1, len(self._changes)), self._sending,
-            scenario.size.racks or scenario.size.workers + scenario.size.standby,
+            scenario.size.racks or scenario.size.workers + scenario.size.standby, self._taken,
         )  # fmt: skip
 
     @property
@@ -194,31 +225,35 @@ class Play:
             self._thin.add(worker)
 
     def _fails(self, member: str) -> None:
-        if self.scenario.mtbf < NEVER:
-            self._at(self._now + self._dice.expovariate(1 / self.scenario.mtbf), member)
+        scenario, dice = self.scenario, self._dice
+        if scenario.mtbf < NEVER:
+            self._at(self._now + dice.expovariate(1 / scenario.mtbf), "fails", member)
+        if scenario.spot and named_role(member) == "worker" and dice.random() < scenario.spot:
+            self._at(self._now + dice.expovariate(1 / scenario.taken), "is taken", member)
 
-    def _at(self, when: float, member: str) -> None:
-        heapq.heappush(self._due, (when, next(self._numbers), member))
+    def _at(self, when: float, what: str, member: str) -> None:
+        heapq.heappush(self._due, (when, next(self._numbers), what, member))
 
     # ---- a step ----
 
     def _step(self, number: int) -> tuple[Step, int]:
         """Compute step `number`; returns it, and the step that follows."""
         undisturbed, blocks = self._undisturbed(number)
-        began, ends, failures, after = self._now, self._now + undisturbed, self._failures, number + 1
+        began, ends, after = self._now, self._now + undisturbed, number + 1
+        failures, taken = self._failures, self._taken
         while self._due and self._due[0][0] < ends:
-            when, _, member = heapq.heappop(self._due)
-            ready, back = self._happens(when, member, number)
+            when, _, what, member = heapq.heappop(self._due)
+            ready, back = self._happens(when, what, member, number)
             ends = max(ends, ready)
             after = min(after, back)
         self._let_pass(ends)
         if after > number:
             self.cluster.step(number, self._seconds_of, self._now)
             self.cluster.catch_up()
-        return Step(number, ends - began, undisturbed, self._failures - failures, blocks), after
+        return Step(number, ends - began, undisturbed, self._failures - failures, blocks, self._taken - taken), after
 
     def _seconds_of(self, worker: str) -> float:
-        return self.scenario.workload.compute * (self.scenario.slowness if worker in self._slow else 1.0)
+        return self._compute * (self.scenario.slowness if worker in self._slow else 1.0)
 
     def _let_pass(self, ends: float) -> None:
         """Beats and the coordinator's clock, until then."""
@@ -238,24 +273,11 @@ class Play:
         blocks = self._blocks[1]
         key = (*sorted(groups.items()), len(view.servers), blocks)
         if key not in self._known:
-            self._known[key] = step_cost(scenario.workload, self._site(groups, len(view.servers), blocks)).seconds
+            self._known[key] = round_seconds(scenario, groups, len(view.servers), blocks)
         return self._known[key], blocks
 
-    def _key(self, worker: str, replicas: int) -> _Key:
+    def _key(self, worker: str, replicas: int) -> Group:
         return replicas, worker in self._slow, worker in self._thin
-
-    def _site(self, groups: Counter[_Key], servers: int, blocks: float) -> Site:
-        scenario, size = self.scenario, self.scenario.size
-        workers = tuple(
-            Workers(count, scenario.rate * (scenario.slow_link if thin else 1.0), 1, scenario.slowness if slow else 1.0,
-                    replicas)
-            for (replicas, slow, thin), count in sorted(groups.items())
-        )  # fmt: skip
-        return Site(
-            workers=workers, servers=(Servers(servers, scenario.server_rate),), replication=size.replication,
-            aggregators=size.racks > 0, rack=-(-size.workers // size.racks) if size.racks else 0,
-            aggregator_rate=scenario.aggregator_rate or scenario.server_rate, uplink=scenario.uplink, blocks=blocks,
-        )  # fmt: skip
 
     def _most_blocks(self, assigned: Mapping[str, tuple[int, ...]]) -> float:
         """The blocks that a worker, or an aggregator, pushes on average: its replicas, cut into nodes of the tree."""
@@ -268,23 +290,39 @@ class Play:
 
     # ---- what happens to members ----
 
-    def _happens(self, when: float, member: str, number: int) -> tuple[float, int]:
-        """A member fails, or a new one comes. Returns when the step in progress can end, and the step after it."""
-        if member in ("worker", "server"):
+    def _happens(self, when: float, what: str, member: str, number: int) -> tuple[float, int]:
+        """A member fails or is taken, or one of a role comes. Returns when the step in progress can end, and the step
+        after it."""
+        if what == "comes":
             return self._comes(when, member), number + 1
         if member not in self.cluster.machine.course.members:
             return when, number + 1
+        role, had = named_role(member), bool(self.cluster.view.replicas_of(member, number))
+        self._at(when + self.scenario.away, "comes", role)
+        if what == "is taken":
+            self._taken += 1
+            return self._leaves(when, member, had), number + 1
         self._failures += 1
-        role = member.partition("-")[0]
-        self._at(when + self.scenario.away, role)
         seen = when + self.cluster.size.heartbeat
-        had = bool(self.cluster.view.replicas_of(member, number)) or role == "server"
         effects = self.cluster.die(member)
         if any(isinstance(effect, FindSnapshot) for effect in effects):
             return self._back(seen, number)
         ready = self._send(effects, seen)
-        again = self.scenario.workload.compute + self.scenario.workload.nbytes / self.scenario.rate
-        return (ready + again if had else when), number + 1
+        return (ready + self._again if had or role == "server" else when), number + 1
+
+    @property
+    def _again(self) -> float:
+        """Seconds in which somebody else fetches the parameters and computes a replica that was lost."""
+        workload = self.scenario.workload
+        return workload.compute * workload.steps + workload.nbytes / self.scenario.rate
+
+    def _leaves(self, when: float, worker: str, had: bool) -> float:
+        """A spot worker is told to go: if it has the time, it finishes what it computes. Returns as `_happens` does."""
+        scenario, computes = self.scenario, self._seconds_of(worker) * self.scenario.workload.steps
+        effects = self.cluster.leave(worker) if scenario.notice else self.cluster.die(worker)
+        told = when if scenario.notice else when + self.cluster.size.heartbeat
+        ready = self._send(effects, told)
+        return ready + self._again if had and scenario.notice < computes else when
 
     def _comes(self, when: float, role: str) -> float:
         number, self._fresh = self._fresh, self._fresh + 1

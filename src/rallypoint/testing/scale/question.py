@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
+
 from rallypoint.core.cost.failures import NEVER
 from rallypoint.core.cost.site import Speeds
+from rallypoint.core.cost.sites import ONE_SITE, Sites, sites_seconds
 from rallypoint.core.cost.workload import Workload, transformer
 from rallypoint.errors import ConfigError
 from rallypoint.launch.costing.quantities import count_of, rate_of, seconds_of
@@ -16,6 +19,7 @@ from rallypoint.testing.scale.cluster import Size
 from rallypoint.testing.scale.play import Scenario
 
 _CLUSTER, _JOB, _TROUBLE, _OUTPUT = "The cluster", "The job", "What goes wrong", "Output"
+_WORDS = {"raw": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}  # bytes that a parameter takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,15 @@ class ScaleOptions:
     uplink: Annotated[str, option(
         metavar="RATE", panel=_CLUSTER, help="A rack's link to all others; by default nothing limits it.",
     )] = ""  # fmt: skip
+    sites: Annotated[int, option(
+        min=1, metavar="N", panel=_CLUSTER, help="Data centres; members are spread evenly over them.",
+    )] = 1  # fmt: skip
+    site_link: Annotated[str, option(
+        metavar="RATE", panel=_CLUSTER, help="A data centre's link to all others, in one direction.",
+    )] = "1Gbit"  # fmt: skip
+    delay: Annotated[str, option(
+        metavar="TIME", panel=_CLUSTER, help="From one data centre to another.",
+    )] = "50ms"  # fmt: skip
     replication: Annotated[int, option(
         min=1, max=2, metavar="N", panel=_CLUSTER,
         help="2: each shard has a backup; with 1 a lost server costs a roll-back.",
@@ -49,8 +62,14 @@ class ScaleOptions:
     model: Annotated[str, option(metavar="N", panel=_JOB, help="The model's parameters, as 7e9, 7B or 350M.")] = "1B"
     compute: Annotated[str, option(metavar="TIME", panel=_JOB, help="How long a worker computes in a step.")] = "2s"
     local_steps: Annotated[int, option(
-        min=1, metavar="H", panel=_JOB, help="Synchronise every H steps (rp.LocalSteps); then --steps are rounds.",
+        min=1, metavar="H", panel=_JOB, help="Synchronise every H steps (rp.LocalSteps); then --steps are rounds,",
     )] = 1  # fmt: skip
+    fragments: Annotated[int, option(
+        min=1, metavar="F", panel=_JOB, help="... in F parts, one after the other, while the next steps are computed.",
+    )] = 1  # fmt: skip
+    codec: Annotated[str, option(
+        metavar="NAME", panel=_JOB, help=f"What is sent, both ways: {', '.join(_WORDS)}.",
+    )] = "raw"  # fmt: skip
     mtbf: Annotated[str, option(
         metavar="TIME", panel=_TROUBLE,
         help="The mean time between failures of one machine, as 2111d (Llama 3's GPUs).",
@@ -58,6 +77,16 @@ class ScaleOptions:
     away: Annotated[str, option(
         metavar="TIME", panel=_TROUBLE, help="How long until another machine comes in its place.",
     )] = "10min"  # fmt: skip
+    spot: Annotated[float, option(
+        min=0, max=1, metavar="SHARE", panel=_TROUBLE, help="This share of the workers are spot machines,",
+    )] = 0.0  # fmt: skip
+    taken: Annotated[str, option(
+        metavar="TIME", panel=_TROUBLE,
+        help="... each is taken away after this time in the mean (Google's preemptible ones lived for a day at most)",
+    )] = "1d"  # fmt: skip
+    notice: Annotated[str, option(
+        metavar="TIME", panel=_TROUBLE, help="... and told so before: 30s (Google), 2min (AWS), none.",
+    )] = "30s"  # fmt: skip
     stragglers: Annotated[float, option(
         min=0, max=1, metavar="SHARE", panel=_TROUBLE, help="This share of the workers computes slower,",
     )] = 0.0  # fmt: skip
@@ -86,8 +115,15 @@ def scenario_of(options: ScaleOptions) -> Scenario:
         raise ConfigError(f"{options.racks} racks and {options.workers} workers: some would be empty")
     if options.servers < options.replication:
         raise ConfigError(f"--replication {options.replication} needs as many servers, not {options.servers}")
+    if options.codec not in _WORDS:
+        raise ConfigError(f"--codec {options.codec}: this knows {', '.join(_WORDS)}")
+    if options.racks and options.codec != "raw":
+        raise ConfigError(f"--codec {options.codec}: an aggregator (--racks) sends on what it has added up as it is")
+    if options.local_steps % options.fragments:
+        raise ConfigError(f"--fragments {options.fragments}: --local-steps {options.local_steps} is no multiple of it")
     workload = Workload(
-        layers=transformer(words, seconds_of(options.compute, "--compute")), steps=options.local_steps
+        layers=transformer(words, seconds_of(options.compute, "--compute")), steps=options.local_steps,
+        up=_WORDS[options.codec], down=_WORDS[options.codec],
     )  # fmt: skip
     rate = rate_of(options.link, "--link")
     server_rate = rate_of(options.server_link, "--server-link") if options.server_link else rate
@@ -99,8 +135,23 @@ def scenario_of(options: ScaleOptions) -> Scenario:
         size=size, workload=workload, rate=rate, server_rate=server_rate,
         aggregator_rate=rate_of(options.aggregator_link, "--aggregator-link") if options.aggregator_link else 0.0,
         uplink=rate_of(options.uplink, "--uplink") if options.uplink else 0.0, steps=options.steps,
+        sites=_sites_of(options), spot=options.spot, taken=seconds_of(options.taken, "--taken"),
+        notice=0.0 if options.notice == "none" else seconds_of(options.notice, "--notice"),
         mtbf=seconds_of(options.mtbf, "--mtbf") if options.mtbf else NEVER, away=seconds_of(options.away, "--away"),
         stragglers=options.stragglers, slowness=options.slowness, slow_links=options.slow_links, seed=options.seed,
+    )  # fmt: skip
+
+
+def _sites_of(options: ScaleOptions) -> Sites:
+    """The data centres. With racks, an aggregator of each one sends; else each worker."""
+    if options.sites < 2:
+        return ONE_SITE
+    if options.sites > min(options.workers, options.servers):
+        raise ConfigError(f"--sites {options.sites}: some would have no worker, or no server")
+    return Sites(
+        count=options.sites, rate=rate_of(options.site_link, "--site-link"),
+        delay=seconds_of(options.delay, "--delay"), replication=options.replication, fragments=options.fragments,
+        senders=max(1, (options.racks or options.workers) // options.sites),
     )  # fmt: skip
 
 
@@ -118,6 +169,9 @@ def limits_of(scenario: Scenario) -> dict[str, float]:
     if size.racks:
         near = size.workers / size.racks
         limits["an aggregator's link"] = near * nbytes / (scenario.aggregator_rate or scenario.server_rate)
+    if scenario.sites.count > 1:
+        bound = workload.steps * sites_seconds(workload, msgspec.structs.replace(scenario.sites, delay=0.0), 0.0)
+        limits["a data centre's link"] = bound
     if size.racks and scenario.uplink:
         limits["a rack's uplink"] = nbytes / scenario.uplink
     return limits

@@ -50,6 +50,8 @@ class Reach:
 
     course: Course
     _beats: dict[str, Beat] = field(default_factory=dict)
+    _waits: set[str] = field(default_factory=set)  # whose last beat said that it waits
+    _misses: set[str] = field(default_factory=set)  # whose last beat named somebody whom it could not reach
     _moved: dict[str, float] = field(default_factory=dict)  # worker -> when its main thread last got on
     _reported: set[str] = field(default_factory=set)  # workers that have computed a replica
     _trouble: dict[str, float] = field(default_factory=dict)  # member set apart -> when it was last missed
@@ -67,6 +69,8 @@ class Reach:
         if before is None or before.activity != beat.activity or beat.waited > 0:
             self._moved[beat.member] = now
         self._beats[beat.member] = beat
+        (self._waits.add if beat.waited > 0 else self._waits.discard)(beat.member)
+        (self._misses.add if beat.unreachable else self._misses.discard)(beat.member)
 
     def computed(self, worker: str, step: int) -> None:
         """Note that a worker has computed a replica of `step`."""
@@ -80,7 +84,8 @@ class Reach:
         """Drop what is known of a process that is gone."""
         for known in (self._beats, self._moved, self._to_move):
             known.pop(member, None)
-        self._reported.discard(member)
+        for among in (self._reported, self._waits, self._misses):
+            among.discard(member)
 
     # ---- what follows from it ----
 
@@ -91,7 +96,9 @@ class Reach:
         if view is None or now < self._calm:
             return []
         patience = STALLED * course.terms.heartbeat
-        waited = {worker: self._beats[worker].waited for worker in self._assigned() if self._fresh(worker)}
+        # Asked with each tick: only those who say something are looked at
+        waited = {worker: self._beats[worker].waited for worker in self._waits if self._fresh(worker)}
+        waited = waited and {worker: waited[worker] for worker in self._assigned() & waited.keys()}
         waiting = {worker for worker, seconds in waited.items() if seconds >= patience}
         soon = {worker for worker, seconds in waited.items() if 0 < seconds < patience}
         found = self._pairs(waiting)
@@ -123,8 +130,8 @@ class Reach:
     def sound(self) -> list[str]:
         """The members that were set apart, and that nobody has missed for long enough. They take part again."""
         members, now, heartbeat = self.course.members, self.course.now, self.course.terms.heartbeat
-        for name, beat in self._beats.items():
-            missed = [peer for peer in beat.unreachable if peer in members] if self._fresh(name) else []
+        for name in self._misses:
+            missed = [peer for peer in self._beats[name].unreachable if peer in members] if self._fresh(name) else []
             for member in {*missed, name} & self._trouble.keys() if missed else ():
                 self._trouble[member] = now
         for worker, activity in self._hung.items():
@@ -170,8 +177,10 @@ class Reach:
         return {pair: seconds for pair, seconds in pairs.items() if seen.isdisjoint(pair)}
 
     def _pairs(self, waiting: set[str]) -> Pairs:
+        if not waiting:
+            return {}
         needed = self._needed()
-        whole = waiting == self._assigned() and bool(waiting)
+        whole = waiting == self._assigned()
         found: Pairs = {}
         for member in (*waiting, *(needed if whole else ())):
             for peer, seconds in self._beats[member].unreachable.items() if self._fresh(member) else ():
@@ -232,9 +241,9 @@ class Reach:
     def _hanging(self, waiting: set[str]) -> list[Case]:
         """Workers whose main threads do nothing, if all others wait for them."""
         course = self.course
-        busy = self._assigned() - waiting
         if not course.terms.hang_after or not course.begun or course.view is None or course.view.ending:
             return []
+        busy = self._assigned() - waiting
         # That two hang and nobody waits is less likely than that they do something long at the same time.
         if not busy or (len(busy) > 1 and not waiting) or not all(map(self._hangs, busy)):
             return []

@@ -22,8 +22,8 @@ _NO_FIRST = (
 class Snapshots:
     """Handles the events of snapshots: updates `duty`, returns effects.
 
-    It also sets `course.begun` when version 0 is stored, or cannot be, and `course.evaluating`: under AllReduce these
-    workers store their shares after their evaluation.
+    It also sets `course.begun` when version 0 is stored, or cannot be. Under AllReduce the workers of
+    `course.evaluating` store their shares after their evaluation.
     """
 
     course: Course
@@ -42,10 +42,6 @@ class Snapshots:
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event; return the effects. Events that are not about snapshots do nothing."""
         match event:
-            case events.Beat(member=member):
-                now = self.course.evaluating
-                (now.add if event.evaluating else now.discard)(member)
-                return []
             case events.SnapshotsEvery(period=period):
                 if period == self.course.snapshot_period:
                     return []
