@@ -156,7 +156,7 @@ class Succession:
         decided = course.tuning.look(course.view, course.record)
         if decided is None:
             return []
-        course.views.pace = decided.pace
+        course.views.tuned = dict(decided.values)
         return [*([Say(decided.said)] if decided.said else []), *self.advance()]
 
     # ---- new generations ----

@@ -20,7 +20,7 @@ from rallypoint.core.cluster.view_change import (
     surviving_primaries,
 )
 from rallypoint.core.layout import Shard
-from rallypoint.core.view import Assignment, Dispute, Lease, LinkPace, Member, Scale, Stop, View, ViewNumber
+from rallypoint.core.view import Assignment, Dispute, Lease, Member, Scale, Stop, Tried, View, ViewNumber
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class ViewSequence:
             yet: workers wait for the next one.
         paused, rescale, scales: see `View`. The first view of a generation has no `rescale`: see `ordering.rate`.
         disputes: those that the next view of this generation has.
-        speeds, pace: see `View`.
+        speeds, tuned: see `View`.
     """
 
     epoch: int
@@ -58,7 +58,7 @@ class ViewSequence:
     scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = field(default_factory=dict)
-    pace: LinkPace | None = None
+    tuned: dict[str, Tried] = field(default_factory=dict)
     _last: ViewNumber = field(default_factory=ViewNumber)
 
     @property
@@ -78,7 +78,7 @@ class ViewSequence:
         self.reductions, self.disputes = ((), ()) if view is None else (view.reductions, view.disputes)
         self.paused = None if view is None or goes_on else view.paused
         self.rescale, self.scales = (None, ()) if view is None else (view.rescale, view.scales)
-        self.speeds, self.pace = ({}, None) if view is None else (dict(view.speeds), view.pace)
+        self.speeds, self.tuned = ({}, {}) if view is None else (dict(view.speeds), dict(view.tuned))
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
@@ -95,7 +95,7 @@ class ViewSequence:
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader, stop=self.stop,
             reductions=self.reductions, paused=self.paused, scales=self.scales, speeds=self._speeds(members),
-            pace=self.pace,
+            tuned=dict(self.tuned),
             **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, None)
@@ -118,7 +118,7 @@ class ViewSequence:
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
             stop=self.stop, lease=self.lease, limit=self.limit, reductions=self.reductions,
             disputes=self.disputes, paused=self.paused, rescale=self.rescale, scales=self.scales,
-            pace=self.pace, **self._aggregation(members, assignments),
+            tuned=dict(self.tuned), **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, before)
 

@@ -121,6 +121,20 @@ class TransportContract:
             assert receive(far, 4 + _BULK) == b"head" + payload
             sending.raise_if_failed()
 
+    def test_megabytes_arrive_while_the_limit_in_flight_changes_and_is_taken_back(
+        self, pair: tuple[Connection, Connection]
+    ) -> None:
+        near, far = pair
+        payload = random.Random(4).randbytes(_BULK)
+        with Beside(lambda: near.send(b"head", memoryview(payload))) as sending:
+            got = receive(far, 4)
+            for limit in (16 << 10, 0, 64 << 10, 32 << 10, 0):
+                far.limit_in_flight(limit)
+                got += receive(far, _BULK // 8)
+            got += receive(far, 4 + _BULK - len(got))
+            sending.raise_if_failed()
+        assert got == b"head" + payload
+
     def test_what_is_paced_arrives(self, pair: tuple[Connection, Connection]) -> None:
         near, far = pair
         near.pace(64 << 20)
