@@ -177,6 +177,8 @@ class Succession:
             case Wait():
                 return []
             case FromSnapshot(lost=lost):
+                if before is Phase.RUNNING:
+                    course.tuned_period.went_back()
                 return [*([Say(why or lost)] if before is Phase.RUNNING else []), FindSnapshot()]
             case FromWorker(uploader=uploader, version=version):
                 course.phase, course.furthest = Phase.RUNNING, version - 1

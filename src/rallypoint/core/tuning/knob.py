@@ -1,7 +1,7 @@
 """What is tuned while a job runs: the table of knobs, and for each the values that are worth a trial.
 
-A new knob is a function here and a line in `KNOBS`: the trials (`tuner.py`) and the way of a value through views to every
-process (`View.setting`) are the same for all.
+A new knob is a function here and a line in `KNOBS`: the trials (`tuner.py`) and the way of a value through views to
+every process (`View.setting`) are the same for all.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def pace_knob(start: float, facts: Facts) -> Knob:
 
 
 def in_flight_knob(start: float, facts: Facts) -> Knob:
-    """Return the knob `in_flight_bytes`. Values are powers of two: the right one is known to a factor of two at best."""
+    """Return the knob `in_flight_bytes`. Values are powers of two: a factor of two is as near as it need be."""
     rate = (facts.told_mbit or facts.reached_mbit * _FULL) * 1e6 / 8
     least = _LEAST_SHARE * max(facts.workers, facts.servers)
     found = [max(least, 2.0 ** round(math.log2(rate * ahead / 1e3))) for ahead in _AHEAD_MS]

@@ -47,6 +47,7 @@ from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worke
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
+from rallypoint.worker.loop.start_values import started
 from rallypoint.worker.membership import TOO_LATE, DataPlane, Member
 from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.ranks.followers import NoFollowers
@@ -145,6 +146,8 @@ class Job(Member):
         overrides, data = self._link.welcome.overrides, given(dataset, collate_fn, loader)
         model, by_name = one_model(model, settings)
         config = with_own_optimizer(resolve({**data.settings, **by_name}, overrides), kinds, overrides)
+        given_keys = {*data.settings, *by_name, *overrides}
+        config, why_so = started(config, model, given_keys, self._link.welcome, alone=self._group is None)
         if config.order == "own" and not self.run_type.own:
             raise ConfigError('order="own" is set by rp.wrap: leave it out of job.train')
         folder = self._link.welcome.folder
@@ -160,7 +163,10 @@ class Job(Member):
         record = record_of(config, tensors.layout, tensors.frozen_hashes(), data=identity, tied=tensors.tied)
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
-        if config.passes and self.id == min(one.id for one in exchange.view.workers):
+        first = self.id == min(one.id for one in exchange.view.workers)
+        if why_so and first:
+            self._say(why_so)
+        if config.passes and first:
             default = "" if "steps" in settings else " (steps= is not given)"
             self._say(f"the stream is read passes={config.passes} times, for {config.steps} steps at most{default}")
         self._sharing.begin(data.dataset)
