@@ -29,7 +29,7 @@ from rallypoint.core.tuning.shards import shards_for
 from reduce_member import Result, Task
 
 _PACED = 0.95  # of a link's rate: the pace of the grid
-_KIB = (0, 64, 128, 256, 512)
+_KIB = (0, 128, 256, 512)
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -125,7 +125,9 @@ def rows(setup: str, found: Found) -> list[list[str]]:
     tuned, again = by_name["tuned"], by_name["again"]
     shown = [
         ("default", by_name["default"]), (f"{tuned.shard_kib} KiB shards", plain),
-        ("best of the grid", min(grid, key=lambda cell: cell.median)), ("the same again", again), ("tuned", tuned),
+        ("best of the grid", min(grid, key=lambda cell: cell.median)), ("the same again", again),
+        ("tuned" if any("in_flight_bytes" in line and "tuning has ended" in line for line in tuned.said[-1:])
+         else "tuned (it has not ended)", tuned),
     ]  # fmt: skip
     return [
         [
@@ -145,8 +147,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def command(
     setup: Annotated[list[str], typer.Option(help=f"{', '.join(SETUPS)}; may be given again.")],
     json: Annotated[Path, typer.Option(help="Figures, also of earlier calls.")],
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a job.")] = 12,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps before those, of a job that is not tuned.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a job.")] = 10,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before those, of a job that is not tuned.")] = 3,
     bytes_: Annotated[bool, typer.Option("--bytes", help="Only the sha256 of a job without tuning.")] = False,
     limit: Annotated[float, typer.Option(help="Seconds after which no further job begins.")] = 420.0,
 ) -> None:

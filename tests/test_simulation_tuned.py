@@ -5,8 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.placing import tuning
 from rallypoint.core.cluster.placing.tuning import Tuned, Tuning
+from rallypoint.core.cluster.storing import tuned_period
+from rallypoint.core.cluster.storing.tuned_period import TunedPeriod
 from rallypoint.core.job import JobRecord
 from rallypoint.core.tuning import tuner
 from rallypoint.core.tuning.knob import KNOBS
@@ -16,7 +19,8 @@ from rallypoint.testing.simulation.run import simulate
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[Tuned]:
-    """Every job is tuned, by trials of a step: a simulated job has few of them. What was decided, in order."""
+    """Every job is tuned, by trials of a step: a simulated job has few of them. What was decided, in order. How often
+    snapshots are taken is chosen too."""
     decided: list[Tuned] = []
     look = Tuning.look
 
@@ -29,6 +33,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[Tuned]:
     for module, names in ((tuning, ("_FIRST", "_WARM_UP")), (tuner, ("SCREENED", "MEASURED", "WARM_UP"))):
         for name in names:
             monkeypatch.setattr(module, name, 0 if "WARM" in name else 1)
+    monkeypatch.setattr(Course, "tunes_period", property(lambda course: course.terms.snapshots))
+    for name, value in (("SNAPSHOTS", 1), ("_LAST", 2), ("SHORTEST_S", 0.2), ("PRIOR_S", 5.0)):
+        monkeypatch.setattr(tuned_period, name, value)
     return decided
 
 
@@ -60,3 +67,18 @@ def test_trials_of_each_knob_begin_in_the_middle_of_jobs_and_some_end_with_their
     for knob in KNOBS:
         assert sum(said.startswith(knob) and " is tried" in said for _, said in quick) > 4, knob
     assert sum("ended with its coordinator" in said for _, said in quick) >= 1
+
+
+def test_periods_are_chosen_in_the_middle_of_jobs(quick: list[Tuned], monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+    look = TunedPeriod.look
+
+    def noted(self: TunedPeriod, step: int, now: float, *, taking: bool) -> str:
+        said = look(self, step, now, taking=taking)
+        chosen.extend([said] if said else [])
+        return said
+
+    monkeypatch.setattr(TunedPeriod, "look", noted)
+    for seed in range(8):
+        play(seed, monkeypatch)
+    assert len(chosen) >= 2

@@ -12,7 +12,7 @@ from rallypoint.core.optimizer import SGD, AdamW
 from rallypoint.core.policy import Async
 from rallypoint.core.tuning.shards import shards_for
 
-FACTS = ClusterFacts(workers=4, servers=4, link_mbit=0.0, shard_bytes=0)
+FACTS = ClusterFacts(workers=4, servers=4, link_mbit=0.0, shard_bytes=-1)
 NBYTES = 2_000_000
 DEFAULT = 1 << 20
 

@@ -18,7 +18,7 @@ _BY_WORD = Raw | Fp16 | Bf16  # each word by itself, wherever its shard begins
 
 class ClusterFacts(NamedTuple):
     """How many workers and servers a job begins with, what a server's link carries (Mbit/s; 0: not told), and the size
-    of the shards that the job has already; 0: it has none yet."""
+    of the shards that the job has already; -1: it has none yet."""
 
     workers: int
     servers: int
@@ -37,7 +37,7 @@ def with_start_values(
     """
     if "shard_bytes" in given:
         return config, ""
-    if cluster.shard_bytes:
+    if cluster.shard_bytes >= 0:
         return msgspec.structs.replace(config, shard_bytes=cluster.shard_bytes), ""
     if config.tune != "auto" or not nbytes or not _free(config):
         return config, ""

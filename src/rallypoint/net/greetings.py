@@ -69,7 +69,7 @@ class Welcome(AnyMessage, frozen=True):
     `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
     steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
     may be silent. `workers` and `servers` are how many the job begins with, `link_mbit` what the slowest link that was
-    told carries (0: none was), `shard_bytes` the size of the job's shards (0: there are none yet). `payloads` is the
+    told carries (0: none was), `shard_bytes` the size of the job's shards (-1: there are none yet). `payloads` is the
     Hello's, if both sides use it from here on, else "".
     """
 
@@ -82,7 +82,7 @@ class Welcome(AnyMessage, frozen=True):
     workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
     servers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
     link_mbit: Mbit = 0.0
-    shard_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] = 0
+    shard_bytes: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 63)] = -1
     payloads: str = ""
 
 
