@@ -82,7 +82,7 @@ class Welcome(AnyMessage, frozen=True):
     workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
     servers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
     link_mbit: Mbit = 0.0
-    shard_bytes: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 63)] = -1
+    shard_bytes: Annotated[int, msgspec.Meta(ge=-1, le=1 << 32)] = -1
     payloads: str = ""
 
 
