@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster import course
 from rallypoint.core.cluster.placing import tuning
 from rallypoint.core.cluster.placing.tuning import Tuned, Tuning
-from rallypoint.core.cluster.storing import tuned_period
+from rallypoint.core.cluster.storing import snapshots, tuned_period
 from rallypoint.core.cluster.storing.tuned_period import TunedPeriod
 from rallypoint.core.job import JobRecord
 from rallypoint.core.tuning import tuner
@@ -33,7 +33,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[Tuned]:
     for module, names in ((tuning, ("_FIRST", "_WARM_UP")), (tuner, ("SCREENED", "MEASURED", "WARM_UP"))):
         for name in names:
             monkeypatch.setattr(module, name, 0 if "WARM" in name else 1)
-    monkeypatch.setattr(Course, "tunes_period", property(lambda course: course.terms.snapshots))
+    for module in (course, snapshots):
+        monkeypatch.setattr(module, "tunes_period", lambda course: course.terms.snapshots)
     for name, value in (("SNAPSHOTS", 1), ("_LAST", 2), ("SHORTEST_S", 0.2), ("PRIOR_S", 5.0)):
         monkeypatch.setattr(tuned_period, name, value)
     return decided

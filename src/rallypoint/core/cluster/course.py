@@ -136,13 +136,7 @@ class Course:
         """How often snapshots are taken."""
         told = SnapshotPeriod(self.terms.snapshot_steps, self.terms.snapshot_seconds)
         chosen = SnapshotPeriod(seconds=self.tuned_period.seconds)
-        return self.ordered_period or (chosen if self.tunes_period and chosen.seconds else told)
-
-    @property
-    def tunes_period(self) -> bool:
-        """True if the job may choose how often snapshots are taken: neither the user nor the operator has said it."""
-        tuned = self.record is not None and self.record.config.get("tune") == "auto"
-        return tuned and self.terms.snapshot_tuned and self.terms.snapshots and self.ordered_period is None
+        return self.ordered_period or (chosen if tunes_period(self) and chosen.seconds else told)
 
     @property
     def known(self) -> int:
@@ -274,3 +268,9 @@ def uploads(course: Course, worker: str) -> bool:
     """True if the first weights are lost, or half there, when this worker dies now."""
     alone = not (course.begun or course.strategies.anybody_begins)
     return alone and course.view is not None and course.view.uploader == worker
+
+
+def tunes_period(course: Course) -> bool:
+    """True if the job may choose how often snapshots are taken: neither the user nor the operator has said it."""
+    tuned = course.record is not None and course.record.config.get("tune") == "auto"
+    return tuned and course.terms.snapshot_tuned and course.terms.snapshots and course.ordered_period is None

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.course import Course, tunes_period
 from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Hold, PeriodTuned, Say
 from rallypoint.core.cluster.evaluating.leases import awaits_decision, known_version, version_to_capture
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty, SnapshotInProgress
-from rallypoint.core.job import JobRecord
 
 _NO_FIRST = (
     "version 0 is not stored, so the job computes without a snapshot to go back to: until one is stored, a loss of "
@@ -113,25 +112,18 @@ class Snapshots:
         if not course.begun or course.phase is not Phase.RUNNING or not course.terms.snapshots:
             return []
         assert course.record is not None
-        return [*self._tune_period(), *self._take_if_due(course.record)]
-
-    def _tune_period(self) -> list[Effect]:
-        course = self.course
-        if not course.tunes_period:
-            return []
-        said = course.tuned_period.look(course.furthest, course.now, taking=self.duty.taking is not None)
-        return [Say(said), PeriodTuned(course.tuned_period.seconds)] if said else []
-
-    def _take_if_due(self, record: JobRecord) -> list[Effect]:
-        course = self.course
+        said = ""
+        if tunes_period(course):
+            said = course.tuned_period.look(course.furthest, course.now, taking=self.duty.taking is not None)
+        chosen = [Say(said), PeriodTuned(course.tuned_period.seconds)] if said else []
         ending, lead = course.view is not None and course.view.ending, course.strategies.snapshot_lead
         due = self.duty.is_due(
-            record, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=lead
+            course.record, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=lead
         )
         soon = self.duty.taking is None and self._evaluated_soon(lead)
         if due and not (self.duty.wanted or self.duty.held or ending):  # only the period asks for it
             due = self._next_version() > self.duty.last[0]  # while the job is paused, there is none
-        return self.take() if due or soon else []
+        return [*chosen, *(self.take() if due or soon else [])]
 
     def _evaluated_soon(self, lead: int) -> bool:
         """True if it is time to ask for a snapshot of the next version that is evaluated, because the best is kept."""

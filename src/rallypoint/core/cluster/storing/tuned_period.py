@@ -34,7 +34,7 @@ class TunedPeriod:
 
     seconds: float = 0.0
     losses: int = 0
-    _since: float | None = None
+    _began: float | None = None
     _last: tuple[int, float] | None = None  # the highest step, and when it was reached
     _beside: bool = False  # a snapshot has been under way in this step
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=_USUAL))
@@ -50,7 +50,7 @@ class TunedPeriod:
     def look(self, step: int, now: float, *, taking: bool) -> str:
         """The job is at `step`, the highest so far; `taking`: a snapshot is under way. Returns a sentence if the period
         changes, else ""."""
-        self._since = now if self._since is None else self._since
+        self._began = now if self._began is None else self._began
         self._beside = self._beside or taking
         if self._last is not None and step <= self._last[0]:
             return ""
@@ -62,7 +62,7 @@ class TunedPeriod:
         usual = median(self._usual)
         self._costs.append(sum(max(0.0, seconds - usual) for seconds in self._slower))
         self._slower.clear()
-        return self._choose(now - self._since)
+        return self._choose(now - self._began)
 
     def _choose(self, age: float) -> str:
         """Choose the period after a snapshot, `age` seconds after the first step that was seen."""
