@@ -112,7 +112,9 @@ class TransportContract:
             sending.raise_if_failed()
         assert got == payload
 
-    def test_megabytes_arrive_where_little_may_be_in_flight_also_if_that_changes(self, pair: tuple[Connection, Connection]) -> None:
+    def test_megabytes_arrive_where_little_may_be_in_flight_and_that_changes(
+        self, pair: tuple[Connection, Connection]
+    ) -> None:
         near, far = pair
         payload = random.Random(3).randbytes(_BULK)
         for end in pair:
