@@ -26,6 +26,7 @@ BETTER = 0.98  # of the step time in force: what gains less is not worth a chang
 HOPELESS, SEEN = 1.1, 2  # of the step time in force; steps after which a candidate that is so slow is out
 SAME = 2  # candidates in a row that change nothing, after which higher ones are left out
 FINALISTS = 2
+_LEFT_OUT = "; higher ones would limit nothing either, and are left out"
 
 
 class Decision(NamedTuple):
@@ -153,12 +154,12 @@ class Tuner:
             self._screened.append((found / base, self.value))
             return self._and_next(f"{said}, stays")
         self._same = self._same + 1 if found <= base / BETTER else 0
-        if self.knob.rising and self._same >= SAME and self._waiting:
-            said += "; it limits nothing, and higher ones are left out"
+        left_out = self.knob.rising and self._same >= SAME and bool(self._waiting)
+        if left_out:
             self._waiting.clear()
         self._change(self.best, _Stage.SCREEN)
         self._rest = steps
-        return Decision(self.best, f"{said}, taken back")
+        return Decision(self.best, f"{said}, taken back{_LEFT_OUT if left_out else ''}")
 
     def _judge(self) -> Decision | None:
         assert self._rival is not None
