@@ -178,11 +178,10 @@ def measure(name: str, found: Found, path: Path, times: tuple[int, int, float], 
     steps, warm_up, end = times
     workers, servers, rate = SETUPS[name].case
     shards = shards_for(int(SETUPS[name].megabytes * 1e6), workers, servers).shard_bytes
-    missing = lambda: _missing(name, found)  # noqa: E731
-    if not missing():
+    if not _missing(name, found):
         return
     with site(Case(workers, servers, rate)) as at:
-        while (left := missing()) and time.monotonic() < end:
+        while (left := _missing(name, found)) and time.monotonic() < end:
             shard = SHARD_BYTES if left[0][0] == "default" else shards
             cell = job(at, name, left[0], shard, steps, SETUPS[name].tuned_steps if left[0][0] == "tuned" else warm_up)
             found.cells.append(cell)

@@ -115,7 +115,7 @@ class Snapshots:
         said = ""
         if tunes_period(course):
             said = course.tuned_period.look(course.furthest, course.now, taking=self.duty.taking is not None)
-        chosen = [Say(said), PeriodTuned(course.tuned_period.seconds)] if said else []
+        chosen: list[Effect] = [Say(said), PeriodTuned(course.tuned_period.seconds)] if said else []
         ending, lead = course.view is not None and course.view.ending, course.strategies.snapshot_lead
         due = self.duty.is_due(
             course.record, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=lead
