@@ -1,7 +1,8 @@
-"""A worker, a server and the coordinator die while another pace is tried: the bytes of the run that tunes nothing."""
+"""A worker, a server and the coordinator die while another value is tried: the bytes of the run that tunes nothing."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -12,7 +13,7 @@ from test_survival import SCRIPT, STEPS, Cluster
 
 pytestmark = [pytest.mark.programs, pytest.mark.timeout(600)]
 
-MANY = 240  # steps: trials begin with about the 25th
+MANY = 240  # steps: trials begin with about the 25th, those of a pace with about the 110th
 LONG = SCRIPT.replace(f"steps={STEPS}", f"steps={MANY}")
 
 
@@ -24,16 +25,18 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.close()
 
 
-def another_trial(cluster: Cluster, steps: Iterator[int]) -> None:
-    """Go on, step by step, until another trial has begun: the workers wait in a step of it."""
-    before = cluster.output.count(" is tried")
-    while cluster.output.count(" is tried") == before:
+def another_trial(cluster: Cluster, steps: Iterator[int], knob: str) -> None:
+    """Go on, step by step, until another trial of `knob` has begun: the workers wait in a step of it."""
+    trials = lambda: len(re.findall(rf"{knob} [\d.]+ \S+ is tried", cluster.output))  # noqa: E731
+    before = trials()
+    while trials() == before:
         cluster.until_caught_up(next(steps))
 
 
 @pytest.mark.slow
-def test_whoever_dies_while_a_pace_is_tried_the_bytes_are_those_of_a_run_without_tuning(
-    tmp_path: Path, cluster: Cluster
+@pytest.mark.parametrize("knob", ["in_flight_bytes", "pace_mbit"])
+def test_whoever_dies_while_a_value_is_tried_the_bytes_are_those_of_a_run_without_tuning(
+    tmp_path: Path, cluster: Cluster, knob: str
 ) -> None:
     (tmp_path / "plain").mkdir()
     plain = Cluster(tmp_path / "plain")
@@ -51,7 +54,7 @@ def test_whoever_dies_while_a_pace_is_tried_the_bytes_are_those_of_a_run_without
     cluster.until_caught_up(1)
     steps = count(2)
     for victim in ("worker1", "server0", "coordinator"):
-        another_trial(cluster, steps)
+        another_trial(cluster, steps, knob)
         cluster.until(lambda: cluster.members["exposed"] == 0)  # every shard is on both
         cluster.processes()[victim].kill()
         cluster.until(lambda victim=victim: f"{victim} was killed (SIGKILL): starting another" in cluster.output)
@@ -59,6 +62,6 @@ def test_whoever_dies_while_a_pace_is_tried_the_bytes_are_those_of_a_run_without
         assert "taken back" not in trial, "it was over by then"
     cluster.open(MANY)
     assert cluster.ended() == 0, cluster.output
-    assert "the trial of another pace_mbit ended with its coordinator" in cluster.output
+    assert f"the trial of another {knob} ended with its coordinator" in cluster.output
     assert "Traceback" not in cluster.output
     assert cluster.hash == plain.hash

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -10,7 +12,7 @@ from rallypoint.config.values import check_values
 from rallypoint.core.cluster.placing.tuning import Tuning
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.view import Assignment, LinkPace, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, Tried, View, ViewNumber
 from rallypoint.errors import ConfigError
 
 RATE = 100.0  # Mbit/s; a step of K = 12.5 MB takes 1 s at that rate
@@ -31,73 +33,105 @@ def view(**more: object) -> View:
     return msgspec.structs.replace(first, **more)
 
 
-def play(tuning: Tuning, job: JobRecord, steps: int = 400) -> tuple[View, list[str]]:
-    """Steps of 1.5 s without a pace; with one below the rate as long as it says, beyond it as without."""
+def paced(seen: View) -> float:
+    """Seconds of a step: 1.5 without a pace; with one below the rate as long as it says, beyond it as without."""
+    pace = seen.paced(0.0)
+    return 1.5 if not pace or pace > RATE else RATE / pace
+
+
+def limited(seen: View) -> float:
+    """Seconds of a step: 1.5 without a limit to what is on its way, or with too much; 1.1 with less; with little 2."""
+    kib = seen.in_flight(0) / 1024
+    return 1.5 if not kib or kib > 256 else 1.1 if kib >= 64 else 2.0
+
+
+def play(
+    tuning: Tuning, job: JobRecord, steps: int = 600, cost: Callable[[View], float] = paced
+) -> tuple[View, list[str]]:
     now, seen, said = 0.0, view(), list[str]()
     for step in range(steps):
-        now += 1.5 if not seen.paced(0.0) or seen.paced(0.0) > RATE else RATE / seen.paced(0.0)
+        now += cost(seen)
         tuning.reached(step, now)
         if (decided := tuning.look(seen, job)) is not None:
-            seen = msgspec.structs.replace(seen, pace=decided.pace)
+            seen = msgspec.structs.replace(seen, tuned=decided.values)
             said += [decided.said] * bool(decided.said)
     return seen, said
 
 
 def test_a_job_that_is_tuned_ends_with_a_pace_just_below_its_links_rate() -> None:
     seen, said = play(Tuning(), record("auto"))
-    assert seen.pace is not None
-    assert 0.9 * RATE <= seen.pace.mbit == seen.pace.kept <= RATE
+    pace = seen.tuned["pace_mbit"]
+    assert 0.9 * RATE <= pace.value == pace.kept <= RATE
     assert any(", kept" in line for line in said)
-    assert "tuning has ended" in said[-1]
+    assert said[-1].endswith(f"tuning has ended: no in_flight_bytes, pace_mbit {pace.kept:g} Mbit/s")
+
+
+def test_what_may_be_in_flight_is_tuned_first_and_a_pace_after_it_from_there() -> None:
+    seen, said = play(Tuning(), record("auto"), cost=limited)
+    kept = seen.tuned["in_flight_bytes"]
+    assert 64 << 10 <= kept.value == kept.kept <= 256 << 10
+    begun = [line for line in said if " is tuned: " in line]
+    assert [line.partition(" ")[0] for line in begun] == ["in_flight_bytes", "pace_mbit"]
+    assert "a step takes 1.5 s with no in_flight_bytes" in begun[0]
+    assert "a step takes 1.1 s with no pace_mbit" in begun[1]
+    assert said[-1].endswith(f"tuning has ended: in_flight_bytes {kept.kept / 1024:g} KiB, no pace_mbit")
+    assert seen.tuned["pace_mbit"] == Tried(0.0, 0.0)
 
 
 def test_a_job_that_is_not_tuned_keeps_its_settings() -> None:
     assert play(Tuning(), record("off"), 60) == (view(), [])
 
 
-def test_a_member_that_comes_takes_the_trial_back() -> None:
-    tuning, job, now, seen = Tuning(), record("auto"), 0.0, view()
-    for step in range(100):
+def until(tuning: Tuning, job: JobRecord, there: Callable[[View], float]) -> View:
+    """The first view in which `there` is not 0, in a job whose steps take 1.5 s."""
+    now, seen = 0.0, view()
+    for step in range(600):
         now += 1.5
         tuning.reached(step, now)
         if (decided := tuning.look(seen, job)) is not None:
-            seen = msgspec.structs.replace(seen, pace=decided.pace)
-        if seen.paced(0.0):
-            break
-    assert seen.paced(0.0)
+            seen = msgspec.structs.replace(seen, tuned=decided.values)
+        if there(seen):
+            return seen
+    raise AssertionError("it was never tried")
+
+
+@pytest.mark.parametrize("name", ["in_flight_bytes", "pace_mbit"])
+def test_a_member_that_comes_takes_the_trial_back(name: str) -> None:
+    tuning, job = Tuning(), record("auto")
+    seen = until(tuning, job, lambda seen: seen.setting(name, 0.0))
     more = msgspec.structs.replace(seen, workers=(*seen.workers, Member("w2", "e")))
     decided = tuning.look(more, job)
     assert decided is not None
-    assert decided.pace == LinkPace(0.0, 0.0)
+    assert decided.values[name] == Tried(0.0, 0.0)
 
 
-def test_a_coordinator_that_goes_on_from_a_trial_goes_back_to_the_kept_pace_and_tries_from_there() -> None:
-    on_trial, tuning = view(pace=LinkPace(300.0, 80.0)), Tuning()
+def test_a_coordinator_that_goes_on_from_a_trial_goes_back_to_the_kept_values_and_tries_from_there() -> None:
+    on_trial = view(tuned={"in_flight_bytes": Tried(65536.0, 65536.0), "pace_mbit": Tried(300.0, 80.0)})
+    tuning = Tuning()
     decided = tuning.look(on_trial, record("auto"))
     assert decided is not None
-    assert decided.pace == LinkPace(80.0, 80.0)
-    assert "ended with its coordinator" in decided.said
-    seen, now = msgspec.structs.replace(on_trial, pace=decided.pace), 0.0
+    assert decided.values == {"in_flight_bytes": Tried(65536.0, 65536.0), "pace_mbit": Tried(80.0, 80.0)}
+    assert decided.said == "the trial of another pace_mbit ended with its coordinator"
+    seen, now = msgspec.structs.replace(on_trial, tuned=decided.values), 0.0
     for step in range(10):
         now += 1.25
         tuning.reached(step, now)
-    assert tuning.look(seen, record("auto")) is None
+    begun = tuning.look(seen, record("auto"))
+    assert begun is not None
+    assert (begun.values, begun.said.partition(":")[0]) == (seen.tuned, "in_flight_bytes is tuned")
     assert tuning.tuner is not None
-    assert tuning.tuner.best == 80.0
+    assert tuning.tuner.best == 65536.0
 
 
-def test_a_given_pace_is_where_tuning_begins_and_none_is_among_what_is_tried() -> None:
-    config = resolve({"replicas": 2, "steps": 1000, "tune": "auto", "pace_mbit": 70.0})
+def test_a_given_value_is_where_tuning_begins_and_none_is_among_what_is_tried() -> None:
+    config = resolve({"replicas": 2, "steps": 1000, "tune": "auto", "pace_mbit": 70.0, "in_flight_bytes": 1000})
     job = record_of(config, record("auto").layout)
-    tuning, now = Tuning(), 0.0
-    tuning.look(view(), job)
-    for step in range(10):
-        now += 1.5
-        tuning.reached(step, now)
-    tuning.look(view(), job)
-    assert tuning.tuner is not None
-    assert tuning.tuner.best == 70.0
-    assert 0.0 in tuning.tuner.knob.candidates
+    for name, given in (("in_flight_bytes", 1000.0), ("pace_mbit", 70.0)):
+        tuning = Tuning()
+        until(tuning, job, lambda seen, name=name: name in seen.tuned)
+        assert tuning.tuner is not None
+        assert tuning.tuner.best == given
+        assert 0.0 in tuning.tuner.knob.candidates
 
 
 def test_the_time_of_a_pause_is_no_steps_time() -> None:
@@ -111,19 +145,31 @@ def test_the_time_of_a_pause_is_no_steps_time() -> None:
         tuning.reached(step, 500.0 + step)
     tuning.look(view(), job)
     assert tuning.tuner is not None
-    assert max(tuning.tuner.knob.candidates) > RATE  # of steps of a second
+    assert max(tuning.tuner.knob.candidates) == 512 << 10  # 40 ms of a rate at which a step takes a second
 
 
 def test_with_aggregators_nobody_is_paced() -> None:
-    assert view(pace=LinkPace(80.0, 80.0)).paced(70.0) == 80.0
+    tuned = {"pace_mbit": Tried(80.0, 80.0)}
+    assert view(tuned=tuned).paced(70.0) == 80.0
     assert view().paced(70.0) == 70.0
-    assert view(pace=LinkPace(80.0, 80.0), aggregators=(Member("a0", "e"),)).paced(70.0) == 0.0
+    assert view(tuned=tuned, aggregators=(Member("a0", "e"),)).paced(70.0) == 0.0
 
 
-def test_a_run_that_is_resumed_without_tuning_has_the_pace_of_its_settings() -> None:
-    decided = Tuning().look(view(pace=LinkPace(300.0, 80.0)), record("off"))
+def test_candidates_follow_from_the_links_of_servers_where_all_are_told() -> None:
+    servers = (Member("s0", "c", link_mbit=1000.0), Member("s1", "d", link_mbit=400.0))
+    tuning = Tuning()
+    tuning.look(view(servers=servers), record("auto"))
+    for step in range(10):
+        tuning.reached(step, step * 1.5)
+    tuning.look(view(servers=servers), record("auto"))
+    assert tuning.tuner is not None
+    assert tuning.tuner.knob.candidates[0] == 512 << 10  # 10 ms of 400 Mbit/s
+
+
+def test_a_run_that_is_resumed_without_tuning_has_the_values_of_its_settings() -> None:
+    decided = Tuning().look(view(tuned={"pace_mbit": Tried(300.0, 80.0)}), record("off"))
     assert decided is not None
-    assert decided.pace is None
+    assert decided.values == {}
 
 
 @pytest.mark.parametrize("value", ["codec", ["codec"], True])
@@ -140,9 +186,9 @@ def test_after_tuning_has_ended_other_numbers_of_members_are_tuned_anew_from_the
     assert "tuning has ended" in said[-1]
     fewer = msgspec.structs.replace(seen, servers=seen.servers[:1], primary=dict.fromkeys(seen.primary, "s0"))
     first = tuning.look(fewer, job)
-    assert first is None or first.pace == seen.pace, "the first look notes the view"
+    assert first is None, "the first look notes the view"
     decided = tuning.look(fewer, job)
     assert decided is not None
-    assert (decided.pace, tuning.tuner) == (LinkPace(0.0, 0.0), None)
-    assert decided.said == "there are other numbers of members now: pace_mbit is tuned anew"
-    assert tuning.look(msgspec.structs.replace(fewer, pace=decided.pace), job) is None
+    assert (decided.values, tuning.tuner) == ({}, None)
+    assert decided.said == "there are other numbers of members now: in_flight_bytes and pace_mbit are tuned anew"
+    assert tuning.look(msgspec.structs.replace(fewer, tuned={}), job) is None

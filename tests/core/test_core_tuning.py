@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.tuning.knob import Knob, pace_knob
+from rallypoint.core.tuning.knob import Facts, Knob, in_flight_knob, pace_knob
 from rallypoint.core.tuning.tuner import MEASURED, WARM_UP, Decision, Tuner
 from rallypoint.core.tuning.window import Window
 
@@ -44,8 +44,8 @@ def test_a_pace_just_below_the_links_rate_is_found_and_kept() -> None:
     assert tuner.best == tuner.value == 90.0
     assert log[:2] == [
         "pace_mbit 60 Mbit/s is tried",
-        "pace_mbit 60 Mbit/s: 0.90 x (4 steps), taken back",
-    ]  # fmt: skip
+        "pace_mbit 60 Mbit/s: 0.90 x (2 steps), taken back",
+    ]
     (kept,) = (line for line in log if ", kept" in line)
     assert kept.startswith(
         "pace_mbit 90 Mbit/s in place of no pace_mbit: 1.35 x (12 steps, beside 12 of 1.5 s), kept; "
@@ -105,12 +105,44 @@ def test_disturbances_at_any_time_lose_no_candidate(when: list[int]) -> None:
     assert tuner.best == 90.0
 
 
+def test_a_pace_that_limits_nothing_twice_ends_the_search_upward() -> None:
+    tuner = Tuner(Knob("pace_mbit", "Mbit/s", 0.0, (80.0, 90.0, 110.0, 120.0, 130.0, 140.0), rising=True))
+    values, log = played(tuner, paced(100.0, 1.5))
+    assert tuner.best == 90.0
+    assert max(values) == 120.0
+    assert any("120 Mbit/s: 1.00 x (4 steps), taken back; higher ones would limit nothing" in line for line in log)
+
+
+def test_a_candidate_is_compared_with_the_last_steps_beside_it_and_not_with_the_first() -> None:
+    """All steps become slower by half after the first; the value that gains a tenth is found none the less."""
+    tuner, steps = Tuner(knob(1.0, 2.0, 3.0, 4.0)), 0
+    while not tuner.settled:
+        steps += 1
+        tuner.stepped((1.0 if steps < 16 else 1.5) * (0.9 if tuner.value == 4.0 else 1.0))
+        assert steps < 2000
+    assert tuner.best == 4.0
+
+
 def test_candidates_begin_above_the_rate_that_steps_reach() -> None:
-    found = pace_knob(0.0, 25_000_000, workers=8, servers=8, seconds=1.5)  # 133 Mbit/s
+    found = pace_knob(0.0, Facts(25_000_000, workers=8, servers=8, seconds=1.5))  # 133 Mbit/s
     assert min(found.candidates) > 133
     assert any(180 <= pace <= 200 for pace in found.candidates)
-    assert pace_knob(0.0, 25_000_000, workers=8, servers=4, seconds=1.5).candidates[0] == pytest.approx(288, rel=0.01)
-    assert 0.0 in pace_knob(50.0, 25_000_000, workers=8, servers=8, seconds=1.5).candidates
+    fewer = pace_knob(0.0, Facts(25_000_000, workers=8, servers=4, seconds=1.5))
+    assert fewer.candidates[0] == pytest.approx(288, rel=0.01)
+    assert 0.0 in pace_knob(50.0, Facts(25_000_000, workers=8, servers=8, seconds=1.5)).candidates
+    told = pace_knob(0.0, Facts(25_000_000, workers=8, servers=8, seconds=1.5, told_mbit=200.0))
+    assert told.candidates == (176.0, 186.0, 194.0)
+
+
+def test_what_may_be_in_flight_is_tried_around_ten_milliseconds_of_the_rate() -> None:
+    found = in_flight_knob(0.0, Facts(25_000_000, workers=8, servers=8, seconds=1.5))  # 167 Mbit/s are assumed
+    assert found.candidates == (256 << 10, 512 << 10, 128 << 10, 1 << 20)
+    assert found.phrase(256 << 10) == "in_flight_bytes 256 KiB"
+    assert found.phrase(0.0) == "no in_flight_bytes"
+    slow = in_flight_knob(0.0, Facts(250_000, workers=8, servers=8, seconds=1.5))
+    assert slow.candidates == (128 << 10,), "a link has 16 KiB at least"
+    given = in_flight_knob(256.0 * 1024, Facts(25_000_000, workers=8, servers=8, seconds=1.5))
+    assert given.candidates == (0.0, 512 << 10, 128 << 10, 1 << 20)
 
 
 def test_a_window_leaves_out_as_many_steps_as_certainty_allows() -> None:

@@ -132,6 +132,26 @@ def _accepted(limit: int) -> int:
     return accepted
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux gives the choice back")
+def test_a_limit_in_flight_that_is_taken_back_leaves_room_for_more_than_before() -> None:
+    transport = TcpTransport()
+    listener = transport.listen("127.0.0.1:0")
+    near, far = transport.connect(listener.address, 5.0), listener.accept()
+    assert isinstance(far, TcpConnection)
+    room = lambda: far._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)  # noqa: E731
+    before = room()
+    limited = Limits(in_flight=32 << 10)
+    limited.set_on(far)
+    assert room() < before
+    limited.set_on(far, before=limited)
+    Limits().set_on(far, before=limited)
+    assert room() > before
+    Limits().set_on(far)
+    for end in (near, far, listener):
+        end.close()
+    Limits().set_on(far, before=limited)  # a closed one
+
+
 @pytest.mark.parametrize(
     ("nbytes", "links", "share"),
     [(0, 4, 0), (256 << 10, 8, 32 << 10), (1 << 20, 0, 1 << 20), (1, 8, LEAST_IN_FLIGHT)],

@@ -20,9 +20,11 @@ from rallypoint.config.groups import (
 from rallypoint.config.keywords import Settings
 from rallypoint.config.models import batch_at, iteration_of, updated_at
 from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
+from rallypoint.config.start_values import ClusterFacts, with_start_values
 from rallypoint.config.tree import Group, JobConfig, audits_of
 
 __all__ = [
+    "ClusterFacts",
     "Group",
     "GroupSettings",
     "JobConfig",
@@ -44,4 +46,5 @@ __all__ = [
     "settings_of",
     "updated_at",
     "with_own_optimizer",
+    "with_start_values",
 ]

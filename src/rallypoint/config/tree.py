@@ -110,8 +110,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "stop" ends the job, "tell" only says so. None of them uses that contribution.
         audit_servers: every so many versions each server compares a digest of each shard's whole state with its
             backup's, and with the state right before the next update; 0: never.
-        tune: "auto": while the job runs, values of `pace_mbit` are tried, and kept where steps get shorter. The bytes
-            are the same.
+        tune: "auto": while the job runs, values of `in_flight_bytes` and `pace_mbit` are tried, and kept where steps
+            get shorter. Where nobody says them, `shard_bytes` and how often snapshots are taken are chosen too. The
+            bytes are the same.
     """
 
     replicas: int = 1

@@ -123,7 +123,10 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
 }  # fmt: skip
 
 # What follows the sentence about a wrong value of these settings
-_WHY = {"tune": ". What changes a job's results (codec, sync) is never tried: set it yourself; auto tries pace_mbit"}
+_WHY = {
+    "tune": ". What changes a job's results (codec, sync) is never tried: set it yourself; auto tries in_flight_bytes "
+    "and pace_mbit"
+}
 
 
 def check_values(overrides: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Scale, Stop
 from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import Aborted, Finished, Held, Message, Say, Stored
-from rallypoint.net.ordering.messages import RateScaled
+from rallypoint.net.ordering.messages import RateScaled, SnapshotEvery
 from rallypoint.net.recording.messages import Fingerprint
 
 
@@ -136,9 +136,11 @@ Act = (
 
 
 def sentence_of(
-    effect: effects.Say | effects.ServerMismatch | effects.Hold | effects.RateScaled,
-) -> Say | ServerMismatch | Held | RateScaled:
-    """The message that tells observers a sentence."""
+    effect: effects.Say | effects.ServerMismatch | effects.Hold | effects.RateScaled | effects.PeriodTuned,
+) -> Say | ServerMismatch | Held | RateScaled | SnapshotEvery:
+    """The message that tells observers a sentence, or a figure."""
+    if isinstance(effect, effects.PeriodTuned):
+        return SnapshotEvery(0, effect.seconds)
     if isinstance(effect, effects.Say):
         return Say(effect.text)
     if isinstance(effect, effects.Hold):

@@ -312,7 +312,7 @@ class CoordinatorShell:
                 return self._send(Assist(step, replica), worker)
             case (
                 cluster_effects.Say() | cluster_effects.ServerMismatch() | cluster_effects.Hold()
-                | cluster_effects.RateScaled()
+                | cluster_effects.RateScaled() | cluster_effects.PeriodTuned()
             ):  # fmt: skip
                 return self._announce(sentence_of(effect))
             case cluster_effects.Note(text=text):

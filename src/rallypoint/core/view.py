@@ -86,15 +86,15 @@ class Dispute(msgspec.Struct, frozen=True):
     third: str = ""
 
 
-class LinkPace(msgspec.Struct, frozen=True):
-    """Mbit/s that each worker and each server sends at most; 0: as TCP likes.
+class Tried(msgspec.Struct, frozen=True, array_like=True):
+    """The value of a setting that is tuned while the job runs.
 
     Attributes:
-        mbit: what counts now.
+        value: what counts now.
         kept: what counts outside of trials: a coordinator that goes on from a view with a trial goes back to it.
     """
 
-    mbit: float
+    value: float
     kept: float
 
 
@@ -133,7 +133,7 @@ class View(msgspec.Struct, frozen=True):
         speeds: server -> how fast its link was measured to be, compared with the median one. Where it was not, what was
             told of it counts: `core.topology.weights`.
         disputes: audited contributions on which workers do not agree (`audit=`).
-        pace: in place of the job's `pace_mbit`, where that is tuned (`tune="auto"`); None: as the job's settings say.
+        tuned: setting -> its value in place of the job's, where it is tuned (`tune="auto"`): see `core.tuning.knob`.
     """
 
     number: ViewNumber
@@ -161,7 +161,7 @@ class View(msgspec.Struct, frozen=True):
     scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = {}
-    pace: LinkPace | None = None
+    tuned: dict[str, Tried] = {}
 
     def last(self, rounds: int) -> int:
         """The job's last version, where it would have so many rounds."""
@@ -172,9 +172,16 @@ class View(msgspec.Struct, frozen=True):
 
         With aggregators nobody is paced: an aggregator gets all of what servers get in parts.
         """
-        if self.aggregators:
-            return 0.0
-        return setting if self.pace is None else self.pace.mbit
+        return 0.0 if self.aggregators else self.setting("pace_mbit", setting)
+
+    def in_flight(self, setting: int) -> int:
+        """Bytes that may be on their way to one machine at once, where the job's `in_flight_bytes` is `setting`."""
+        return round(self.setting("in_flight_bytes", setting))
+
+    def setting(self, name: str, given: float) -> float:
+        """The value of a setting that may be tuned, where the job's is `given`."""
+        found = self.tuned.get(name)
+        return given if found is None else found.value
 
     def assigned(self, step: int) -> Mapping[str, tuple[int, ...]]:
         """Every worker's replicas at `step`; empty while the job waits for workers."""

@@ -119,9 +119,9 @@ class CoordinatorOptions:
     )] = False  # fmt: skip
     bind: Bind = _ON_LOOPBACK
     advertise: Advertise = ""
-    snapshot_seconds: Annotated[float, option(
-        min=0, metavar="S", panel=_SNAPSHOTS, help="Take a snapshot every so many seconds; 0: not by time.",
-    )] = 60.0  # fmt: skip
+    snapshot_seconds: Annotated[float | None, option(
+        min=0, metavar="S", panel=_SNAPSHOTS, help="Take one every so many seconds; 0: not by time. By default 60.",
+    )] = None  # fmt: skip
     snapshot_steps: Annotated[int, option(
         min=0, metavar="N", panel=_SNAPSHOTS, help="Take a snapshot every so many steps; 0: not by steps.",
     )] = 0  # fmt: skip

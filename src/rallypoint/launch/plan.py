@@ -15,6 +15,7 @@ from rallypoint.store.retention import Retention
 
 RUN_FILE = "run.json"
 SNAPSHOTS = "snapshots"
+SNAPSHOT_SECONDS = 60.0  # between two, where nobody has said it
 TLS = "tls"
 AUTO = "auto"
 HERE = "{host}"  # in --bind: an engine replaces it by the address of the machine that it has chosen
@@ -46,6 +47,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         track: where the run's figures go, each ``KIND:FOLDER``: see `watch.tracking.kinds`.
         report_after: seconds without a step until the run leaves a report; 0: it leaves none.
         topology, measure_links: see `Terms`.
+        snapshot_seconds: how often to take snapshots; None: nobody has said it, so SNAPSHOT_SECONDS, or what the job
+            finds (`tune="auto"`).
         changes: sentences that say which settings were changed when the run went on, and from which step.
     """
 
@@ -67,7 +70,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     overrides: dict[str, Any] = {}
     snapshots: str = ""
     snapshot_steps: int = 0
-    snapshot_seconds: float = 60.0
+    snapshot_seconds: float | None = None
     compression: str = "none"
     retention: Retention = Retention()
     restart: bool = True
@@ -175,7 +178,9 @@ def terms_of(plan: Launch, earlier: int = 0) -> dict[str, Any]:
         "workers_start": plan.workers_start, "workers_min": plan.workers[0], "workers_max": plan.workers[1],
         "servers": plan.servers, "replication": plan.replication, "heartbeat": plan.heartbeat,
         "hang_after": plan.hang_after, "backup_tasks": plan.backup_tasks, "aggregators": plan.aggregators,
-        "snapshot_steps": plan.snapshot_steps, "snapshot_seconds": plan.snapshot_seconds,
+        "snapshot_steps": plan.snapshot_steps,
+        "snapshot_seconds": SNAPSHOT_SECONDS if plan.snapshot_seconds is None else plan.snapshot_seconds,
+        "snapshot_tuned": plan.snapshot_seconds is None and not plan.snapshot_steps,
         "snapshots": bool(plan.snapshots), "earlier": earlier,
         "topology": msgspec.to_builtins(plan.topology), "measure_links": plan.measure_links,
     }  # fmt: skip

@@ -23,6 +23,7 @@ from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, Us
 from rallypoint.net.sampling.kernel import (
     UNSENT_BYTES,
     choose_cubic,
+    limit_received,
     pace_of,
     round_trip_of,
     set_pace,
@@ -195,8 +196,8 @@ class TcpConnection:
         return left
 
     def limit_in_flight(self, nbytes: int) -> None:
-        with contextlib.suppress(OSError):  # the kernel may allow less (net.core.rmem_max)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
+        with contextlib.suppress(OSError):  # closed
+            limit_received(self._socket, nbytes)
 
     def pace(self, rate: int) -> None:
         if not sys.platform.startswith("linux"):

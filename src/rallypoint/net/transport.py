@@ -58,7 +58,8 @@ class Connection(Protocol):
         """
 
     def limit_in_flight(self, nbytes: int) -> None:
-        """From now on, buffer only about `nbytes` received bytes here; the other side waits when the buffer is full."""
+        """From now on, buffer only about `nbytes` received bytes here; the other side waits when the buffer is full. 0:
+        as many as the system likes, as before the first call."""
 
     def pace(self, rate: int) -> None:
         """From now on, send at most `rate` bytes a second; 0: as fast as the other side takes them. A system that
@@ -165,7 +166,7 @@ class Limits(NamedTuple):
 
     def set_on(self, connection: Connection, before: Limits | None = None) -> None:
         """Set them on a connection on which `before` are set (None: it is new)."""
-        if self.in_flight:
+        if self.in_flight != (0 if before is None else before.in_flight):
             connection.limit_in_flight(self.in_flight)
         if self.pace != (0 if before is None else before.pace):
             connection.pace(self.pace)

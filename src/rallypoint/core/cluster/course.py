@@ -16,6 +16,7 @@ from rallypoint.core.cluster.placing.links import Links
 from rallypoint.core.cluster.placing.tuning import Tuning
 from rallypoint.core.cluster.recovery import Recovery
 from rallypoint.core.cluster.state import ClusterState, Failing, Phase
+from rallypoint.core.cluster.storing.tuned_period import TunedPeriod
 from rallypoint.core.cluster.strategies import Strategies, strategies_for
 from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
@@ -49,6 +50,7 @@ class Course:
         links: what members say of the links of servers.
         tuning: how long steps take, and what is tried to make them shorter.
         ordered_period: how often an operator wants snapshots; None: as the terms say.
+        tuned_period: how often snapshots are taken where nobody has said it.
         suspects: the servers that audits have found something about.
         pins: where replicas stay with their workers: who has each, or had it last.
         record: the job's record; None before a worker has proposed one.
@@ -72,6 +74,7 @@ class Course:
     evaluations: EvaluationLedger = field(default_factory=EvaluationLedger)
     awaiting_rate: dict[str, RateAwaited] = field(default_factory=dict)
     ordered_period: SnapshotPeriod | None = None
+    tuned_period: TunedPeriod = field(default_factory=TunedPeriod)
     links: Links = field(default_factory=Links)
     tuning: Tuning = field(default_factory=Tuning)
     suspects: Suspects = field(default_factory=Suspects)
@@ -131,7 +134,9 @@ class Course:
     @property
     def snapshot_period(self) -> SnapshotPeriod:
         """How often snapshots are taken."""
-        return self.ordered_period or SnapshotPeriod(self.terms.snapshot_steps, self.terms.snapshot_seconds)
+        told = SnapshotPeriod(self.terms.snapshot_steps, self.terms.snapshot_seconds)
+        chosen = SnapshotPeriod(seconds=self.tuned_period.seconds)
+        return self.ordered_period or (chosen if tunes_period(self) and chosen.seconds else told)
 
     @property
     def known(self) -> int:
@@ -263,3 +268,9 @@ def uploads(course: Course, worker: str) -> bool:
     """True if the first weights are lost, or half there, when this worker dies now."""
     alone = not (course.begun or course.strategies.anybody_begins)
     return alone and course.view is not None and course.view.uploader == worker
+
+
+def tunes_period(course: Course) -> bool:
+    """True if the job may choose how often snapshots are taken: neither the user nor the operator has said it."""
+    tuned = course.record is not None and course.record.config.get("tune") == "auto"
+    return tuned and course.terms.snapshot_tuned and course.terms.snapshots and course.ordered_period is None

@@ -109,6 +109,13 @@ class RateScaled:
 
 
 @dataclass(frozen=True, slots=True)
+class PeriodTuned:
+    """Tell the observers that a snapshot is due every so many `seconds` from now on."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """Write a sentence into the event log only."""
 
@@ -141,5 +148,5 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 Effect = (
     Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | ServerMismatch
-    | RateScaled | Note | Hold | Finish | Abort
+    | RateScaled | PeriodTuned | Note | Hold | Finish | Abort
 )  # fmt: skip

@@ -156,7 +156,7 @@ class Succession:
         decided = course.tuning.look(course.view, course.record)
         if decided is None:
             return []
-        course.views.pace = decided.pace
+        course.views.tuned = dict(decided.values)
         return [*([Say(decided.said)] if decided.said else []), *self.advance()]
 
     # ---- new generations ----
@@ -177,6 +177,8 @@ class Succession:
             case Wait():
                 return []
             case FromSnapshot(lost=lost):
+                if before is Phase.RUNNING:
+                    course.tuned_period.went_back()
                 return [*([Say(why or lost)] if before is Phase.RUNNING else []), FindSnapshot()]
             case FromWorker(uploader=uploader, version=version):
                 course.phase, course.furthest = Phase.RUNNING, version - 1

@@ -31,6 +31,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         backup_tasks: ask an idle worker for a straggler's replica too.
         snapshot_steps: take a snapshot every so many steps of training; 0: not by steps.
         snapshot_seconds: take a snapshot every so many seconds; 0: not by time.
+        snapshot_tuned: nobody has said how often, so `tune="auto"` may choose it (`storing.tuned_period`).
         snapshots: take snapshots at all; then also at the start, at the end and on demand.
         topology: what is told of the hosts: shards are placed by it.
         measure_links: place shards by the links of servers as they are measured, too.
@@ -50,6 +51,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     aggregators: int = 0
     snapshot_steps: int = 0
     snapshot_seconds: float = 0.0
+    snapshot_tuned: bool = False
     snapshots: bool = False
     earlier: int = 0
     topology: Topology = Topology()

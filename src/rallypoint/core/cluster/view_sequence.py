@@ -24,7 +24,7 @@ from rallypoint.core.cluster.view_change import (
 )
 from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, place_backups
-from rallypoint.core.view import Assignment, Dispute, Lease, LinkPace, Member, Scale, Stop, View, ViewNumber
+from rallypoint.core.view import Assignment, Dispute, Lease, Member, Scale, Stop, Tried, View, ViewNumber
 
 Aggregation: TypeAlias = Callable[..., dict[str, str]]
 Contributing: TypeAlias = Callable[..., dict[str, tuple[int, ...]]]
@@ -47,7 +47,7 @@ class ViewSequence:
             yet: workers wait for the next one.
         paused, rescale, scales: see `View`. The first view of a generation has no `rescale`: see `ordering.rate`.
         disputes: those that the next view of this generation has.
-        speeds, pace: see `View`.
+        speeds, tuned: see `View`.
     """
 
     epoch: int
@@ -65,7 +65,7 @@ class ViewSequence:
     scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = field(default_factory=dict)
-    pace: LinkPace | None = None
+    tuned: dict[str, Tried] = field(default_factory=dict)
     _last: ViewNumber = field(default_factory=ViewNumber)
     _placing: Placing = field(default_factory=lambda: Placing(remembered(place), remembered(place_backups)))
     _nearest: Aggregation = field(default_factory=lambda: remembered(nearest_aggregators))
@@ -88,7 +88,7 @@ class ViewSequence:
         self.reductions, self.disputes = ((), ()) if view is None else (view.reductions, view.disputes)
         self.paused = None if view is None or goes_on else view.paused
         self.rescale, self.scales = (None, ()) if view is None else (view.rescale, view.scales)
-        self.speeds, self.pace = ({}, None) if view is None else (dict(view.speeds), view.pace)
+        self.speeds, self.tuned = ({}, {}) if view is None else (dict(view.speeds), dict(view.tuned))
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
@@ -105,7 +105,7 @@ class ViewSequence:
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader, stop=self.stop,
             reductions=self.reductions, paused=self.paused, scales=self.scales, speeds=self._speeds(members),
-            pace=self.pace,
+            tuned=dict(self.tuned),
             **self._aggregation(members, assignments),
         )  # fmt: skip
         return self._completed(view, None)
@@ -129,7 +129,7 @@ class ViewSequence:
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
             stop=self.stop, lease=self.lease, limit=self.limit, reductions=self.reductions,
             disputes=self.disputes, paused=self.paused, rescale=self.rescale, scales=self.scales,
-            pace=self.pace, **self._aggregation(members, assignments),
+            tuned=dict(self.tuned), **self._aggregation(members, assignments),
         )  # fmt: skip
         return self._completed(view, before)
 

@@ -1,16 +1,18 @@
 """Tunes one knob by trials: successive halving, then a comparison with a confidence bound.
 
     MEASURE   12 steps with the value in force
-    SCREEN    each candidate for 4 steps; whoever is not faster than the value in force is out. The faster half, at
-              most two, stay
+    SCREEN    each candidate for 4 steps (2, if both are a tenth slower); whoever is not faster than the value in force
+              is out. The faster half, at most two, stay
     COMPARE   the first of those for 12 steps, then the value in force for 12 more: it is kept if it is surely faster
 
-After each trial that was not kept, the value in force comes back for at least as many steps. So the job is never slower
-than at the start by more than 2 % for longer than one trial.
+After each trial that was not kept, the value in force comes back for at least as many steps, which are measured too:
+the next candidate is compared with the last 8 of them. So the job is never slower than at the start by more than 2 %
+for longer than one trial.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -19,9 +21,12 @@ from rallypoint.core.tuning.knob import Knob
 from rallypoint.core.tuning.window import Window
 
 WARM_UP = 2  # steps after a change that are not measured: some of their bytes were sent before it
-SCREENED, MEASURED = 4, 12  # steps
+SCREENED, MEASURED, BESIDE = 4, 12, 8  # steps
 BETTER = 0.98  # of the step time in force: what gains less is not worth a change
+HOPELESS, SEEN = 1.1, 2  # of the step time in force; steps after which a candidate that is so slow is out
+SAME = 2  # candidates in a row that change nothing, after which higher ones are left out
 FINALISTS = 2
+_LEFT_OUT = "; higher ones would limit nothing either, and are left out"
 
 
 class Decision(NamedTuple):
@@ -55,12 +60,13 @@ class Tuner:
     _stage: _Stage = _Stage.MEASURE
     _skip: int = WARM_UP
     _seconds: list[float] = field(default_factory=list)
-    _base: Window | None = None
+    _in_force: deque[float] = field(default_factory=lambda: deque(maxlen=BESIDE))  # the last steps with `best`
     _waiting: list[float] = field(init=False)
-    _screened: list[tuple[float, float]] = field(default_factory=list)  # (seconds, value)
+    _screened: list[tuple[float, float]] = field(default_factory=list)  # (part of the time in force, value)
     _finalists: list[float] = field(default_factory=list)
     _rival: tuple[float, Window] | None = None
     _rest: int = 0
+    _same: int = 0
 
     def __post_init__(self) -> None:
         self.best = self.value = self.knob.start
@@ -90,7 +96,8 @@ class Tuner:
                 self._finalists.insert(0, self.value)
             case _Stage.AGAIN if self._rival is not None:
                 self._finalists.insert(0, self._rival[0])
-        self._rival, self._rest = None, 0
+        self._rival, self._rest, self._same = None, 0, 0
+        self._in_force.clear()
         self._change(self.best, _Stage.MEASURE)
         return Decision(self.best, "") if back else None
 
@@ -102,16 +109,17 @@ class Tuner:
             self._skip -= 1
             return None
         if self._rest:
+            self._in_force.append(seconds)
             self._rest -= 1
             return None if self._rest else self._next()
         self._seconds.append(seconds)
         match self._stage:
             case _Stage.MEASURE if len(self._seconds) >= MEASURED:
-                self._base = Window.of(self._seconds)
+                self._in_force.extend(self._seconds)
                 return self._next()
-            case _Stage.SCREEN if len(self._seconds) >= SCREENED:
+            case _Stage.SCREEN if len(self._seconds) >= SCREENED or self._hopeless(SEEN, HOPELESS):
                 return self._screen()
-            case _Stage.COMPARE if len(self._seconds) >= MEASURED or self._hopeless():
+            case _Stage.COMPARE if len(self._seconds) >= MEASURED or self._hopeless(SCREENED, 1 / BETTER):
                 self._rival = self.value, Window.of(self._seconds)
                 self._change(self.best, _Stage.AGAIN)
                 return Decision(self.best, "")
@@ -139,25 +147,31 @@ class Tuner:
         return Decision(self.best, f"tuning has ended: {self.knob.phrase(self.best)}")
 
     def _screen(self) -> Decision | None:
-        assert self._base is not None
-        found, steps = Window.of(self._seconds).median, len(self._seconds)
-        said = f"{self.knob.phrase(self.value)}: {self._base.median / max(found, 1e-9):.2f} x ({steps} steps)"
-        if found < self._base.median * BETTER:
-            self._screened.append((found, self.value))
+        base, found, steps = Window.of(self._in_force).median, Window.of(self._seconds).median, len(self._seconds)
+        said = f"{self.knob.phrase(self.value)}: {base / max(found, 1e-9):.2f} x ({steps} steps)"
+        if found < base * BETTER:
+            self._same = 0
+            self._screened.append((found / base, self.value))
             return self._and_next(f"{said}, stays")
+        self._same = self._same + 1 if found <= base / BETTER else 0
+        left_out = self.knob.rising and self._same >= SAME and bool(self._waiting)
+        if left_out:
+            self._waiting.clear()
         self._change(self.best, _Stage.SCREEN)
         self._rest = steps
-        return Decision(self.best, f"{said}, taken back")
+        return Decision(self.best, f"{said}, taken back{_LEFT_OUT if left_out else ''}")
 
     def _judge(self) -> Decision | None:
         assert self._rival is not None
         (value, rival), base = self._rival, Window.of(self._seconds)
-        self._rival, self._base = None, base
+        self._rival = None
+        self._in_force.extend(self._seconds)
         times = base.median / max(rival.median, 1e-9)
         gain = f"{times:.2f} x ({rival.steps} steps, beside {base.steps} of {base.median:.3g} s)"
         if rival.steps == MEASURED and rival.median < base.median * BETTER and rival.high < base.median:
             before, self.best = self.best, value
-            self._base = rival
+            self._in_force.clear()
+            self._in_force.extend([rival.median] * BESIDE)
             said = f"{self.knob.phrase(value)} in place of {self.knob.phrase(before)}: {gain}, kept"
         else:
             said = f"{self.knob.phrase(value)}: {gain}, taken back"
@@ -167,10 +181,10 @@ class Tuner:
         following = self._next()
         return Decision(following.value, f"{said}; {following.said}")
 
-    def _hopeless(self) -> bool:
-        """True if a finalist turns out to be slower: no need to measure it to the end."""
-        assert self._base is not None
-        return len(self._seconds) == SCREENED and min(self._seconds) > self._base.median / BETTER
+    def _hopeless(self, steps: int, times: float) -> bool:
+        """True if a candidate turns out to be slower after so many steps: no need to measure it to the end."""
+        slow = bool(self._in_force) and min(self._seconds) > times * Window.of(self._in_force).median
+        return len(self._seconds) == steps and slow
 
     def _change(self, value: float, stage: _Stage) -> None:
         self._skip = WARM_UP if value != self.value or stage is _Stage.MEASURE else 0

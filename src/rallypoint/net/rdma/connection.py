@@ -226,9 +226,9 @@ class NixlConnection:
         self._stream.set_deadline(seconds)
 
     def limit_in_flight(self, nbytes: int) -> None:
-        self._window = min(nbytes, self._ring)
+        self._window = min(nbytes or self._ring, self._ring)
         if self._rings is not None:
-            self._rings.limit(nbytes)
+            self._rings.limit(self._window)
         self._stream.limit_in_flight(nbytes)
 
     def pace(self, rate: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import sys
 
 from rallypoint.observe.traffic import Pace
 
@@ -12,6 +13,9 @@ DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
 UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h: bytes a second; all ones: no limit
 _32_BITS = (1 << 32) - 1
+_SO_RCVBUFFORCE = 33
+_SO_BUF_LOCK, _RECEIVE = 72, 2  # which buffers the kernel may not change
+_UNLIMITED = 3 << 20  # bytes; the kernel takes twice as many, and that is how far it goes by itself (tcp_rmem)
 
 _PACE = struct.Struct("=120xQ40xQ")  # tcpi_bytes_acked, and tcpi_busy_time in microseconds (Linux 4.10)
 _ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt, smoothed, in microseconds
@@ -43,6 +47,23 @@ def set_pace(sock: socket.socket, rate: int) -> None:
     sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, -1)
     if rate and len(sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8)) == 8:
         sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", rate))
+
+
+def limit_received(sock: socket.socket, nbytes: int) -> None:
+    """Let only about `nbytes` wait for the reader; 0: as the kernel likes. It may allow less (net.core.rmem_max).
+
+    Before a limit is taken back the buffer becomes as large as it may (beyond net.core.rmem_max with CAP_NET_ADMIN
+    only): the kernel grows a small one only when more comes in a round trip than ever before. From there on it chooses
+    by itself again (Linux 5.14; else that buffer stays).
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes or _UNLIMITED)
+    if nbytes or not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _UNLIMITED)
+    with contextlib.suppress(OSError):
+        locked = sock.getsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK)
+        sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, locked & ~_RECEIVE)
 
 
 def tune(sock: socket.socket) -> None:

@@ -163,7 +163,7 @@ class Reducer:
             self._restores.cancel()
         computing = view.assignments[-1].replicas if view.assignments else {}
         config = self.job.config
-        limits = Limits.of(config.in_flight_bytes, view.paced(config.pace_mbit))
+        limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit))
         self._followers.share(limits, sum(map(bool, computing.values())))
         if self._codec_states is not None:
             self._codec_states.adopt(view)

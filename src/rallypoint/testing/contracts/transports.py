@@ -112,13 +112,18 @@ class TransportContract:
             sending.raise_if_failed()
         assert got == payload
 
-    def test_megabytes_arrive_where_little_may_be_in_flight(self, pair: tuple[Connection, Connection]) -> None:
+    def test_megabytes_arrive_where_little_may_be_in_flight_and_that_changes(
+        self, pair: tuple[Connection, Connection]
+    ) -> None:
         near, far = pair
         payload = random.Random(3).randbytes(_BULK)
         for end in pair:
             end.limit_in_flight(16 << 10)
         with Beside(lambda: near.send(b"head", memoryview(payload))) as sending:
-            assert receive(far, 4 + _BULK) == b"head" + payload
+            assert receive(far, 4 + _BULK // 2) == b"head" + payload[: _BULK // 2]
+            for limit in (0, 64 << 10, 32 << 10, 0):
+                far.limit_in_flight(limit)
+            assert receive(far, _BULK // 2) == payload[_BULK // 2 :]
             sending.raise_if_failed()
 
     def test_what_is_paced_arrives(self, pair: tuple[Connection, Connection]) -> None:

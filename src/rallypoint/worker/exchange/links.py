@@ -49,7 +49,9 @@ class Links:
 
     def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
         """Start to connect to these servers and aggregators of `view`. `receiver` gets what arrives."""
-        share = Limits.of(self._config.in_flight_bytes, view.paced(self._config.pace_mbit)).shared(len(view.servers))
+        config = self._config
+        limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit))
+        share = limits.shared(len(view.servers))
         for link in self._links.values():
             link.limit(share)
         for server in servers:

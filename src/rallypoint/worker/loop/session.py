@@ -48,6 +48,7 @@ from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worke
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
+from rallypoint.worker.loop.start_values import started
 from rallypoint.worker.membership import TOO_LATE, DataPlane, Member
 from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.ranks.followers import NoFollowers
@@ -146,6 +147,8 @@ class Job(Member):
         overrides, data = self._link.welcome.overrides, given(dataset, collate_fn, loader)
         model, by_name = one_model(model, settings)
         config = with_own_optimizer(resolve({**data.settings, **by_name}, overrides), kinds, overrides)
+        given_keys = {*data.settings, *by_name, *overrides}
+        config, why_so = started(config, model, given_keys, self._link.welcome, alone=self._group is None)
         if config.order == "own" and not self.run_type.own:
             raise ConfigError('order="own" is set by rp.wrap: leave it out of job.train')
         folder = self._link.welcome.folder
@@ -161,9 +164,11 @@ class Job(Member):
         record = record_of(config, tensors.layout, tensors.frozen_hashes(), data=identity, tied=tensors.tied)
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
+        first = self.id == min(one.id for one in exchange.view.workers)
         reads = end.reads(config.passes, config.steps, given="steps" in settings)
-        if reads and self.id == min(one.id for one in exchange.view.workers):
-            self._say(reads)
+        for sentence in (why_so, reads):
+            if sentence and first:
+                self._say(sentence)
         self._sharing.begin(data.dataset)
         of_ranks = set() if lead is None else {Feature.RANKS}
         self._stopping.why_not = record.refusal_of({Feature.STOP, *of_ranks})

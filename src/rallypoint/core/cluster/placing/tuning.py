@@ -1,4 +1,4 @@
-"""Tunes `pace_mbit` while the job runs (`tune="auto"`): from step times to the pace that views name."""
+"""Tunes settings while the job runs (`tune="auto"`): from step times to the values that views name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from statistics import median
 from typing import NamedTuple
 
 from rallypoint.core.job import JobRecord
-from rallypoint.core.tuning.knob import pace_knob
+from rallypoint.core.tuning.knob import KNOBS, Facts
 from rallypoint.core.tuning.tuner import Decision, Tuner
-from rallypoint.core.view import LinkPace, View
+from rallypoint.core.view import Tried, View
 
 _FIRST = 8  # steps from which the rate that steps reach is known; the first two are not counted
 _WARM_UP = 2
@@ -17,18 +17,22 @@ _MOST_STEPS = 256  # step times that wait for the next look
 
 
 class Tuned(NamedTuple):
-    """The pace from now on (None: as the job's settings say), and a sentence for the log; "": nothing was decided."""
+    """The values from now on (settings that are missing: as the job says), and a sentence for the log; "": nothing was
+    decided."""
 
-    pace: LinkPace | None
+    values: dict[str, Tried]
     said: str
 
 
 @dataclass(slots=True)
 class Tuning:
-    """Knows how long steps take, and which pace is on trial.
+    """Knows how long steps take, and which value of which setting is on trial.
 
-    `tuner` is None until the candidates are known. A coordinator that is started again goes on from the pace that was
-    kept, and tries candidates anew.
+    Knobs are tuned one after the other, in the order of `KNOBS`. A coordinator that is started again goes on from the
+    values that were kept, and tries candidates anew.
+
+    Attributes:
+        tuner: of the knob that is tuned now; None until its candidates are known.
     """
 
     tuner: Tuner | None = None
@@ -36,6 +40,13 @@ class Tuning:
     _seconds: list[float] = field(default_factory=list)
     _seen: object = None  # the members and homes of the view in which steps were measured
     _counts: tuple[int, int] = (0, 0)  # workers that compute and servers for which the candidates were chosen
+    _left: list[str] = field(default_factory=lambda: list(KNOBS))  # after this one
+    _ended: list[str] = field(default_factory=list)  # what is in force of each knob, as the log names it
+
+    @property
+    def settled(self) -> bool:
+        """True once all candidates of all knobs have been tried."""
+        return self.tuner is not None and self.tuner.settled and not self._left
 
     def reached(self, step: int, now: float) -> None:
         """The job is at `step`, the highest so far; also said more than once."""
@@ -46,9 +57,9 @@ class Tuning:
         self._last = step, now
 
     def look(self, view: View, record: JobRecord) -> Tuned | None:
-        """Return the pace from now on and what is said of it; None: as before."""
+        """Return the values from now on and what is said of them; None: as before."""
         if record.config.get("tune") != "auto":  # a run that was tuned may be resumed without
-            return None if view.pace is None else Tuned(None, "")
+            return Tuned({}, "") if view.tuned else None
         if view.aggregators or view.paused is not None or view.ending:
             self._last = None  # what comes next is not one step later
             self._seconds.clear()
@@ -57,50 +68,64 @@ class Tuning:
         if seen != self._seen:
             self._seen, self._last = seen, None
             self._seconds.clear()
-            return self._back(view) if self.tuner is None else self._told(self.tuner, self.tuner.disturbed())
-        if self.tuner is not None and self.tuner.settled and self._counts != _counts(view):
-            return self._anew(record)
-        if self.tuner is not None:
-            return self._told(self.tuner, self._go_on(self.tuner))
-        self._begin(view, record)
-        return None
+            return self._back(view) if self.tuner is None else self._told(view, self.tuner.disturbed())
+        if self._counts != _counts(view) and self.settled:
+            return self._anew()
+        if self.tuner is None or (self.tuner.settled and self._left):
+            return self._begin(view, record)
+        return self._told(view, self._go_on(self.tuner))
 
     def unfinished(self, record: JobRecord) -> str:
         """A sentence for the job's end, if not all candidates have been tried; "": they have, or nothing is tuned."""
-        if record.config.get("tune") != "auto" or (self.tuner is not None and self.tuner.settled):
+        if record.config.get("tune") != "auto" or self.settled:
             return ""
         if self.tuner is None:
-            return f"tuning has not begun: it looks at a pace after {_FIRST} steps with the same members"
-        kept = self.tuner.knob.phrase(self.tuner.best)
+            return f"tuning has not begun: it looks at steps after {_FIRST} of them with the same members"
+        kept = ", ".join([*self._ended, self.tuner.knob.phrase(self.tuner.best)])
         return f"tuning has not ended, as the job was over first: {kept} was in force, and other values were not tried"
 
     def _back(self, view: View) -> Tuned | None:
-        """An earlier coordinator was lost in a trial: the kept value comes back."""
-        if view.pace is None or view.pace.mbit == view.pace.kept:
+        """An earlier coordinator was lost in a trial: the kept values come back."""
+        names = [name for name, tried in view.tuned.items() if tried.value != tried.kept]
+        if not names:
             return None
-        kept = LinkPace(view.pace.kept, view.pace.kept)
-        return Tuned(kept, "the trial of another pace_mbit ended with its coordinator")
+        kept = {name: Tried(tried.kept, tried.kept) for name, tried in view.tuned.items()}
+        return Tuned(kept, f"the trial of another {' and '.join(names)} ended with its coordinator")
 
-    def _anew(self, record: JobRecord) -> Tuned:
+    def _anew(self) -> Tuned:
         """What was kept is of other numbers of members, each of which needs another rate now."""
-        self.tuner, setting = None, _setting(record)
+        self.tuner, self._left, self._ended = None, list(KNOBS), []
         self._seconds.clear()
-        return Tuned(LinkPace(setting, setting), "there are other numbers of members now: pace_mbit is tuned anew")
+        return Tuned({}, f"there are other numbers of members now: {' and '.join(KNOBS)} are tuned anew")
 
-    def _told(self, tuner: Tuner, decided: Decision | None) -> Tuned | None:
-        return None if decided is None else Tuned(LinkPace(decided.value, tuner.best), decided.said)
+    def _told(self, view: View, decided: Decision | None) -> Tuned | None:
+        """What the tuner has decided. The last knob's end is the end of all: it names what is in force of each."""
+        if decided is None or self.tuner is None:
+            return None
+        said = decided.said
+        if self.tuner.settled:
+            self._ended.append(self.tuner.knob.phrase(self.tuner.best))
+            if not self._left:
+                said = said.removesuffix(self._ended[-1]) + ", ".join(self._ended)
+        return Tuned({**view.tuned, self.tuner.knob.name: Tried(decided.value, self.tuner.best)}, said)
 
-    def _begin(self, view: View, record: JobRecord) -> None:
-        """Choose the candidates, once enough steps have been measured."""
+    def _begin(self, view: View, record: JobRecord) -> Tuned | None:
+        """Choose the next knob's candidates, once enough steps have been measured."""
         if len(self._seconds) < _FIRST:
-            return
+            return None
         seconds = median(self._seconds[_WARM_UP:])
         self._seconds.clear()
-        start = _setting(record) if view.pace is None else view.pace.kept
+        if seconds <= 0:
+            return None
         nbytes = sum(shard.nbytes for shard in record.layout.shards)
         self._counts = workers, servers = _counts(view)
-        if seconds > 0:
-            self.tuner = Tuner(pace_knob(start, nbytes, workers, servers, seconds))
+        name = self._left.pop(0)
+        start = view.tuned[name].kept if name in view.tuned else float(record.config.get(name, 0.0))
+        knob = KNOBS[name](start, Facts(nbytes, workers, servers, seconds, _told_mbit(view)))
+        self.tuner = Tuner(knob)
+        tried = ", ".join(f"{value / knob.per_unit:.4g}" for value in knob.candidates)
+        now = f"a step takes {seconds:.3g} s with {knob.phrase(start)}"
+        return Tuned(view.tuned, f"{name} is tuned: {now}; {tried} {knob.unit} are to be tried")
 
     def _go_on(self, tuner: Tuner) -> Decision | None:
         """Tell the tuner of the steps since the last look. What comes after a change is of the next trial."""
@@ -111,11 +136,12 @@ class Tuning:
         return None
 
 
-def _setting(record: JobRecord) -> float:
-    """The pace of the job's settings, in Mbit/s; 0: none."""
-    return float(record.config.get("pace_mbit", 0.0))
-
-
 def _counts(view: View) -> tuple[int, int]:
     """How many workers compute, and how many servers have shards."""
     return sum(map(bool, view.assigned(1 << 60).values())), len(set(view.primary.values()))
+
+
+def _told_mbit(view: View) -> float:
+    """What the slowest of the servers' links carries, as it was told; 0: not of all of them."""
+    homes = set(view.primary.values())
+    return min((server.link_mbit for server in view.servers if server.id in homes), default=0.0)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Hold, Say
+from rallypoint.core.cluster.course import Course, tunes_period
+from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Hold, PeriodTuned, Say
 from rallypoint.core.cluster.evaluating.leases import awaits_decision, known_version, version_to_capture
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty, SnapshotInProgress
@@ -108,6 +108,10 @@ class Snapshots:
         if not course.begun or course.phase is not Phase.RUNNING or not course.terms.snapshots:
             return []
         assert course.record is not None
+        said = ""
+        if tunes_period(course):
+            said = course.tuned_period.look(course.furthest, course.now, taking=self.duty.taking is not None)
+        chosen: list[Effect] = [Say(said), PeriodTuned(course.tuned_period.seconds)] if said else []
         ending, lead = course.view is not None and course.view.ending, course.strategies.snapshot_lead
         due = self.duty.is_due(
             course.record, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=lead
@@ -115,7 +119,7 @@ class Snapshots:
         soon = self.duty.taking is None and self._evaluated_soon(lead)
         if due and not (self.duty.wanted or self.duty.held or ending):  # only the period asks for it
             due = self._next_version() > self.duty.last[0]  # while the job is paused, there is none
-        return self.take() if due or soon else []
+        return [*chosen, *(self.take() if due or soon else [])]
 
     def _evaluated_soon(self, lead: int) -> bool:
         """True if it is time to ask for a snapshot of the next version that is evaluated, because the best is kept."""

@@ -1,0 +1,25 @@
+"""What a run begins with where its script does not say it."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+
+from rallypoint.config import ClusterFacts, JobConfig, with_start_values
+from rallypoint.core.layout import WORD_BYTES
+from rallypoint.net.messages import Welcome
+
+
+def started(
+    config: JobConfig, model: torch.nn.Module, given: Container[str], welcome: Welcome, *, alone: bool
+) -> tuple[JobConfig, str]:
+    """Choose what `config.start_values` may choose for `model`; `given` are the settings that were said.
+
+    Returns the configuration, and a sentence that says why, or "". Nothing new is chosen for a rank of a group (not
+    `alone`), which has a part of the model, and for models with tables, whose parts depend on the size of shards.
+    """
+    words = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    tables = any(getattr(module, "sparse", False) for module in model.modules())
+    cluster = ClusterFacts(welcome.workers, welcome.servers, welcome.link_mbit, welcome.shard_bytes)
+    return with_start_values(config, given, 0 if tables or not alone else WORD_BYTES * words, cluster)
