@@ -133,6 +133,9 @@ class View(msgspec.Struct, frozen=True):
         speeds: server -> how fast its link was measured to be, compared with the median one. Where it was not, what was
             told of it counts: `core.topology.weights`.
         disputes: audited contributions on which workers do not agree (`audit=`).
+        handover: shards move to other servers before this step: no replica of it or of a later one is computed before
+            another view; None: none move. A worker that holds this version says so (`core.worker.reached`).
+        warming: workers that are to compute, and do not yet: they fetch versions, and say when they hold one.
         pace: in place of the job's `pace_mbit`, where that is tuned (`tune="auto"`); None: as the job's settings say.
     """
 
@@ -162,6 +165,8 @@ class View(msgspec.Struct, frozen=True):
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = {}
     pace: LinkPace | None = None
+    handover: int | None = None
+    warming: tuple[str, ...] = ()
 
     def last(self, rounds: int) -> int:
         """The job's last version, where it would have so many rounds."""

@@ -12,6 +12,7 @@ from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
 from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
 from rallypoint.core.cluster.events import RateAwaited
 from rallypoint.core.cluster.membership import Membership
+from rallypoint.core.cluster.placing.handover import Handover
 from rallypoint.core.cluster.placing.links import Links
 from rallypoint.core.cluster.placing.tuning import Tuning
 from rallypoint.core.cluster.recovery import Recovery
@@ -47,6 +48,7 @@ class Course:
         evaluations: the script's evaluations, and their results.
         awaiting_rate: what servers have said of an order that changes the learning rate (`ordering.rate`), by server.
         links: what members say of the links of servers.
+        handover: what workers say of the versions that they hold, while shards move or workers warm up.
         tuning: how long steps take, and what is tried to make them shorter.
         ordered_period: how often an operator wants snapshots; None: as the terms say.
         suspects: the servers that audits have found something about.
@@ -73,6 +75,7 @@ class Course:
     awaiting_rate: dict[str, RateAwaited] = field(default_factory=dict)
     ordered_period: SnapshotPeriod | None = None
     links: Links = field(default_factory=Links)
+    handover: Handover = field(default_factory=Handover)
     tuning: Tuning = field(default_factory=Tuning)
     suspects: Suspects = field(default_factory=Suspects)
     pins: dict[int, str] = field(default_factory=dict)
@@ -88,7 +91,7 @@ class Course:
             self.terms = msgspec.structs.replace(self.terms, snapshots=False)
         self.record, self.strategies = record, Strategies() if record is None else strategies_for(record, self.terms)
         self.views.replication = self.recovery.replication(self.terms.replication)
-        self.views.aggregates = self.strategies.aggregates
+        self.views.aggregates, self.views.uplinks.told = self.strategies.aggregates, self.terms.topology.uplinks
         if self.view is not None:  # of an earlier coordinator
             self.pins = pins_after(self.pins, self.view)
 
@@ -248,6 +251,27 @@ class Course:
         if self.strategies.pinned:  # a replica that has no worker waits, and nobody computes meanwhile
             return self.members.active(self.replicas, self.replicas, last)
         return self.members.active(self.terms.workers_min, self.workers_max, last)
+
+    def cold(self) -> list[str]:
+        """The active workers that fetch a version first, and compute nothing yet."""
+        view = self.view
+        if view is None or self.phase is not Phase.RUNNING or not self.strategies.warms or self.storing_first_weights:
+            return []
+        return self.handover.cold(self.active(), view.assigned(self.furthest + 1))
+
+    def ready(self) -> list[str]:
+        """The active workers without those that fetch a version first."""
+        cold = self.cold()
+        return [worker for worker in self.active() if worker not in cold]
+
+    def moves_before(self) -> int | None:
+        """The step before which shards that have caught up change their primaries; None: they do now."""
+        view = self.view
+        if view is None or self.record is None or not self.strategies.hands_over or not self.begun:
+            return None
+        if view.ending or not any(view.assigned(self.furthest + 1).values()):
+            return None
+        return self.handover.before(view, self.known, (self.views.paused, self.last))
 
     def computing(self) -> list[str]:
         """The active workers that have replicas at the next step or later."""

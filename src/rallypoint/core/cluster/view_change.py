@@ -26,13 +26,13 @@ _WORTH_IT = 1.1  # replicas move if a step takes more than this times as long as
 
 def first_homes(
     shards: Sequence[Shard], servers: Mapping[str, Member], replication: int,
-    speeds: Mapping[str, float] | None = None,
+    speeds: Mapping[str, float] | None = None, racks: Mapping[str, float] | None = None,
 ) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
     """Primary and backup of every shard at the start of a generation, when no server holds anything.
 
-    `speeds`: see `View`. Raises ValueError when there is no server.
+    `speeds`: see `View`; `racks`: see `weights_of`. Raises ValueError when there is no server.
     """
-    weights = weights_of(servers, speeds or {})
+    weights = weights_of(servers, speeds or {}, racks)
     primary = place(shards, sorted(servers), weights=weights)
     return primary, _backups(shards, servers, primary, {}, weights) if replication > 1 else {}
 
@@ -58,18 +58,21 @@ def surviving_primaries(
 def rebalanced(
     view: View, primary: Mapping[int, str], shards: Sequence[Shard], servers: Mapping[str, Member],
     caught_up: AbstractSet[int], replication: int, staying: Mapping[str, Member] | None = None, *, hold: bool = False,
+    racks: Mapping[str, float] | None = None, stay: bool = False,
 ) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
     """Primary and backup of every shard for an even load on the servers `staying` (by default all `servers`).
 
     `primary` are the surviving homes. A shard moves in two views: its new home is its backup first, and becomes its
     primary when the backups of all moving shards have caught up. Links that are not alike, by what is told of `staying`
-    and by `view.speeds`, get loads in proportion. `hold`: one of the servers may be dead. Nothing moves,
-    because a backup that moves could be the last copy; only shards without a backup get one.
+    and by `view.speeds`, get loads in proportion; `racks`: see `weights_of`.
+
+    `hold`: one of the servers may be dead. Nothing moves, because a backup that moves could be the last copy; only
+    shards without a backup get one. `stay`: no shard changes its primary now, also if its new home has caught up.
     """
     alive = _alive(view, servers)
     homes = dict(primary)
     staying = servers if staying is None else staying
-    weights = weights_of(staying, view.speeds)
+    weights = weights_of(staying, view.speeds, racks)
     if hold:
         held = {s: b for s, b in view.backup.items() if b in alive and b != homes[s]}
         new = _backups(shards, staying, homes, held, weights) if replication >= 2 else {}
@@ -77,7 +80,7 @@ def rebalanced(
     kept = {s: b for s, b in view.backup.items() if b in alive and b in staying and b != homes[s]}
     wanted = place(shards, list(staying), homes, weights)
     moving = {s for s, home in wanted.items() if home != homes[s]}
-    if moving and all(kept.get(s) == wanted[s] and s in caught_up for s in moving):
+    if moving and not stay and all(kept.get(s) == wanted[s] and s in caught_up for s in moving):
         homes = {s: wanted[s] if s in moving else home for s, home in homes.items()}
         kept = {s: b for s, b in kept.items() if s not in moving}
         moving = set()

@@ -267,7 +267,7 @@ class WorkerMachine(SlotMachine):
         if self.computing and self.reads >= self.steps:
             self.rewound = True  # the job ends before that step
         self._duties.plan(view, self.step, self.presum)
-        following = view.ending or view.takes_part(self.me, self.step)
+        following = view.ending or self.me in view.warming or view.takes_part(self.me, self.step)
         begins, ends = following and not self.following, self.following and not following
         self.following = following
         if begins:

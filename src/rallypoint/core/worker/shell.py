@@ -23,6 +23,7 @@ from rallypoint.core.worker.ending import Ending
 from rallypoint.core.worker.handover import Paths
 from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.links import LinkTable, Route
+from rallypoint.core.worker.reached import Reaching
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
@@ -64,6 +65,7 @@ class WorkerShell:
         leaving: this worker was told to leave.
         ending: whether the model holds the job's last version.
         leased: the version that this worker is to evaluate.
+        reaching: what it is to say of the version that it holds. Ask it after `adopt` and `installed`.
     """
 
     def __init__(self, machine: Machine, states: NoCodecStates, snapshots: Snapshots) -> None:
@@ -71,7 +73,7 @@ class WorkerShell:
         self.links, self.route = LinkTable(machine.me), Route(machine.me)
         self._view: View | None = None  # as it was published; the machine gets it as `route` has it
         self.holds = -1
-        self.ending, self.leased = Ending(machine), LeasedVersion(machine)
+        self.ending, self.leased, self.reaching = Ending(machine), LeasedVersion(machine), Reaching(machine)
         self.finished = self.leaving = False
         self._about: int | None = None  # the replica that is being computed, or will be at once
 

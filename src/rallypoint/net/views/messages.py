@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from rallypoint.core.typed import Name
-from rallypoint.core.view import View
+from rallypoint.core.typed import Index, Name
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.views.difference import ViewDifference
 from rallypoint.net.greetings import AnyMessage, Hidden, Secret
 
@@ -31,4 +31,11 @@ class ViewChange(AnyMessage, frozen=True):
     proof: Secret = b""
 
 
-OfViews = NewView | ViewChange
+class Reached(AnyMessage, frozen=True):
+    """From a worker: it holds `version` of this generation. A view has asked for that: `core.worker.reached`."""
+
+    version: Index
+    generation: ViewNumber
+
+
+OfViews = NewView | ViewChange | Reached

@@ -67,6 +67,7 @@ class Exchange:
         arrivals: the receiver that the links call with what arrives.
         updates: the newest update in what was installed last: 0 if that is the first weights.
         viewed: is called with each view, on the thread of the coordinator's link.
+        reached: is called with what this worker is to say of the version that it holds, on any thread.
         had_version: the model has held a version; also while a roll-back has made that stale.
     """
 
@@ -89,6 +90,7 @@ class Exchange:
         self._locked = locked = LockedShell(shell, context.say)
         self._adopting = threading.Lock()
         self.viewed: Callable[[View], None] = lambda view: None
+        self.reached: Callable[[ViewNumber, int], None] = lambda generation, version: None
         self.updates = 0
         self._closed = False  # guarded by `_adopting`
         self._evaluating = self.had_version = False
@@ -144,6 +146,7 @@ class Exchange:
             self._locked.effects.run(effects)
             self._links.open(new, self.arrivals, view)
             self.viewed(view)
+        self.say_reached()
 
     def assist(self, step: int, replica: int) -> None:
         """Add one more replica for this worker, as the coordinator asks (a backup task)."""
@@ -310,7 +313,17 @@ class Exchange:
             self._locked.changed.notify_all()
         self._locked.effects.run(others)
         self._links.installed(version)
+        self.say_reached()
         return generation
+
+    def say_reached(self, *, again: bool = False) -> None:
+        """Say which version this worker holds, if a view asks for it; `again`: also if it was said already."""
+        with self._locked.changed:
+            if again:
+                self._shell.reaching.again()
+            said = self._shell.reaching.take()
+        if said is not None:
+            self.reached(*said)
 
     def _where_missing(self) -> str:
         """What the main thread waits for, as a phrase; "" while this worker has nothing assigned."""

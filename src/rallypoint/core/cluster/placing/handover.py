@@ -1,0 +1,69 @@
+"""Before which step shards change their servers, and which workers are warm: so that nobody waits for either.
+
+A shard that is to move is copied in the background, as the backup of its primary. When all that move have caught up,
+they change their primaries in one view. What workers have sent to the old primaries of the step in progress would be
+lost by that, and computed once more. So the view before it says a step that nobody has begun yet (`View.handover`):
+workers compute what is before it, and wait. The first one that holds this version says so. Then every shard has it,
+nothing is on its way, and the shards move. The wait is one message to the coordinator and one back.
+
+A worker that joins has to fetch all parameters first. If it were given replicas at once, the others would wait for it.
+So it is told to fetch versions (`View.warming`), says when it holds one, and then gets replicas. A worker that takes
+over from one that is gone gets them at once, as ever: others wait for these in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rallypoint.core.view import View
+
+_AHEAD = 2  # steps after the furthest one known: no worker has begun that step yet
+
+
+@dataclass(slots=True)
+class Handover:
+    """What workers have said in this generation.
+
+    Attributes:
+        reached: the highest version that one holds, of those that were asked for; -1: none has said any.
+        warm: the workers that have held a version.
+    """
+
+    reached: int = -1
+    warm: set[str] = field(default_factory=set)
+
+    def restart(self) -> None:
+        """A new generation begins."""
+        self.reached = -1
+        self.warm.clear()
+
+    def forget(self, worker: str) -> None:
+        """The worker is gone."""
+        self.warm.discard(worker)
+
+    def says(self, worker: str, version: int, view: View) -> None:
+        """A worker says that it holds this version. More than the view asks for counts as that."""
+        if worker in view.warming:
+            self.warm.add(worker)
+        if view.handover is not None:
+            self.reached = max(self.reached, min(version, view.handover))
+
+    def before(self, view: View, known: int, ends: Sequence[int | None]) -> int | None:
+        """The step before which shards move that all have caught up; None: they move now.
+
+        `known`: the highest step that is known to be reached. `ends`: steps that will not be computed for now (a pause,
+        the job's end); None counts for none.
+        """
+        wanted = known + _AHEAD if view.handover is None else view.handover
+        at = min([wanted, *(end for end in ends if end is not None)])
+        return None if self.reached >= at else at
+
+    def cold(self, active: Sequence[str], assigned: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """The active workers that are to fetch a version before they get replicas. `assigned`: who has which now.
+
+        None of them if there is nobody to compute meanwhile, or if a worker that had replicas is gone.
+        """
+        if not assigned or any(own for worker, own in assigned.items() if worker not in active):
+            return []
+        return [worker for worker in active if worker not in assigned and worker not in self.warm]
