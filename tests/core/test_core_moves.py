@@ -231,3 +231,12 @@ def test_nobody_is_cold_before_anything_is_computed() -> None:
     assert Handover().cold(["w0", "w1"], {}) == []
     assert Handover().cold(["w0", "w1"], {"w0": (0,)}) == ["w1"]
     assert Handover(warm={"w1"}).cold(["w0", "w1"], {"w0": (0,)}) == []
+
+
+def test_shards_leave_a_server_that_holds_the_job_up_at_once() -> None:
+    cluster = Cluster(step=5)
+    cluster.come("s2")
+    cluster.machine.course.members.apart.add("s1")
+    cluster.catch_up()
+    assert cluster.view.handover is None
+    assert "s2" in cluster.homes

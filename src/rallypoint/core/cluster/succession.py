@@ -53,7 +53,7 @@ class Succession:
         course.views.limit = wanted_limit(course, course.views.lease)
         view = course.views.following(
             course.record.layout.shards, course.members, assignments, ending=ending, moves_before=course.moves_before(),
-            warming=course.cold(),
+            warming=course.ready()[1],
         )
         if view is None:  # shards are lost
             return self.recover()
@@ -108,7 +108,7 @@ class Succession:
 
     def _assignments(self, before: View | None) -> tuple[Assignment, ...]:
         course = self.course
-        active = course.active() if before is None else course.ready()
+        active = course.active() if before is None else course.ready()[0]
         if not active or course.record is None or course.storing_first_weights:
             return ()
         if course.strategies.pinned:
@@ -126,7 +126,7 @@ class Succession:
         if len(course.view.assignments) > 1 and course.view.assignments[-1].start > course.furthest:
             return []  # the last new assignment has not started yet
         assigned = course.view.assigned(course.furthest + 1)
-        better = self.assigner.better(assigned, course.ready(), course.replicas, course.furthest, course.now)
+        better = self.assigner.better(assigned, course.ready()[0], course.replicas, course.furthest, course.now)
         if better is None:
             return []
         why, assignments = better
@@ -137,7 +137,7 @@ class Succession:
         if not course.strategies.backup_tasks or course.view is None:
             return []
         assigned = course.view.assigned(course.furthest)
-        found = self.assigner.straggler(assigned, course.furthest, course.ready(), course.now)
+        found = self.assigner.straggler(assigned, course.furthest, course.ready()[0], course.now)
         if found is None:
             return []
         worker, _, replica = found

@@ -64,6 +64,8 @@ class Handover:
 
         None of them if there is nobody to compute meanwhile, or if a worker that had replicas is gone.
         """
-        if not assigned or any(own for worker, own in assigned.items() if worker not in active):
+        found = [worker for worker in active if worker not in assigned and worker not in self.warm] if assigned else []
+        if not found:
             return []
-        return [worker for worker in active if worker not in assigned and worker not in self.warm]
+        here = set(active)
+        return [] if any(own for worker, own in assigned.items() if worker not in here) else found
