@@ -33,12 +33,13 @@ def test_a_server_that_joins_makes_no_replica_be_computed_again(job: SimulatedJo
 
 
 def test_without_a_step_between_them_some_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once: Any = lambda self, view, known, ends: None  # noqa: E731
+    at_once: Any = lambda self, *about: None  # noqa: E731
     monkeypatch.setattr(Handover, "before", at_once)
     assert sum(joined(seed, JOBS[0], "server", replication=2).recomputed for seed in SEEDS) > 0
 
 
 def test_a_worker_that_joins_makes_no_replica_be_computed_again() -> None:
-    results = [joined(seed, JOBS[0], "worker", replication=2) for seed in SEEDS]
+    job = SimulatedJob(shards=12, replicas=6, steps=40, clip=None, compute_s=0.2)
+    results = [joined(seed, job, "worker", replication=2) for seed in SEEDS]
     assert [result.recomputed for result in results] == [0] * len(SEEDS)
     assert all(any(worker == "worker3" for worker, _, _ in result.outcome.computed) for result in results)

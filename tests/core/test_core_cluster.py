@@ -143,7 +143,9 @@ class _Job:
     def caught_up(self, shard: int, paired: ViewNumber | None = None, by: str = "") -> list[Effect]:
         """The shard's primary (or somebody else) says so of the backup that it met in that view (the right one)."""
         effects = self.play(CaughtUp(by or self.view.primary[shard], {shard: paired or self.view.paired[shard]}))
-        return effects + (self.reached("w0") if self.view.handover is not None else [])
+        for worker in self.view.assigned(0) if self.view.handover is not None else ():
+            effects += self.reached(worker)
+        return effects
 
     def tick(self, seconds: float, *, alive: Sequence[str] | None = None) -> list[Effect]:
         """Time goes by; those who are alive (all by default) give a sign of life."""

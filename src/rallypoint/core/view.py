@@ -134,7 +134,7 @@ class View(msgspec.Struct, frozen=True):
             told of it counts: `core.topology.weights`.
         disputes: audited contributions on which workers do not agree (`audit=`).
         handover: shards move to other servers before this step: no replica of it or of a later one is computed before
-            another view; None: none move. A worker that holds this version says so (`core.worker.reached`).
+            another view; None: none move. A worker that holds this version says so (`core.worker.ending`).
         warming: workers that are to compute, and do not yet: they fetch versions, and say when they hold one.
         pace: in place of the job's `pace_mbit`, where that is tuned (`tune="auto"`); None: as the job's settings say.
     """

@@ -252,25 +252,6 @@ class Course:
             return self.members.active(self.replicas, self.replicas, last)
         return self.members.active(self.terms.workers_min, self.workers_max, last)
 
-    def ready(self) -> tuple[list[str], list[str]]:
-        """The active workers that compute, and those that fetch a version first."""
-        view, active = self.view, self.active()
-        if view is None or self.phase is not Phase.RUNNING or not self.strategies.warms or self.storing_first_weights:
-            return active, []
-        cold = self.handover.cold(active, view.assigned(self.furthest + 1))
-        left = set(cold)
-        return [worker for worker in active if worker not in left] if cold else active, cold
-
-    def moves_before(self) -> int | None:
-        """The step before which shards that have caught up change their primaries; None: they do now."""
-        view = self.view
-        if view is None or self.record is None or not self.strategies.hands_over or not self.begun:
-            return None
-        stuck = not self.members.apart.isdisjoint(view.primary.values())  # no step ends before these shards move
-        if view.ending or stuck or not any(view.assigned(self.furthest + 1).values()):
-            return None
-        return self.handover.before(view, self.known, (self.views.paused, self.last))
-
     def computing(self) -> list[str]:
         """The active workers that have replicas at the next step or later."""
         view = self.view

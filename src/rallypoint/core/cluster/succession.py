@@ -13,6 +13,7 @@ from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
 from rallypoint.core.cluster.evaluating.leases import lease_noted, rolled_back, wanted_lease, wanted_limit
 from rallypoint.core.cluster.ordering.rate import settled
+from rallypoint.core.cluster.placing.between import moves_before, ready
 from rallypoint.core.cluster.placing.links import said_of
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.state import Phase
@@ -52,8 +53,8 @@ class Succession:
         course.views.lease = wanted_lease(course)
         course.views.limit = wanted_limit(course, course.views.lease)
         view = course.views.following(
-            course.record.layout.shards, course.members, assignments, ending=ending, moves_before=course.moves_before(),
-            warming=course.ready()[1],
+            course.record.layout.shards, course.members, assignments, ending=ending, moves_before=moves_before(course),
+            warming=ready(course)[1],
         )
         if view is None:  # shards are lost
             return self.recover()
@@ -103,12 +104,12 @@ class Succession:
         shards by the speeds of servers' links; tune what changes no bytes."""
         return [
             *self._reassign_if_uneven(), *self._assist_straggler(), *self._place_if_uneven(), *self._place_by_uplinks(),
-            *self._tune(),
+            *self._tune(), *self._hand_over(),
         ]  # fmt: skip
 
     def _assignments(self, before: View | None) -> tuple[Assignment, ...]:
         course = self.course
-        active = course.active() if before is None else course.ready()[0]
+        active = course.active() if before is None else ready(course)[0]
         if not active or course.record is None or course.storing_first_weights:
             return ()
         if course.strategies.pinned:
@@ -126,7 +127,7 @@ class Succession:
         if len(course.view.assignments) > 1 and course.view.assignments[-1].start > course.furthest:
             return []  # the last new assignment has not started yet
         assigned = course.view.assigned(course.furthest + 1)
-        better = self.assigner.better(assigned, course.ready()[0], course.replicas, course.furthest, course.now)
+        better = self.assigner.better(assigned, ready(course)[0], course.replicas, course.furthest, course.now)
         if better is None:
             return []
         why, assignments = better
@@ -137,7 +138,7 @@ class Succession:
         if not course.strategies.backup_tasks or course.view is None:
             return []
         assigned = course.view.assigned(course.furthest)
-        found = self.assigner.straggler(assigned, course.furthest, course.ready()[0], course.now)
+        found = self.assigner.straggler(assigned, course.furthest, ready(course)[0], course.now)
         if found is None:
             return []
         worker, _, replica = found
@@ -167,6 +168,10 @@ class Succession:
             return []
         why = views.uplinks.look(views.situation(members, course.view.assignments), course.now)
         return [Say(why), *self.advance()] if why else []
+
+    def _hand_over(self) -> list[Effect]:
+        waits = self.course.view is not None and self.course.view.handover is not None
+        return self.advance() if waits and moves_before(self.course) is None else []
 
     def _tune(self) -> list[Effect]:
         course = self.course

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -55,32 +56,47 @@ def surviving_primaries(
     return primary
 
 
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """How shards are placed anew.
+
+    Attributes:
+        staying: the servers on which they may be.
+        racks: see `weights_of`.
+        hold: one of the servers may be dead. Nothing moves, because a backup that moves could be the last copy; only
+            shards without a backup get one.
+        stay: no shard changes its primary now, also if its new home has caught up.
+    """
+
+    staying: Mapping[str, Member]
+    racks: Mapping[str, float] = field(default_factory=dict)
+    hold: bool = False
+    stay: bool = False
+
+
 def rebalanced(
     view: View, primary: Mapping[int, str], shards: Sequence[Shard], servers: Mapping[str, Member],
-    caught_up: AbstractSet[int], replication: int, staying: Mapping[str, Member] | None = None, *, hold: bool = False,
-    racks: Mapping[str, float] | None = None, stay: bool = False,
+    caught_up: AbstractSet[int], replication: int, how: Placing | None = None,
 ) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
-    """Primary and backup of every shard for an even load on the servers `staying` (by default all `servers`).
+    """Primary and backup of every shard for an even load on the servers that stay, by default all `servers`.
 
     `primary` are the surviving homes. A shard moves in two views: its new home is its backup first, and becomes its
-    primary when the backups of all moving shards have caught up. Links that are not alike, by what is told of `staying`
-    and by `view.speeds`, get loads in proportion; `racks`: see `weights_of`.
-
-    `hold`: one of the servers may be dead. Nothing moves, because a backup that moves could be the last copy; only
-    shards without a backup get one. `stay`: no shard changes its primary now, also if its new home has caught up.
+    primary when the backups of all moving shards have caught up. Links that are not alike, by what is told of
+    servers and by `view.speeds`, get loads in proportion.
     """
     alive = _alive(view, servers)
     homes = dict(primary)
-    staying = servers if staying is None else staying
-    weights = weights_of(staying, view.speeds, racks)
-    if hold:
+    how = Placing(servers) if how is None else how
+    staying = how.staying
+    weights = weights_of(staying, view.speeds, how.racks)
+    if how.hold:
         held = {s: b for s, b in view.backup.items() if b in alive and b != homes[s]}
         new = _backups(shards, staying, homes, held, weights) if replication >= 2 else {}
         return homes, new | held
     kept = {s: b for s, b in view.backup.items() if b in alive and b in staying and b != homes[s]}
     wanted = place(shards, list(staying), homes, weights)
     moving = {s for s, home in wanted.items() if home != homes[s]}
-    if moving and not stay and all(kept.get(s) == wanted[s] and s in caught_up for s in moving):
+    if moving and not how.stay and all(kept.get(s) == wanted[s] and s in caught_up for s in moving):
         homes = {s: wanted[s] if s in moving else home for s, home in homes.items()}
         kept = {s: b for s, b in kept.items() if s not in moving}
         moving = set()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from rallypoint.core.assignment.nearby import nearest_aggregators
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.placing.uplinks import Situation, Uplinks
 from rallypoint.core.cluster.view_change import (
+    Placing,
     contributors,
     first_homes,
     homings,
@@ -119,14 +119,12 @@ class ViewSequence:
         if surviving is None:
             return None
         away = not members.awaited.isdisjoint(servers)
-        rebalance = partial(
-            rebalanced, before, surviving, shards, servers, self.caught_up, self.replication, members.staying,
-            hold=away, racks=self.uplinks.factors(self.situation(members, assignments)),
-        )  # fmt: skip
-        primary, backup = rebalance()
+        how = Placing(members.staying, self.uplinks.factors(self.situation(members, assignments)), hold=away)
+        known = before, surviving, shards, servers, self.caught_up, self.replication
+        primary, backup = rebalanced(*known, how)
         stays = primary != surviving and moves_before is not None
         if stays:
-            primary, backup = rebalance(stay=True)
+            primary, backup = rebalanced(*known, replace(how, stay=True))
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),

@@ -19,11 +19,10 @@ from collections.abc import Iterable
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.custody import NoCodecStates
-from rallypoint.core.worker.ending import Ending
+from rallypoint.core.worker.ending import Ending, Reaching
 from rallypoint.core.worker.handover import Paths
 from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.links import LinkTable, Route
-from rallypoint.core.worker.reached import Reaching
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
@@ -97,7 +96,8 @@ class WorkerShell:
             return None
         if before is not None and _came_back(self.machine.me, before, view):
             return self.links.servers  # what this worker sent when it was given up may have been dropped
-        return self.links.to_end(before, view)
+        between = before is not None and self.machine.is_between(before, view)
+        return self.links.to_end(before, view, between=between)
 
     def adopt(self, view: View, ended: Iterable[str]) -> list[Effect]:
         """Put `view` in force, after the links to the servers `ended` have ended. Returns the effects to run."""

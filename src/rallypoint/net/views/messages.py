@@ -32,10 +32,10 @@ class ViewChange(AnyMessage, frozen=True):
 
 
 class Reached(AnyMessage, frozen=True):
-    """From a worker: it holds `version` of this generation. A view has asked for that: `core.worker.reached`."""
+    """From a worker: it holds `version` of this generation. A view has asked for that: `core.worker.ending`."""
 
     version: Index
     generation: ViewNumber
 
 
-OfViews = NewView | ViewChange | Reached
+OfViews = NewView | ViewChange

@@ -94,15 +94,9 @@ class SimulatedWorker:
         if self.done and self._claim is not None:
             self.membership.send(("done", *self._claim))
         self._script.say(again=True)
-        self._say_reached(again=True)
+        _say_reached(self, again=True)
         if self.leaving:
             self.membership.send(("leaving",))
-
-    def _say_reached(self, *, again: bool = False) -> None:
-        if again:
-            self.shell.reaching.again()
-        if (said := self.shell.reaching.take()) is not None:
-            self.membership.send(Reached(said[1], said[0]))
 
     def leave(self) -> None:
         """SIGTERM: a spot machine's notice."""
@@ -113,7 +107,7 @@ class SimulatedWorker:
         match message:
             case ("view", View() as view):
                 self._exchange.adopt(view)
-                self._say_reached()
+                _say_reached(self)
                 self._script.say()
                 if self.shell.ending.due or self._script.said:
                     self._poke()
@@ -259,7 +253,7 @@ class SimulatedWorker:
             for shard, content in enumerate(self.model):  # also after a roll-back: it may have to upload it
                 self.job.check_version(shard, version, content)
         self._exchange.apply(self.shell.installed())
-        self._say_reached()
+        _say_reached(self)
         for shard, content in self.job.dense(self.model) if self.machine.step >= 0 else ():
             own = self.job.cadence.updates_before(shard, self.machine.step)
             self.job.check_version(shard, own, content)
@@ -374,3 +368,10 @@ def _beat_of(worker: SimulatedWorker) -> Beat:
     acts = worker._replica >= 0 or worker._busy or worker._acting or worker.shell.next_action() is not None
     waited = 0.0 if acts and not worker._blocked else worker.node.world.now - worker._thread.worked_at
     return Beat(missed, waited, worker._thread.activity)
+
+
+def _say_reached(worker: SimulatedWorker, *, again: bool = False) -> None:
+    if again:
+        worker.shell.reaching.again()
+    if (said := worker.shell.reaching.take()) is not None:
+        worker.membership.send(Reached(said[1], said[0]))

@@ -213,7 +213,7 @@ class Job(Member):
         self._propose(record)
         context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
         self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early)
-        self._exchange.reached = lambda generation, version: self._link.send(Reached(version, generation))
+        self._exchange.reaching.to = lambda generation, version: self._link.send(Reached(version, generation))
         self._begin(self._exchange)
         return self._exchange
 
@@ -226,7 +226,7 @@ class Job(Member):
     def _on_admitted(self, new: bool) -> None:
         Member._on_admitted(self, new)
         if self._exchange is not None:
-            self._exchange.say_reached(again=True)
+            self._exchange.reaching.say(again=True)
 
     def _begin(self, exchange: DataPlane) -> None:
         """Give the data plane what the coordinator has said so far, and from now on."""

@@ -3,8 +3,9 @@
 A shard that is to move is copied in the background, as the backup of its primary. When all that move have caught up,
 they change their primaries in one view. What workers have sent to the old primaries of the step in progress would be
 lost by that, and computed once more. So the view before it says a step that nobody has begun yet (`View.handover`):
-workers compute what is before it, and wait. The first one that holds this version says so. Then every shard has it,
-nothing is on its way, and the shards move. The wait is one message to the coordinator and one back.
+workers compute what is before it, and wait. Each says when it holds this version. When all who compute do, nothing is
+on its way, and the shards move: no link has to end. The wait is one message to the coordinator and one back. If one
+does not say it two seconds after another, shards move all the same, and some replicas may be computed once more.
 
 A worker that joins has to fetch all parameters first. If it were given replicas at once, the others would wait for it.
 So it is told to fetch versions (`View.warming`), says when it holds one, and then gets replicas. A worker that takes
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from rallypoint.core.view import View
 
 _AHEAD = 2  # steps after the furthest one known: no worker has begun that step yet
+_PATIENCE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -26,38 +28,47 @@ class Handover:
     """What workers have said in this generation.
 
     Attributes:
-        reached: the highest version that one holds, of those that were asked for; -1: none has said any.
+        reached: worker -> the highest version that it holds, of those that were asked for.
         warm: the workers that have held a version.
     """
 
-    reached: int = -1
+    reached: dict[str, int] = field(default_factory=dict)
     warm: set[str] = field(default_factory=set)
+    _since: tuple[int, float] | None = None  # the step before which shards move, and when the first worker was there
 
     def restart(self) -> None:
         """A new generation begins."""
-        self.reached = -1
+        self.reached.clear()
         self.warm.clear()
+        self._since = None
 
     def forget(self, worker: str) -> None:
         """The worker is gone."""
         self.warm.discard(worker)
+        self.reached.pop(worker, None)
 
     def says(self, worker: str, version: int, view: View) -> None:
         """A worker says that it holds this version. More than the view asks for counts as that."""
         if worker in view.warming:
             self.warm.add(worker)
         if view.handover is not None:
-            self.reached = max(self.reached, min(version, view.handover))
+            self.reached[worker] = max(self.reached.get(worker, -1), min(version, view.handover))
 
-    def before(self, view: View, known: int, ends: Sequence[int | None]) -> int | None:
+    def before(
+        self, view: View, known: int, computing: Sequence[str], ends: Sequence[int | None], now: float
+    ) -> int | None:
         """The step before which shards move that all have caught up; None: they move now.
 
-        `known`: the highest step that is known to be reached. `ends`: steps that will not be computed for now (a pause,
-        the job's end); None counts for none.
+        `known`: the highest step that is known to be reached. `computing`: the workers that compute. `ends`: steps that
+        will not be computed for now (a pause, the job's end); None counts for none. `now` is in seconds.
         """
         wanted = known + _AHEAD if view.handover is None else view.handover
         at = min([wanted, *(end for end in ends if end is not None)])
-        return None if self.reached >= at else at
+        there = [worker for worker in computing if self.reached.get(worker, -1) >= at]
+        if there and (self._since is None or self._since[0] != at):
+            self._since = at, now
+        late = self._since is not None and self._since[0] == at and now >= self._since[1] + _PATIENCE_S
+        return None if len(there) == len(computing) or (there and late) else at
 
     def cold(self, active: Sequence[str], assigned: Mapping[str, tuple[int, ...]]) -> list[str]:
         """The active workers that are to fetch a version before they get replicas. `assigned`: who has which now.
