@@ -198,6 +198,8 @@ def test_a_worker_that_joins_gets_replicas_once_it_holds_a_version() -> None:
     assert not cluster.view.takes_part("w2", 0)
     cluster.compute(6)
     assert not cluster.view.takes_part("w2", 0)
+    cluster.reach("w2", 4)  # it has held that since it was given up
+    assert cluster.view.warming == ("w2",)
     cluster.reach("w2", 7)
     assert cluster.view.warming == ()
     assert cluster.view.takes_part("w2", 8)
@@ -256,14 +258,16 @@ def test_a_worker_that_warms_up_follows_versions() -> None:
     shell.adopt(view(number=ViewNumber(1, 10), warming=("w9",)), ())
     assert shell.machine.following
     assert shell.reaching.take() is None
-    shell.machine.step = 4
-    assert shell.reaching.take() is not None
+    for step in (4, 5):
+        shell.machine.step = step
+        assert shell.reaching.take() == (shell.view.generation, step)
+        assert shell.reaching.take() is None
 
 
 def test_nobody_is_cold_before_anything_is_computed() -> None:
-    assert Handover().cold(["w0", "w1"], {}) == []
-    assert Handover().cold(["w0", "w1"], {"w0": (0,)}) == ["w1"]
-    assert Handover(warm={"w1"}).cold(["w0", "w1"], {"w0": (0,)}) == []
+    assert Handover().cold(["w0", "w1"], {}, 3) == []
+    assert Handover().cold(["w0", "w1"], {"w0": (0,)}, 3) == ["w1"]
+    assert Handover(warm={"w1"}).cold(["w0", "w1"], {"w0": (0,)}, 3) == []
 
 
 def test_shards_leave_a_server_that_holds_the_job_up_at_once() -> None:

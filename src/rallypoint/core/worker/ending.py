@@ -52,7 +52,9 @@ class Ending:
 
 
 class Reaching:
-    """Which version the model holds, where a view asks for it (`View.handover`, `View.warming`); said once.
+    """Which version the model holds, where a view asks for it (`View.handover`, `View.warming`).
+
+    It is said once; of a worker that warms up, of each version: what it held when it came may be old.
 
     A worker that has a version has all of its shards, so each of them has had every contribution to the steps before
     it. Who says too much makes work be done again, and nothing else.
@@ -60,7 +62,7 @@ class Reaching:
 
     def __init__(self, machine: Installing) -> None:
         self._machine = machine
-        self._said: tuple[ViewNumber, int | None, bool] | None = None
+        self._said: tuple[ViewNumber, int | None, int | None] | None = None
 
     def take(self) -> Reached | None:
         """What to say now to the coordinator; None: nothing, or it was said already."""
@@ -69,7 +71,7 @@ class Reaching:
             return None
         held = view.handover if view.handover is not None and step >= view.handover else None
         warms = self._machine.me in view.warming
-        about = (view.generation, held, warms)
+        about = (view.generation, held, step if warms else None)
         if about == self._said or (held is None and not warms):
             return None
         self._said = about

@@ -13,7 +13,7 @@ def ready(course: Course) -> tuple[list[str], list[str]]:
         return active, []
     if course.storing_first_weights:
         return active, []
-    cold = course.handover.cold(active, view.assigned(course.furthest + 1))
+    cold = course.handover.cold(active, view.assigned(course.furthest + 1), course.known)
     left = set(cold)
     return [worker for worker in active if worker not in left] if cold else active, cold
 

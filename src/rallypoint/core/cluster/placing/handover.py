@@ -34,22 +34,25 @@ class Handover:
 
     reached: dict[str, int] = field(default_factory=dict)
     warm: set[str] = field(default_factory=set)
+    _asked: dict[str, int] = field(default_factory=dict)  # cold worker -> the step that was known when it came
     _since: tuple[int, float] | None = None  # the step before which shards move, and when the first worker was there
 
     def restart(self) -> None:
         """A new generation begins."""
         self.reached.clear()
         self.warm.clear()
+        self._asked.clear()
         self._since = None
 
     def forget(self, worker: str) -> None:
         """The worker is gone."""
         self.warm.discard(worker)
+        self._asked.pop(worker, None)
         self.reached.pop(worker, None)
 
     def says(self, worker: str, version: int, view: View) -> None:
         """A worker says that it holds this version. More than the view asks for counts as that."""
-        if worker in view.warming:
+        if worker in view.warming and version >= self._asked.get(worker, 0):  # else it held that when it came
             self.warm.add(worker)
         if view.handover is not None:
             self.reached[worker] = max(self.reached.get(worker, -1), min(version, view.handover))
@@ -70,8 +73,9 @@ class Handover:
         late = self._since is not None and self._since[0] == at and now >= self._since[1] + _PATIENCE_S
         return None if len(there) == len(computing) or (there and late) else at
 
-    def cold(self, active: Sequence[str], assigned: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """The active workers that are to fetch a version before they get replicas. `assigned`: who has which now.
+    def cold(self, active: Sequence[str], assigned: Mapping[str, tuple[int, ...]], known: int) -> list[str]:
+        """The active workers that are to fetch a version before they get replicas. `assigned`: who has which now;
+        `known`: the highest step that is known to be reached.
 
         None of them if there is nobody to compute meanwhile, or if a worker that had replicas is gone.
         """
@@ -79,4 +83,6 @@ class Handover:
         if not found:
             return []
         here = set(active)
+        for worker in found:
+            self._asked.setdefault(worker, known)
         return [] if any(own for worker, own in assigned.items() if worker not in here) else found
