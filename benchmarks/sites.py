@@ -35,7 +35,7 @@ from sites_member import Result, Task, shape
 from strategies import Point, reach
 
 _ROWS = "sync,streaming"
-SITES, LOST, BATCH = 3, 2, 4  # the site that is lost has no coordinator
+SITES, BATCH = 3, 4
 _OUTER = rp.SGD(lr=0.7, momentum=0.5, nesterov=True)
 _POLL_S, _PATIENCE_S = 0.02, 600.0
 _SETTINGS: Mapping[str, Any] = {"replicas": SITES, "batch": BATCH, "clip": 1.0, "shard_bytes": 256 << 10, "seed": 1}
@@ -64,9 +64,10 @@ ROWS: Mapping[str, Row] = {
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """A site that was cut off: for how long, the longest pause of the others between two steps before, while it was
+    """The `site` that was cut off: for how long, the longest pause of the others between two steps before, while it was
     away and after that, and when (seconds after the link came back) it began a step again; None: it has not."""
 
+    site: int
     away: float
     pause_before: float
     pause_away: float
@@ -103,6 +104,7 @@ class Plan:
     replication: int
     heartbeat: float
     lose: float
+    site: int
     idle_windows: bool
 
     @property
@@ -174,7 +176,7 @@ def run_once(plan: Plan, name: str) -> tuple[Figures, list[Result]]:
         ])  # fmt: skip
         members.until(notes.paths[0], _PATIENCE_S)
         before = sum(net.uplink_bytes(number)[0] for number in range(SITES))
-        lost = _lose(net, notes, members, steps, plan.lose) if plan.lose else None
+        lost = _lose(net, notes, members, steps, plan) if plan.lose else None
         members.wait(_PATIENCE_S)
         crossed = sum(net.uplink_bytes(number)[0] for number in range(SITES)) - before
         results = members.results(at, Result)
@@ -182,19 +184,19 @@ def run_once(plan: Plan, name: str) -> tuple[Figures, list[Result]]:
         figures = Figures(
             row=name, steps=steps, seconds=ended - began, limit=plan.limit(row), loss=results[0].curve[-1].loss,
             crossed=crossed, pause=notes.pause(range(SITES)), computing=results[0].computing,
-            lost=_found(lost, notes) if lost else None,
+            lost=_found(plan.site, lost, notes) if lost else None,
         )  # fmt: skip
     return figures, results
 
 
-def _lose(net: Netlab, notes: Notes, members: Members, steps: int, seconds: float) -> tuple[float, float]:
-    """Cut the last site off at a third of the steps, for so long. Returns when, and when the link was back."""
+def _lose(net: Netlab, notes: Notes, members: Members, steps: int, plan: Plan) -> tuple[float, float]:
+    """Cut a site off at a third of the steps, for a while. Returns when, and when the link was back."""
     _until(notes, members, steps // 3)
     cut = time.monotonic()
-    net.cut_rack(LOST)
-    time.sleep(seconds)
+    net.cut_rack(plan.site)
+    time.sleep(plan.lose)
     healed = time.monotonic()
-    net.heal_rack(LOST)
+    net.heal_rack(plan.site)
     return cut, healed
 
 
@@ -207,13 +209,13 @@ def _until(notes: Notes, members: Members, step: int) -> None:
         time.sleep(_POLL_S)
 
 
-def _found(lost: tuple[float, float], notes: Notes) -> Loss:
-    cut, healed = lost
-    others = [site for site in range(SITES) if site != LOST]
-    again = [when for when, _ in notes.begun(LOST) if when > healed]
+def _found(lost: int, times: tuple[float, float], notes: Notes) -> Loss:
+    cut, healed = times
+    others = [site for site in range(SITES) if site != lost]
+    again = [when for when, _ in notes.begun(lost) if when > healed]
     back = min(again) - healed if again else None
     away, after = notes.pause(others, cut - 1.0, healed), notes.pause(others, healed - 1.0)
-    return Loss(healed - cut, notes.pause(others, 0.0, cut), away, after, back)
+    return Loss(lost, healed - cut, notes.pause(others, 0.0, cut), away, after, back)
 
 
 def with_goal(figures: Figures, results: Sequence[Result], goal: float | None) -> Figures:
@@ -265,7 +267,7 @@ def _table(plan: Plan, found: Sequence[Figures]) -> Any:
 def _lost_table(found: Sequence[Figures]) -> list[Any]:
     rows = [
         [
-            ROWS[f.row].title, f"site {LOST}", f"{f.lost.away:.1f}", f"{f.lost.pause_before:.2f}",
+            ROWS[f.row].title, f"site {f.lost.site}", f"{f.lost.away:.1f}", f"{f.lost.pause_before:.2f}",
             f"{f.lost.pause_away:.2f}", f"{f.lost.pause_after:.2f}",
             "not" if f.lost.back is None else f"{f.lost.back:.1f}",
         ]
@@ -291,12 +293,13 @@ def command(
     delay: Annotated[float, typer.Option(help="Seconds from site to site, one way.")] = 0.05,
     replication: Annotated[int, typer.Option(min=1, max=2, help="Sites that hold each shard.")] = 2,
     heartbeat: Annotated[float, typer.Option(help="Seconds of silence after which a member is given up.")] = 1.0,
-    lose: Annotated[float, typer.Option(help="Cut site 2 off for so many seconds, at a third of the steps.")] = 0.0,
+    lose: Annotated[float, typer.Option(help="Cut a site off for so many seconds, at a third of the steps.")] = 0.0,
+    site: Annotated[int, typer.Option(min=0, max=2, help="Which one; site 0 has the coordinator.")] = 2,
     idle_windows: Annotated[bool, typer.Option("--idle-windows", help="TCP starts slowly after idling.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
     """Train across three sites in several ways; cut one off if asked for."""
-    plan = Plan(steps, width, layers, seconds, rate, delay, replication, heartbeat, lose, idle_windows)
+    plan = Plan(steps, width, layers, seconds, rate, delay, replication, heartbeat, lose, site, idle_windows)
     names = rows.split(",")
     if unknown := [name for name in names if name not in ROWS]:
         raise BenchmarkFailed(f"there is no row {unknown[0]!r}: choose from {', '.join(ROWS)}")

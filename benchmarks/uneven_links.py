@@ -1,8 +1,9 @@
-"""One of four servers has half the link: a step with shards placed evenly, as told, and as measured; and what happens
-when a link gets slower in the middle of a run.
+"""One of four servers has half the link, or a rack has a narrow uplink: a step with shards placed evenly, as told, and
+as measured; and what happens when a link gets slower in the middle of a run.
 
     python benchmarks/uneven_links.py                          # 4 workers, 4 servers, 100 Mbit/s (needs root)
-    python benchmarks/uneven_links.py --rack                   # 4 of 8 workers in a rack behind 4:1, with an aggregator
+    python benchmarks/uneven_links.py --rack                   # and 1 worker, 3 servers in a rack behind 4:1
+    python benchmarks/uneven_links.py --rack --inside 4        # 4 workers there: also with an aggregator for them
 """
 
 from __future__ import annotations
@@ -19,31 +20,39 @@ import typer
 from rich.console import Console
 
 from cluster import BenchmarkFailed, Members, Site, Spread, main, report, step_times, table
-from rallypoint.core.topology.told import HostFacts, Topology
+from rallypoint.core.topology.told import HostFacts, RackFacts, Topology
+from rallypoint.core.topology.uplinks import Rack, duration, shares
 from rallypoint.testing.netlab import Host, Netlab
 from reduce_member import Result, Task
 
 EVEN, TOLD, MEASURED = "even", "told", "measured"
+RACK = "rack0"  # as `Members.start_workers` calls it
 GOAL = 0.8  # of the best: when a placement counts as found
 
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """The cluster: `rate` Mbit/s of every link but the last server's, which has `slow` of that. With `racked`, half of
-    the workers are in a rack with an aggregator, behind an uplink of `rate`."""
+    """The cluster: `rate` Mbit/s of every link but the last server's, which has `slow` of that. With `racked`, so many
+    of the servers and `inside` workers are in a rack behind an uplink of `rate`, and no server is slow."""
 
     workers: int
     servers: int
     rate: float
     slow: float
-    racked: bool = False
+    inside: int = 0
+    racked: int = 0
 
     def limit(self, *, even: bool, aggregated: bool = False) -> float:
         """The least time of a step in units of K/B: that of the fullest link."""
-        inside = self.workers // 2 if self.racked else 0
-        pushed = self.workers - inside + (1 if aggregated else inside)
-        share = 1 / self.servers / self.slow if even else 1 / (self.servers - 1 + self.slow)
-        return max(1.0, pushed * share, 1.0 if aggregated else float(inside))
+        if not self.racked:
+            share = 1 / self.servers / self.slow if even else 1 / (self.servers - 1 + self.slow)
+            return max(1.0, self.workers * share)
+        racks = {
+            RACK: Rack(1 if aggregated else self.inside, self.rate * self.racked, self.rate),
+            "rest": Rack(self.workers - self.inside, self.rate * (self.servers - self.racked)),
+        }
+        placed = {RACK: self.racked / self.servers, "rest": 1 - self.racked / self.servers} if even else shares(racks)
+        return max(1.0, duration(racks, placed) * self.rate)
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -76,7 +85,7 @@ class Places:
     """Where members run: `slow` is the last server's host, `aggregators` those of the rack."""
 
     at: Site
-    slow: Host
+    slow: Host | None
     topology: Topology
     aggregators: Sequence[Host] = ()
     racks: list[int] | None = None
@@ -86,21 +95,36 @@ class Places:
 @contextmanager
 def places(lab: Lab) -> Iterator[Places]:
     """Hosts for everybody; no link is slow yet."""
-    inside = lab.workers // 2 if lab.racked else 0
-    racks = [inside + 1] if inside else []
-    count = lab.workers + len(racks) + lab.servers + 1
-    with Netlab(count, lab.rate, racks=racks, uplink_mbit=lab.rate if racks else None) as net:
-        rack, rest = net.hosts[: sum(racks)], net.hosts[sum(racks) :]
-        coordinator, *others = rest
-        servers, workers = others[: lab.servers], [*rack[:inside], *others[lab.servers :]]
-        for host in rack[inside:]:
-            host.set_rate(lab.rate * inside)
+    if lab.racked:
+        with racked_places(lab) as found:
+            yield found
+        return
+    with Netlab(lab.workers + lab.servers + 1, lab.rate) as net:
+        coordinator, *others = net.hosts
+        servers, workers = others[: lab.servers], others[lab.servers :]
         rates = [lab.rate] * (lab.servers - 1) + [lab.rate * lab.slow]
         told = {host.address: HostFacts(link_mbit=rate) for host, rate in zip(servers, rates, strict=True)}
-        numbers = [0] * inside + [1] * (lab.workers - inside) if inside else None
-        yield Places(
-            Site(coordinator, workers, servers, "eth0"), servers[-1], Topology(told), rack[inside:], numbers, lab=lab
-        )
+        yield Places(Site(coordinator, workers, servers, "eth0"), servers[-1], Topology(told), lab=lab)
+
+
+@contextmanager
+def racked_places(lab: Lab) -> Iterator[Places]:
+    """A rack with some workers and servers (and an aggregator's host, if it has several workers); the rest outside."""
+    merges = lab.inside > 1
+    size = lab.inside + lab.racked + merges
+    count = lab.workers + lab.servers + merges + 1
+    with Netlab(count, lab.rate, racks=[size], uplink_mbit=lab.rate) as net:
+        rack, (coordinator, *rest) = net.hosts[:size], net.hosts[size:]
+        within, aggregators = rack[: lab.inside], rack[lab.inside + lab.racked :]
+        for host in aggregators:
+            host.set_rate(lab.rate * lab.inside)
+        outside = lab.workers - lab.inside
+        workers, own = [*within, *rest[:outside]], rack[lab.inside : lab.inside + lab.racked]
+        told = {host.address: HostFacts("rack1", lab.rate) for host in rest[outside:]}
+        told |= {host.address: HostFacts(RACK, lab.rate) for host in own}
+        site = Site(coordinator, workers, [*rest[outside:], *own], "eth0")
+        topology = Topology(told, {RACK: RackFacts(lab.rate)})
+        yield Places(site, None, topology, aggregators, [0] * lab.inside + [1] * outside, lab=lab)
 
 
 def run_once(
@@ -111,7 +135,8 @@ def run_once(
     `degrades_at`: the last server's link gets slower when a worker has this version; 0: it is slow from the start.
     """
     lab = where.lab
-    where.slow.set_rate(lab.rate if degrades_at else lab.rate * lab.slow)
+    if where.slow is not None:
+        where.slow.set_rate(lab.rate if degrades_at else lab.rate * lab.slow)
     with Members() as members:
         topology = where.topology if placement == TOLD else None
         members.start_rallypoint(where.at, topology=topology, measure_links=placement == MEASURED)
@@ -121,14 +146,14 @@ def run_once(
             task = msgspec.structs.replace(task, milestone=(degrades_at, str(milestone)))
         tasks = [msgspec.structs.replace(task, rank=rank) for rank in range(lab.workers)]
         members.start_workers(where.at, "reduce_member.py", tasks, where.racks)
-        if degrades_at:
+        if degrades_at and where.slow is not None:
             members.until(milestone, 900.0)
             where.slow.set_rate(lab.rate * lab.slow)
         members.wait(900.0)
         results = members.results(where.at, Result)
         events = (members.folder / "events.jsonl").read_text().splitlines()
     texts = [str(msgspec.json.decode(line).get("text", "")) for line in events]
-    said = [text for text in texts if "shards move" in text]
+    said = [text for text in texts if "shards move" in text or "uplink" in text]
     if len(hashes := {result.sha256 for result in results}) != 1:
         raise BenchmarkFailed(f"workers end with different bytes: {sorted(hashes)}")
     return step_times([result.finishes for result in results], 0), hashes.pop(), said
@@ -137,17 +162,19 @@ def run_once(
 def compared(
     console: Console, where: Places, task: Task, warm_up: int, rounds: int
 ) -> tuple[list[Figures], str]:
-    """Even and told placement in turn; behind a rack's uplink also without its aggregator."""
+    """Even and told placement in turn; where a rack has several workers, with an aggregator too."""
     lab = where.lab
-    kinds = [(EVEN, False), (EVEN, True), (TOLD, True)] if lab.racked else [(EVEN, False), (TOLD, False)]
+    merges = (False, True) if where.aggregators else (False,)
+    kinds = [(placement, merged) for merged in merges for placement in (EVEN, TOLD)]
     times: dict[tuple[str, bool], list[float]] = {kind: [] for kind in kinds}
     hashes: set[str] = set()
     for number in range(rounds):
         for placement, aggregated in kinds:
-            taken, sha256, _ = run_once(where, task, placement, aggregated=aggregated)
+            taken, sha256, said = run_once(where, task, placement, aggregated=aggregated)
             times[placement, aggregated] += taken[warm_up:]
             hashes.add(sha256)
-            console.print(f"{placement}, round {number + 1}: {Spread.of(taken[warm_up:]).show()} s", style="dim")
+            shown = Spread.of(taken[warm_up:]).show()
+            console.print(f"{placement}, round {number + 1}: {shown} s; {said}", style="dim", soft_wrap=True)
     if len(hashes) != 1:
         raise BenchmarkFailed(f"other placements, other bytes: {sorted(hashes)}")
     ideal, even = task.words * 4 * 8 / (lab.rate * 1e6), median(times[kinds[0]])
@@ -187,7 +214,9 @@ def command(
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 3,
     after: Annotated[int, typer.Option(min=0, help="Steps after a link got slower; 0: not measured.")] = 40,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each one every placement once.")] = 3,
-    rack: Annotated[bool, typer.Option("--rack", help="Twice the workers, half of them in a rack.")] = False,
+    rack: Annotated[bool, typer.Option("--rack", help="Some more in a rack behind an uplink of this rate.")] = False,
+    inside: Annotated[int, typer.Option(min=0, help="Workers in the rack.")] = 1,
+    inside_servers: Annotated[int, typer.Option(min=1, help="Servers in the rack.")] = 3,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
     """Time a step of synchronous training on servers whose links are not alike.
@@ -195,7 +224,9 @@ def command(
     All replicas have different weights; the bytes at the end must be the same whatever the placement.
     """
     console = Console(highlight=False)
-    lab = Lab(2 * workers if rack else workers, servers, rate, slow, rack)
+    lab = Lab(workers, servers, rate, slow)
+    if rack:
+        lab = Lab(workers + inside, servers + inside_servers, rate, 1.0, inside, inside_servers)
     task = Task(
         design="rallypoint", rank=0, workers=lab.workers, words=int(megabytes * 1e6 / 4), steps=steps + warm_up,
         shard_bytes=shard_kib * 1024, window=4, hold_bytes=64 << 20, in_flight_bytes=0, weighted=True,
@@ -215,9 +246,13 @@ def command(
         [f.placement, f.sha256[:12], f.seconds.show(), f"{f.times_kb:.2f}", f"{f.limit:.2f}", f"{f.speed:.2f}"]
         for f in found
     ]
+    about = (
+        f"{inside} and {inside_servers} of them in a rack whose uplink has {rate:g}" if rack
+        else f"that of one server {rate * slow:g}"
+    )  # fmt: skip
     title = (
-        f"one step of K = {megabytes:g} MB: {lab.workers} workers, {servers} servers, links of {rate:g} Mbit/s, "
-        f"that of one server {rate * slow:g}"
+        f"one step of K = {megabytes:g} MB: {lab.workers} workers, {lab.servers} servers, links of {rate:g} Mbit/s, "
+        f"{about}"
     )
     columns = ("placement", "sha256", "seconds [min..max]", "x K/B", "limit x K/B", "speed/even")
     shown = [table(title, columns, [*rows])]

@@ -25,7 +25,8 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "[hosts.a]\nlink = 5", "[hosts.a]\nlink_mbit = -1", "[hosts.a]\nlink_mbit = 'fast'", "[racks.a]", "[hosts",
+        "[hosts.a]\nlink = 5", "[hosts.a]\nlink_mbit = -1", "[hosts.a]\nlink_mbit = 'fast'", "[hosts",
+        "[racks.a]\nuplink_mbit = -1", "[racks.a]\nlink_mbit = 1",
         "\xff", "[hosts.a]\nlink_mbit = inf",
     ],
 )  # fmt: skip
@@ -45,5 +46,5 @@ def test_the_coordinator_gets_what_the_options_say(tmp_path: Path) -> None:
     path = tmp_path / "hosts.toml"
     path.write_text('[hosts.node1]\nrack = "a"\n')
     plan = CoordinatorOptions(topology=path, measure_links=True).plan(["train.py"], folder=str(tmp_path))
-    assert terms_of(plan)["topology"] == {"hosts": {"node1": {"rack": "a", "link_mbit": 0.0}}}
+    assert terms_of(plan)["topology"] == {"hosts": {"node1": {"rack": "a", "link_mbit": 0.0}}, "racks": {}}
     assert terms_of(plan)["measure_links"] is True

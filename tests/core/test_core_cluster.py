@@ -44,6 +44,7 @@ from rallypoint.core.cluster.events import (
     Left,
     Progress,
     Proposed,
+    Reached,
     Released,
     Resized,
     SnapshotLost,
@@ -121,8 +122,16 @@ class _Job:
         for name in names:
             effects += self.join(name)
             if name.startswith("w"):
-                effects += self.play(Proposed(name, self.record))
+                effects += self.play(Proposed(name, self.record)) + self.reached(name)
         return effects
+
+    def reached(self, worker: str) -> list[Effect]:
+        """If the view asks the worker for the version that it holds, it says that as soon as it can be."""
+        view = self.machine.view
+        if view is None or (view.handover is None and worker not in view.warming):
+            return []
+        version = self.machine.course.known if view.handover is None else view.handover
+        return self.play(Reached(worker, version, view.generation))
 
     def all_caught_up(self) -> list[Effect]:
         """Every backup has been filled."""
@@ -133,7 +142,10 @@ class _Job:
 
     def caught_up(self, shard: int, paired: ViewNumber | None = None, by: str = "") -> list[Effect]:
         """The shard's primary (or somebody else) says so of the backup that it met in that view (the right one)."""
-        return self.play(CaughtUp(by or self.view.primary[shard], {shard: paired or self.view.paired[shard]}))
+        effects = self.play(CaughtUp(by or self.view.primary[shard], {shard: paired or self.view.paired[shard]}))
+        for worker in self.view.assigned(0) if self.view.handover is not None else ():
+            effects += self.reached(worker)
+        return effects
 
     def tick(self, seconds: float, *, alive: Sequence[str] | None = None) -> list[Effect]:
         """Time goes by; those who are alive (all by default) give a sign of life."""

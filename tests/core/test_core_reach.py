@@ -176,6 +176,7 @@ def test_who_was_set_apart_stands_by_when_it_comes_back_and_computes_when_nobody
     assert not job.view.takes_part("w0", 1)
     effects = beats.play(SOUND * HB + 0.5, {}, waiting=False)
     assert Say("w0 takes part again") in effects
+    job.reached("w0")  # it has fetched a version
     assert job.view.takes_part("w0", 3)
 
 
@@ -254,6 +255,7 @@ def test_a_worker_whose_thread_hangs_while_all_others_wait_is_given_up_after_a_m
     beats.play(SOUND * HB + 1.0, {}, waiting=False, hung=["w0"])
     assert not job.view.takes_part("w0", 3), "it hangs still"
     beats.play(SOUND * HB + 1.0, {}, waiting=False)
+    job.reached("w0")
     assert job.view.takes_part("w0", 3)
 
 

@@ -4,7 +4,10 @@
     rack = "a"
     link_mbit = 10000
 
-In JSON: ``{"hosts": {"node1": {"rack": "a", "link_mbit": 10000}}}``.
+    [racks.a]                     # only for racks whose uplink is narrow
+    uplink_mbit = 20000
+
+In JSON: ``{"hosts": {"node1": {"rack": "a", "link_mbit": 10000}}, "racks": {"a": {"uplink_mbit": 20000}}}``.
 """
 
 from __future__ import annotations
@@ -29,6 +32,6 @@ def read_topology(path: Path) -> Topology:
         return msgspec.convert(data, Topology)
     except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:  # (or a ValidationError)
         raise ConfigError(
-            f"the topology {path}: {error}. Write [hosts.NAME] with rack = \"a\" and link_mbit = 10000 (or the same in "
-            "JSON, in a file that ends with .json)"
+            f"the topology {path}: {error}. Write [hosts.NAME] with rack = \"a\" and link_mbit = 10000, and [racks.a] "
+            "with uplink_mbit = 20000 (or the same in JSON, in a file that ends with .json)"
         ) from None

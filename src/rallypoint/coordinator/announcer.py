@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from rallypoint.codec.spec import Raw
 from rallypoint.config import JobConfig, parse
 from rallypoint.config.models import shown
 from rallypoint.coordinator.acts import Act, Log, Record, Send
@@ -183,8 +184,15 @@ class Announcer:
             loss="never" if Feature.KEYED in config.features else "said" if config.order == "own" else "always",
         )  # fmt: skip
         members = (*view.workers, *view.servers, *view.aggregators)
-        nowhere = [] if taking_over else self._machine.terms.topology.nowhere(members)
-        return [*self.announce(self.planned, now), *(act for text in nowhere for act in self.announce(Say(text), now))]
+        said = [] if taking_over else [*self._machine.terms.topology.nowhere(members), *self._placed(view)]
+        return [*self.announce(self.planned, now), *(act for text in said for act in self.announce(Say(text), now))]
+
+    def _placed(self, view: View) -> list[str]:
+        """What uplinks do to where shards are placed."""
+        course = self._machine.course
+        here = course.views.situation(course.members, view.assignments)
+        raw = isinstance(self.config.codec, Raw)  # an aggregator sends on what it has added up as fp32
+        return course.views.uplinks.said(here, aggregates=course.strategies.aggregates and raw)
 
     def members(self, view: View, now: float) -> list[Act]:
         """Announce the members, if they have changed since the last call."""

@@ -41,6 +41,7 @@ from rallypoint.net.ordering.messages import AnyOrder, RateAwaited
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.net.sharing.messages import Offers
+from rallypoint.net.views.messages import Reached
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
 _AGE_S = 1e9  # no wait is longer
@@ -48,7 +49,7 @@ _AGE_S = 1e9  # no wait is longer
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (
         *(Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Say, Stop, Done, GiveUp),
-        *(Metrics, Evaluates, Evaluated, NotKept, Contributed, Sampled, Offers, ScriptAt),
+        *(Metrics, Evaluates, Evaluated, NotKept, Contributed, Sampled, Offers, ScriptAt, Reached),
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),

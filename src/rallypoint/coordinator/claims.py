@@ -35,6 +35,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.ordering.messages import RateAwaited
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
+from rallypoint.net.views.messages import Reached
 
 
 @dataclass(slots=True)
@@ -163,6 +164,8 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.AuditFound(sender, *named, message.agreed, message.others, message.generation)
         case StateChanged(shard=shard, version=version, generation=generation):
             return cluster_events.StateChanged(sender, shard, version, generation)
+        case Reached(version=version, generation=generation):
+            return cluster_events.Reached(sender, version, generation)
         case Leaving():
             return cluster_events.Leaving(sender)
         case Stored(snapshot=snapshot, shards=shards):

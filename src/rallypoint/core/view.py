@@ -134,6 +134,9 @@ class View(msgspec.Struct, frozen=True):
             told of it counts: `core.topology.weights`.
         disputes: audited contributions on which workers do not agree (`audit=`).
         tuned: setting -> its value in place of the job's, where it is tuned (`tune="auto"`): see `core.tuning.knob`.
+        handover: shards move to other servers before this step: no replica of it or of a later one is computed before
+            another view; None: none move. A worker that holds this version says so (`core.worker.ending`).
+        warming: workers that are to compute, and do not yet: they fetch versions, and say when they hold one.
     """
 
     number: ViewNumber
@@ -162,6 +165,8 @@ class View(msgspec.Struct, frozen=True):
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = {}
     tuned: dict[str, Tried] = {}
+    handover: int | None = None
+    warming: tuple[str, ...] = ()
 
     def last(self, rounds: int) -> int:
         """The job's last version, where it would have so many rounds."""

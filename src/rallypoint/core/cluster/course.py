@@ -12,6 +12,7 @@ from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
 from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
 from rallypoint.core.cluster.events import RateAwaited
 from rallypoint.core.cluster.membership import Membership
+from rallypoint.core.cluster.placing.handover import Handover
 from rallypoint.core.cluster.placing.links import Links
 from rallypoint.core.cluster.placing.tuning import Tuning
 from rallypoint.core.cluster.recovery import Recovery
@@ -48,6 +49,7 @@ class Course:
         evaluations: the script's evaluations, and their results.
         awaiting_rate: what servers have said of an order that changes the learning rate (`ordering.rate`), by server.
         links: what members say of the links of servers.
+        handover: what workers say of the versions that they hold, while shards move or workers warm up.
         tuning: how long steps take, and what is tried to make them shorter.
         ordered_period: how often an operator wants snapshots; None: as the terms say.
         tuned_period: how often snapshots are taken where nobody has said it.
@@ -76,6 +78,7 @@ class Course:
     ordered_period: SnapshotPeriod | None = None
     tuned_period: TunedPeriod = field(default_factory=TunedPeriod)
     links: Links = field(default_factory=Links)
+    handover: Handover = field(default_factory=Handover)
     tuning: Tuning = field(default_factory=Tuning)
     suspects: Suspects = field(default_factory=Suspects)
     pins: dict[int, str] = field(default_factory=dict)
@@ -91,7 +94,7 @@ class Course:
             self.terms = msgspec.structs.replace(self.terms, snapshots=False)
         self.record, self.strategies = record, Strategies() if record is None else strategies_for(record, self.terms)
         self.views.replication = self.recovery.replication(self.terms.replication)
-        self.views.aggregates = self.strategies.aggregates
+        self.views.aggregates, self.views.uplinks.told = self.strategies.aggregates, self.terms.topology.uplinks
         if self.view is not None:  # of an earlier coordinator
             self.pins = pins_after(self.pins, self.view)
 

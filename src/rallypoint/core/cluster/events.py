@@ -340,11 +340,20 @@ class Found:
     scales: tuple[Scale, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A worker says that it holds `version`, because a view has asked for that: see `placing.handover`."""
+
+    worker: str
+    version: int
+    generation: ViewNumber
+
+
 Event = (
     Joined | Proposed | Progress | Applied | CaughtUp | Disproved | StateChanged | Leaving | Done | Left | Unlinked
     | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
     | Outrun | Released | Paused | Rescaled | RateAwaited | SnapshotsEvery | Stopped | Evaluates | Evaluated | NotKept
-    | AuditFound
+    | AuditFound | Reached
 )  # fmt: skip
 
 OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time

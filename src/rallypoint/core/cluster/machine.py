@@ -206,8 +206,8 @@ class ClusterMachine:
                 return self._proposal(event)
             case events.Disproved() | events.StateChanged() | events.AuditFound():
                 return self._auditing.handle(event, self._left)
-            case events.CaughtUp():
-                return self._succession.caught_up(event.server, event.backups)
+            case events.CaughtUp() | events.Reached():
+                return self._succession.noted(event)
             case events.Leaving(member=member):
                 course.members.leaving |= {member} & (course.members.workers.keys() | course.members.servers.keys())
                 return [*self._succession.advance(), *self._succession.dismiss()]
@@ -315,7 +315,7 @@ class ClusterMachine:
             return []
         was_worker, polite = member in members.workers, member in members.leaving
         members.remove(member)
-        for known in (self._assigner, self._reach, course.links.speeds):
+        for known in (self._assigner, self._reach, course.links.speeds, course.handover):
             known.forget(member)
         course.evaluations.able.discard(member)
         had_state = course.recovery.gone(member)

@@ -31,6 +31,8 @@ class Strategies:
         by_speed: replicas may move to a faster worker. False where a replica leaves state on its worker.
         backup_tasks: an idle worker is asked for a straggler's replica.
         aggregates: workers may use aggregators.
+        hands_over: shards move between two steps. Else each of them at once, and steps may be computed again.
+        warms: a worker that joins fetches a version before it gets replicas.
         pinned: each replica stays with its worker, also while that is away: see `core.assignment.pinned`.
         workers_have_codec_states: a snapshot needs the workers' codec states.
         in_rounds: servers report each round, once.
@@ -45,6 +47,8 @@ class Strategies:
     by_speed: bool = True
     backup_tasks: bool = False
     aggregates: bool = True
+    hands_over: bool = False
+    warms: bool = False
     pinned: bool = False
     workers_have_codec_states: bool = False
     in_rounds: bool = True
@@ -58,14 +62,18 @@ class Strategies:
 def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
     """The strategies of a job with this record."""
     snapshot_version, snapshot_lead = _SNAPSHOTS[record.mode.pace]
+    pinned, in_rounds = Feature.OWN_LOOP in record.features, record.mode.pace is Pace.ROUNDS
+    steps = in_rounds and not {Feature.SUMS, Feature.KEYED} & set(record.features)
     return Strategies(
         recovery=_RECOVERY[record.mode.holder](),
         by_speed=record.supports(Feature.BY_SPEED),
         backup_tasks=terms.backup_tasks and record.supports(Feature.BACKUP_TASKS),
-        pinned=Feature.OWN_LOOP in record.features,
+        hands_over=steps and not pinned,
+        warms=steps and not pinned and record.mode.holder is Holder.SERVERS,
+        pinned=pinned,
         aggregates=not terms.backup_tasks and record.supports(Feature.AGGREGATORS),
         workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is Holder.SERVERS,
-        in_rounds=record.mode.pace is Pace.ROUNDS,
+        in_rounds=in_rounds,
         anybody_begins=Feature.KEYED in record.features,
         leases=terms.leases and record.leases,
         rules=record.rules,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -14,13 +13,14 @@ from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
 from rallypoint.core.cluster.evaluating.leases import lease_noted, rolled_back, wanted_lease, wanted_limit
 from rallypoint.core.cluster.ordering.rate import settled
+from rallypoint.core.cluster.placing.between import moves_before, ready
 from rallypoint.core.cluster.placing.links import said_of
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.view_change import says_nothing_new
 from rallypoint.core.deciding.scales import merged
-from rallypoint.core.view import Assignment, View, ViewNumber
+from rallypoint.core.view import Assignment, View
 
 
 @dataclass(slots=True)
@@ -52,7 +52,10 @@ class Succession:
             return self.recover(ending=ending)
         course.views.lease = wanted_lease(course)
         course.views.limit = wanted_limit(course, course.views.lease)
-        view = course.views.following(course.record.layout.shards, course.members, assignments, ending=ending)
+        view = course.views.following(
+            course.record.layout.shards, course.members, assignments, ending=ending, moves_before=moves_before(course),
+            warming=ready(course)[1],
+        )
         if view is None:  # shards are lost
             return self.recover()
         if says_nothing_new(view, before, course.furthest):
@@ -75,14 +78,18 @@ class Succession:
         wanted = (lease, wanted_limit(course, lease), course.views.reductions)
         return self.advance() if wanted != (view.lease, view.limit, view.reductions) else []
 
-    def caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> list[Effect]:
-        """A primary says that the backups of these shards have caught up. See `ViewSequence.backups_caught_up`."""
+    def noted(self, event: events.CaughtUp | events.Reached) -> list[Effect]:
+        """A primary says that the backups of some shards have caught up (see `ViewSequence.backups_caught_up`), or a
+        worker that it holds a version."""
         course = self.course
         if course.view is None or course.phase is not Phase.RUNNING:
             return []
-        if not course.views.backups_caught_up(server, backups):
-            return []
-        course.changed()
+        if isinstance(event, events.CaughtUp):
+            if not course.views.backups_caught_up(event.server, event.backups):
+                return []
+            course.changed()
+        elif event.worker in course.members.present and course.is_current(event.generation):
+            course.handover.says(event.worker, event.version, course.view)
         return self.advance()
 
     def rescaled(self) -> list[Effect]:
@@ -95,11 +102,14 @@ class Succession:
     def improve(self) -> list[Effect]:
         """Assign replicas by the workers' speeds, or as before if that made steps no shorter; help stragglers; place
         shards by the speeds of servers' links; tune what changes no bytes."""
-        return [*self._reassign_if_uneven(), *self._assist_straggler(), *self._place_if_uneven(), *self._tune()]
+        return [
+            *self._reassign_if_uneven(), *self._assist_straggler(), *self._place_if_uneven(), *self._place_by_uplinks(),
+            *self._tune(), *self._hand_over(),
+        ]  # fmt: skip
 
     def _assignments(self, before: View | None) -> tuple[Assignment, ...]:
         course = self.course
-        active = course.active()
+        active = course.active() if before is None else ready(course)[0]
         if not active or course.record is None or course.storing_first_weights:
             return ()
         if course.strategies.pinned:
@@ -117,7 +127,7 @@ class Succession:
         if len(course.view.assignments) > 1 and course.view.assignments[-1].start > course.furthest:
             return []  # the last new assignment has not started yet
         assigned = course.view.assigned(course.furthest + 1)
-        better = self.assigner.better(assigned, course.active(), course.replicas, course.furthest, course.now)
+        better = self.assigner.better(assigned, ready(course)[0], course.replicas, course.furthest, course.now)
         if better is None:
             return []
         why, assignments = better
@@ -128,7 +138,7 @@ class Succession:
         if not course.strategies.backup_tasks or course.view is None:
             return []
         assigned = course.view.assigned(course.furthest)
-        found = self.assigner.straggler(assigned, course.furthest, course.active(), course.now)
+        found = self.assigner.straggler(assigned, course.furthest, ready(course)[0], course.now)
         if found is None:
             return []
         worker, _, replica = found
@@ -143,11 +153,25 @@ class Succession:
         if course.storing_first_weights or course.view.ending or not members.awaited.isdisjoint(members.servers):
             return []
         shards = course.record.layout.shards
-        speeds = course.links.look(course.view, course.views.caught_up, shards, members.staying, course.now)
+        factors = course.views.uplinks.factors(course.views.situation(members, course.view.assignments))
+        speeds = course.links.look(course.view, course.views.caught_up, shards, members.staying, course.now, factors)
         if speeds is None:
             return []
         course.views.speeds = speeds
         return [Say(said_of(speeds)), *self.advance()]
+
+    def _place_by_uplinks(self) -> list[Effect]:
+        course, members, views = self.course, self.course.members, self.course.views
+        if not views.uplinks.told or course.view is None or not members.awaited.isdisjoint(members.servers):
+            return []
+        if course.storing_first_weights or course.view.ending or course.view.backup.keys() - views.caught_up:
+            return []
+        why = views.uplinks.look(views.situation(members, course.view.assignments), course.now)
+        return [Say(why), *self.advance()] if why else []
+
+    def _hand_over(self) -> list[Effect]:
+        waits = self.course.view is not None and self.course.view.handover is not None
+        return self.advance() if waits and moves_before(self.course) is None else []
 
     def _tune(self) -> list[Effect]:
         course = self.course
@@ -222,6 +246,7 @@ class Succession:
         course = self.course
         assert course.record is not None
         course.applied, course.witnesses = -1, set()
+        course.handover.restart()
         rolled_back(course)
         course.members.left = dict.fromkeys(course.members.left, -1)
         course.recovery.begins(stored=origin != "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -28,26 +28,34 @@ _ROUNDED = 1 - 1e-9  # a bound that rounding cannot lift above what it bounds
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """How shards are placed. A coordinator keeps the last answers of `homes` and `backups` (`remembered`).
+    """How shards are placed.
 
-    hold: one of the servers may be dead. Nothing moves, because a backup that moves could be the last copy; only shards
-        without a backup get one.
+    Attributes:
+        homes, backups: a coordinator keeps their last answers (`remembered`).
+        staying: the servers on which shards may be; None: all.
+        racks: see `weights_of`.
+        hold: one of the servers may be dead. Nothing moves, because a backup that moves could be the last copy; only
+            shards without a backup get one.
+        stay: no shard changes its primary now, also if its new home has caught up.
     """
 
     homes: Callable[..., dict[int, str]] = place
     backups: Callable[..., dict[int, str]] = place_backups
+    staying: Mapping[str, Member] | None = None
+    racks: Mapping[str, float] = field(default_factory=dict)
     hold: bool = False
+    stay: bool = False
 
 
 def first_homes(
     shards: Sequence[Shard], servers: Mapping[str, Member], replication: int,
-    speeds: Mapping[str, float] | None = None,
+    speeds: Mapping[str, float] | None = None, racks: Mapping[str, float] | None = None,
 ) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
     """Primary and backup of every shard at the start of a generation, when no server holds anything.
 
-    `speeds`: see `View`. Raises ValueError when there is no server.
+    `speeds`: see `View`; `racks`: see `weights_of`. Raises ValueError when there is no server.
     """
-    weights = weights_of(servers, speeds or {})
+    weights = weights_of(servers, speeds or {}, racks)
     primary = place(shards, sorted(servers), weights=weights)
     return primary, _backups(Placing(), shards, servers, primary, {}, weights) if replication > 1 else {}
 
@@ -72,34 +80,33 @@ def surviving_primaries(
 
 def rebalanced(
     view: View, primary: Mapping[int, str], shards: Sequence[Shard], servers: Mapping[str, Member],
-    caught_up: AbstractSet[int], replication: int, staying: Mapping[str, Member] | None = None,
-    placing: Placing = Placing(),
+    caught_up: AbstractSet[int], replication: int, how: Placing = Placing(),
 ) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
-    """Primary and backup of every shard for an even load on the servers `staying` (by default all `servers`).
+    """Primary and backup of every shard for an even load on the servers that stay, by default all `servers`.
 
     `primary` are the surviving homes. A shard moves in two views: its new home is its backup first, and becomes its
-    primary when the backups of all moving shards have caught up. Links that are not alike, by what is told of `staying`
-    and by `view.speeds`, get loads in proportion.
+    primary when the backups of all moving shards have caught up. Links that are not alike, by what is told of
+    servers and by `view.speeds`, get loads in proportion.
     """
     alive = _alive(view, servers)
     homes = dict(primary)
-    staying = servers if staying is None else staying
-    weights = weights_of(staying, view.speeds)
-    if placing.hold:
+    staying = servers if how.staying is None else how.staying
+    weights = weights_of(staying, view.speeds, how.racks)
+    if how.hold:
         held = {s: b for s, b in view.backup.items() if b in alive and b != homes[s]}
-        new = _backups(placing, shards, staying, homes, held, weights) if replication >= 2 else {}
+        new = _backups(how, shards, staying, homes, held, weights) if replication >= 2 else {}
         return homes, new | held
     kept = {s: b for s, b in view.backup.items() if b in alive and b in staying and b != homes[s]}
-    wanted = placing.homes(shards, list(staying), homes, weights)
+    wanted = how.homes(shards, list(staying), homes, weights)
     moving = {s for s, home in wanted.items() if home != homes[s]}
-    if moving and all(kept.get(s) == wanted[s] and s in caught_up for s in moving):
+    if moving and not how.stay and all(kept.get(s) == wanted[s] and s in caught_up for s in moving):
         homes = {s: wanted[s] if s in moving else home for s, home in homes.items()}
         kept = {s: b for s, b in kept.items() if s not in moving}
         moving = set()
     kept |= {s: wanted[s] for s in moving}
     if replication < 2:
         return homes, {s: b for s, b in kept.items() if s in moving}
-    backups = _backups(placing, shards, staying, homes, kept, weights)
+    backups = _backups(how, shards, staying, homes, kept, weights)
     return homes, backups | {s: wanted[s] for s in moving}  # a moving shard needs its new home also if one server stays
 
 

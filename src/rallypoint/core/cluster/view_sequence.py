@@ -10,6 +10,7 @@ import msgspec
 
 from rallypoint.core.assignment.nearby import nearest_aggregators
 from rallypoint.core.cluster.membership import Membership
+from rallypoint.core.cluster.placing.uplinks import Situation, Uplinks
 from rallypoint.core.cluster.remembered import remembered
 from rallypoint.core.cluster.view_change import (
     Placing,
@@ -48,6 +49,7 @@ class ViewSequence:
         paused, rescale, scales: see `View`. The first view of a generation has no `rescale`: see `ordering.rate`.
         disputes: those that the next view of this generation has.
         speeds, tuned: see `View`.
+        uplinks: by how much less the links of servers behind narrow uplinks count.
     """
 
     epoch: int
@@ -66,6 +68,7 @@ class ViewSequence:
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = field(default_factory=dict)
     tuned: dict[str, Tried] = field(default_factory=dict)
+    uplinks: Uplinks = field(default_factory=Uplinks)
     _last: ViewNumber = field(default_factory=ViewNumber)
     _placing: Placing = field(default_factory=lambda: Placing(remembered(place), remembered(place_backups)))
     _nearest: Aggregation = field(default_factory=lambda: remembered(nearest_aggregators))
@@ -100,7 +103,8 @@ class ViewSequence:
         Raises ValueError when there is no server.
         """
         number = self._next_number()
-        primary, backup = first_homes(shards, members.staying, self.replication, self._speeds(members))
+        racks = self.uplinks.factors(self.situation(members, assignments), anew=True)
+        primary, backup = first_homes(shards, members.staying, self.replication, self._speeds(members), racks)
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader, stop=self.stop,
@@ -111,25 +115,33 @@ class ViewSequence:
         return self._completed(view, None)
 
     def following(
-        self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, ending: bool
-    ) -> View | None:
-        """Make the view that follows the one in force, from the members that are here; None if a shard is lost."""
+        self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, ending: bool,
+        moves_before: int | None = None, warming: Sequence[str] = (),
+    ) -> View | None:  # fmt: skip
+        """Make the view that follows the one in force, from the members that are here; None if a shard is lost.
+
+        `moves_before`: shards that could change their primary stay, and move before this step (`View.handover`).
+        """
         assert self.view is not None
         before, servers = msgspec.structs.replace(self.view, speeds=self._speeds(members)), members.servers
         surviving = surviving_primaries(before, servers, self.caught_up)
         if surviving is None:
             return None
         away = not members.awaited.isdisjoint(servers)
-        primary, backup = rebalanced(
-            before, surviving, shards, servers, self.caught_up, self.replication, members.staying,
-            replace(self._placing, hold=away),
-        )  # fmt: skip
+        racks = self.uplinks.factors(self.situation(members, assignments))
+        how = replace(self._placing, staying=members.staying, racks=racks, hold=away)
+        known = before, surviving, shards, servers, self.caught_up, self.replication
+        primary, backup = rebalanced(*known, how)
+        stays = primary != surviving and moves_before is not None
+        if stays:
+            primary, backup = rebalanced(*known, replace(how, stay=True))
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
             stop=self.stop, lease=self.lease, limit=self.limit, reductions=self.reductions,
             disputes=self.disputes, paused=self.paused, rescale=self.rescale, scales=self.scales,
-            tuned=dict(self.tuned), **self._aggregation(members, assignments),
+            tuned=dict(self.tuned), handover=moves_before if stays else None, warming=tuple(warming),
+            **self._aggregation(members, assignments),
         )  # fmt: skip
         return self._completed(view, before)
 
@@ -183,6 +195,14 @@ class ViewSequence:
         } - self.caught_up
         self.caught_up |= new
         return bool(new)
+
+    def situation(self, members: Membership, assignments: Sequence[Assignment]) -> Situation:
+        """What matters for uplinks, of the members that are here."""
+        here = self._aggregation(members, tuple(assignments))["aggregator_of"] if self.uplinks.told else {}
+        return Situation(
+            members.staying, self._speeds(members), _workers(members), assignments, members.aggregators, here,
+            self.replication,
+        )  # fmt: skip
 
     def _aggregation(self, members: Membership, assignments: tuple[Assignment, ...]) -> dict[str, Any]:
         """The aggregators, and which workers use them."""

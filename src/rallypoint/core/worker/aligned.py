@@ -162,6 +162,13 @@ class WorkerMachine(SlotMachine):
         """True if `replica` contributes to `shard` at the step in progress."""
         return SlotMachine.contributes(self, shard, replica) and self.cadence.due(shard, self.step)
 
+    def is_between(self, before: View, view: View) -> bool:
+        """True if shards move between two steps (`View.handover`), and nothing of those that do is on its way here."""
+        if before.handover is None or self.step < before.handover or self.computing:
+            return False
+        busy, asked, sent = (Slot.QUEUED, Slot.LANDING), self._versions.asked, self.presum.sent
+        return not any(self._slots[s] in busy or asked[s] >= 0 or s in sent for s in view.moved(before))
+
     def _begin_replica(self, replica: int) -> None:
         SlotMachine._begin_replica(self, replica)
         self._wanted = frozenset(shard for shard in range(self.shards) if self._needs(shard, replica))
@@ -263,11 +270,12 @@ class WorkerMachine(SlotMachine):
         if before is None or before.generation != view.generation:
             self._rewind(view)
         else:
-            self._forget(self._moved(before, view, stayed))
+            landing = {s for s in range(self.shards) if self._slots[s] is Slot.LANDING and self._home_in(before, s)}
+            self._forget(shard for shard in self._moved(before, view, stayed) if shard not in landing)
         if self.computing and self.reads >= self.steps:
             self.rewound = True  # the job ends before that step
         self._duties.plan(view, self.step, self.presum)
-        following = view.ending or view.takes_part(self.me, self.step)
+        following = view.ending or self.me in view.warming or view.takes_part(self.me, self.step)
         begins, ends = following and not self.following, self.following and not following
         self.following = following
         if begins:
@@ -292,6 +300,10 @@ class WorkerMachine(SlotMachine):
             self._versions.asked[shard] = -1
             if self._slots[shard] in (Slot.QUEUED, Slot.LANDING):
                 self._slots[shard] = Slot.FREE
+
+    def _home_in(self, view: View, shard: int) -> bool:
+        """True if the link to the primary that the shard had in `view` is up: it may be bringing a version."""
+        return view.primary.get(shard) in self._links
 
     def _changes(self, shard: int, target: int) -> bool:
         """True if version `target` has other values in this shard than the model."""

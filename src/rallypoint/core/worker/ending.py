@@ -11,11 +11,13 @@ from typing import Protocol
 from rallypoint.core.view import View, ViewNumber
 
 End = tuple[ViewNumber, int]
+Reached = tuple[ViewNumber, int]
 
 
 class Installing(Protocol):
     """What it asks of the worker's machine."""
 
+    me: str
     step: int
     steps: int
     view: View | None
@@ -47,3 +49,34 @@ class Ending:
         """Return `reached`; the main thread knows of it from now on."""
         self._taken = self.reached or self._taken
         return self.reached
+
+
+class Reaching:
+    """Which version the model holds, where a view asks for it (`View.handover`, `View.warming`).
+
+    It is said once; of a worker that warms up, of each version: what it held when it came may be old.
+
+    A worker that has a version has all of its shards, so each of them has had every contribution to the steps before
+    it. Who says too much makes work be done again, and nothing else.
+    """
+
+    def __init__(self, machine: Installing) -> None:
+        self._machine = machine
+        self._said: tuple[ViewNumber, int | None, int | None] | None = None
+
+    def take(self) -> Reached | None:
+        """What to say now to the coordinator; None: nothing, or it was said already."""
+        view, step = self._machine.view, self._machine.step
+        if view is None or step < 0:
+            return None
+        held = view.handover if view.handover is not None and step >= view.handover else None
+        warms = self._machine.me in view.warming
+        about = (view.generation, held, step if warms else None)
+        if about == self._said or (held is None and not warms):
+            return None
+        self._said = about
+        return view.generation, step
+
+    def again(self) -> None:
+        """Say it once more: it may have been lost."""
+        self._said = None

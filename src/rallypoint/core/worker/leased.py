@@ -30,10 +30,10 @@ class LeasedVersion:
         return None if waits else Evaluate(lease.version)
 
     def holds_back(self, view: View | None, action: Action | Store | Ended | None) -> bool:
-        """True if this replica may not be computed yet: see `View.limit` and `View.paused`."""
+        """True if this replica may not be computed yet: see `View.limit`, `View.paused` and `View.handover`."""
         if not isinstance(action, Compute) or view is None:
             return False
-        if view.paused is not None and action.step >= view.paused:
+        if any(before is not None and action.step >= before for before in (view.paused, view.handover)):
             return True
         return self.decides if view.limit is None else action.step >= view.limit
 
@@ -41,6 +41,8 @@ class LeasedVersion:
         """A phrase for what a worker waits for which is held back."""
         if view.paused is not None:
             return f"the operator, who has paused the job before step {view.paused}"
+        if view.handover is not None:
+            return f"shards to move to other servers before step {view.handover}"
         if view.limit is None:
             return "the coordinator to say which evaluations the job decides from"
         if view.lease is None or view.limit <= view.lease.version:  # what is decided counts from a later one on

@@ -41,16 +41,16 @@ class LinkTable:
         """The servers to which there are links, up or not."""
         return list(self._links)
 
-    def to_end(self, before: View | None, view: View) -> list[str]:
+    def to_end(self, before: View | None, view: View, *, between: bool = False) -> list[str]:
         """The servers whose links have to end before `view` counts; `before` is the view in force.
 
         These are servers that were replaced, and servers that lost a shard (they may still be sending it while its new
-        primary sends it too), also if they have it again. In a new generation it is all of them: what they are sending
-        is stale.
+        primary sends it too), also if they have it again. `between`: shards move between two steps, and nothing is on
+        its way; then these links stay. In a new generation it is all of them: what they are sending is stale.
         """
         if before is not None and before.generation != view.generation:
             return self.servers
-        losing = set() if before is None else {before.primary[shard] for shard in view.moved(before)}
+        losing = set() if before is None or between else {before.primary[shard] for shard in view.moved(before)}
         wanted = self._wanted(view)
         return [id for id, member in self._links.items() if id in losing or member not in wanted]
 

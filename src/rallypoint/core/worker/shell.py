@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.custody import NoCodecStates
-from rallypoint.core.worker.ending import Ending
+from rallypoint.core.worker.ending import Ending, Reaching
 from rallypoint.core.worker.handover import Paths
 from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.links import LinkTable, Route
@@ -64,6 +64,7 @@ class WorkerShell:
         leaving: this worker was told to leave.
         ending: whether the model holds the job's last version.
         leased: the version that this worker is to evaluate.
+        reaching: what it is to say of the version that it holds. Ask it after `adopt` and `installed`.
     """
 
     def __init__(self, machine: Machine, states: NoCodecStates, snapshots: Snapshots) -> None:
@@ -71,7 +72,7 @@ class WorkerShell:
         self.links, self.route = LinkTable(machine.me), Route(machine.me)
         self._view: View | None = None  # as it was published; the machine gets it as `route` has it
         self.holds = -1
-        self.ending, self.leased = Ending(machine), LeasedVersion(machine)
+        self.ending, self.leased, self.reaching = Ending(machine), LeasedVersion(machine), Reaching(machine)
         self.finished = self.leaving = False
         self._about: int | None = None  # the replica that is being computed, or will be at once
 
@@ -95,7 +96,8 @@ class WorkerShell:
             return None
         if before is not None and _came_back(self.machine.me, before, view):
             return self.links.servers  # what this worker sent when it was given up may have been dropped
-        return self.links.to_end(before, view)
+        between = before is not None and self.machine.is_between(before, view)
+        return self.links.to_end(before, view, between=between)
 
     def adopt(self, view: View, ended: Iterable[str]) -> list[Effect]:
         """Put `view` in force, after the links to the servers `ended` have ended. Returns the effects to run."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from rallypoint.core.typed import Name
-from rallypoint.core.view import View
+from rallypoint.core.typed import Index, Name
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.views.difference import ViewDifference
 from rallypoint.net.greetings import AnyMessage, Hidden, Secret
 
@@ -29,6 +29,13 @@ class ViewChange(AnyMessage, frozen=True):
     change: ViewDifference
     tickets: dict[Name, Hidden] = msgspec.field(default_factory=dict)
     proof: Secret = b""
+
+
+class Reached(AnyMessage, frozen=True):
+    """From a worker: it holds `version` of this generation. A view has asked for that: `core.worker.ending`."""
+
+    version: Index
+    generation: ViewNumber
 
 
 OfViews = NewView | ViewChange

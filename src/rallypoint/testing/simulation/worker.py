@@ -10,6 +10,7 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.ending import End
 from rallypoint.net.messages import Beat
+from rallypoint.net.views.messages import Reached
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import Membership
@@ -93,6 +94,7 @@ class SimulatedWorker:
         if self.done and self._claim is not None:
             self.membership.send(("done", *self._claim))
         self._script.say(again=True)
+        _say_reached(self, again=True)
         if self.leaving:
             self.membership.send(("leaving",))
 
@@ -105,6 +107,7 @@ class SimulatedWorker:
         match message:
             case ("view", View() as view):
                 self._exchange.adopt(view)
+                _say_reached(self)
                 self._script.say()
                 if self.shell.ending.due or self._script.said:
                     self._poke()
@@ -250,6 +253,7 @@ class SimulatedWorker:
             for shard, content in enumerate(self.model):  # also after a roll-back: it may have to upload it
                 self.job.check_version(shard, version, content)
         self._exchange.apply(self.shell.installed())
+        _say_reached(self)
         for shard, content in self.job.dense(self.model) if self.machine.step >= 0 else ():
             own = self.job.cadence.updates_before(shard, self.machine.step)
             self.job.check_version(shard, own, content)
@@ -296,6 +300,8 @@ class SimulatedWorker:
         self._todo = deque(shard for shard in own if self.job.cadence.due(shard, step))
         paused = self.shell.view.paused
         assert paused is None or self.machine.step < paused, f"it begins step {self.machine.step} of a paused job"
+        moves = self.shell.view.handover
+        assert moves is None or self.machine.step < moves, f"it begins step {self.machine.step} before shards move"
         if looked_up := self.job.looked_up(step, replica):
             self._exchange.rows.begin(replica, looked_up)
         self._forward.begin(self.model)
@@ -362,3 +368,10 @@ def _beat_of(worker: SimulatedWorker) -> Beat:
     acts = worker._replica >= 0 or worker._busy or worker._acting or worker.shell.next_action() is not None
     waited = 0.0 if acts and not worker._blocked else worker.node.world.now - worker._thread.worked_at
     return Beat(missed, waited, worker._thread.activity)
+
+
+def _say_reached(worker: SimulatedWorker, *, again: bool = False) -> None:
+    if again:
+        worker.shell.reaching.again()
+    if (said := worker.shell.reaching.take()) is not None:
+        worker.membership.send(Reached(said[1], said[0]))

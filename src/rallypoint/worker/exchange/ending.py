@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.ending import End
@@ -74,3 +76,23 @@ class JobEnd:
                 lambda: self._shell.over or not self._has_to_compute() or self._shell.machine.step != step,
                 lambda: f"step {step}: others compute what is left of it, because the script has left its loop here",
             )
+
+
+class Reaching:
+    """Says which version this worker holds, when a view asks for it: `core.worker.ending.Reaching`.
+
+    `to` is called with the generation and the version, on any thread.
+    """
+
+    def __init__(self, locked: LockedShell) -> None:
+        self._locked = locked
+        self.to: Callable[[ViewNumber, int], None] = lambda generation, version: None
+
+    def say(self, *, again: bool = False) -> None:
+        """Say it if there is something to say; `again`: also if it was said already. Takes the lock."""
+        with self._locked.changed:
+            if again:
+                self._locked.shell.reaching.again()
+            said = self._locked.shell.reaching.take()
+        if said is not None:
+            self.to(*said)

@@ -31,7 +31,7 @@ from rallypoint.worker.exchange.arrivals import Arrivals
 from rallypoint.worker.exchange.codec_states import CodecStates
 from rallypoint.worker.exchange.effects import LinkEffects
 from rallypoint.worker.exchange.encoder import Encoder
-from rallypoint.worker.exchange.ending import JobEnd
+from rallypoint.worker.exchange.ending import JobEnd, Reaching
 from rallypoint.worker.exchange.forward import ForwardVersion
 from rallypoint.worker.exchange.initial import States, Words, push_initial
 from rallypoint.worker.exchange.links import Context, Links
@@ -67,6 +67,7 @@ class Exchange:
         arrivals: the receiver that the links call with what arrives.
         updates: the newest update in what was installed last: 0 if that is the first weights.
         viewed: is called with each view, on the thread of the coordinator's link.
+        reaching: says which version this worker holds, if a view asks for it.
         had_version: the model has held a version; also while a roll-back has made that stale.
     """
 
@@ -112,7 +113,7 @@ class Exchange:
         self.rows = RowPulls(locked, self._links)
         self.leased = LeasedPull(layout, locked, self.rows)
         self.words = WordPulls(locked, self._links, pinned=pinned)
-        self.end, self.own_loop = JobEnd(locked), OwnLoop(locked, self._links)
+        self.end, self.reaching, self.own_loop = JobEnd(locked), Reaching(locked), OwnLoop(locked, self._links)
         self.arrivals = Arrivals(
             layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer,
             (self.rows, self.words),
@@ -144,6 +145,7 @@ class Exchange:
             self._locked.effects.run(effects)
             self._links.open(new, self.arrivals, view)
             self.viewed(view)
+        self.reaching.say()
 
     def assist(self, step: int, replica: int) -> None:
         """Add one more replica for this worker, as the coordinator asks (a backup task)."""
@@ -310,6 +312,7 @@ class Exchange:
             self._locked.changed.notify_all()
         self._locked.effects.run(others)
         self._links.installed(version)
+        self.reaching.say()
         return generation
 
     def _where_missing(self) -> str:

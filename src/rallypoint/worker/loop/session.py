@@ -32,6 +32,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
+from rallypoint.net.views.messages import Reached
 from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
@@ -218,6 +219,7 @@ class Job(Member):
         self._propose(record)
         context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
         self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early)
+        self._exchange.reaching.to = lambda generation, version: self._link.send(Reached(version, generation))
         self._begin(self._exchange)
         return self._exchange
 
@@ -226,6 +228,11 @@ class Job(Member):
             self._record = record
         self._link.send(Propose(record, self._kernels))
         self._wait_for_view()
+
+    def _on_admitted(self, new: bool) -> None:
+        Member._on_admitted(self, new)
+        if self._exchange is not None:
+            self._exchange.reaching.say(again=True)
 
     def _begin(self, exchange: DataPlane) -> None:
         """Give the data plane what the coordinator has said so far, and from now on."""

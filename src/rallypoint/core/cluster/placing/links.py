@@ -40,17 +40,19 @@ class Links:
     _rested: float = 0.0  # no move before this time
 
     def look(
-        self, view: View, caught_up: set[int], shards: Sequence[Shard], servers: Mapping[str, Member], now: float
+        self, view: View, caught_up: set[int], shards: Sequence[Shard], servers: Mapping[str, Member], now: float,
+        racks: Mapping[str, float] | None = None,
     ) -> dict[str, float] | None:
         """Return the speeds by which shards are to be placed from now on; None: as before.
 
-        `servers` are those on which shards may be, `caught_up` the shards whose backups hold them.
+        `servers` are those on which shards may be, `caught_up` the shards whose backups hold them. `racks`: see
+        `weights_of`.
         """
         if view.primary != self._homes or view.backup.keys() - caught_up:
             self._homes, self._wished = view.primary, None
             self.speeds.clear()  # shards have moved, or do now: what was measured was of other traffic
             return None
-        wanted = None if now < self._rested else self._wanted(view, shards, servers)
+        wanted = None if now < self._rested else self._wanted(view, shards, servers, racks)
         if wanted is None:
             self._wished = None
             return None
@@ -62,7 +64,9 @@ class Links:
         self._wished = None
         return wanted
 
-    def _wanted(self, view: View, shards: Sequence[Shard], servers: Mapping[str, Member]) -> dict[str, float] | None:
+    def _wanted(
+        self, view: View, shards: Sequence[Shard], servers: Mapping[str, Member], racks: Mapping[str, float] | None
+    ) -> dict[str, float] | None:
         """The speeds by which a placement would be worth a move; None if there are none."""
         if len(servers) < 2 or self.speeds.busiest(servers) < _BUSY:
             return None
@@ -70,8 +74,9 @@ class Links:
         if not found:
             return None
         wanted = {**{server: speed for server, speed in view.speeds.items() if server in servers}, **found}
-        speeds = weights_of(servers, wanted) or dict.fromkeys(servers, 1.0)
-        placed = place(shards, sorted(servers), view.primary, weights_of(servers, wanted))
+        weights = weights_of(servers, wanted, racks)
+        speeds = weights or dict.fromkeys(servers, 1.0)
+        placed = place(shards, sorted(servers), view.primary, weights)
         before, after = _load(shards, view.primary), _load(shards, placed)
         if before.keys() - servers.keys():  # a server is being emptied
             return None

@@ -1,0 +1,88 @@
+"""Before which step shards change their servers, and which workers are warm: so that nobody waits for either.
+
+A shard that is to move is copied in the background, as the backup of its primary. When all that move have caught up,
+they change their primaries in one view. What workers have sent to the old primaries of the step in progress would be
+lost by that, and computed once more. So the view before it says a step that nobody has begun yet (`View.handover`):
+workers compute what is before it, and wait. Each says when it holds this version. When all who compute do, nothing is
+on its way, and the shards move: no link has to end. The wait is one message to the coordinator and one back. If one
+does not say it two seconds after another, shards move all the same, and some replicas may be computed once more.
+
+A worker that joins has to fetch all parameters first. If it were given replicas at once, the others would wait for it.
+So it is told to fetch versions (`View.warming`), says when it holds one, and then gets replicas. A worker that takes
+over from one that is gone gets them at once, as ever: others wait for these in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rallypoint.core.view import View
+
+_AHEAD = 2  # steps after the furthest one known: no worker has begun that step yet
+_PATIENCE_S = 2.0
+
+
+@dataclass(slots=True)
+class Handover:
+    """What workers have said in this generation.
+
+    Attributes:
+        reached: worker -> the highest version that it holds, of those that were asked for.
+        warm: the workers that have held a version.
+    """
+
+    reached: dict[str, int] = field(default_factory=dict)
+    warm: set[str] = field(default_factory=set)
+    _asked: dict[str, int] = field(default_factory=dict)  # cold worker -> the step that was known when it came
+    _since: tuple[int, float] | None = None  # the step before which shards move, and when the first worker was there
+
+    def restart(self) -> None:
+        """A new generation begins."""
+        self.reached.clear()
+        self.warm.clear()
+        self._asked.clear()
+        self._since = None
+
+    def forget(self, worker: str) -> None:
+        """The worker is gone."""
+        self.warm.discard(worker)
+        self._asked.pop(worker, None)
+        self.reached.pop(worker, None)
+
+    def says(self, worker: str, version: int, view: View) -> None:
+        """A worker says that it holds this version. More than the view asks for counts as that."""
+        if worker in view.warming and version >= self._asked.get(worker, 0):  # else it held that when it came
+            self.warm.add(worker)
+        if view.handover is not None:
+            self.reached[worker] = max(self.reached.get(worker, -1), min(version, view.handover))
+
+    def before(
+        self, view: View, known: int, computing: Sequence[str], ends: Sequence[int | None], now: float
+    ) -> int | None:
+        """The step before which shards move that all have caught up; None: they move now.
+
+        `known`: the highest step that is known to be reached. `computing`: the workers that compute. `ends`: steps that
+        will not be computed for now (a pause, the job's end); None counts for none. `now` is in seconds.
+        """
+        wanted = known + _AHEAD if view.handover is None else view.handover
+        at = min([wanted, *(end for end in ends if end is not None)])
+        there = [worker for worker in computing if self.reached.get(worker, -1) >= at]
+        if there and (self._since is None or self._since[0] != at):
+            self._since = at, now
+        late = self._since is not None and self._since[0] == at and now >= self._since[1] + _PATIENCE_S
+        return None if len(there) == len(computing) or (there and late) else at
+
+    def cold(self, active: Sequence[str], assigned: Mapping[str, tuple[int, ...]], known: int) -> list[str]:
+        """The active workers that are to fetch a version before they get replicas. `assigned`: who has which now;
+        `known`: the highest step that is known to be reached.
+
+        None of them if there is nobody to compute meanwhile, or if a worker that had replicas is gone.
+        """
+        found = [worker for worker in active if worker not in assigned and worker not in self.warm] if assigned else []
+        if not found:
+            return []
+        here = set(active)
+        for worker in found:
+            self._asked.setdefault(worker, known)
+        return [] if any(own for worker, own in assigned.items() if worker not in here) else found
