@@ -4,6 +4,7 @@ computed twice."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -228,7 +229,7 @@ def test_a_worker_that_leaves_while_it_fetches_changes_nothing_for_the_others() 
 # ---- the worker's side -----------------------------------------------------------------------------------------
 
 
-def view(**others: object) -> View:
+def view(**others: Any) -> View:
     base = Cluster(step=0).views[0]
     fields = {name: getattr(base, name) for name in View.__struct_fields__}
     return View(**{**fields, **others})

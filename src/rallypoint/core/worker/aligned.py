@@ -162,13 +162,6 @@ class WorkerMachine(SlotMachine):
         """True if `replica` contributes to `shard` at the step in progress."""
         return SlotMachine.contributes(self, shard, replica) and self.cadence.due(shard, self.step)
 
-    def is_between(self, before: View, view: View) -> bool:
-        """True if shards move between two steps (`View.handover`), and nothing of those that do is on its way here."""
-        if before.handover is None or self.step < before.handover or self.computing:
-            return False
-        busy, asked, sent = (Slot.QUEUED, Slot.LANDING), self._versions.asked, self.presum.sent
-        return not any(self._slots[s] in busy or asked[s] >= 0 or s in sent for s in view.moved(before))
-
     def _begin_replica(self, replica: int) -> None:
         SlotMachine._begin_replica(self, replica)
         self._wanted = frozenset(shard for shard in range(self.shards) if self._needs(shard, replica))
@@ -270,8 +263,9 @@ class WorkerMachine(SlotMachine):
         if before is None or before.generation != view.generation:
             self._rewind(view)
         else:
-            landing = {s for s in range(self.shards) if self._slots[s] is Slot.LANDING and self._home_in(before, s)}
-            self._forget(shard for shard in self._moved(before, view, stayed) if shard not in landing)
+            moved = self._moved(before, view, stayed)  # (a link that has not ended may be bringing a version)
+            landing = {s for s in moved if self._slots[s] is Slot.LANDING and before.primary.get(s) in self._links}
+            self._forget(shard for shard in moved if shard not in landing)
         if self.computing and self.reads >= self.steps:
             self.rewound = True  # the job ends before that step
         self._duties.plan(view, self.step, self.presum)
@@ -300,10 +294,6 @@ class WorkerMachine(SlotMachine):
             self._versions.asked[shard] = -1
             if self._slots[shard] in (Slot.QUEUED, Slot.LANDING):
                 self._slots[shard] = Slot.FREE
-
-    def _home_in(self, view: View, shard: int) -> bool:
-        """True if the link to the primary that the shard had in `view` is up: it may be bringing a version."""
-        return view.primary.get(shard) in self._links
 
     def _changes(self, shard: int, target: int) -> bool:
         """True if version `target` has other values in this shard than the model."""
@@ -345,3 +335,13 @@ class WorkerMachine(SlotMachine):
         assert not self._wanted or self.computing, "shards are wanted of no replica"
         assert self.step <= self._rounds, f"step {self.step} of {self.steps}"
         assert not self.presum.sent or 0 <= self.step < self._rounds, f"sent to {self.presum.sent} outside of any step"
+
+
+def is_between(machine: SlotMachine, before: View, view: View) -> bool:
+    """True if shards move between two steps (`View.handover`), and nothing of those that do is on its way here."""
+    if not isinstance(machine, WorkerMachine) or before.handover is None:
+        return False
+    if machine.step < before.handover or machine.computing:
+        return False
+    busy, asked, sent = (Slot.QUEUED, Slot.LANDING), machine._versions.asked, machine.presum.sent
+    return not any(machine.slots[s] in busy or asked[s] >= 0 or s in sent for s in view.moved(before))

@@ -115,10 +115,6 @@ class SlotMachine(ABC):
         the state that it carries."""
         return shard not in self.buffer_shards or replica == self.carried.get(shard, 0)
 
-    def is_between(self, before: View, view: View) -> bool:
-        """True if shards move between two steps (`View.handover`), and nothing of those that do is on its way here."""
-        return False
-
     # ---- what the main thread does ----
 
     def take(self, action: Action | None) -> bool:

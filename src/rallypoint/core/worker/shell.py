@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.worker.aligned import WorkerMachine
+from rallypoint.core.worker.aligned import WorkerMachine, is_between
 from rallypoint.core.worker.custody import NoCodecStates
 from rallypoint.core.worker.ending import Ending, Reaching
 from rallypoint.core.worker.handover import Paths
@@ -96,7 +96,7 @@ class WorkerShell:
             return None
         if before is not None and _came_back(self.machine.me, before, view):
             return self.links.servers  # what this worker sent when it was given up may have been dropped
-        between = before is not None and self.machine.is_between(before, view)
+        between = before is not None and is_between(self.machine, before, view)
         return self.links.to_end(before, view, between=between)
 
     def adopt(self, view: View, ended: Iterable[str]) -> list[Effect]:
