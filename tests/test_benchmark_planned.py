@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # its modules import one another by name
 
-from planned import CASES, Drawn, Outcome, draw, error_of_median, keep, kept, planned, summary, workload_of
+from planned import CASES, Drawn, Outcome, anew, draw, error_of_median, keep, kept, planned, summary, workload_of
 
 
 def test_cases_are_the_same_every_time_and_differ_from_each_other() -> None:
@@ -64,7 +64,11 @@ def test_cases_are_kept_one_a_line_and_read_back_by_number(tmp_path: Path) -> No
     later, first = outcome(1.0, 1.1, 2.0, 1.2, number=7), outcome(1.0, 1.1, 2.0, 1.2, number=2)
     keep(path, later)
     keep(path, first)
-    assert kept(path) == [first, later]
+    found = kept(path)
+    assert [one.case.number for one in found] == [2, 7]
+    assert found == [anew(first), anew(later)]
+    assert found[0].ours == first.ours
+    assert found[0].ours_planned == planned(first.case, first.compute).ours  # what the planner says now
 
 
 def test_the_summary_counts_steps_within_ten_percent() -> None:
