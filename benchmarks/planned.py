@@ -4,7 +4,7 @@
     python benchmarks/planned.py --cases 2             # the first two
     python benchmarks/planned.py --only 7 --only 12    # these
     python benchmarks/planned.py --only 7 --into FILE  # adds case 7 to FILE, unless it is there: goes on where it ended
-    python benchmarks/planned.py --show --into FILE    # the table and the counts of all cases in FILE
+    python benchmarks/planned.py --show --into FILE    # all cases in FILE beside what the planner says of them now
     python benchmarks/planned.py --dry                 # what the planner says, without running anything
 
 Each case draws a GPT, workers, servers, a link's rate, how long computing takes (blocks sleep, as if an accelerator
@@ -17,28 +17,33 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import torch
 import typer
 from rich.console import Console
 
-from cluster import Case, main, report, site, table
+from cluster import Case, Place, main, report, site, table
+from forked import Forking
 from rallypoint.core.cost.peers import Ring, ddp_cost
 from rallypoint.core.cost.pipeline import step_cost
 from rallypoint.core.cost.site import ON_CPU, Servers, Site, Speeds, Workers
 from rallypoint.core.cost.workload import Layer, Workload
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
+from rallypoint.testing.netlab import Host
 from train import Plan, run_once
 from train_member import Design
 
 CASES, SEED = 40, 21
 TIE = 2.0  # standard errors: a measured lead below that is none, and either verdict is right
 _BLOCK = 8  # bytes in a sample: next to nothing is really computed
-_WARM_UP, _STEPS = 9, 6  # steps 0, 1, 2, 4, 8 wait for all of a version, and the step after such a one is short
+_WARM_UP, _STEPS = 9, 6  # steps 0, 1, 2, 4, 8 of ours wait for all of a version, and the step after such a one is short
+_FEWER = 3, 4  # the same of the others: DDP orders its buckets anew after the first step, and goes evenly then
 _QUEUE_BYTES, _QUEUE_S = 512 * 1024, 0.010  # what `testing.netlab` lets wait at a port
 
 
@@ -169,15 +174,23 @@ def planned(case: Drawn, compute: float) -> Planned:
     return Planned(step_cost(work, there).seconds, ddp_cost(work, workers, ring, Speeds(step=ON_CPU)).seconds)
 
 
+def forks(places: Sequence[Place]) -> list[Place]:
+    """The same hosts; members there are forks of this process."""
+    return [Forking(place) for place in places if isinstance(place, Host)]
+
+
 def measure(case: Drawn, console: Console) -> Outcome:
     """Run a case with each design on the same links."""
     plan = Plan(
         case.model, 1, 3e-4, _STEPS, _WARM_UP, 1, {"shard_bytes": case.shard_kib << 10}, accelerator=case.sleep,
     )  # fmt: skip
-    designs: tuple[Design, ...] = ("alone", "rallypoint", "ddp")
-    with site(Case(case.workers, case.servers, case.rate)) as at:
-        steps = {design: run_once(at, plan, design).steps for design in designs}
-    found = {design: statistics.median(steps[design]) for design in designs}
+    shorter = replace(plan, warm_up=_FEWER[0], steps=_FEWER[1])
+    plans: dict[Design, Plan] = {"alone": shorter, "rallypoint": plan, "ddp": shorter}
+    with site(Case(case.workers, case.servers, case.rate)) as lab:
+        (coordinator,) = forks([lab.coordinator])
+        at = replace(lab, coordinator=coordinator, workers=forks(lab.workers), servers=forks(lab.servers))
+        steps = {design: run_once(at, how, design).steps for design, how in plans.items()}
+    found = {design: statistics.median(seconds) for design, seconds in steps.items()}
     said = planned(case, found["alone"])
     outcome = Outcome(
         case, found["alone"], found["rallypoint"], said.ours, found["ddp"], said.ddp,
@@ -224,9 +237,15 @@ def summary(name: str, found: Sequence[Outcome]) -> str:
 
 
 def kept(path: Path) -> list[Outcome]:
-    """The cases in a file of `--into`, by number."""
+    """The cases in a file of `--into`, by number, with what the planner says of them now."""
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return sorted((msgspec.json.decode(line, type=Outcome) for line in lines), key=lambda one: one.case.number)
+    return sorted((anew(msgspec.json.decode(line, type=Outcome)) for line in lines), key=lambda one: one.case.number)
+
+
+def anew(found: Outcome) -> Outcome:
+    """The same measurements beside what this code's model says of the case."""
+    said = planned(found.case, found.compute)
+    return msgspec.structs.replace(found, ours_planned=said.ours, ddp_planned=said.ddp)
 
 
 def keep(path: Path, outcome: Outcome) -> None:
@@ -245,10 +264,12 @@ def command(
     dry: Annotated[bool, typer.Option("--dry", help="Only what the planner says; computing is the sleeps.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
     into: Annotated[Path | None, typer.Option(help="Add each case to this file; skip those it has.")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Begin no case after so many seconds.")] = math.inf,
     show: Annotated[bool, typer.Option("--show", help="Run nothing: only what is in the file of --into.")] = False,
 ) -> None:
     """Compare the planner's verdict (ours or DDP) and its step times with measured ones, on random jobs."""
     console = Console(highlight=False)
+    torch.set_num_threads(1)  # before the first operation: a pool of threads does not outlive a fork
     drawn = [draw(number) for number in (only or range(cases))]
     if dry:
         for case in drawn:
@@ -256,8 +277,10 @@ def command(
             console.print(f"{case.name}: ours {said.ours:.3f}, DDP {said.ddp:.3f} ({said.ddp / said.ours:.2f})")
         return
     found = [] if into is None else kept(into)
-    there = {one.case.number for one in found}
+    there, until = {one.case.number for one in found}, time.monotonic() + seconds
     for case in () if show else (case for case in drawn if case.number not in there):
+        if time.monotonic() > until:
+            break
         found.append(measure(case, console))
         if into is not None:
             keep(into, found[-1])

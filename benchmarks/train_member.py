@@ -11,8 +11,6 @@ from typing import Any, Literal
 import msgspec
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rallypoint as rp
@@ -104,6 +102,9 @@ def ddp(task: Task, data: TextDataset, recorder: Recorder) -> None:
 def fsdp2(task: Task, data: TextDataset, recorder: Recorder) -> None:
     """`fully_shard` of each block and of the rest over Gloo: each worker holds and updates its part of each tensor. As
     "backend" its gradients are added up by servers."""
+    from torch.distributed.device_mesh import init_device_mesh  # a second of processor that the others need not spend
+    from torch.distributed.fsdp import fully_shard
+
     if task.design == "backend":
         _sums(task)
         import rallypoint.bridges.c10d  # noqa: F401  # registers the backend

@@ -31,7 +31,7 @@ from rallypoint.core.cost.workload import Workload
 from rallypoint.core.layout import WORD_BYTES
 
 _UNSENT_BYTES = 512 << 10  # as in `net.tcp`
-_IDLE_S = 0.2  # the least retransmission time-out: an idle connection's window is small after that (RFC 2861)
+_IDLE_S = 0.5  # after such a pause parts are as unequal as they come to be: windows shrink in it (RFC 2861). Fitted
 _STEPS = 3  # the last one is what a step takes: each begins as the one before it has left things
 
 
@@ -74,7 +74,7 @@ class Lane:
 
     They send one parcel after the other. Which one is next is settled as soon as there is room in the kernel's buffer,
     and in the queue of the link: from then on no other can overtake it. Connections that were idle begin anew with
-    small windows, and some get larger parts of a link than others then, for as long as they have something to send.
+    smaller windows, and some get larger parts of a link than others then: the more, the longer they were idle.
     """
 
     ahead: float  # bytes that may be settled on each connection
@@ -82,7 +82,7 @@ class Lane:
     settled: deque[Parcel] = field(default_factory=deque)
     busy: bool = False
     idle: float = 0.0  # when it last had nothing to send
-    even: bool = True  # its connections have their fair parts of the links
+    apart: float = 0.0  # 1: its connections' parts of the links are as far from fair ones as they come to be
 
 
 @dataclass(slots=True)
@@ -166,14 +166,13 @@ class Pipeline:
             lane.settled.append(heapq.heappop(lane.waiting)[2])
         if lane.busy or not lane.settled:
             return
-        if self._now - lane.idle > _IDLE_S:
-            lane.even = False
+        lane.apart = max(lane.apart, min(1.0, round((self._now - lane.idle) / _IDLE_S, 1)))
         parcel = lane.settled[0]
         beyond = sum(one.left for one in lane.settled) - lane.ahead  # when so much is sent, there is room
         piece = beyond if 0 < beyond < parcel.left else parcel.left
         lane.busy = True
         self._done[parcel.name] = lambda: self._sent(lane, parcel, piece)
-        self._network.start(parcel.name, piece, parcel.uses, 1.0 if lane.even else parcel.share)
+        self._network.start(parcel.name, piece, parcel.uses, 1.0 + lane.apart * (parcel.share - 1.0))
 
     def _sent(self, lane: Lane, parcel: Parcel, piece: float) -> None:
         lane.busy, lane.idle = False, self._now

@@ -8,7 +8,7 @@ import msgspec
 
 PAYLOAD = 1 / 1.046  # of Ethernet's rate at an MTU of 1500 bytes: headers take the rest
 ACKNOWLEDGED = 1.015  # where both directions carry data, acknowledgements of one take so much of the other
-UNEVEN = 0.4  # how far connections that share a link are from equal parts of it: 0.6 and 1.4 of them
+UNEVEN = 0.35  # how far connections that share a link are from equal parts of it: 0.65 and 1.35 of them
 PACED = 0.97  # of a link's rate, where connections are paced (`pace_mbit`): then their parts are equal
 AGGREGATOR_RATE = 2.5e9  # bytes a second between processes of one machine, a direction (this machine's loopback: 1.7)
 ON_CPU = 1.8e-10  # fused AdamW on one thread, seconds a byte (188 us for 1 MiB, docs/performance.md)
