@@ -35,14 +35,14 @@ class Handover:
     reached: dict[str, int] = field(default_factory=dict)
     warm: set[str] = field(default_factory=set)
     _asked: dict[str, int] = field(default_factory=dict)  # cold worker -> the step that was known when it came
-    _first_there: tuple[int, float] | None = None  # the step before which shards move, and when the first worker was there
+    _there: tuple[int, float] | None = None  # the step before which shards move, and when the first worker was there
 
     def restart(self) -> None:
         """A new generation begins."""
         self.reached.clear()
         self.warm.clear()
         self._asked.clear()
-        self._first_there = None
+        self._there = None
 
     def forget(self, worker: str) -> None:
         """The worker is gone."""
@@ -68,9 +68,9 @@ class Handover:
         wanted = known + _AHEAD if view.handover is None else view.handover
         at = min([wanted, *(end for end in ends if end is not None)])
         there = [worker for worker in computing if self.reached.get(worker, -1) >= at]
-        if there and (self._first_there is None or self._first_there[0] != at):
-            self._first_there = at, now
-        late = self._first_there is not None and self._first_there[0] == at and now >= self._first_there[1] + _PATIENCE_S
+        if there and (self._there is None or self._there[0] != at):
+            self._there = at, now
+        late = self._there is not None and self._there[0] == at and now >= self._there[1] + _PATIENCE_S
         return None if len(there) == len(computing) or (there and late) else at
 
     def cold(self, active: Sequence[str], assigned: Mapping[str, tuple[int, ...]], known: int) -> list[str]:
