@@ -19,7 +19,7 @@ from rallypoint.core.assignment.speeds import Speeds
 from rallypoint.core.cluster import view_change, view_sequence
 from rallypoint.core.cluster.events import Beat, Progress
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.remembered import remembered
+from rallypoint.core.cluster.remembered import Remembered
 from rallypoint.core.cluster.view_change import AHEAD, Placing, contributing, following_assignments, homings, pairings
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.layout import TensorSpec, build_layout
@@ -43,7 +43,7 @@ def _counted(function: Callable[..., Any], calls: Counter[str]) -> Callable[...,
 
 def test_a_remembered_function_is_called_again_only_when_an_argument_is_another() -> None:
     calls: Counter[str] = Counter()
-    last = remembered(_counted(sorted, calls))
+    last = Remembered(_counted(sorted, calls))
     assert [last([2, 1]), last([2, 1]), last([3, 1]), last([2, 1])] == [[1, 2], [1, 2], [1, 3], [1, 2]]
     assert last([2, 1], reverse=True) == [2, 1]
     assert calls["sorted"] == 4

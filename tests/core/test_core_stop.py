@@ -258,4 +258,4 @@ def test_steps_that_may_be_over_before_the_stream_are_said_at_the_end() -> None:
 def test_tuning_that_is_not_over_says_so_at_the_end() -> None:
     steps = RECORD.rounds
     (said,) = _ended(_job_of(tune="auto", steps=steps), steps)
-    assert said == "tuning has not begun: it looks at a pace after 8 steps with the same members"
+    assert said == "tuning has not begun: it looks at steps after 8 of them with the same members"

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from test_core_cluster import RECORD, _begun, _Job, _of, _terms
 
-from rallypoint.core.cluster.effects import Publish, Say
+from rallypoint.core.cluster.effects import Abort, Publish, Say
 from rallypoint.core.cluster.events import AuditFound
 
 AUDITED = msgspec.structs.replace(RECORD, config={**RECORD.config, "audit": 1.0})
@@ -59,3 +59,13 @@ def test_a_verdict_needs_two_who_agree() -> None:
     effects = found(job, 0, "w1", agreed=("w0", "w2"))
     assert "w0 on host-of-w0 and w2 on host-of-w2 agree" in " ".join(say.text for say in _of(Say, effects))
     assert "w1" not in job.machine.course.members.workers
+
+
+def test_of_three_workers_each_server_may_hear_two_others_before_the_third() -> None:
+    job = begun(3)
+    job.step(0)
+    effects = [*found(job, 1, "w0", "w1", server="s0"), *found(job, 1, "w1", "w2", server="s1")]
+    assert _of(Abort, effects) == [], "both will hear the third one too"
+    effects = [*found(job, 1, "w1", server="s0", agreed=("w0", "w2"))]
+    assert "w1" not in job.machine.course.members.workers
+    assert _of(Abort, effects) == []

@@ -201,7 +201,7 @@ class Announcer:
         told = Members(
             str(view.number), tuple(w for w in workers if w in busy), tuple(w for w in workers if w not in busy),
             tuple(member.id for member in view.servers), self._machine.exposed,
-            tuple(member.id for member in view.aggregators), view.aggregator_of,
+            tuple(member.id for member in view.aggregators), view.aggregator_of, view.warming,
         )  # fmt: skip
         if told == self._announced:
             return []

@@ -156,6 +156,8 @@ def _missing(now: Members, workers: int, servers: int) -> str:
     missing = []
     if workers and able < workers:
         missing.append(f"{_count(workers - able, 'worker')} to join")
+    elif workers and computing < workers and now.warming:
+        missing.append(f"{_count(len(now.warming), 'worker')} to fetch the parameters")
     if workers and computing > workers:
         missing.append(f"{_count(computing - workers, 'worker')} to leave")
     if servers and here < servers:

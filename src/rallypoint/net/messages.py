@@ -332,7 +332,7 @@ class Waiting(Shown, frozen=True):
 
 class Members(AnyMessage, frozen=True):
     """The members of a new view, for observers. `exposed` counts the shards that only one server holds. `through`:
-    worker -> the aggregator that it may use."""
+    worker -> the aggregator that it may use. `warming`: those of `standby` that fetch a version, and compute soon."""
 
     view: str
     workers: tuple[str, ...]
@@ -341,6 +341,7 @@ class Members(AnyMessage, frozen=True):
     exposed: int = 0
     aggregators: tuple[str, ...] = ()
     through: dict[str, str] = msgspec.field(default_factory=dict)
+    warming: tuple[str, ...] = ()
 
 
 class Snapshotted(AnyMessage, frozen=True):

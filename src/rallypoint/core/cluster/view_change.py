@@ -31,7 +31,7 @@ class Placing:
     """How shards are placed.
 
     Attributes:
-        homes, backups: a coordinator keeps their last answers (`remembered`).
+        homes, backups: a coordinator keeps their last answers (`Remembered`).
         staying: the servers on which shards may be; None: all.
         racks: see `weights_of`.
         hold: one of the servers may be dead. Nothing moves, because a backup that moves could be the last copy; only

@@ -11,7 +11,7 @@ import msgspec
 from rallypoint.core.assignment.nearby import nearest_aggregators
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.placing.uplinks import Situation, Uplinks
-from rallypoint.core.cluster.remembered import remembered
+from rallypoint.core.cluster.remembered import Remembered
 from rallypoint.core.cluster.view_change import (
     Placing,
     contributing,
@@ -70,9 +70,9 @@ class ViewSequence:
     tuned: dict[str, Tried] = field(default_factory=dict)
     uplinks: Uplinks = field(default_factory=Uplinks)
     _last: ViewNumber = field(default_factory=ViewNumber)
-    _placing: Placing = field(default_factory=lambda: Placing(remembered(place), remembered(place_backups)))
-    _nearest: Aggregation = field(default_factory=lambda: remembered(nearest_aggregators))
-    _contributing: Contributing = field(default_factory=lambda: remembered(contributing))
+    _placing: Placing = field(default_factory=lambda: Placing(Remembered(place), Remembered(place_backups)))
+    _nearest: Aggregation = field(default_factory=lambda: Remembered(nearest_aggregators))
+    _contributing: Contributing = field(default_factory=lambda: Remembered(contributing))
 
     @property
     def begun(self) -> bool:

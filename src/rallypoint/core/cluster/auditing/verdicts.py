@@ -103,6 +103,8 @@ class Auditing:
         name = f"step {dispute.step}, replica {dispute.replica}"
         if third:
             return [Say(f"audit: {_named([third], view)} computes {name} too, and decides")]
+        if self._others_decide(dispute, view):
+            return []
         nobody = f"audit: nobody but {_named(dispute.heard, view)} computes, so nobody can decide {name}"
         if self._action == "tell":
             new = self._is_new("nobody", dispute.step, dispute.replica)
@@ -111,6 +113,13 @@ class Auditing:
             f"{nobody}, and audit_action={self._action!r} applies nothing that is in doubt: use three workers or more, "
             "and compare these two with `rallypoint doctor`"
         ))  # fmt: skip
+
+    def _others_decide(self, dispute: Dispute, view: View) -> bool:
+        """True if those who were heard decide among themselves: of three workers, each of two servers has heard two,
+        and will hear the third one too; or one server has, and the loser is gone."""
+        heard, name = {*dispute.heard}, (view.generation, "lost", dispute.step, dispute.replica)
+        lost = {worker for worker in heard if (*name, worker) in self._told}
+        return len(heard) > 2 and heard - lost <= {*computing(view, dispute.step)}
 
     # ---- verdicts ----
 
