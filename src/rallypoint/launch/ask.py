@@ -76,8 +76,9 @@ def resize(run: Path, workers: int, servers: int, say: Say) -> str:
                 continue
             missing = _missing(answer, workers, servers)
             if not missing:
-                here = _counted(len(answer.workers), len(answer.servers))
-                idle = "; the others stand by for now" if len(answer.workers) < workers else ""
+                takes_part = len(answer.workers) + len(answer.warming)
+                here = _counted(takes_part, len(answer.servers))
+                idle = "; the others stand by for now" if takes_part < workers else ""
                 return f"done in {time.monotonic() - began:.1f} s: {here}{idle}"
             if missing != said:
                 say(f"waiting for {missing}")
@@ -156,8 +157,6 @@ def _missing(now: Members, workers: int, servers: int) -> str:
     missing = []
     if workers and able < workers:
         missing.append(f"{_count(workers - able, 'worker')} to join")
-    elif workers and computing < workers and now.warming:
-        missing.append(f"{_count(len(now.warming), 'worker')} to fetch the parameters")
     if workers and computing > workers:
         missing.append(f"{_count(computing - workers, 'worker')} to leave")
     if servers and here < servers:
