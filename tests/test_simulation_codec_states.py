@@ -68,17 +68,13 @@ def test_a_codec_state_between_two_workers_is_not_lost_when_its_shard_moves(seed
 
 
 @pytest.mark.slow
-def test_hardly_any_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
-    """One does: a server crashes, the other restores all shards, and a third joins before their states are asked for.
-
-    It takes half of the shards, and their states are lost on the way: as `docs/compression.md` says, and as the test
-    above plays in a plan made for it.
-    """
+def test_no_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
+    """Seed 14 did: a server crashes, the other restores all shards, a third joins and takes half of them."""
     plans = {seed: plan for seed in FIXED if not (plan := make_plan(seed, CodecState())).job.loses_states}
     for plan in plans.values():
         play(plan)
-    lost = {seed: plan.job.lost for seed, plan in plans.items() if plan.job.lost}
-    assert lost == {14: [(shard, replica) for shard in (3, 4) for replica in range(3)]}
+    assert 14 in plans
+    assert [seed for seed, plan in plans.items() if plan.job.lost] == []
 
 
 def _nothing_is_given(self: Handover, keeps: frozenset[int]) -> list[Any]:

@@ -178,4 +178,4 @@ def test_who_waits_in_gloo_for_a_script_that_has_ended_is_told_by_a_closed_conne
     (tmp_path / "train.py").write_text(EARLY_END)
     status, text = _run(tmp_path, "train.py")
     assert status == 1, text
-    assert "onnection closed by peer" in text
+    assert re.search("onnection (closed|reset) by peer", text), text  # whichever TCP says
