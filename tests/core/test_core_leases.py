@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import msgspec
@@ -23,7 +24,11 @@ from rallypoint.core.cluster.events import (
 )
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.policy import AllReduce, Async, Sync
-from rallypoint.core.view import Lease
+from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
+from rallypoint.core.worker.factory import shell_for
+from rallypoint.core.worker.slots import Evaluate
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.worker.exchange.plan import worker_plan
 
 EVERY = 4
 
@@ -278,3 +283,27 @@ def test_more_workers_that_train_leave_no_standby_and_the_lease_goes_on() -> Non
     assert job.view.lease == Lease(4, "w2")
     job.play(_result(job, "w2", 4))
     assert job.view.lease is None
+
+
+def test_a_worker_evaluates_again_when_a_view_gives_it_a_lease_once_more() -> None:
+    """The result was heard, and lost: the journal was full when the coordinator died."""
+    record = SimulatedJob(replicas=1)
+    shell = shell_for("w1", worker_plan(record.config, record.layout, frozenset()))
+    number = itertools.count(1)
+
+    def seen(lease: Lease | None) -> None:
+        server = Member("s0", "here", "there", incarnation=1)
+        shell.adopt(
+            View(
+                ViewNumber(1, next(number)), ViewNumber(1, 1), (), (server,), (Assignment(0, {"w0": (0,), "w1": ()}),),
+                dict.fromkeys(range(record.shards), "s0"), lease=lease,
+            ),
+            (),
+        )  # fmt: skip
+
+    for _ in range(2):
+        seen(Lease(2, "w1"))
+        assert shell.next_action() == Evaluate(2)
+        shell.leased.over(shell.view.generation, 2)
+        assert shell.next_action() is None, "once for each lease"
+        seen(None)

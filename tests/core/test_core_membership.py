@@ -15,6 +15,12 @@ def _joined(*names: str) -> Membership:
     return members
 
 
+def test_nothing_is_noted_of_a_member_that_is_gone() -> None:
+    members = Membership()
+    members.spoke("w9", 1.0)
+    assert members._heard == {}
+
+
 def test_every_process_that_joins_has_an_incarnation_of_its_own_even_under_a_known_name() -> None:
     members = _joined("s0", "w0", "w0")
     assert members.servers["s0"].incarnation == 1

@@ -139,7 +139,10 @@ class Membership:
         self._heard[id] = now
 
     def spoke(self, id: str, now: float) -> None:
-        """Note a message of the member: it has heard that it is admitted, so its process's name says no more."""
+        """Note a message of the member: it has heard that it is admitted, so its process's name says no more. Nothing
+        is noted of one that is gone: each tick would look at it."""
+        if id not in self:
+            return
         self.heard(id, now)
         self._processes.pop(id, None)
 

@@ -55,5 +55,6 @@ class LeasedVersion:
         self._over = (generation, version)
 
     def lost(self) -> None:
-        """The worker was given up, and what it said of an evaluation does not count: it may be made again."""
+        """What it said of an evaluation may not count, and is to be made again if a view says so: the worker was given
+        up, or the lease is another one: a coordinator whose journal was full may have lost the result."""
         self._over = None

@@ -114,7 +114,7 @@ class WorkerShell:
             self.snapshots.rolled_back()
         # A worker that was given up and came back returns all of its codec states: another worker may have newer ones.
         back = before is not None and _came_back(self.machine.me, before, view)
-        if back:
+        if back or (before is not None and before.lease != view.lease):
             self.leased.lost()
         return [*effects, *self._keep_only(frozenset() if back else self.machine.keeps)]
 
