@@ -7,21 +7,17 @@ with its own environment, signals and files; only the modules are there already.
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
-import runpy
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from typing import Any, cast
 
-import torch
-
 from rallypoint.testing.netlab import Host
+from rallypoint.testing.programs import run_program_here
 
 
 class ForkedMember:
@@ -71,10 +67,8 @@ class Forking:
 
 def _member(host: Host, argv: Sequence[str], output: int, env: Mapping[str, str], kept: Sequence[int]) -> None:
     """Become a member: what `Host.popen` and a new interpreter would have done."""
-    atexit._clear()  # what the parent wants done at its own end, such as to remove its folders
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     host.enter()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, number in ((nothing, 0), (output, 1), (output, 2)):
@@ -84,13 +78,4 @@ def _member(host: Host, argv: Sequence[str], output: int, env: Mapping[str, str]
         os.closerange(below, descriptor)
         below = descriptor + 1
     os.closerange(below, os.sysconf("SC_OPEN_MAX"))
-    sys.stdin = open(0)  # noqa: SIM115  # multiprocessing has closed it
-    os.environ.clear()
-    os.environ.update(env)
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # torch has read that name already
-    if argv[0] == "-m":
-        sys.argv = list(argv[1:])
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(argv)
-        runpy.run_path(argv[0], run_name="__main__")
+    run_program_here(list(argv), dict(env))

@@ -369,7 +369,7 @@ def _roll_backs_in_the_middle_of_decisions() -> list[Plan]:
     job = SimulatedJob(shards=4, replicas=3, steps=12, clip=1.0, sync=Sync(quorum=2), compute_s=0.05)
     crashes = [
         (Fault(at, "crash", "server", 0.3), Fault(at + 2.0, "crash", "server", 0.3))
-        for at in (1.12, 1.25, 1.38, 1.51, 1.64, 1.77)
+        for at in (1.12, 1.38, 1.64, 3.35, 3.4, 3.65)
     ]
     return [_plan(1, job, 3, 2, *two, snapshot_steps=1) for two in crashes]
 

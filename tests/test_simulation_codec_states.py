@@ -58,27 +58,23 @@ def test_a_worker_that_was_given_up_uses_no_codec_state_that_lacks_what_others_h
 @pytest.mark.some("0.1-2")
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("after", [0.1, 0.3])
-def test_a_codec_state_between_two_workers_is_lost_with_its_server_and_no_other_is(seed: int, after: float) -> None:
-    """Restored from a snapshot, not asked for yet, and the shard moves: as `docs/compression.md` says."""
+def test_a_codec_state_between_two_workers_is_not_lost_when_its_shard_moves(seed: int, after: float) -> None:
+    """Restored from a snapshot, not asked for yet, and the shard is to move: it does so between two steps."""
     job = SimulatedJob(shards=8, replicas=6, steps=8, codec=TopK())
     terms = Terms(workers_start=2, workers_max=2, servers=2, snapshots=True, snapshot_seconds=0.5, heartbeat=30.0)
     faults = (Fault(4.0, "crash", "server", 200.0), Fault(4.0 + after, "join", "server"))
     play(Plan(seed, job, terms, 2, 2, faults))
-    assert job.lost
+    assert not job.lost
 
 
 @pytest.mark.slow
-def test_hardly_any_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
-    """One does: a server crashes, the other restores all shards, and a third joins before their states are asked for.
-
-    It takes half of the shards, and their states are lost on the way: as `docs/compression.md` says, and as the test
-    above plays in a plan made for it.
-    """
+def test_no_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
+    """Seed 14 did: a server crashes, the other restores all shards, a third joins and takes half of them."""
     plans = {seed: plan for seed in FIXED if not (plan := make_plan(seed, CodecState())).job.loses_states}
     for plan in plans.values():
         play(plan)
-    lost = {seed: plan.job.lost for seed, plan in plans.items() if plan.job.lost}
-    assert lost == {14: [(shard, replica) for shard in (3, 4) for replica in range(3)]}
+    assert 14 in plans
+    assert [seed for seed, plan in plans.items() if plan.job.lost] == []
 
 
 def _nothing_is_given(self: Handover, keeps: frozenset[int]) -> list[Any]:

@@ -32,7 +32,7 @@ POLICIES = (Sync(), Sync(quorum=2), BoundedStaleness(1), LocalSteps(2, fragments
 def test_servers_that_are_told_to_go_hand_their_shards_over_and_end(policy: Mode) -> None:
     """Two of three go, also where no shard has a backup."""
     job = SimulatedJob(replicas=3, steps=14, sync=policy)
-    leaves = tuple(Fault(at, "leave", "server") for at in (0.7, 1.4))
+    leaves = tuple(Fault(at, "leave", "server") for at in (0.7, 3.4))  # (the first one goes between two steps)
     for seed in range(4):
         terms = Terms(workers_start=2, workers_max=2, servers=3, replication=1, snapshots=False)
         simulation = Simulation(Plan(seed, job, terms, 2, 3, leaves))

@@ -19,12 +19,6 @@ JOBS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in force by default."""
-    monkeypatch.setattr("rallypoint.core.cluster.strategies.BETWEEN_STEPS", True)
-
-
 def joined(seed: int, job: SimulatedJob, role: str, *, replication: int) -> Result:
     """A member of that role joins in the midst of the job; nothing else happens."""
     at = 1.5 + 0.13 * seed

@@ -22,12 +22,6 @@ from rallypoint.worker.exchange.plan import worker_plan
 JOB = SimulatedJob(shards=12, buffers=0, replicas=6, steps=40, clip=None)
 
 
-@pytest.fixture(autouse=True)
-def _between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in force by default."""
-    monkeypatch.setattr("rallypoint.core.cluster.strategies.BETWEEN_STEPS", True)
-
-
 @dataclass
 class Cluster:
     """A coordinator's machine with two servers and two workers, in the midst of a job at step `step`."""

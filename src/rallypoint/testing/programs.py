@@ -132,7 +132,7 @@ def _begin(arguments: list[str], output: str, env: dict[str, str], cwd: str) -> 
     os.dup2(written, 2)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     subprocess.Popen = _ForkedPopen  # type: ignore[misc]
-    _run(arguments, env)
+    run_program_here(arguments, env)
 
 
 def _become(arguments: list[str], call: Mapping[str, Any]) -> None:
@@ -151,15 +151,16 @@ def _become(arguments: list[str], call: Mapping[str, Any]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         env = os.environ if call["env"] is None else call["env"]
-        _run(arguments, {os.fsdecode(key): os.fsdecode(value) for key, value in env.items()})
+        run_program_here(arguments, {os.fsdecode(key): os.fsdecode(value) for key, value in env.items()})
     except BaseException:
         os.write(2, traceback.format_exc().encode())
     finally:
-        os._exit(70)  # `_run` does not return
+        os._exit(70)  # `run_program_here` does not return
 
 
-def _run(arguments: list[str], env: dict[str, str]) -> None:
-    """Run the program in this process, and end the process like the interpreter would."""
+def run_program_here(arguments: list[str], env: dict[str, str]) -> None:
+    """Run ``python ARGUMENTS`` in this process, a fork, with this environment, and end the process like the interpreter
+    would: it does not return. Descriptors 0, 1 and 2 are the program's already."""
     os.environ.clear()
     os.environ.update(env)
     if (name := env.get(environment.ID)) and _COMM.exists():

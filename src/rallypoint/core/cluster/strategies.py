@@ -59,11 +59,6 @@ class Strategies:
     snapshot_lead: int = CAPTURE_AHEAD
 
 
-# Shards move between two steps, and workers that join fetch a version first: not in force yet, because of two servers
-# that are told to go one may stay, and an evaluation may be waited for in vain (`--policy evaluating --seed 10`).
-BETWEEN_STEPS = False
-
-
 def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
     """The strategies of a job with this record."""
     snapshot_version, snapshot_lead = _SNAPSHOTS[record.mode.pace]
@@ -73,8 +68,8 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         recovery=_RECOVERY[record.mode.holder](),
         by_speed=record.supports(Feature.BY_SPEED),
         backup_tasks=terms.backup_tasks and record.supports(Feature.BACKUP_TASKS),
-        hands_over=BETWEEN_STEPS and steps and not pinned,
-        warms=BETWEEN_STEPS and steps and not pinned and record.mode.holder is Holder.SERVERS,
+        hands_over=steps and not pinned,
+        warms=steps and not pinned and record.mode.holder is Holder.SERVERS,
         pinned=pinned,
         aggregates=not terms.backup_tasks and record.supports(Feature.AGGREGATORS),
         workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is Holder.SERVERS,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from rallypoint.core.layout import SHARD_BYTES, WORD_BYTES
+
+# Bytes that a word takes, by the codec's name; blocks of 256 and of 64 words have a scale in fp32
+SENT_BYTES: Mapping[str, float] = {"raw": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}
 
 
 class Layer(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.coordinator.journal import kept_state
-from rallypoint.core.cost.workload import Layer, Workload
+from rallypoint.core.cost.workload import SENT_BYTES, Layer, Workload
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Layout
 from rallypoint.errors import RallypointError, UsageError
@@ -17,7 +17,6 @@ from rallypoint.launch.plan import read_plan
 from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.state import RunState
 
-_BYTES: Mapping[str, float] = {"raw": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}
 _SPARSE_BYTES = 6.0  # of each word that top-k and DGC send
 
 
@@ -120,7 +119,7 @@ def _bytes_of(codec: Any) -> float:
     kind = str(codec.get("type", "raw"))
     if "ratio" in codec:
         return _SPARSE_BYTES * float(codec["ratio"])
-    return _BYTES.get(kind, 4.0)
+    return SENT_BYTES.get(kind, 4.0)
 
 
 def _replication_of(folder: Path) -> int:

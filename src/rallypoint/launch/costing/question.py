@@ -11,7 +11,7 @@ import msgspec
 
 from rallypoint.core.cost.candidates import Encoding, Machines
 from rallypoint.core.cost.failures import NEVER
-from rallypoint.core.cost.workload import Workload, layers_of, transformer
+from rallypoint.core.cost.workload import SENT_BYTES, Workload, layers_of, transformer
 from rallypoint.errors import ConfigError, UsageError, meant
 from rallypoint.launch.costing.measured import MeasuredRun
 from rallypoint.launch.costing.quantities import bytes_of, count_of, rate_of, seconds_of
@@ -23,8 +23,8 @@ _FLOPS = 6.0  # of a parameter and a token, forward and backward (Kaplan et al.,
 ENCODINGS: Mapping[str, Encoding] = {
     "fp16": Encoding("fp16", 2.0, 2.0, True),
     "bf16": Encoding("bf16", 2.0, 2.0, True),
-    "int8": Encoding("int8 up, bf16 down", 1 + 4 / 256, 2.0, False),
-    "int4": Encoding("int4 up, bf16 down", 0.5 + 4 / 64, 2.0, False),
+    "int8": Encoding("int8 up, bf16 down", SENT_BYTES["int8"], 2.0, False),
+    "int4": Encoding("int4 up, bf16 down", SENT_BYTES["int4"], 2.0, False),
     "dgc": Encoding("dgc 1 % up, bf16 down", 0.06, 2.0, False),
 }
 

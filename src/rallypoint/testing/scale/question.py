@@ -11,7 +11,7 @@ import msgspec
 from rallypoint.core.cost.failures import NEVER
 from rallypoint.core.cost.site import Speeds
 from rallypoint.core.cost.sites import ONE_SITE, Sites, sites_seconds
-from rallypoint.core.cost.workload import Workload, transformer
+from rallypoint.core.cost.workload import SENT_BYTES, Workload, transformer
 from rallypoint.errors import ConfigError
 from rallypoint.launch.costing.quantities import count_of, rate_of, seconds_of
 from rallypoint.launch.options import option
@@ -19,7 +19,6 @@ from rallypoint.testing.scale.cluster import Size
 from rallypoint.testing.scale.play import Scenario
 
 _CLUSTER, _JOB, _TROUBLE, _OUTPUT = "The cluster", "The job", "What goes wrong", "Output"
-_WORDS = {"raw": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}  # bytes that a parameter takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +67,7 @@ class ScaleOptions:
         min=1, metavar="F", panel=_JOB, help="... in F parts, one after the other, while the next steps are computed.",
     )] = 1  # fmt: skip
     codec: Annotated[str, option(
-        metavar="NAME", panel=_JOB, help=f"What is sent, both ways: {', '.join(_WORDS)}.",
+        metavar="NAME", panel=_JOB, help=f"What is sent, both ways: {', '.join(SENT_BYTES)}.",
     )] = "raw"  # fmt: skip
     mtbf: Annotated[str, option(
         metavar="TIME", panel=_TROUBLE,
@@ -115,15 +114,15 @@ def scenario_of(options: ScaleOptions) -> Scenario:
         raise ConfigError(f"{options.racks} racks and {options.workers} workers: some would be empty")
     if options.servers < options.replication:
         raise ConfigError(f"--replication {options.replication} needs as many servers, not {options.servers}")
-    if options.codec not in _WORDS:
-        raise ConfigError(f"--codec {options.codec}: this knows {', '.join(_WORDS)}")
+    if options.codec not in SENT_BYTES:
+        raise ConfigError(f"--codec {options.codec}: this knows {', '.join(SENT_BYTES)}")
     if options.racks and options.codec != "raw":
         raise ConfigError(f"--codec {options.codec}: an aggregator (--racks) sends on what it has added up as it is")
     if options.local_steps % options.fragments:
         raise ConfigError(f"--fragments {options.fragments}: --local-steps {options.local_steps} is no multiple of it")
     workload = Workload(
         layers=transformer(words, seconds_of(options.compute, "--compute")), steps=options.local_steps,
-        up=_WORDS[options.codec], down=_WORDS[options.codec],
+        up=SENT_BYTES[options.codec], down=SENT_BYTES[options.codec],
     )  # fmt: skip
     rate = rate_of(options.link, "--link")
     server_rate = rate_of(options.server_link, "--server-link") if options.server_link else rate
