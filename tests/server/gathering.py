@@ -146,9 +146,9 @@ class Gathering:
 
 
 @contextmanager
-def gathering(servers: int, folder: Path | None = None, **terms: Any) -> Iterator[Gathering]:
-    """A cluster with so many servers, ended afterwards."""
-    cluster = Gathering(folder, servers=servers, **terms)
+def gathering(servers: int, /, folder: Path | None = None, **terms: Any) -> Iterator[Gathering]:
+    """A cluster with so many servers, ended afterwards. The job waits for as many, or for `terms["servers"]`."""
+    cluster = Gathering(folder, **{"servers": servers, **terms})
     try:
         cluster.add_servers(servers)
         yield cluster

@@ -261,7 +261,7 @@ def test_a_server_that_cannot_apply_an_update_ends_the_job_with_a_sentence(monke
 
 @pytest.mark.slow
 def test_servers_end_with_their_job_and_say_why(undisturbed: str) -> None:
-    with gathering(0) as cluster:
+    with gathering(0, servers=2) as cluster:
         named = [
             ServerService(
                 id=f"s{i}", coordinator=cluster.coordinator.address, bind="server:0", transport=cluster.transport

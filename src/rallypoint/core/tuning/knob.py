@@ -86,7 +86,7 @@ def pace_knob(start: float, facts: Facts) -> Knob:
 def in_flight_knob(start: float, facts: Facts) -> Knob:
     """Return the knob `in_flight_bytes`. Values are powers of two: a factor of two is as near as it need be."""
     rate = (facts.told_mbit or facts.reached_mbit * _FULL) * 1e6 / 8
-    least = _LEAST_SHARE * max(facts.workers, facts.servers)
+    least = float(_LEAST_SHARE * max(facts.workers, facts.servers))
     found = [max(least, 2.0 ** round(math.log2(rate * ahead / 1e3))) for ahead in _AHEAD_MS]
     return Knob("in_flight_bytes", "KiB", start, _tried(start, found), per_unit=1024.0)
 

@@ -26,6 +26,8 @@ from rallypoint.net.messages import (
     Report,
     Resize,
     Stored,
+    decode,
+    encode,
 )
 from rallypoint.net.ordering.messages import RateAwaited
 from rallypoint.net.views.messages import ViewChange
@@ -94,7 +96,9 @@ class Membership:
 
     def _receive(self, message: Any) -> None:
         if isinstance(message, NewView | ViewChange):
-            message = self._views.take(message)
+            arrived = decode(encode(message))  # as from a socket: where a float belongs, a whole number becomes one
+            assert isinstance(arrived, NewView | ViewChange), arrived
+            message = self._views.take(arrived)
         if isinstance(message, NewView) and _is_newer(message.view, self._knows.view):
             self._knows = Knows(message.view, message.proof)
         match message:
