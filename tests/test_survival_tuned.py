@@ -13,7 +13,7 @@ from test_survival import SCRIPT, STEPS, Cluster
 
 pytestmark = [pytest.mark.programs, pytest.mark.timeout(600)]
 
-MANY = 240  # steps: trials begin with about the 25th, those of a pace with about the 110th
+MANY = 360  # steps: trials begin with about the 25th, those of a pace with about the 110th; each death begins one anew
 LONG = SCRIPT.replace(f"steps={STEPS}", f"steps={MANY}")
 
 

@@ -116,6 +116,23 @@ def test_one_who_does_not_say_it_holds_nobody_up_for_long() -> None:
     assert "s2" in cluster.homes
 
 
+def test_a_server_that_leaves_waits_ten_seconds_for_the_end_of_a_step() -> None:
+    cluster = Cluster(step=5)
+    cluster.come("s2")
+    cluster.tick(100.0)
+    cluster.catch_up()
+    cluster.tick(120.0)
+    assert cluster.view.handover == 7  # nobody leaves: steps may be long
+    cluster.play(events.Leaving("s0"))
+    cluster.catch_up()
+    cluster.tick(121.0)
+    cluster.tick(130.9)
+    assert cluster.view.handover == 7
+    assert "s0" in cluster.homes
+    cluster.tick(131.1)
+    assert cluster.homes == {"s1", "s2"}
+
+
 def test_one_that_dies_is_not_waited_for() -> None:
     cluster = Cluster(step=5)
     cluster.come("s2")

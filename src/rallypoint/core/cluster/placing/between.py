@@ -26,6 +26,6 @@ def moves_before(course: Course) -> int | None:
     stuck = not course.members.apart.isdisjoint(view.primary.values())  # no step ends before these shards move
     here = course.members.workers
     computing = [worker for worker, own in view.assigned(course.known + 1).items() if own and worker in here]
-    if view.ending or stuck or not computing:
+    if view.ending or stuck or not computing or course.handover.hurries(view, course.members.leaving, course.now):
         return None
     return course.handover.before(view, course.known, computing, (course.views.paused, course.last), course.now)

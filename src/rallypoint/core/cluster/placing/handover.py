@@ -6,6 +6,7 @@ lost by that, and computed once more. So the view before it says a step that nob
 workers compute what is before it, and wait. Each says when it holds this version. When all who compute do, nothing is
 on its way, and the shards move: no link has to end. The wait is one message to the coordinator and one back. If one
 does not say it two seconds after another, shards move all the same, and some replicas may be computed once more.
+Shards of a server that leaves do so after ten seconds in any case: its machine may be about to go.
 
 A worker that joins has to fetch all parameters first. If it were given replicas at once, the others would wait for it.
 So it is told to fetch versions (`View.warming`), says when it holds one, and then gets replicas. A worker that takes
@@ -14,13 +15,14 @@ over from one that is gone gets them at once, as ever: others wait for these in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.view import View
 
 _AHEAD = 2  # steps after the furthest one known: no worker has begun that step yet
 _PATIENCE_S = 2.0
+_LEAVING_S = 10.0  # of 30 s, which clouds and Kubernetes give at least
 
 
 @dataclass(slots=True)
@@ -36,13 +38,14 @@ class Handover:
     warm: set[str] = field(default_factory=set)
     _asked: dict[str, int] = field(default_factory=dict)  # cold worker -> the step that was known when it came
     _first: tuple[int, float] | None = None  # the step before which shards move, and when the first worker was there
+    _since: float | None = None  # since when a server that leaves waits for such a step
 
     def restart(self) -> None:
         """A new generation begins."""
         self.reached.clear()
         self.warm.clear()
         self._asked.clear()
-        self._first = None
+        self._first = self._since = None
 
     def forget(self, worker: str) -> None:
         """The worker is gone."""
@@ -56,6 +59,14 @@ class Handover:
             self.warm.add(worker)
         if view.handover is not None:
             self.reached[worker] = max(self.reached.get(worker, -1), min(version, view.handover))
+
+    def hurries(self, view: View, leaving: Collection[str], now: float) -> bool:
+        """True if a server that leaves has waited too long for the step before which its shards move."""
+        if view.handover is None or not any(view.has_shards(one) for one in leaving):
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        return now >= self._since + _LEAVING_S
 
     def before(
         self, view: View, known: int, computing: Sequence[str], ends: Sequence[int | None], now: float
