@@ -55,7 +55,9 @@ class Handover:
 
     def says(self, worker: str, version: int, view: View) -> None:
         """A worker says that it holds this version. More than the view asks for counts as that."""
-        if worker in view.warming and version >= self._asked.get(worker, 0):  # else it held that when it came
+        # An older one than servers have now (two of them) is what it held when it came. The higher of these two may be
+        # one that `known` expects, and that comes at the end of a long step.
+        if worker in view.warming and version + 1 >= self._asked.get(worker, 0):
             self.warm.add(worker)
         if view.handover is not None:
             self.reached[worker] = max(self.reached.get(worker, -1), min(version, view.handover))
