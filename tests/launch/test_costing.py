@@ -234,7 +234,14 @@ def test_a_run_tells_its_model_its_settings_and_its_times(run: Path) -> None:
     assert (seen.workload.shard_bytes, seen.workload.up, seen.workload.down) == (65536, 4.0, 2.0)
 
 
-def test_the_plan_of_a_run_says_what_the_model_makes_of_it_first(run: Path) -> None:
+def test_what_a_short_run_has_lost_is_no_rate_of_failures(run: Path) -> None:
+    text = " ".join(said("plan", str(run), "--link", "10Mbit").split())
+    assert "Members that the run lost: 1; 58 s are too short to say how often machines fail" in text
+    assert "goodput" not in text
+
+
+def test_the_plan_of_a_run_says_what_the_model_makes_of_it_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rallypoint.launch.costing.question._LONG_S", 50.0)
     text = " ".join(said("plan", str(run), "--link", "10Mbit").split())
     assert "with 3 workers and 2 servers a step took 2" in text
     assert "the model says" in text

@@ -27,6 +27,7 @@ ENCODINGS: Mapping[str, Encoding] = {
     "int4": Encoding("int4 up, bf16 down", SENT_BYTES["int4"], 2.0, False),
     "dgc": Encoding("dgc 1 % up, bf16 down", 0.06, 2.0, False),
 }
+_LONG_S = 3600.0  # what a shorter run has lost may have been killed by hand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +212,12 @@ def _mtbf_of(options: CostOptions, run: MeasuredRun | None, notes: list[str]) ->
     if options.mtbf:
         return seconds_of(options.mtbf, "--mtbf")
     if run is None or not run.losses:
+        return NEVER
+    if run.seconds_long < _LONG_S:
+        notes.append(
+            f"members that the run lost: {run.losses}; {run.seconds_long:,.0f} s are too short to say how often "
+            "machines fail, so here they do not (--mtbf)"
+        )
         return NEVER
     notes.append(
         f"in {run.seconds_long:,.0f} s of the run the number of lost members was {run.losses}: a machine fails every "
