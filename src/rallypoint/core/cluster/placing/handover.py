@@ -38,14 +38,14 @@ class Handover:
     warm: set[str] = field(default_factory=set)
     _asked: dict[str, int] = field(default_factory=dict)  # cold worker -> the step that was known when it came
     _first: tuple[int, float] | None = None  # the step before which shards move, and when the first worker was there
-    _since: float | None = None  # since when a server that leaves waits for such a step
+    _leaving_at: float | None = None  # when a server that leaves began to wait for such a step
 
     def restart(self) -> None:
         """A new generation begins."""
         self.reached.clear()
         self.warm.clear()
         self._asked.clear()
-        self._first = self._since = None
+        self._first = self._leaving_at = None
 
     def forget(self, worker: str) -> None:
         """The worker is gone."""
@@ -65,10 +65,10 @@ class Handover:
     def hurries(self, view: View, leaving: Collection[str], now: float) -> bool:
         """True if a server that leaves has waited too long for the step before which its shards move."""
         if view.handover is None or not any(view.has_shards(one) for one in leaving):
-            self._since = None
+            self._leaving_at = None
             return False
-        self._since = now if self._since is None else self._since
-        return now >= self._since + _LEAVING_S
+        self._leaving_at = now if self._leaving_at is None else self._leaving_at
+        return now >= self._leaving_at + _LEAVING_S
 
     def before(
         self, view: View, known: int, computing: Sequence[str], ends: Sequence[int | None], now: float
