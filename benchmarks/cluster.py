@@ -260,6 +260,11 @@ class Members:
         """What every worker wrote."""
         return [self._read(f"worker{index}", kind) for index in range(len(at.workers))]
 
+    def sentences(self) -> list[str]:
+        """What the coordinator has said, in order."""
+        events = map(msgspec.json.decode, (self.folder / "events.jsonl").read_bytes().splitlines())
+        return [event["text"] for event in events if event["type"] == "Say"]
+
     def _read(self, name: str, kind: type[_R]) -> _R:
         try:
             return msgspec.json.decode(self._result(name).read_bytes(), type=kind)

@@ -108,8 +108,7 @@ def run_once(at: Site, size: Size, design: Design) -> list[float]:
         members.start_workers(at, "reduce_member.py", tasks)
         members.wait(600.0)
         if design != "gloo" and size.tune == "auto":
-            said = (members.folder / "coordinator.log").read_text(errors="replace").splitlines()
-            print(*(line for line in said if "pace_mbit" in line), sep="\n")
+            print(*(line for line in members.sentences() if "tri" in line or "tun" in line), sep="\n")
         return step_times([result.finishes for result in members.results(at, Result)], size.warm_up)
 
 

@@ -91,8 +91,8 @@ def job(at: Site, setup: str, cell: tuple[str, float, int], shard: int, steps: i
         members.start_workers(at, "reduce_member.py", tasks)
         members.wait(600.0)
         results = members.results(at, Result)
-        log = (members.folder / "coordinator.log").read_text(errors="replace").splitlines() if tune == "auto" else []
-    said = [line for line in log if any(word in line for word in ("pace_mbit", "in_flight_bytes", "tuning has"))]
+        told = members.sentences()
+    said = [line for line in told if any(word in line for word in ("pace_mbit", "in_flight_bytes", "tuning has"))]
     times = step_times([result.finishes for result in results], 1)
     (digest,) = {result.sha256 for result in results}
     return Cell(

@@ -151,8 +151,7 @@ def run_once(
             where.slow.set_rate(lab.rate * lab.slow)
         members.wait(900.0)
         results = members.results(where.at, Result)
-        events = (members.folder / "events.jsonl").read_text().splitlines()
-    texts = [str(msgspec.json.decode(line).get("text", "")) for line in events]
+        texts = members.sentences()
     said = [text for text in texts if "shards move" in text or "uplink" in text]
     if len(hashes := {result.sha256 for result in results}) != 1:
         raise BenchmarkFailed(f"workers end with different bytes: {sorted(hashes)}")
