@@ -36,9 +36,12 @@ from rallypoint.core.topology.told import Topology
 from rallypoint.errors import RallypointError
 from rallypoint.launch import environment
 from rallypoint.net.handshake import new_token
+from rallypoint.net.messages import Say
 from rallypoint.net.tls.making import make_certificates
 from rallypoint.testing.netlab import Netlab
+from rallypoint.watch.follow import EVENTS, event_of
 
+TUNING = ("pace_mbit", "in_flight_bytes", "tuning has")  # words of what is said of tuning
 FOLDER = Path(__file__).resolve().parent
 TCP_LIMIT = 1.046  # what TCP's and Ethernet's headers make of 1.0 at an MTU of 1500 bytes
 _RESULT = "RALLYPOINT_BENCHMARK_RESULT"
@@ -260,10 +263,11 @@ class Members:
         """What every worker wrote."""
         return [self._read(f"worker{index}", kind) for index in range(len(at.workers))]
 
-    def sentences(self) -> list[str]:
-        """What the coordinator has said, in order."""
-        events = map(msgspec.json.decode, (self.folder / "events.jsonl").read_bytes().splitlines())
-        return [event["text"] for event in events if event["type"] == "Say"]
+    def sentences(self, *words: str) -> list[str]:
+        """What the coordinator has said, in order: the lines with one of these words in them."""
+        events = map(event_of, (self.folder / EVENTS).read_bytes().splitlines())
+        texts = [event[0].text for event in events if event is not None and isinstance(event[0], Say)]
+        return [text for text in texts if any(word in text for word in words)]
 
     def _read(self, name: str, kind: type[_R]) -> _R:
         try:

@@ -17,7 +17,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from cluster import TCP_LIMIT, Case, Members, Site, Spread, main, report, site, step_times, table
+from cluster import TCP_LIMIT, TUNING, Case, Members, Site, Spread, main, report, site, step_times, table
 from rallypoint.config import JobConfig
 from reduce_member import Result, Task
 
@@ -108,7 +108,7 @@ def run_once(at: Site, size: Size, design: Design) -> list[float]:
         members.start_workers(at, "reduce_member.py", tasks)
         members.wait(600.0)
         if design != "gloo" and size.tune == "auto":
-            print(*(line for line in members.sentences() if "tri" in line or "tun" in line), sep="\n")
+            print(*members.sentences(*TUNING), sep="\n")
         return step_times([result.finishes for result in members.results(at, Result)], size.warm_up)
 
 

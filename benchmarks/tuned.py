@@ -23,7 +23,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from cluster import Case, Members, Site, Spread, machine_facts, main, site, step_times, table
+from cluster import TUNING, Case, Members, Site, Spread, machine_facts, main, site, step_times, table
 from rallypoint.core.layout import SHARD_BYTES
 from rallypoint.core.tuning.shards import shards_for
 from reduce_member import Result, Task
@@ -91,8 +91,7 @@ def job(at: Site, setup: str, cell: tuple[str, float, int], shard: int, steps: i
         members.start_workers(at, "reduce_member.py", tasks)
         members.wait(600.0)
         results = members.results(at, Result)
-        told = members.sentences()
-    said = [line for line in told if any(word in line for word in ("pace_mbit", "in_flight_bytes", "tuning has"))]
+        said = members.sentences(*TUNING)
     times = step_times([result.finishes for result in results], 1)
     (digest,) = {result.sha256 for result in results}
     return Cell(

@@ -151,8 +151,7 @@ def run_once(
             where.slow.set_rate(lab.rate * lab.slow)
         members.wait(900.0)
         results = members.results(where.at, Result)
-        texts = members.sentences()
-    said = [text for text in texts if "shards move" in text or "uplink" in text]
+        said = members.sentences("shards move", "uplink")
     if len(hashes := {result.sha256 for result in results}) != 1:
         raise BenchmarkFailed(f"workers end with different bytes: {sorted(hashes)}")
     return step_times([result.finishes for result in results], 0), hashes.pop(), said

@@ -145,6 +145,13 @@ def test_what_may_be_in_flight_is_tried_around_ten_milliseconds_of_the_rate() ->
     assert given.candidates == (0.0, 512 << 10, 128 << 10, 1 << 20)
 
 
+@pytest.mark.parametrize("knob", [in_flight_knob, pace_knob])
+@pytest.mark.parametrize("nbytes", [25_000, 25_000_000])
+def test_what_is_tried_are_floats_as_in_every_members_view(knob: Callable[[float, Facts], Knob], nbytes: int) -> None:
+    found = knob(0.0, Facts(nbytes, workers=8, servers=8, seconds=1.5))
+    assert {type(value) for value in found.candidates} == {float}
+
+
 def test_a_window_leaves_out_as_many_steps_as_certainty_allows() -> None:
     assert Window.of([float(n) for n in range(12)]) == (5.5, 2.0, 9.0, 12)
     with pytest.raises(ValueError, match="no step was measured"):

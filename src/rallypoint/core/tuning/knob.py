@@ -86,7 +86,7 @@ def pace_knob(start: float, facts: Facts) -> Knob:
 def in_flight_knob(start: float, facts: Facts) -> Knob:
     """Return the knob `in_flight_bytes`. Values are powers of two: a factor of two is as near as it need be."""
     rate = (facts.told_mbit or facts.reached_mbit * _FULL) * 1e6 / 8
-    least = float(_LEAST_SHARE * max(facts.workers, facts.servers))
+    least = _LEAST_SHARE * max(facts.workers, facts.servers)
     found = [max(least, 2.0 ** round(math.log2(rate * ahead / 1e3))) for ahead in _AHEAD_MS]
     return Knob("in_flight_bytes", "KiB", start, _tried(start, found), per_unit=1024.0)
 
@@ -96,5 +96,8 @@ KNOBS: Mapping[str, Callable[[float, Facts], Knob]] = {"in_flight_bytes": in_fli
 
 
 def _tried(start: float, found: list[float]) -> tuple[float, ...]:
-    """Each value once, without the one in force; and "none", where that is not in force."""
-    return tuple(dict.fromkeys(value for value in ([0.0, *found] if start else found) if value != start))
+    """Each value once, without the one in force; and "none", where that is not in force.
+
+    Floats, as they are in every member's view: a whole number has other bytes, and so another digest.
+    """
+    return tuple(dict.fromkeys(float(value) for value in ([0.0, *found] if start else found) if value != start))
