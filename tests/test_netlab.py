@@ -93,10 +93,10 @@ def _mbit(sender: Host, receiver: Host, size: int) -> float:
 
 
 def test_a_link_carries_its_rate_both_ways() -> None:
-    with Netlab(hosts=2, rate_mbit=200.0) as lab:
+    with Netlab(hosts=2, rate_mbit=50.0) as lab:  # a rate that also a busy machine can keep up with
         one, two = lab.hosts
         for sender, receiver in ((one, two), (two, one)):
-            assert 0.80 <= _mbit(sender, receiver, 20 * MEGABYTE) / 200 <= 1.02
+            assert 0.80 <= _mbit(sender, receiver, 5 * MEGABYTE) / 50 <= 1.02
 
 
 @pytest.mark.slow
