@@ -81,6 +81,7 @@ def test_the_summary_counts_steps_within_ten_percent() -> None:
     assert summary("none", []) == "none: no case"
 
 
+@pytest.mark.slow
 def test_the_model_is_as_near_to_the_measured_cases_as_the_documents_say() -> None:
     """`benchmarks/planned.jsonl`: what docs/planning.md and docs/scale.md say of the cases with odd numbers, which were
     measured after the model was fitted to the others. It tells whether a change of the model is one for the better."""

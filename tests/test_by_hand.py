@@ -114,6 +114,7 @@ def test_a_worker_is_a_script_for_this_python_or_a_program(tmp_path: Path, monke
             _argv_of([missing])
 
 
+@pytest.mark.slow
 def test_a_program_gets_where_the_coordinator_may_be_and_its_role_s_token_alone(tmp_path: Path) -> None:
     (tmp_path / "job.token").write_text(JOB)
     show = "import os; print(*(os.environ.get(name) for name in os.environ['SHOWN'].split()))"

@@ -269,6 +269,7 @@ def members(tmp_path: Path) -> Iterator[Members]:
         program.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.programs
 def test_each_role_is_ready_when_it_has_joined_and_leaves_with_the_status_it_was_given(members: Members) -> None:
     at = members.coordinator("--workers", "2", "--servers", "2")

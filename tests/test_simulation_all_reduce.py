@@ -68,6 +68,7 @@ def _slots_are_free_at_once(self: WorkerMachine, view: View) -> None:
 _rewind = WorkerMachine._rewind
 
 
+@pytest.mark.slow
 def test_when_nothing_fails_every_replica_of_every_step_is_computed_once() -> None:
     for workers, servers in ((1, 1), (2, 3), (4, 2)):
         for result in _play_all(_plan(seed, JOB, workers, servers) for seed in range(3)):

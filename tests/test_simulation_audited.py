@@ -57,6 +57,7 @@ def test_a_worker_that_is_left_alone_and_sends_nothing_again_is_found(monkeypatc
     first_failure(Audited(), range(60))
 
 
+@pytest.mark.slow
 def test_a_coordinator_whose_view_names_no_third_worker_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     following = ViewSequence.following
 

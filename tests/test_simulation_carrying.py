@@ -32,6 +32,7 @@ def test_each_replica_contributes_to_its_own_state_and_to_no_other() -> None:
     assert [list(job.contributing(index)) for index in carried] == [[replica] for replica in range(job.replicas)]
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaves_the_state_to_replica_0_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what replicas carry is sent as buffers are, by replica 0 alone."""
     monkeypatch.setattr(

@@ -28,7 +28,7 @@ WHOLE = InnerState(LocalSteps(3, delay=2))
 FRAGMENTS = InnerState(LocalSteps(6, fragments=2, delay=2))
 
 
-@pytest.mark.some("delay:2")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [WHOLE, FRAGMENTS], ids=word_for)
 def test_a_delay_gives_the_same_bytes_while_no_worker_dies_and_nothing_rolls_back(policy: InnerState) -> None:
     """One of three plans promises them: links break, members are slow. In the others the job ends, and a round that is

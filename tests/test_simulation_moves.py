@@ -26,18 +26,21 @@ def joined(seed: int, job: SimulatedJob, role: str, *, replication: int) -> Resu
     return play(Plan(seed, job, terms, 2, 2, (Fault(at, "join", role),)))
 
 
+@pytest.mark.some("2-plain")
 @pytest.mark.parametrize("job", JOBS, ids=["plain", "clip"])
 @pytest.mark.parametrize("replication", [1, 2])
 def test_a_server_that_joins_makes_no_replica_be_computed_again(job: SimulatedJob, replication: int) -> None:
     assert [joined(seed, job, "server", replication=replication).recomputed for seed in SEEDS] == [0] * len(SEEDS)
 
 
+@pytest.mark.slow
 def test_without_a_step_between_them_some_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once: Any = lambda self, *about: None  # noqa: E731
     monkeypatch.setattr(Handover, "before", at_once)
     assert sum(joined(seed, JOBS[0], "server", replication=2).recomputed for seed in SEEDS) > 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_joins_makes_no_replica_be_computed_again() -> None:
     job = SimulatedJob(shards=12, replicas=6, steps=40, clip=None, compute_s=0.2)
     results = [joined(seed, job, "worker", replication=2) for seed in SEEDS]

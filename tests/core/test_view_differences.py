@@ -70,6 +70,7 @@ def test_a_difference_leads_from_any_view_to_any_other(base: View, view: View) -
     assert msgspec.msgpack.encode(reached) == msgspec.msgpack.encode(canonical(view)), "byte for byte: its proof holds"
 
 
+@pytest.mark.slow
 @PURE
 @given(VIEWS, VIEWS, VIEWS)
 def test_a_wrong_base_is_found_also_under_the_right_number(base: View, view: View, other: View) -> None:
@@ -81,6 +82,7 @@ def test_a_wrong_base_is_found_also_under_the_right_number(base: View, view: Vie
         assert other != base
 
 
+@pytest.mark.slow
 @PURE
 @given(VIEWS, VIEWS, st.integers(0, 1 << 30), st.integers(1, 255))
 def test_a_changed_byte_is_found_or_changes_nothing(base: View, view: View, place: int, bits: int) -> None:

@@ -84,7 +84,7 @@ def _possessed() -> list[object]:
     return [pytest.param(*case, marks=() if case[1] in IN_CI.get(case[0], ()) else pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.some("ssp-server after, its servers")
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "which"), _possessed())
 def test_members_that_send_mutated_frames_too(
     policy: str, which: str, campaign_of: Callable[[str], Campaign]

@@ -25,6 +25,7 @@ def write_until_killed(root: str, version: int, attempt: int, said: Connection) 
         store.retain(Retention(keep_last=2))
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_last_committed_snapshot_is_whole(tmp_path: Path) -> None:
     context = fork_server()
     moments = random.Random(7)

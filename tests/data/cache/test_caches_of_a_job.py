@@ -73,6 +73,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.programs
 def test_two_hosts_read_the_store_about_once_and_end_with_the_same_bytes(folder: Path) -> None:
     with ProcessCluster(workers=2, servers=1) as cluster:
