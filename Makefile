@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 ARGS ?=
-THIRD ?=
+QUARTER ?=
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + (os.cpu_count() or 1)))')
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
@@ -35,8 +35,8 @@ test: setup ## Run the tests, in a few minutes; ARGS="-k name" for some of them,
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: JOBS = $(shell $(PYTHON) -c 'import os; print(min(8, 3 + (os.cpu_count() or 1)))')
-test-all: setup ## Run all tests, with the long plays and every variant; THIRD=0, 1 or 2 for a third of those, as in CI
-	THIRD=$(THIRD) $(PYTEST) $(ARGS)
+test-all: setup ## Run all tests, with the long plays and every variant; QUARTER=0, 1, 2 or 3 for a quarter of those, as in CI
+	QUARTER=$(QUARTER) $(PYTEST) $(ARGS)
 
 quick: setup ## Run the tests that start no whole programs
 	$(PYTEST) -m "not slow and not programs" $(ARGS)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 GRACE_S = 2.0  # for what is on its way out when a test ends
-_THIRD = os.environ.get("THIRD", "")
+_QUARTER = os.environ.get("QUARTER", "")
 _OURS_TO_KEEP = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # one per session, by design
 _MAY_CHANGE = {
     "PYTEST_CURRENT_TEST",  # pytest's own
@@ -39,21 +39,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`@pytest.mark.some("a*", "b")`: only the cases whose ids match are in `make test`; the others are slow.
 
-    With THIRD=n in the environment, only every third of the slow tests is run: 0, 1 and 2 together are all.
+    With QUARTER=n in the environment, only every fourth of the slow tests is run: 0, 1, 2 and 3 together are all.
     """
     for item in items:
         some = item.get_closest_marker("some")
         if some is not None and not any(fnmatch(item.callspec.id, pattern) for pattern in some.args):  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
-    if _THIRD:
+    if _QUARTER:
         slow = [item for item in items if item.get_closest_marker("slow") is not None]
-        left_out = {item for number, item in enumerate(slow) if (number - int(_THIRD)) % 3}
+        left_out = {item for number, item in enumerate(slow) if (number - int(_QUARTER)) % 4}
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_report_header() -> str:
-    return f"of the slow tests, third {int(_THIRD) % 3} of 0, 1 and 2" if _THIRD else ""
+    return f"of the slow tests, quarter {int(_QUARTER) % 4} of 0, 1, 2 and 3" if _QUARTER else ""
 
 
 @pytest.fixture(autouse=True, scope="session")

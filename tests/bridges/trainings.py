@@ -56,7 +56,10 @@ def lightning_module(home: str = "") -> Any:
 def fit_lightning(
     job: Any, folder: str, accumulate: int = 1, patience: int = 9, **more: Any
 ) -> tuple[str, int, list[str]]:
-    """Returns the weights' hash, the step, and the checkpoints in the folder. Without a `job`: plain Lightning."""
+    """Returns the weights' hash, the step, and the checkpoints in the folder. Without a `job`: plain Lightning.
+
+    No checkpoints but on replica 0, which saves: the others do not wait for it.
+    """
     import lightning
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
@@ -81,7 +84,8 @@ def fit_lightning(
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(data, batch_size=BATCH)
     trainer.fit(model, loader, torch.utils.data.DataLoader(data, batch_size=8))
-    return weights_hash(model.net), trainer.global_step, sorted(path.name for path in Path(folder).iterdir())
+    saved = sorted(path.name for path in Path(folder).iterdir()) if trainer.is_global_zero else []
+    return weights_hash(model.net), trainer.global_step, saved
 
 
 def train_huggingface(

@@ -40,7 +40,7 @@ class RallypointStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     that of the order of samples. `device`: by default a GPU, if there is one.
 
     Each training batch is the replica's part of a global batch; validation runs whole, on every process, so all see the
-    same figures. Replica 0 is the global zero: it logs and saves.
+    same figures. Replica 0 is the global zero: it logs and saves, and nobody waits for that.
 
     Raises ConfigError for what has no place in it: several optimizers, manual optimization, fp16, a Trainer without an
     end, data sets without a length.
