@@ -10,6 +10,9 @@ QUARTER ?=
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + (os.cpu_count() or 1)))')
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+# Hundreds of processes start in the tests: each would compile the package anew where bytecode is not kept.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 
 .PHONY: help setup train test test-all quick simulate chaos check format bench dist clean
