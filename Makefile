@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
-# Tests run in JOBS processes: one more than there are cores, because many tests wait for others; and two more than that
+# Tests run in JOBS processes: two more than there are cores, because many tests wait for others; and one more than that
 # for all tests, of which the long ones wait the most.
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 ARGS ?=
 QUARTER ?=
-JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + (os.cpu_count() or 1)))')
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 2 + (os.cpu_count() or 1)))')
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # Hundreds of processes start in the tests: each would compile the package anew where bytecode is not kept.
@@ -29,6 +29,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -q src
 	@touch $@
 
 train: setup ## Train a small GPT on real text through 2 workers and 2 servers; ARGS="--data FOLDER" for your own

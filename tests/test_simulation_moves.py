@@ -26,7 +26,7 @@ def joined(seed: int, job: SimulatedJob, role: str, *, replication: int) -> Resu
     return play(Plan(seed, job, terms, 2, 2, (Fault(at, "join", role),)))
 
 
-@pytest.mark.some("2-plain")
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS, ids=["plain", "clip"])
 @pytest.mark.parametrize("replication", [1, 2])
 def test_a_server_that_joins_makes_no_replica_be_computed_again(job: SimulatedJob, replication: int) -> None:

@@ -170,7 +170,7 @@ def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undi
     assert cluster.hash == undisturbed(codec)
 
 
-@pytest.mark.some("dgc")
+@pytest.mark.slow
 @every_codec
 def test_the_codec_states_of_a_killed_worker_are_lost_and_the_job_ends_without_them(
     cluster_of: Make, codec: str

@@ -62,7 +62,7 @@ def outcome(codec: str, workers: int) -> tuple[str, float, float]:
     return hashes.pop(), losses[0][1], losses[-1][1]
 
 
-@pytest.mark.some("topk")
+@pytest.mark.slow
 @every_codec
 def test_a_codec_gives_the_same_bytes_for_any_number_of_workers(codec: str) -> None:
     assert outcome(codec, 1)[0] == outcome(codec, 3)[0]

@@ -162,7 +162,7 @@ def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
         rp.MDS(tmp_path)
 
 
-@pytest.mark.some("mds-zstd")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_is_an_error_and_never_other_samples(name: str, tmp_path: Path) -> None:
     reader, sample = READERS[name]

@@ -43,14 +43,14 @@ class BoundedPeers:
 
 
 class BoundedConnections:
-    """Lets each peer have `most` connections. For one more, the one of its own ends that has been idle for longest.
+    """Lets each peer have `most` connections. For one more, that of its own ends which is idle and was asked longest ago.
 
     Each connection costs a thread. Who asks opens one anew when one that it has kept has ended. Thread-safe.
     """
 
     def __init__(self, most: int) -> None:
         self._most, self._lock = most, threading.Lock()
-        # by peer (only those that have some): each connection, and is it busy? The last to become idle is the last
+        # by peer (only those that have some): each connection, and is it busy? The last to be asked is the last
         self._of: dict[str, dict[Connection, bool]] = {}
 
     @contextmanager
@@ -84,6 +84,8 @@ class BoundedConnections:
     def _set(self, peer: str, connection: Connection, *, busy: bool) -> None:
         with self._lock:
             own = self._of.get(peer, {})
-            if own.pop(connection, None) is None:
+            if connection not in own:
                 raise LinkError(f"this connection of {peer} has ended for another one")
+            if busy:
+                del own[connection]
             own[connection] = busy
