@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import rallypoint
 
+pytestmark = pytest.mark.slow  # `make check` plays them
 SOURCE = Path(rallypoint.__file__).parent
 LINES, METHODS, ARGUMENTS, MODULES = 400, 25, 8, 16
 

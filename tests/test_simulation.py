@@ -250,7 +250,7 @@ def _one_replica_too_many(replicas: int, *args: Any) -> dict[str, tuple[int, ...
     return assign_replicas(replicas + 1, *args)
 
 
-@pytest.mark.some("Forest-covers-*", "Presum-lost-*", "rallypoint.core.cluster.view_change-*")
+@pytest.mark.some("rallypoint.core.cluster.view_change-*")
 @pytest.mark.parametrize(("owner", "name", "bug"), [
     (Forest, "covers", _a_repeat_is_added),
     (Forest, "merge", _merged_as_they_come),
@@ -374,6 +374,7 @@ def _roll_backs_in_the_middle_of_decisions() -> list[Plan]:
     return [_plan(1, job, 3, 2, *two, snapshot_steps=1) for two in crashes]
 
 
+@pytest.mark.slow
 def test_a_stale_verdict_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inboxes are so full that a view overtakes a verdict now and then."""
     monkeypatch.setattr(SimulatedServer, "decision_s", 0.4)
@@ -406,6 +407,7 @@ def _a_refusal_said_once(self: ServerMachine) -> list[ServerEffect]:
     return []
 
 
+@pytest.mark.some("Rule-*")
 @pytest.mark.parametrize(("owner", "name", "bug", "sentence"), [
     (Rule, "verdict", _what_is_not_finite_is_applied, "is published, and is not finite"),
     (ServerMachine, "report_again", _a_refusal_said_once, "stuck after"),
@@ -479,6 +481,7 @@ def _the_end_is_nothing_special(self: Cadence, shard: int, tick: int) -> int:
     return tick + (turn.first - tick) % turn.every
 
 
+@pytest.mark.some("Forest-*")
 @pytest.mark.parametrize(("owner", "name", "bug"), [
     (WorkerMachine, "_in_place", _any_version_of_a_shard_will_do),
     (Cadence, "next_due", _the_end_is_nothing_special),

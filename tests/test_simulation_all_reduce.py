@@ -33,7 +33,7 @@ def _the_state_is_of_another_version(self: SimulatedWorker) -> None:
 _initialise = SimulatedWorker._initialise
 
 
-@pytest.mark.some("StateHolders-needs_new_generation-_whoever_comes_may_go_on")
+@pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name", "bug"), [
     (StateHolders, "needs_new_generation", _whoever_comes_may_go_on),
     (SimulatedWorker, "_initialise", _the_state_is_of_another_version),

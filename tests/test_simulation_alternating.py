@@ -32,6 +32,7 @@ def test_every_model_is_updated_and_none_at_each_step() -> None:
         assert min(updates) < job.steps
 
 
+@pytest.mark.slow
 def test_a_server_that_takes_a_step_of_the_job_for_a_shard_s_own_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a decision is told to a shard under the job's number."""
 
@@ -42,6 +43,7 @@ def test_a_server_that_takes_a_step_of_the_job_for_a_shard_s_own_is_found(monkey
     assert first_failure(Alternating(), ENOUGH)
 
 
+@pytest.mark.slow
 def test_an_evaluator_that_asks_a_shard_for_the_job_s_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the version whose evaluation is leased is pulled under the job's number: it may never come."""
     monkeypatch.setattr(Pull, "version_of", lambda pull, shard: pull.version)

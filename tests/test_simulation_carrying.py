@@ -54,6 +54,7 @@ def test_a_server_that_takes_the_state_of_replica_0_alone_is_found(monkeypatch: 
     assert first_failure(Carrying(), ENOUGH)
 
 
+@pytest.mark.slow
 def test_an_aggregator_that_takes_the_state_of_replica_0_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: an aggregator drops what other replicas carry."""
     whole = BlockSum.__init__

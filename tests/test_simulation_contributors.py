@@ -11,6 +11,7 @@ from rallypoint.testing.simulation.run import Simulation, SimulationFailed
 GIVEN_UP_AND_BACK = 48  # a seed in which a worker comes back whose contribution was dropped in between
 
 
+@pytest.mark.slow
 def test_a_worker_that_counts_what_it_sent_before_it_was_given_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     Simulation(make_plan(GIVEN_UP_AND_BACK)).run()
     monkeypatch.setattr(shell, "_came_back", lambda worker, before, view: False)

@@ -38,6 +38,7 @@ def test_plans_have_all_rules_and_a_word() -> None:
     assert word_for(parse_policy("decided")) == "decided"
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_wait_for_a_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeasedVersion, "holds_back", lambda self, view, action: False)
     first_failure(Deciding(), range(20))

@@ -37,6 +37,7 @@ def test_a_server_that_does_not_look_at_itself_is_found(monkeypatch: pytest.Monk
     first_failure(Flipped(), range(20))
 
 
+@pytest.mark.slow
 def test_a_server_that_keeps_no_digest_of_what_it_loads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AtRest, "audited", lambda self, shard, version: False)
     first_failure(Flipped(), range(20))

@@ -48,6 +48,7 @@ def test_seeds_play_it_among_other_faults() -> None:
     assert [fault.kind for seed in range(18) if cuts(seed) for fault in make_plan(seed).faults].count("cut") == 2
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_does_not_look_who_cannot_reach_whom_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reach, "look", lambda self: [])
     with pytest.raises(SimulationFailed, match="stuck"):

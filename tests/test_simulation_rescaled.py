@@ -46,11 +46,13 @@ def test_plans_are_played_again_as_what_they_are() -> None:
         assert any(fault.kind == RESCALE for fault in plan.faults)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_hear_of_the_rate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "rate_in", lambda view, step: 0)
     assert "other bytes" in first_failure(Rescaled(), range(10))
 
 
+@pytest.mark.slow
 def test_a_server_that_holds_nothing_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RateHold, "_at", lambda self, machine: 1 << 62)
     assert "other bytes" in first_failure(Rescaled(), range(20, 40))
