@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
 from rallypoint.testing.programs import run_program
 
-pytest.importorskip("transformers", reason='transformers is missing: pip install "rallypoint[huggingface]"')
-pytest.importorskip("accelerate", reason='accelerate is missing: pip install "rallypoint[huggingface]"')
+MISSING = not (find_spec("transformers") and find_spec("accelerate"))
 pytestmark = [
+    pytest.mark.skipif(MISSING, reason='pip install "rallypoint[huggingface]"'),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.slow,  # importing transformers takes seconds
 ]

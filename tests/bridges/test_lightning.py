@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from rallypoint.testing.processes import ProcessCluster
 from rallypoint.testing.programs import run_program
 from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
 
-pytest.importorskip("lightning", reason='Lightning is missing: pip install "rallypoint[lightning]"')
 pytestmark = [
+    pytest.mark.skipif(not find_spec("lightning"), reason='Lightning is missing: pip install "rallypoint[lightning]"'),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.slow,  # importing Lightning takes seconds
 ]

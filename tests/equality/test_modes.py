@@ -65,7 +65,7 @@ def test_every_contribution_is_applied_once_and_all_workers_end_with_the_same_we
     assert sum(account["staleness"].values()) == COUNTED_STEPS * COUNTED_REPLICAS
 
 
-@pytest.mark.some("Async(scale_by_staleness=False, delay_compensation=0.0, fold=1)")
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", [rp.BoundedStaleness(2), rp.Async()], ids=str)
 def test_what_is_applied_on_arrival_learns_nearly_as_well(sync: Any) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:

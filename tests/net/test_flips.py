@@ -183,6 +183,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.WARNING, logger="rallypoint")
 
 
+@pytest.mark.slow
 def test_bits_that_flip_between_workers_and_servers_change_no_byte(
     undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
