@@ -86,11 +86,11 @@ def test_the_model_is_as_near_to_the_measured_cases_as_the_documents_say() -> No
     """`benchmarks/planned.jsonl`: what docs/planning.md and docs/scale.md say of the cases with odd numbers, which were
     measured after the model was fitted to the others. It tells whether a change of the model is one for the better."""
     found = [one for one in kept(MEASURED) if one.case.number % 2 == 1]
-    assert len(found) == 20
+    assert len(found) == 30
     assert all(one.case == draw(one.case.number) for one in found)
-    assert sum(one.right for one in found) == 20
+    assert sum(one.right for one in found) == 30
     errors = [[abs(one.errors[kind]) for one in found] for kind in (0, 1)]
-    assert sum(error <= 0.1 for error in errors[0]) == 15
-    assert statistics.median(errors[0]) < 0.050
+    assert sum(error <= 0.1 for error in errors[0]) == 25
+    assert statistics.median(errors[0]) < 0.038
     assert max(errors[0]) < 0.14
     assert max(errors[1]) < 0.1
