@@ -24,6 +24,7 @@ _MAY_CHANGE = {
     "TORCHINDUCTOR_CACHE_DIR",  # set by torch's first optimizer
     "KMP_DUPLICATE_LIB_OK",  # these two by importing scikit-learn
     "KMP_INIT_AT_FORK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # by importing Lightning
 }
 
 
