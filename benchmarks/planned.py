@@ -8,8 +8,9 @@
     python benchmarks/planned.py --dry                 # what the planner says, without running anything
 
 Each case draws a GPT, workers, servers, a link's rate, how long computing takes (blocks sleep, as if an accelerator
-computed them), and a shard's size. It trains with Rallypoint and with DDP over Gloo, as `train.py` does. Cases with an
-even number were there to fit the model's constants; those with an odd one are the test.
+computed them), and a shard's size. It trains with Rallypoint and with DDP over Gloo, as `train.py` does. Cases 0 to 36
+with an even number were there to fit the model's constants; those with an odd one are the test. Further cases, from 40
+on, can be named with `--only`.
 """
 
 from __future__ import annotations
@@ -286,8 +287,8 @@ def command(
             keep(into, found[-1])
     lines = table("seconds a step, measured and planned", COLUMNS, [row(one) for one in found])
     report(console, [lines], found, json)
-    console.print(summary("cases to fit", [one for one in found if one.case.number % 2 == 0]))
-    console.print(summary("cases to test", [one for one in found if one.case.number % 2 == 1]))
+    console.print(summary("even cases", [one for one in found if one.case.number % 2 == 0]))
+    console.print(summary("odd cases", [one for one in found if one.case.number % 2 == 1]))
 
 
 if __name__ == "__main__":

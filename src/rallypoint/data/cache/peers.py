@@ -43,7 +43,7 @@ class BoundedPeers:
 
 
 class BoundedConnections:
-    """Lets each peer have `most` connections. For one more, the idle one ends of its own that was asked longest ago.
+    """Lets each peer have `most` connections. For one more, its idle one ends that was asked longest ago.
 
     Each connection costs a thread. Who asks opens one anew when one that it has kept has ended. Thread-safe.
     """
