@@ -8,9 +8,9 @@
     python benchmarks/planned.py --dry                 # what the planner says, without running anything
 
 Each case draws a GPT, workers, servers, a link's rate, how long computing takes (blocks sleep, as if an accelerator
-computed them), and a shard's size. It trains with Rallypoint and with DDP over Gloo, as `train.py` does. Cases 0 to 36
-with an even number were there to fit the model's constants; those with an odd one are the test. Further cases, from 40
-on, can be named with `--only`.
+computed them), and a shard's size. It trains with Rallypoint and with DDP over Gloo, as `train.py` does. Cases with
+an even number are there to fit the model's constants, those with an odd one are the test. Further cases, from 40 on,
+can be named with `--only`.
 """
 
 from __future__ import annotations

@@ -83,14 +83,15 @@ def test_the_summary_counts_steps_within_ten_percent() -> None:
 
 @pytest.mark.slow
 def test_the_model_is_as_near_to_the_measured_cases_as_the_documents_say() -> None:
-    """`benchmarks/planned.jsonl`: what docs/planning.md and docs/scale.md say of the cases with odd numbers, which were
-    measured after the model was fitted to the others. It tells whether a change of the model is one for the better."""
+    """`benchmarks/planned.jsonl`: what docs/planning.md and docs/scale.md say of the cases with odd numbers: they were
+    not used for fitting, and from 61 on they were measured after it. It tells whether a change is for the better."""
     found = [one for one in kept(MEASURED) if one.case.number % 2 == 1]
-    assert len(found) == 30
+    assert len(found) == 50
     assert all(one.case == draw(one.case.number) for one in found)
-    assert sum(one.right for one in found) == 30
-    errors = [[abs(one.errors[kind]) for one in found] for kind in (0, 1)]
-    assert sum(error <= 0.1 for error in errors[0]) == 25
-    assert statistics.median(errors[0]) < 0.038
-    assert max(errors[0]) < 0.14
-    assert max(errors[1]) < 0.1
+    assert all(one.right for one in found)
+    for cases, within, median, most in ((found[:30], 29, 0.025, 0.11), (found[30:], 19, 0.027, 0.11)):
+        errors = [[abs(one.errors[kind]) for one in cases] for kind in (0, 1)]
+        assert sum(error <= 0.1 for error in errors[0]) == within
+        assert statistics.median(errors[0]) < median
+        assert max(errors[0]) < most
+        assert max(errors[1]) < 0.06

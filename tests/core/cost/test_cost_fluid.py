@@ -35,13 +35,6 @@ def test_a_transfer_that_stands_for_four_takes_four_parts() -> None:
     assert network.rate("four workers") == 25.0
 
 
-def test_unequal_shares_divide_a_link_unequally_and_leave_nothing_over() -> None:
-    network = Network({"a": 100.0})
-    network.start("small", 1000.0, {"a": 1.0}, 0.7)
-    network.start("large", 1000.0, {"a": 1.0}, 1.3)
-    assert (network.rate("small"), network.rate("large")) == (pytest.approx(35.0), pytest.approx(65.0))
-
-
 def test_a_link_that_nobody_limits_takes_no_time() -> None:
     network = Network({"a": 100.0})
     network.start("beside", 1e9, {"elsewhere": 1.0})

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rallypoint.core.cost.site import Servers, Site, halves
+from rallypoint.core.cost.site import Servers, Site
 from rallypoint.core.cost.workload import Workload
 from rallypoint.core.layout import WORD_BYTES
 
@@ -41,18 +41,18 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 def split(workload: Workload, site: Site) -> Site:
-    """The site with its groups in two (see `halves`), or, if there are few bundles then, its servers in more groups."""
-    apart, count = halves(site), site.server_count
+    """The site; if there are few bundles, with its servers in more groups."""
+    count = site.server_count
     runs = workload.nbytes / workload.shard_bytes / count
     groups = min(_MOST_GROUPS, count, math.ceil(_FEWEST_BUNDLES / runs))
-    if site.beside or groups <= len(apart.servers):
-        return apart
+    if site.beside or groups <= len(site.servers):
+        return site
     servers = [
         Servers(size, group.rate)
         for group in site.servers
         for size in _evenly(group.count, max(1, round(groups * group.count / count)))
     ]
-    return msgspec.structs.replace(apart, servers=tuple(servers))
+    return msgspec.structs.replace(site, servers=tuple(servers))
 
 
 def _evenly(count: int, parts: int) -> list[int]:

@@ -11,7 +11,7 @@ from rallypoint.core.cost.failures import NEVER, daly_period, elastic_goodput, g
 from rallypoint.core.cost.memory import Memory, ddp_memory, fsdp_memory, servers_memory
 from rallypoint.core.cost.peers import Ring, ddp_cost, fsdp_cost
 from rallypoint.core.cost.pipeline import StepCost, step_cost
-from rallypoint.core.cost.site import PACED, UNEVEN, Servers, Site, Speeds, Workers
+from rallypoint.core.cost.site import Servers, Site, Speeds, Workers, paced
 from rallypoint.core.cost.workload import Workload
 
 _STATE = 12  # bytes of a parameter in a snapshot: the value and AdamW's moments
@@ -36,7 +36,7 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
         gpu_price, server_price: of an hour of one device, and of one server.
         slowness: how many times slower than the others the slowest device is.
         paced: the job sets `pace_mbit`, a little below the links' rate.
-        uneven, queue, speeds: see `core.cost.site`.
+        queue, speeds: see `core.cost.site`.
     """
 
     gpus: int
@@ -53,7 +53,6 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
     server_price: float = 0.0
     slowness: float = 1.0
     paced: bool = False
-    uneven: float = UNEVEN
     queue: float = 0.0
     speeds: Speeds = Speeds()
 
@@ -129,18 +128,18 @@ def candidates_for(
 
 def _sites(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
     """The sites to look at, with their words in the table."""
+    for site, words in _unpaced(machines, replicas):
+        yield paced(site) if machines.paced else site, words
+
+
+def _unpaced(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
     server_rate = machines.server_rate or machines.rate
     matching = machines.hosts * machines.rate / server_rate
     counts = machines.servers or tuple(sorted({max(1, round(part * matching)) for part in _PARTS}))
     several = machines.per_host > 1
     workers = machines.workers(grouped=several, replicas=replicas)
-    if machines.paced:
-        workers, server_rate = msgspec.structs.replace(workers, rate=PACED * workers.rate), PACED * server_rate
     inside = " (ranks of a host are one worker)" if several else ""
-    plain = Site(
-        workers=(workers,), servers=(), uneven=0.0 if machines.paced else machines.uneven, queue=machines.queue,
-        speeds=machines.speeds,
-    )  # fmt: skip
+    plain = Site(workers=(workers,), servers=(), queue=machines.queue, speeds=machines.speeds)
     for replication in (1, 2) if machines.mtbf < NEVER else (1,):
         for count in counts:
             if count < replication:

@@ -1,8 +1,8 @@
 """A fluid model of links: every transfer flows at its fair share of the links that it uses, until one ends.
 
-Shares are max-min fair (Bertsekas and Gallager, Data Networks, section 6.5.2), each in proportion to the transfer's
-`share`: no transfer can get more without one that has less for its share getting less. TCP connections with equal round
-trips would have equal shares over a long time; over the seconds of a step they have not, and `share` says so.
+Shares are max-min fair (Bertsekas and Gallager, Data Networks, section 6.5.2): no transfer can get more without one
+that has less getting less. TCP connections with equal round trips have equal shares over a long time. Over the seconds
+of a step they have not: what that costs is taken from the capacity of ports (`core.cost.site.Losses`).
 
 A transfer stands for as many equal ones as its weights say: four workers that push at once are one transfer, with
 weight 1 on (any) worker's link and weight 4 on the server's::
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 _ENDS = 1e-9  # a transfer with so little left, of its bytes, has ended: rounding
 
 
-Kind = tuple[tuple[tuple[str, float], ...], float]  # the links that a transfer uses, how much of each; its share
+Kind = tuple[tuple[str, float], ...]  # the links that a transfer uses, and how much of each
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Network:
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def start(self, name: Hashable, nbytes: float, uses: Mapping[str, float], share: float = 1.0) -> None:
+    def start(self, name: Hashable, nbytes: float, uses: Mapping[str, float]) -> None:
         """Begin a transfer. `uses`: link -> how much of it each byte takes; links without a capacity are not limited.
 
         ValueError for a name that is under way.
@@ -56,7 +56,7 @@ class Network:
         if name in self._transfers:
             raise ValueError(f"{name} is under way already")
         known = tuple((link, weight) for link, weight in uses.items() if link in self._capacity and weight > 0)
-        self._transfers[name] = Transfer(nbytes, nbytes, (known, share))
+        self._transfers[name] = Transfer(nbytes, nbytes, known)
         self._shared = False
 
     def rate(self, name: Hashable) -> float:
@@ -97,16 +97,15 @@ class Network:
         rates = dict.fromkeys(kinds, math.inf)
         left = dict(self._capacity)
         users: dict[str, dict[int, float]] = {}
-        for number, (uses, share) in enumerate(kinds):
+        for number, uses in enumerate(kinds):
             for link, weight in uses:
-                users.setdefault(link, {})[number] = weight * share
+                users.setdefault(link, {})[number] = weight
         while users:
             level, full = min((left[link] / sum(weights.values()), link) for link, weights in users.items())
             for number in list(users[full]):
-                uses, share = kinds[number]
-                rates[kinds[number]] = level * share
-                for link, weight in uses:
-                    left[link] = max(0.0, left[link] - level * share * weight)
+                rates[kinds[number]] = level
+                for link, weight in kinds[number]:
+                    left[link] = max(0.0, left[link] - level * weight)
                     users[link].pop(number, None)
             users = {link: weights for link, weights in users.items() if weights}
         return rates

@@ -31,7 +31,6 @@ from rallypoint.core.cost.workload import Workload
 from rallypoint.core.layout import WORD_BYTES
 
 _UNSENT_BYTES = 512 << 10  # as in `net.tcp`
-_IDLE_S = 0.5  # after such a pause parts are as unequal as they come to be: windows shrink in it (RFC 2861). Fitted
 _STEPS = 3  # the last one is what a step takes: each begins as the one before it has left things
 
 
@@ -64,7 +63,6 @@ class Parcel(msgspec.Struct):
     name: Hashable
     left: float
     uses: Mapping[str, float]
-    share: float
     arrived: Callable[[], None]
 
 
@@ -73,16 +71,13 @@ class Lane:
     """The connections between two groups, or one connection of each member of a group.
 
     They send one parcel after the other. Which one is next is settled as soon as there is room in the kernel's buffer,
-    and in the queue of the link: from then on no other can overtake it. Connections that were idle begin anew with
-    smaller windows, and some get larger parts of a link than others then: the more, the longer they were idle.
+    and in the queue of the link: from then on no other can overtake it.
     """
 
     ahead: float  # bytes that may be settled on each connection
     waiting: list[tuple[int, int, Parcel]] = field(default_factory=list)  # by rank
     settled: deque[Parcel] = field(default_factory=deque)
     busy: bool = False
-    idle: float = 0.0  # when it last had nothing to send
-    apart: float = 0.0  # 1: its connections' parts of the links are as far from fair ones as they come to be
 
 
 @dataclass(slots=True)
@@ -166,26 +161,23 @@ class Pipeline:
             lane.settled.append(heapq.heappop(lane.waiting)[2])
         if lane.busy or not lane.settled:
             return
-        lane.apart = max(lane.apart, min(1.0, round((self._now - lane.idle) / _IDLE_S, 1)))
         parcel = lane.settled[0]
         beyond = sum(one.left for one in lane.settled) - lane.ahead  # when so much is sent, there is room
         piece = beyond if 0 < beyond < parcel.left else parcel.left
         lane.busy = True
         self._done[parcel.name] = lambda: self._sent(lane, parcel, piece)
-        self._network.start(parcel.name, piece, parcel.uses, 1.0 + lane.apart * (parcel.share - 1.0))
+        self._network.start(parcel.name, piece, parcel.uses)
 
     def _sent(self, lane: Lane, parcel: Parcel, piece: float) -> None:
-        lane.busy, lane.idle = False, self._now
+        lane.busy = False
         parcel.left -= piece
         if parcel.left <= 0:
             lane.settled.popleft()
             self._after(self._site.speeds.latency, parcel.arrived)
         self._feed(lane)
 
-    def _parcel(
-        self, nbytes: float, uses: Mapping[str, float], arrived: Callable[[], None], share: float = 1.0
-    ) -> Parcel:  # fmt: skip
-        return Parcel(next(self._numbers), nbytes, uses, share, arrived)
+    def _parcel(self, nbytes: float, uses: Mapping[str, float], arrived: Callable[[], None]) -> Parcel:
+        return Parcel(next(self._numbers), nbytes, uses, arrived)
 
     # ---- a group of workers ----
 
@@ -247,8 +239,7 @@ class Pipeline:
         nbytes = (WORD_BYTES if self._site.aggregators else self._workload.up) * bundle.words  # sums go on raw
         nbytes *= self._site.blocks
         uses = self._wiring.push(worker, bundle.group, bundle.count)
-        share = self._wiring.share(worker, bundle.group)
-        parcel = self._parcel(nbytes, uses, lambda: self._contributed(index, step), share)
+        parcel = self._parcel(nbytes, uses, lambda: self._contributed(index, step))
         self._send(("up", worker, bundle.group), -index, parcel)
 
     def _landed(self, worker: int, index: int, version: int) -> None:
@@ -300,10 +291,9 @@ class Pipeline:
         bundle = self._bundles[index]
         for worker in range(len(self._computing)):
             uses = self._wiring.publish(worker, bundle.group, bundle.count)
-            share = self._wiring.share(worker, bundle.group)
             come = self._spread if self._site.aggregators else self._landed
             arrived = functools.partial(come, worker, index, step + 1)
-            parcel = self._parcel(self._workload.down * bundle.words, uses, arrived, share)
+            parcel = self._parcel(self._workload.down * bundle.words, uses, arrived)
             self._send(("down", worker, bundle.group), -index, parcel)
 
     def _spread(self, worker: int, index: int, version: int) -> None:

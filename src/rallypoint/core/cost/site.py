@@ -8,8 +8,7 @@ import msgspec
 
 PAYLOAD = 1 / 1.046  # of Ethernet's rate at an MTU of 1500 bytes: headers take the rest
 ACKNOWLEDGED = 1.015  # where both directions carry data, acknowledgements of one take so much of the other
-UNEVEN = 0.35  # how far connections that share a link are from equal parts of it: 0.65 and 1.35 of them
-PACED = 0.97  # of a link's rate, where connections are paced (`pace_mbit`): then their parts are equal
+PACED = 0.97  # of a link's rate, where connections are paced (`pace_mbit`)
 AGGREGATOR_RATE = 2.5e9  # bytes a second between processes of one machine, a direction (this machine's loopback: 1.7)
 ON_CPU = 1.8e-10  # fused AdamW on one thread, seconds a byte (188 us for 1 MiB, docs/performance.md)
 
@@ -30,6 +29,31 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     apply: float = 5.2e-10
     step: float = 3.5e-12
     latency: float = 0.5e-3
+
+
+class Losses(msgspec.Struct, frozen=True):
+    """What a port loses of its rate for each further member that sends through it, up to `most` of them.
+
+    Flows that meet at a port overrun its queue and get unequal parts of it, and the sum of a shard waits for the last
+    of its contributions. Both numbers were fitted to cases of `benchmarks/planned.py`, from 85 to 800 Mbit/s.
+
+    Attributes:
+        gathered: where contributions meet: a server's port.
+        spread: where versions from several servers meet: a worker's port.
+        most: further ones beyond that cost nothing more (one of the cases fitted had more).
+    """
+
+    gathered: float = 0.07
+    spread: float = 0.03
+    most: int = 3
+
+    def left(self, each: float, senders: float) -> float:
+        """The part of a port's rate that is left where so many send through it, and each further one costs `each`."""
+        return 1.0 - each * min(self.most, max(0.0, senders - 1))
+
+
+LOSSES = Losses()
+PACED_LOSSES = Losses(gathered=0.035, spread=0.0)  # where servers are fewer than workers: fitted to two cases of 4 + 1
 
 
 class Servers(msgspec.Struct, frozen=True):
@@ -60,8 +84,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
         aggregators: one for the workers of each host (or, with `rack`, of each rack).
         rack: workers of a rack. They share `uplink` (bytes a second each way) to everything outside.
         uplink: 0: no limit.
-        uneven: connections that share a link get parts of it between 1 - uneven and 1 + uneven of what is fair. Half of
-            the workers have the larger part to half of the servers, and the other half to the other servers.
+        losses: of ports that several send through; None: they lose nothing.
         queue: bytes that wait in the queue of a busy link; what is sent later cannot overtake them.
         blocks: how many blocks of replicas (I3) each sender pushes of every shard: 1 where its replicas are one block.
     """
@@ -74,7 +97,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     aggregator_rate: float = AGGREGATOR_RATE
     rack: int = 0
     uplink: float = 0.0
-    uneven: float = UNEVEN
+    losses: Losses | None = LOSSES
     queue: float = 0.0
     blocks: float = 1.0
     speeds: Speeds = Speeds()
@@ -99,16 +122,29 @@ class Wiring:
     def __init__(self, site: Site) -> None:
         self._site = site
         carried = PAYLOAD / ACKNOWLEDGED
+        gathered, spread = self._left()
         self.capacity: dict[str, float] = {}
         for i, workers in enumerate(site.workers):
-            self.capacity |= {f"host{i} out": carried * workers.rate, f"host{i} in": carried * workers.rate}
+            into = min(spread, gathered) if site.beside else spread
+            self.capacity |= {f"host{i} out": carried * workers.rate, f"host{i} in": carried * workers.rate * into}
         for j, servers in enumerate(site.servers if not site.beside else ()):
-            self.capacity |= {f"server{j} out": carried * servers.rate, f"server{j} in": carried * servers.rate}
+            rate = carried * servers.rate
+            self.capacity |= {f"server{j} out": rate, f"server{j} in": rate * gathered}
         if site.rack and site.uplink:
             self.capacity |= {"rack out": carried * site.uplink, "rack in": carried * site.uplink}
         for i in range(len(site.workers) if site.aggregators else 0):
             rate = carried * site.aggregator_rate
             self.capacity |= {f"aggregator{i} out": rate, f"aggregator{i} in": rate}
+
+    def _left(self) -> tuple[float, float]:
+        """What is left of a server's port, to which all send, and of a worker's, to which all servers do."""
+        site, losses = self._site, self._site.losses
+        if losses is None:
+            return 1.0, 1.0
+        senders = sum(self.senders(i) for i in range(len(site.workers)))
+        others = senders - 1 if site.beside else senders  # what its own worker sends crosses no port
+        servers = 1 if site.aggregators and site.rack else site.server_count  # a rack's aggregator has its own port
+        return losses.left(losses.gathered, others), losses.left(losses.spread, servers)
 
     def senders(self, i: int) -> int:
         """How many members of group i send to servers: its workers, or their aggregators."""
@@ -132,10 +168,6 @@ class Wiring:
     def publish(self, i: int, j: int, shards: int) -> Mapping[str, float]:
         """From so many servers of group j to each worker (or aggregator) of group i."""
         return self._across(i, j, shards, "in", "out")
-
-    def share(self, i: int, j: int) -> float:
-        """The part of a link that a connection between these groups gets, 1 being a fair one."""
-        return 1.0 - self._site.uneven if (i + j) % 2 == 0 else 1.0 + self._site.uneven
 
     def _across(self, i: int, j: int, shards: int, here: str, there: str) -> dict[str, float]:
         site, workers = self._site, self._site.workers[i]
@@ -170,23 +202,13 @@ class Wiring:
         return self._site.workers[i].count / self.senders(i)
 
 
-def halves(site: Site) -> Site:
-    """The same site with each group in two, so that the connections of one half can differ from those of the other."""
-    if site.uneven == 0:
+def paced(site: Site) -> Site:
+    """The same site with `pace_mbit` a little below the links' rate. With aggregators nobody is paced."""
+    if site.aggregators:
         return site
-    workers = [
-        msgspec.structs.replace(group, count=hosts * group.per_host)
-        for group in site.workers for hosts in _in_two(group.count // group.per_host, _together(site, group))
-    ]  # fmt: skip
-    servers = [Servers(count, group.rate) for group in site.servers for count in _in_two(group.count)]
-    return msgspec.structs.replace(site, workers=tuple(workers), servers=tuple(servers))
-
-
-def _together(site: Site, group: Workers) -> int:
-    """Hosts that stay in one group: those of an aggregator."""
-    return site.rack if site.aggregators and site.rack and group.count % site.rack == 0 else 1
-
-
-def _in_two(count: int, together: int = 1) -> list[int]:
-    half = count // together // 2 * together
-    return [part for part in (count - half, half) if part]
+    return msgspec.structs.replace(
+        site,
+        workers=tuple(msgspec.structs.replace(group, rate=PACED * group.rate) for group in site.workers),
+        servers=tuple(Servers(group.count, PACED * group.rate) for group in site.servers),
+        losses=None if site.server_count >= site.worker_count else PACED_LOSSES,
+    )

@@ -33,7 +33,7 @@ def shards_for(nbytes: int, workers: int, servers: int, mbit: float = 0.0) -> Ch
     last one down: what that costs depends on how many there are for each server, hardly on the rate.
     """
     rate = (mbit or _ASSUMED_MBIT) * 1e6 / 8
-    site = Site(workers=(Workers(max(1, workers), rate),), servers=(Servers(max(1, servers), rate),), uneven=0.0)
+    site = Site(workers=(Workers(max(1, workers), rate),), servers=(Servers(max(1, servers), rate),), losses=None)
     layers = layers_of([max(1, nbytes // WORD_BYTES // _LAYERS)] * _LAYERS, 0.0)
     messages = max(1.0, workers / max(1, servers)) * nbytes * _MESSAGE_S  # of the busiest process
     seconds = {

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rallypoint.core.cost.candidates import Candidate, candidates_for
 from rallypoint.core.cost.pipeline import step_cost
-from rallypoint.core.cost.site import PACED, Servers, Site, Workers
+from rallypoint.core.cost.site import PACED, Servers, Site, Workers, paced
 from rallypoint.core.cost.verdict import Verdict, called, verdict_of
 from rallypoint.launch.costing.chart import check_chart, draw
 from rallypoint.launch.costing.measured import MeasuredRun, measured_run
@@ -70,11 +70,10 @@ def _key(one: Candidate) -> tuple[str, int, str]:
 def _own_seconds(question: Question, run: MeasuredRun) -> float:
     """What the model says of the run's own layout."""
     machines = question.machines
-    part = PACED if machines.paced else 1.0
-    workers = Workers(run.workers, part * machines.rate, replicas=question.replicas)
+    workers = Workers(run.workers, machines.rate, replicas=question.replicas)
     site = Site(
-        workers=(workers,), servers=(Servers(run.servers, part * (machines.server_rate or machines.rate)),),
-        replication=min(run.replication, run.servers), uneven=0.0 if machines.paced else machines.uneven,
-        speeds=machines.speeds,
+        workers=(workers,), servers=(Servers(run.servers, machines.server_rate or machines.rate),),
+        replication=min(run.replication, run.servers), speeds=machines.speeds,
     )  # fmt: skip
+    site = paced(site) if machines.paced else site
     return step_cost(question.workload, site).seconds
