@@ -183,6 +183,7 @@ def test_two_settings_in_one_job_are_named(run: Callable[..., Outcome]) -> None:
     assert outcome.tracebacks == 0
 
 
+@pytest.mark.slow
 def test_two_data_sets_in_one_job_are_told_apart(run: Callable[..., Outcome]) -> None:
     outcome = run("lengths", workers=2)
     assert outcome.status == 1
@@ -198,6 +199,7 @@ def test_two_data_sets_of_one_length_are_told_apart_by_a_sample(run: Callable[..
     assert outcome.tracebacks == 0
 
 
+@pytest.mark.slow
 def test_an_own_optimizer_that_is_set_on_one_worker_alone_ends_the_job(run: Callable[..., Outcome]) -> None:
     outcome = run("rates", workers=2)
     assert outcome.status == 1
@@ -263,6 +265,7 @@ def test_a_wrong_setting_is_named_before_anything_starts(
     assert len(outcome.text.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_sentence_that_every_worker_ends_with_is_shown_once(run: Callable[..., Outcome]) -> None:
     outcome = run("steps", workers=2)
     assert outcome.status == 1
@@ -343,6 +346,7 @@ def test_a_nan_skips_its_step_and_the_job_goes_on(run: Callable[..., Outcome], t
     assert outcome.tracebacks == 0
 
 
+@pytest.mark.slow
 def test_a_nan_may_be_ignored_and_is_told(run: Callable[..., Outcome], tmp_path: Path) -> None:
     outcome = run("nan", "--set", "nonfinite=continue", "--set", "clip=1.0")
     assert outcome.status == 0, outcome.text
