@@ -81,6 +81,11 @@ def test_whatever_fails_the_run_ends_with_the_bytes_of_an_undisturbed_one(seeds:
     _play_seeds(seeds, Sync())
 
 
+def test_a_coordinator_that_comes_back_hears_again_who_holds_the_version_before_which_shards_move() -> None:
+    """It waited without an end: what the worker had said was told to one that knew of no such version."""
+    simulate(771653099)
+
+
 @pytest.mark.some("fixed-fragments:3")
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
 @pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(OTHERS))], ids=["fixed", "fresh"])

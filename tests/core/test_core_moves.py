@@ -4,8 +4,10 @@ computed twice."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from rallypoint.core.cluster import events
@@ -14,6 +16,7 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.placing.handover import Handover
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.worker.ending import Reaching
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.core.worker.slots import Compute
 from rallypoint.testing.simulation.job import SimulatedJob
@@ -295,3 +298,15 @@ def test_shards_leave_a_server_that_holds_the_job_up_at_once() -> None:
     cluster.catch_up()
     assert all(view.handover is None for view in cluster.views)
     assert "s1" not in cluster.homes
+
+
+def test_a_step_that_a_later_view_asks_for_again_is_said_again() -> None:
+    """What was said while the coordinator had a view without one counts for nothing: it would wait without an end."""
+    view = msgspec.structs.replace(Cluster().view, handover=5)
+    machine = SimpleNamespace(me="w0", step=5, steps=40, computing=False, view=view)
+    reaching = Reaching(machine)
+    assert (reaching.take(), reaching.take()) == ((view.generation, 5), None)
+    for later, handover, said in ((1, None, None), (2, 5, (view.generation, 5)), (3, 6, None)):
+        number = ViewNumber(view.number.epoch, view.number.count + later)
+        machine.view = msgspec.structs.replace(view, number=number, handover=handover)
+        assert reaching.take() == said

@@ -54,7 +54,9 @@ class Ending:
 class Reaching:
     """Which version the model holds, where a view asks for it (`View.handover`, `View.warming`).
 
-    It is said once; of a worker that warms up, of each version: what it held when it came may be old.
+    It is said once in each view that asks: what came while the coordinator had another view counts for nothing, and the
+    next one may ask for the same step. Of a worker that warms up, it is said of each version: what it held when it came
+    may be old.
 
     A worker that has a version has all of its shards, so each of them has had every contribution to the steps before
     it. Who says too much makes work be done again, and nothing else.
@@ -71,7 +73,7 @@ class Reaching:
             return None
         held = view.handover if view.handover is not None and step >= view.handover else None
         warms = self._machine.me in view.warming
-        about = (view.generation, held, step if warms else None)
+        about = (view.number, held, step if warms else None)
         if about == self._said or (held is None and not warms):
             return None
         self._said = about
