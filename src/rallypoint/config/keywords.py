@@ -57,6 +57,7 @@ class Settings(TypedDict, total=False):
     hold_bytes: int
     in_flight_bytes: int
     pace_mbit: float
+    pacing: Literal["auto", "off"]
     item: str
     items_per_sample: int
     fingerprints: int

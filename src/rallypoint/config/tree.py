@@ -97,9 +97,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         in_flight_bytes: bytes that may be on their way to one machine at once, shared by its links; 0 leaves that to
             the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
             200 Mbit/s, 1 MiB at 1 Gbit/s). Not for links with a round trip of more than a few ms.
-        pace_mbit: Mbit/s that a worker or a server sends at most, in equal parts on its links; 0: as TCP likes. Of
+        pace_mbit: Mbit/s that a worker or a server sends at most, in equal parts on its links; 0: see `pacing`. Of
             flows that share a port TCP gives some more than others, and a shard's sum waits for the last of them. A
             little less than the rate of the links: 970 for 1 Gbit/s. Linux only; not used where there are aggregators.
+        pacing: "auto": where there are at least as many servers as workers, and no aggregators, each worker and server
+            measures what its port carries and paces its links at their parts of that, unless `pace_mbit` says what.
         keyed: the job is a store (`job.store`): keys that are pushed and pulled one by one.
         item, items_per_sample: what the progress line counts ("tokens", 128).
         fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
@@ -155,6 +157,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hold_bytes: int = 256 << 20
     in_flight_bytes: int = 0
     pace_mbit: float = 0.0
+    pacing: Literal["auto", "off"] = "auto"
     keyed: bool = False
     item: str = "samples"
     items_per_sample: int = 1

@@ -179,6 +179,19 @@ class View(msgspec.Struct, frozen=True):
         """
         return 0.0 if self.aggregators else self.setting("pace_mbit", setting)
 
+    def by_port(self) -> bool:
+        """True if workers and servers measure their ports, and pace by what those carry.
+
+        With fewer servers than workers it is their ports that are full: a worker that comes late has them to itself,
+        and would not use them. With one of each nothing shares a port. For aggregators see `paced`.
+        """
+        workers, servers = sum(map(bool, self.computing().values())), len(self.servers)
+        return not self.aggregators and servers >= workers and servers > 1
+
+    def computing(self) -> Mapping[str, tuple[int, ...]]:
+        """Every worker's replicas from the last change on."""
+        return self.assignments[-1].replicas if self.assignments else {}
+
     def in_flight(self, setting: int) -> int:
         """Bytes that may be on their way to one machine at once, where the job's `in_flight_bytes` is `setting`."""
         return round(self.setting("in_flight_bytes", setting))

@@ -100,6 +100,9 @@ class InprocConnection:
     def pace(self, rate: int) -> None:
         """Does nothing."""
 
+    def share_port(self, part: float) -> None:
+        """Does nothing."""
+
     def finish(self) -> None:
         self._outgoing.end()
 

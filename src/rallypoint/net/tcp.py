@@ -19,16 +19,20 @@ import sys
 import threading
 import time
 
+from rallypoint.core.tuning.port import Sent
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
 from rallypoint.net.sampling.kernel import (
     UNSENT_BYTES,
     choose_cubic,
+    is_local,
     limit_received,
     pace_of,
     round_trip_of,
+    sent_of,
     set_pace,
     tune,
 )
+from rallypoint.net.sampling.port import Port
 from rallypoint.net.transport import PLAIN, Secured
 from rallypoint.observe.lines import Sparingly
 from rallypoint.observe.traffic import Traffic
@@ -70,13 +74,18 @@ class TcpConnection:
 
     secured: Secured = PLAIN
 
-    def __init__(self, sock: socket.socket, peer: str, traffic: Traffic | None = None, *, dialed: bool = False) -> None:
+    def __init__(
+        self, sock: socket.socket, peer: str, traffic: Traffic | None = None, *, dialed: bool = False,
+        port: Port | None = None,
+    ) -> None:  # fmt: skip
         self._socket = sock
         self._peer = peer
         self._deadline: float | None = None
         self._lock = threading.Lock()
         self._users, self._closed = 0, False  # threads inside `send` and `recv_into`
         tune(sock)
+        self._port = port or Port()
+        self.local = is_local(sock)
         self._traffic = traffic or Traffic()
         self._flow = self._traffic.opened(
             peer if dialed else "", lambda: round_trip_of(sock), lambda: pace_of(sock)
@@ -207,6 +216,15 @@ class TcpConnection:
             set_pace(self._socket, rate)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
 
+    def share_port(self, part: float) -> None:
+        with self._lock:
+            if not self._closed:
+                self._port.share(self, part)
+
+    def sent(self) -> Sent | None:
+        """See `net.sampling.port.Paceable`."""
+        return sent_of(self._socket)
+
     def finish(self) -> None:
         with self._lock, contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
@@ -214,6 +232,7 @@ class TcpConnection:
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            self._port.share(self, 0.0)
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in it; close alone does not
             if not self._users:
@@ -231,8 +250,8 @@ class TcpListener:
     peer would wait in vain: so the listener accepts it with the spare one, closes it, and says so.
     """
 
-    def __init__(self, sock: socket.socket, traffic: Traffic | None = None) -> None:
-        self._socket, self._traffic = sock, traffic or Traffic()
+    def __init__(self, sock: socket.socket, traffic: Traffic | None = None, port: Port | None = None) -> None:
+        self._socket, self._traffic, self._port = sock, traffic or Traffic(), port or Port()
         self._closed = False
         self._spare: int | None = _descriptor()
         self._lock = threading.Lock()  # of the spare one
@@ -251,7 +270,7 @@ class TcpListener:
             except OSError as error:
                 raise LinkError(f"no longer listening at {self._address}: {error}") from None
             try:
-                return TcpConnection(sock, f"{peer[0]}:{peer[1]}", self._traffic)
+                return TcpConnection(sock, f"{peer[0]}:{peer[1]}", self._traffic, port=self._port)
             except OSError:
                 sock.close()  # the peer disconnected at once: go on listening
 
@@ -310,7 +329,7 @@ class TcpTransport:
     secure = False
 
     def __init__(self, segment_bytes: int = 0) -> None:
-        self._segment_bytes, self.traffic = segment_bytes, Traffic()
+        self._segment_bytes, self.traffic, self._shared = segment_bytes, Traffic(), Port()
 
     def listen(self, address: str) -> TcpListener:
         host, port = split_address(address)
@@ -332,7 +351,7 @@ class TcpTransport:
             elsewhere = ": it is no address of this machine (0.0.0.0 listens at all of them)"
             hint = elsewhere * (error.errno == errno.EADDRNOTAVAIL)
             raise LinkError(f"cannot listen at {address}: {error}{hint}") from None
-        return TcpListener(sock, self.traffic)
+        return TcpListener(sock, self.traffic, self._shared)
 
     def connect(self, address: str, timeout: float) -> TcpConnection:
         host, port = split_address(address)
@@ -342,7 +361,7 @@ class TcpTransport:
             raise LinkError(f"nobody answers at {address}: {error}") from None
         try:
             sock.settimeout(None)
-            return TcpConnection(sock, address, self.traffic, dialed=True)
+            return TcpConnection(sock, address, self.traffic, dialed=True, port=self._shared)
         except OSError as error:
             sock.close()
             raise LinkError(f"{address} was gone as soon as it had answered: {error}") from None

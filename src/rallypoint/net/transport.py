@@ -65,6 +65,10 @@ class Connection(Protocol):
         """From now on, send at most `rate` bytes a second; 0: as fast as the other side takes them. A system that
         cannot do that does nothing."""
 
+    def share_port(self, part: float) -> None:
+        """From now on this connection gets `part` (0 to 1) of what this process's port is measured to carry: it is
+        paced. With 0 it shares the port no more, and is not paced. A system that cannot do that does nothing."""
+
     def finish(self) -> None:
         """Send no more. What was sent still arrives, and then the other side sees the end; receiving goes on."""
 
@@ -148,25 +152,32 @@ LEAST_PACE = 16 << 10  # bytes a second
 
 class Limits(NamedTuple):
     """How much a machine's links may carry, or one of them (`shared`): `in_flight` bytes to the machine at once, and
-    `pace` bytes a second from it. 0: no limit."""
+    `pace` bytes a second from it; or `part` of what its port is measured to carry. 0: no limit."""
 
     in_flight: int = 0
     pace: int = 0
+    part: float = 0.0
 
     @classmethod
-    def of(cls, in_flight: int, pace_mbit: float) -> Limits:
-        """Those of a whole machine, with the pace in Mbit/s."""
-        return cls(in_flight, round(pace_mbit * 1e6 / 8))
+    def of(cls, in_flight: int, pace_mbit: float, *, measured: bool = False) -> Limits:
+        """Those of a whole machine, with the pace in Mbit/s; with 0 the port is `measured`, or nothing is paced."""
+        return cls(in_flight, round(pace_mbit * 1e6 / 8), float(measured and not pace_mbit))
 
-    def shared(self, links: int) -> Limits:
-        """The share of each of `links` links."""
+    def shared(self, links: int, part: float | None = None) -> Limits:
+        """The share of each of `links` links; one that carries another `part` of all bytes gets that of the port."""
         links = max(1, links)
         in_flight = max(LEAST_IN_FLIGHT, self.in_flight // links) if self.in_flight else 0
-        return Limits(in_flight, max(LEAST_PACE, self.pace // links) if self.pace else 0)
+        pace = max(LEAST_PACE, self.pace // links) if self.pace else 0
+        return Limits(in_flight, pace, self.part * (1 / links if part is None else part))
 
     def set_on(self, connection: Connection, before: Limits | None = None) -> None:
         """Set them on a connection on which `before` are set (None: it is new)."""
         if self.in_flight != (0 if before is None else before.in_flight):
             connection.limit_in_flight(self.in_flight)
+        changed = self.part != (0.0 if before is None else before.part)
+        if changed and not self.part:
+            connection.share_port(0.0)
         if self.pace != (0 if before is None else before.pace):
             connection.pace(self.pace)
+        if changed and self.part:  # last: a port that is known paces at once
+            connection.share_port(self.part)

@@ -235,6 +235,9 @@ class NixlConnection:
         self._paced = bool(rate)  # the kernel paces TCP; nothing paces writes
         self._stream.pace(rate)
 
+    def share_port(self, part: float) -> None:
+        """Does nothing: nothing measures or paces writes."""
+
     def finish(self) -> None:
         self._stream.finish()
 

@@ -7,6 +7,7 @@ import socket
 import struct
 import sys
 
+from rallypoint.core.tuning.port import Sent
 from rallypoint.observe.traffic import Pace
 
 DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
@@ -18,6 +19,8 @@ _SO_BUF_LOCK, _RECEIVE = 72, 2  # which buffers the kernel may not change
 _UNLIMITED = 3 << 20  # bytes; the kernel takes twice as many, and that is how far it goes by itself (tcp_rmem)
 
 _PACE = struct.Struct("=120xQ40xQ")  # tcpi_bytes_acked, and tcpi_busy_time in microseconds (Linux 4.10)
+# tcpi_busy_time, tcpi_rwnd_limited and tcpi_sndbuf_limited in microseconds, and tcpi_bytes_sent (Linux 4.19)
+_SENT = struct.Struct("=168xQQQ8xQ")
 _ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt, smoothed, in microseconds
 
 
@@ -36,6 +39,24 @@ def pace_of(sock: socket.socket) -> Pace:
         acknowledged, busy = _PACE.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _PACE.size))
         return Pace(acknowledged, busy / 1e6)
     return Pace()
+
+
+def sent_of(sock: socket.socket) -> Sent | None:
+    """What was given to the network, and for how long the network alone held the connection back: not the peer's window
+    nor the buffer here. None where the system does not tell, or the socket is closed."""
+    with contextlib.suppress(OSError, struct.error, AttributeError):
+        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size)
+        busy, window, buffer, nbytes = _SENT.unpack(told)
+        return Sent(nbytes, max(0, busy - window - buffer) / 1e6)
+    return None
+
+
+def is_local(sock: socket.socket) -> bool:
+    """Are both ends on this host? True also for a socket that is not connected (any more), or has no addresses."""
+    try:
+        return bool(sock.getsockname()[:1] == sock.getpeername()[:1])
+    except OSError:
+        return True
 
 
 def set_pace(sock: socket.socket, rate: int) -> None:

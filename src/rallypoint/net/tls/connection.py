@@ -254,6 +254,9 @@ class TlsConnection:
     def pace(self, rate: int) -> None:
         self._stream.pace(rate)
 
+    def share_port(self, part: float) -> None:
+        self._stream.share_port(part)
+
     def finish(self) -> None:
         self._stream.finish()
 

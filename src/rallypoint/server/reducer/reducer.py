@@ -161,10 +161,10 @@ class Reducer:
         if rolled_back:
             self._ledger.rolled_back()
             self._restores.cancel()
-        computing = view.assignments[-1].replicas if view.assignments else {}
         config = self.job.config
-        limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit))
-        self._followers.share(limits, sum(map(bool, computing.values())))
+        measured = config.pacing == "auto" and view.by_port()
+        limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit), measured=measured)
+        self._followers.share(limits, sum(map(bool, view.computing().values())))
         if self._codec_states is not None:
             self._codec_states.adopt(view)
         self._effects.run(self.shell.adopt(view))

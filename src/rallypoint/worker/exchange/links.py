@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -50,17 +51,23 @@ class Links:
     def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
         """Start to connect to these servers and aggregators of `view`. `receiver` gets what arrives."""
         config = self._config
-        limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit))
-        share = limits.shared(len(view.servers))
-        for link in self._links.values():
-            link.limit(share)
+        measured = config.pacing == "auto" and view.by_port()
+        limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit), measured=measured)
+        homes = Counter(view.primary.values())
+        shares = {
+            server.id: limits.shared(len(view.servers), homes[server.id] / max(1, homes.total()))
+            for server in (*view.servers, *view.aggregators)
+        }
+        for name, link in self._links.items():
+            if name in shares:
+                link.limit(shares[name])
         for server in servers:
             link = self._links[server.id] = ServerLink(
                 transport=self._context.transport, server=server, credentials=self._context.credentials,
                 window=self._config.window, receiver=receiver, view=self._view, tracer=self._context.tracer,
                 role="aggregator" if server in view.aggregators else "server",
             )  # fmt: skip
-            link.limit(share)
+            link.limit(shares[server.id])
             with self._lock:
                 link.overdraw(self._overdraws)
             link.start()  # last: what arrives at once looks up its link here
