@@ -4,8 +4,11 @@ A window of time counts only if the network alone held a connection back in near
 pauses between two steps says nothing of its port. Of the windows that count, a port that is full makes many nearly
 alike: the plateau. Where there is none (processors are what is slow, or the flows of strangers) nothing is known.
 
-    K = 25 MB, 4 workers, 4 servers, links of 200 Mbit/s, which carry 191 as payload: the eight processes find 189.5 to
-    192.1; with 100 MB at 1 Gbit/s (956) 951 to 955
+What is acknowledged counts, not what is sent: that may wait in a queue on its way, and of a window much would.
+Replayed over what eight processes (4 workers, 4 servers) recorded every 20 ms, from 96 beginnings each:
+
+    links of 200 Mbit/s carry 191 of payload: 0.976 of that are found [0.93 to 1.00], standard deviation 0.014
+    links of 1 Gbit/s, 956: 0.983 [0.95 to 0.99], 0.007
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 WINDOW_S = 0.2  # in a shorter one what the kernel takes in advance counts for too much
-ENOUGH = 24  # windows that counted; they overlap
+ENOUGH = 48  # windows that count, of the last so many; they overlap
 _MOST = 64
 _FULL = 0.85  # of a window in which the network alone held a connection back (ticks of the kernel are up to 10 ms)
 _ALIKE = 0.9  # windows that reach so much of the best ones' rate are the plateau
@@ -25,16 +28,16 @@ _PLATEAU = 0.25  # of all windows that count: at least so many are alike
 
 
 class Sent(NamedTuple):
-    """Of one connection: bytes that were given to the network until now, and for how many seconds the network alone
-    held it back."""
+    """Of one connection: bytes that have been acknowledged until now, and for how many seconds the network alone held
+    it back."""
 
-    nbytes: int
+    acknowledged: int
     held_back: float
 
 
 class _Mark(NamedTuple):
     at: float
-    nbytes: int
+    acknowledged: int
     held_back: float
 
 
@@ -42,24 +45,24 @@ class _Mark(NamedTuple):
 class PortMeter:
     """Finds `rate`. Call `sampled` several times in each WINDOW_S."""
 
-    _last: Mapping[Hashable, Sent] = field(default_factory=dict)
+    _last: dict[Hashable, Sent] = field(default_factory=dict)
     _marks: deque[_Mark] = field(default_factory=deque)
     _windows: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST))
 
-    def sampled(self, now: float, sent: Mapping[Hashable, Sent]) -> None:
+    def sampled(self, now: float, sent: Mapping[Any, Sent]) -> None:
         """What each connection that is open has sent; `now` in seconds. One that is new counts from the next call on.
         """
         both = [(self._last[key], value) for key, value in sent.items() if key in self._last]
         self._last = dict(sent)
         last = self._marks[-1] if self._marks else _Mark(now, 0, 0.0)
-        nbytes = last.nbytes + sum(max(0, new.nbytes - old.nbytes) for old, new in both)
+        acknowledged = last.acknowledged + sum(max(0, new.acknowledged - old.acknowledged) for old, new in both)
         held_back = last.held_back + max((new.held_back - old.held_back for old, new in both), default=0.0)
-        self._marks.append(_Mark(now, nbytes, held_back))
+        self._marks.append(_Mark(now, acknowledged, held_back))
         while len(self._marks) > 2 and self._marks[1].at <= now - WINDOW_S:
             self._marks.popleft()
         first, seconds = self._marks[0], now - self._marks[0].at
         if seconds >= WINDOW_S and held_back - first.held_back >= _FULL * seconds:
-            self._windows.append((nbytes - first.nbytes) / seconds)
+            self._windows.append((acknowledged - first.acknowledged) / seconds)
 
     @property
     def rate(self) -> float:

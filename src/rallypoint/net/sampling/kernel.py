@@ -19,8 +19,8 @@ _SO_BUF_LOCK, _RECEIVE = 72, 2  # which buffers the kernel may not change
 _UNLIMITED = 3 << 20  # bytes; the kernel takes twice as many, and that is how far it goes by itself (tcp_rmem)
 
 _PACE = struct.Struct("=120xQ40xQ")  # tcpi_bytes_acked, and tcpi_busy_time in microseconds (Linux 4.10)
-# tcpi_busy_time, tcpi_rwnd_limited and tcpi_sndbuf_limited in microseconds, and tcpi_bytes_sent (Linux 4.19)
-_SENT = struct.Struct("=168xQQQ8xQ")
+# tcpi_bytes_acked; tcpi_busy_time, tcpi_rwnd_limited and tcpi_sndbuf_limited in microseconds (Linux 4.10)
+_SENT = struct.Struct("=120xQ40xQQQ")
 _ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt, smoothed, in microseconds
 
 
@@ -42,12 +42,12 @@ def pace_of(sock: socket.socket) -> Pace:
 
 
 def sent_of(sock: socket.socket) -> Sent | None:
-    """What was given to the network, and for how long the network alone held the connection back: not the peer's window
-    nor the buffer here. None where the system does not tell, or the socket is closed."""
+    """What was acknowledged, and for how long the network alone held the connection back: not the peer's window nor the
+    buffer here. None where the system does not tell, or the socket is closed."""
     with contextlib.suppress(OSError, struct.error, AttributeError):
         told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size)
-        busy, window, buffer, nbytes = _SENT.unpack(told)
-        return Sent(nbytes, max(0, busy - window - buffer) / 1e6)
+        acknowledged, busy, window, buffer = _SENT.unpack(told)
+        return Sent(acknowledged, max(0, busy - window - buffer) / 1e6)
     return None
 
 
