@@ -48,6 +48,7 @@ class Size:
     hold_bytes: int
     in_flight_bytes: int
     pace_mbit: float = 0.0
+    pacing: Literal["auto", "off"] = "auto"
     tune: Literal["off", "auto"] = "off"
 
     @property
@@ -98,7 +99,7 @@ def run_once(at: Site, size: Size, design: Design) -> list[float]:
             design="gloo" if design == "gloo" else "rallypoint", rank=rank, workers=len(at.workers),
             words=size.words, steps=size.steps + size.warm_up, shard_bytes=size.shard_bytes, window=size.window,
             hold_bytes=size.hold_bytes, in_flight_bytes=size.in_flight_bytes,
-            pace_mbit=size.pace_mbit, tune=size.tune,
+            pace_mbit=size.pace_mbit, pacing=size.pacing, tune=size.tune,
         )
         for rank in range(len(at.workers))
     ]  # fmt: skip
@@ -172,6 +173,7 @@ def command(
         int, typer.Option(min=0, help="KiB on their way to one host at once; 0: the kernel's choice.")
     ] = _DEFAULTS.in_flight_bytes // 1024,
     pace: Annotated[float, typer.Option(min=0.0, help="Rallypoint's pace_mbit.")] = 0.0,
+    unpaced: Annotated[bool, typer.Option("--unpaced", help="Rallypoint with pacing=off.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="With tune=auto: it needs 150 steps of warm-up.")] = False,
     alone: Annotated[bool, typer.Option("--alone", help="Rallypoint without Gloo.")] = False,
     tls: Annotated[bool, typer.Option("--tls", help="Measure Rallypoint with TLS too.")] = False,
@@ -186,7 +188,7 @@ def command(
     size = Size(
         words=int(megabytes * 1e6 / 4), steps=steps, warm_up=warm_up, rounds=rounds,
         shard_bytes=shard_kib * 1024, window=window, hold_bytes=hold_kib * 1024, in_flight_bytes=in_flight_kib * 1024,
-        pace_mbit=pace, tune="auto" if tune else "off",
+        pace_mbit=pace, pacing="off" if unpaced else "auto", tune="auto" if tune else "off",
     )  # fmt: skip
     one = (Case(workers, servers, None if loopback else rate), size)
     designs: tuple[Design, ...] = ("rallypoint", *(("tls",) if tls else ()), *(() if alone else ("gloo",)))

@@ -39,6 +39,7 @@ class Task(msgspec.Struct, frozen=True):
     hold_bytes: int
     in_flight_bytes: int
     pace_mbit: float = 0.0
+    pacing: Literal["auto", "off"] = "auto"
     tune: Literal["off", "auto"] = "off"
     quorum: int | None = None  # of the workers' contributions
     weighted: bool = False  # every replica has another weight, so that sums are rounded
@@ -58,7 +59,7 @@ def rallypoint(task: Task) -> Result:
         "replicas": task.workers, "steps": task.steps, "optimizer": {"type": "sgd", "lr": 0.01},
         "nonfinite": "continue", "shard_bytes": task.shard_bytes, "window": task.window,
         "hold_bytes": task.hold_bytes, "in_flight_bytes": task.in_flight_bytes, "sync": Sync(quorum=task.quorum),
-        "pace_mbit": task.pace_mbit, "tune": task.tune,
+        "pace_mbit": task.pace_mbit, "pacing": task.pacing, "tune": task.tune,
     })  # fmt: skip
     layout = build_layout([TensorSpec("gradient", (task.words,), "float32", 0)], config.shard_bytes)
     record = record_of(config, layout)

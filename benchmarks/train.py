@@ -272,6 +272,7 @@ def command(
         int | None, typer.Option(min=0, help="KiB on their way to one machine at once; 0: the kernel's own windows.")
     ] = None,
     pace: Annotated[float | None, typer.Option(min=0.0, help="Rallypoint's pace_mbit.")] = None,
+    unpaced: Annotated[bool, typer.Option("--unpaced", help="Rallypoint with pacing=off.")] = False,
     durable: Annotated[bool, typer.Option("--durable", help="Also with replication 2, snapshots, and both.")] = False,
     accelerator: Annotated[
         list[float] | None,
@@ -292,9 +293,10 @@ def command(
     A third run only computes (forward and backward in as many processes at once). The limit of a step is the greater
     of that and K/B, the time the busiest link takes: servers that replicate carry the gradients once more.
     """
-    sets: dict[str, float | None] = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
+    sets: dict[str, float | str | None] = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
     sets["in_flight_bytes"] = in_flight_kib and in_flight_kib * 1024
     sets["pace_mbit"] = pace
+    sets["pacing"] = "off" if unpaced else None
     designs = DURABLE if durable else ACCELERATED if accelerator or ratio else DESIGNS
     if design:
         if unknown := set(design) - set(ALL):
