@@ -132,6 +132,22 @@ def test_hands_cannot_be_patched_without_a_worker() -> None:
 # ---- views ----
 
 
+@pytest.mark.parametrize(
+    ("workers", "servers", "by_port"),
+    [(1, 1, (False, False)), (1, 2, (True, False)), (2, 2, (True, True)), (4, 4, (True, True)), (2, 4, (True, False)),
+     (4, 2, (False, False)), (0, 2, (True, False))],
+)
+def test_who_paces_by_its_port(workers: int, servers: int, by_port: tuple[bool, bool]) -> None:
+    """Workers where theirs are full, servers where theirs are full too; one that stands by computes nothing."""
+    members = tuple(Member(f"s{number}", "h", f"h:{number}") for number in range(servers))
+    computing: dict[str, tuple[int, ...]] = {f"w{number}": (number,) for number in range(workers)}
+    view = _view(servers=members, assignments=(Assignment(0, {}), Assignment(3, {**computing, "w9": ()})))
+    assert (view.workers_by_port(), view.servers_by_port()) == by_port
+    near = _view(servers=members, assignments=view.assignments, aggregators=(Member("a0", "h", "h:99"),))
+    assert not near.workers_by_port()
+    assert not near.servers_by_port()
+
+
 def _view(**changes: object) -> View:
     view = View(
         number=ViewNumber(1, 2),

@@ -10,6 +10,7 @@ import pytest
 
 from rallypoint.errors import LinkClosed, LinkError, LinkReset
 from rallypoint.net import tcp
+from rallypoint.net.sampling.kernel import ENDED, state_of
 from rallypoint.net.tcp import TcpConnection
 
 
@@ -56,7 +57,7 @@ def test_a_reset_by_a_system_that_had_not_answered_for_seconds_is_no_death(
 ) -> None:
     """Its TCP had given the connection up while the network did not carry."""
     here, there = ends
-    monkeypatch.setattr(tcp, "_state_of", lambda sock: (tcp._TCP_CLOSE, answered))
+    monkeypatch.setattr(tcp, "state_of", lambda sock: (ENDED, answered))
     there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     there.close()
     assert type(_ending(here)) is kind
@@ -64,12 +65,12 @@ def test_a_reset_by_a_system_that_had_not_answered_for_seconds_is_no_death(
 
 def test_the_system_tells_how_long_ago_the_other_one_has_answered(ends: tuple[TcpConnection, socket.socket]) -> None:
     here, there = ends
-    established, seconds = tcp._state_of(here._socket)
+    established, seconds = state_of(here._socket)
     there.close()
     assert (established, here._socket.recv(1)) == (1, b"")
     assert 0.0 <= seconds < 60.0
     here.close()
-    assert tcp._state_of(here._socket) == (0, math.inf)
+    assert state_of(here._socket) == (0, math.inf)
 
 
 def test_a_time_out_is_neither(ends: tuple[TcpConnection, socket.socket]) -> None:

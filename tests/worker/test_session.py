@@ -231,6 +231,19 @@ def test_links_share_a_machines_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(paces) == {5_000_000, 10_000_000}  # the worker has two links, each server one
 
 
+def test_links_share_a_measured_port_where_there_are_as_many_servers_as_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts: list[float] = []
+    monkeypatch.setattr(InprocConnection, "share_port", lambda self, part: parts.append(part))
+    for off in ({"pacing": "off"}, {"pace_mbit": 80.0}):
+        train(torch.nn.Linear(3, 2), **off)
+    assert parts == []
+    train(torch.nn.Linear(3, 2))
+    assert parts
+    assert set(parts) <= {0.5, 1.0}  # one worker, two servers: half, or all where one server has all shards
+
+
 def test_what_may_be_in_flight_is_not_negative() -> None:
     with pytest.raises(ConfigError, match="in_flight_bytes is -1: it must be a whole number of at least 0"):
         train(torch.nn.Linear(3, 2), in_flight_bytes=-1)

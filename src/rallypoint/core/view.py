@@ -179,14 +179,20 @@ class View(msgspec.Struct, frozen=True):
         """
         return 0.0 if self.aggregators else self.setting("pace_mbit", setting)
 
-    def by_port(self) -> bool:
-        """True if workers and servers measure their ports, and pace by what those carry.
+    def workers_by_port(self) -> bool:
+        """True if workers measure what their own ports carry, and pace their links by that.
 
-        With fewer servers than workers it is their ports that are full: a worker that comes late has them to itself,
-        and would not use them. With one of each nothing shares a port. For aggregators see `paced`.
+        With fewer servers than workers it is the servers' ports that are full: a worker that comes late has those to
+        itself, and could not use them. For aggregators see `paced`.
         """
-        workers, servers = sum(map(bool, self.computing().values())), len(self.servers)
-        return not self.aggregators and servers >= workers and servers > 1
+        return not self.aggregators and len(self.servers) >= max(2, self._computing())
+
+    def servers_by_port(self) -> bool:
+        """True if servers do the same: where theirs are full too, and no fewer than the workers'."""
+        return not self.aggregators and len(self.servers) == self._computing() > 1
+
+    def _computing(self) -> int:
+        return sum(map(bool, self.computing().values()))
 
     def computing(self) -> Mapping[str, tuple[int, ...]]:
         """Every worker's replicas from the last change on."""

@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import math
 import os
 import select
 import socket
-import struct
 import sys
 import threading
 import time
@@ -22,6 +20,7 @@ import time
 from rallypoint.core.tuning.port import Sent
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
 from rallypoint.net.sampling.kernel import (
+    ENDED,
     UNSENT_BYTES,
     choose_cubic,
     is_local,
@@ -30,6 +29,7 @@ from rallypoint.net.sampling.kernel import (
     round_trip_of,
     sent_of,
     set_pace,
+    state_of,
     tune,
 )
 from rallypoint.net.sampling.port import Port
@@ -40,11 +40,9 @@ from rallypoint.observe.traffic import Traffic
 _BACKLOG = 256
 _FULL = {errno.EMFILE, errno.ENFILE}
 _PAUSE_S = 0.05
-_TCP_CLOSE = 7  # the state of a connection that has ended by an error (include/net/tcp_states.h)
 # A reset by a machine that has answered within so many seconds (keepalives are a second apart) comes from a dead
 # process. One whose TCP had given the connection up has not answered for `DEAD_AFTER_S`.
 _ANSWERED_S = 2.0
-_TCP_INFO = struct.Struct("=B51xII")  # linux/tcp.h: the state, and tcpi_last_data_recv and tcpi_last_ack_recv in ms
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -182,12 +180,12 @@ class TcpConnection:
 
     def _ended(self) -> LinkError:
         """The stream has ended: say whether the peer closed it. If not, the sending thread got the error."""
-        if _state_of(self._socket)[0] == _TCP_CLOSE:
+        if state_of(self._socket)[0] == ENDED:
             return self._kind_of_reset()(f"the link to {self._peer} broke")
         return LinkClosed(f"{self._peer} closed the link")
 
     def _kind_of_reset(self) -> type[LinkError]:
-        return LinkReset if _state_of(self._socket)[1] <= _ANSWERED_S else LinkError
+        return LinkReset if state_of(self._socket)[1] <= _ANSWERED_S else LinkError
 
     def set_timeout(self, seconds: float | None) -> None:
         with contextlib.suppress(OSError):
@@ -388,15 +386,6 @@ def _descriptor() -> int | None:
     with contextlib.suppress(OSError):
         return os.open(os.devnull, os.O_RDONLY)
     return None
-
-
-def _state_of(sock: socket.socket) -> tuple[int, float]:
-    """The state of a connection, and the seconds since the other machine has sent anything, if only an answer to a
-    keepalive. (0, infinity) where the system does not tell."""
-    with contextlib.suppress(OSError, struct.error, AttributeError):  # closed meanwhile; an older or another system
-        state, *milliseconds = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
-        return state, min(milliseconds) / 1000
-    return 0, math.inf
 
 
 def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import struct
 import sys
@@ -13,15 +14,26 @@ from rallypoint.observe.traffic import Pace
 DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
 UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
 SO_MAX_PACING_RATE = 47  # asm-generic/socket.h: bytes a second; all ones: no limit
+ENDED = 7  # TCP_CLOSE, the state of a connection that has ended by an error (include/net/tcp_states.h)
 _32_BITS = (1 << 32) - 1
 _SO_RCVBUFFORCE = 33
 _SO_BUF_LOCK, _RECEIVE = 72, 2  # which buffers the kernel may not change
 _UNLIMITED = 3 << 20  # bytes; the kernel takes twice as many, and that is how far it goes by itself (tcp_rmem)
 
+_STATE = struct.Struct("=B51xII")  # the state; tcpi_last_data_recv and tcpi_last_ack_recv in milliseconds
 _PACE = struct.Struct("=120xQ40xQ")  # tcpi_bytes_acked, and tcpi_busy_time in microseconds (Linux 4.10)
 # tcpi_bytes_acked; tcpi_busy_time, tcpi_rwnd_limited and tcpi_sndbuf_limited in microseconds (Linux 4.10)
 _SENT = struct.Struct("=120xQ40xQQQ")
 _ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt, smoothed, in microseconds
+
+
+def state_of(sock: socket.socket) -> tuple[int, float]:
+    """The state of a connection, and the seconds since the other machine has sent anything, if only an answer to a
+    keepalive. (0, infinity) where the system does not tell."""
+    with contextlib.suppress(OSError, struct.error, AttributeError):  # closed meanwhile; an older or another system
+        state, *milliseconds = _STATE.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE.size))
+        return state, min(milliseconds) / 1000
+    return 0, math.inf
 
 
 def round_trip_of(sock: socket.socket) -> float:

@@ -4,26 +4,20 @@ Of flows that share the port of a switch TCP gives some more than others. A sum 
 go out late, and one direction of each link is idle meanwhile. Connections that send evenly, together a little less than
 the port carries, complete sums in order.
 
-    measuring   every SAMPLE_S, unpaced, until the rate is known (`core.tuning.port`), for at most GIVE_UP_S
-    paced       for AGAIN_S at about that rate; where none was found, at the one from before. Then measuring again
-
 With `reduce.py --workers 4 --servers 4 --rate 200 --megabytes 25 --shard-kib 256 --pace P`, where a port carries 191, a
 synchronisation takes 1.12 x K/B with 190, 1.23 with 206, 1.35 with 225.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import Protocol
 
-from rallypoint.core.tuning.port import PortMeter, Sent
+from rallypoint.core.tuning.port import PortPacer, Sent
 
-SAMPLE_S = 0.05
-GIVE_UP_S = 30.0
-PACED = 1.01  # of what is found: that is 2 % less than a port carries, and 1 % less is enough
-AGAIN_S = 120.0  # a link may have become faster; while one measures, it sends as without pacing
+log = logging.getLogger("rallypoint")
 
 
 class Paceable(Protocol):
@@ -44,84 +38,55 @@ class Port:
     """Thread-safe. Where a connection that shares it stays on the host, nothing is paced: another process sends through
     the same port then, and the faster way must not wait.
 
-    A thread of its own measures while connections to other hosts share the port. `clock` returns seconds.
+    A thread of its own looks while connections to other hosts share the port. It ends with the last of them.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, pacer: PortPacer | None = None) -> None:
+        self._pacer = pacer or PortPacer()
         self._changed = threading.Condition()
         self._parts: dict[Paceable, float] = {}
         self._locals = 0  # of those
-        self._rate = 0.0  # bytes a second that are paced; 0: no pace
+        self._paced = 0.0  # bytes a second: what is set on the connections, together
         self._thread: threading.Thread | None = None
-
-    @property
-    def rate(self) -> float:
-        """Bytes a second that all connections together send at most; 0.0: no limit."""
-        return self._rate
 
     def share(self, connection: Paceable, part: float) -> None:
         """From now on `connection` gets that part (0 to 1) of the port; with 0 it does not share the port any more, and
         is not paced."""
         with self._changed:
-            before, known = self._measures(), self._parts.pop(connection, None) is not None
+            known = self._parts.pop(connection, None) is not None
             self._locals -= known and connection.local
             if part:
                 self._parts[connection] = part
                 self._locals += connection.local
+                connection.pace(round(self._paced * part))
             elif known:
                 connection.pace(0)
-            if self._measures() != before:
-                self._pace_all()
-            elif part and before:
-                connection.pace(round(self._rate * part))
-            if self._thread is None and self._measures():
+            self._pace()
+            if self._thread is None and self._looks():
                 self._thread = threading.Thread(target=self._run, name="port", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
-    def _measures(self) -> bool:
+    def _looks(self) -> bool:
         return bool(self._parts) and not self._locals
 
-    def _pace_all(self) -> None:
-        rate = self._rate if self._measures() else 0.0
-        for connection, part in self._parts.items():
-            connection.pace(round(rate * part))
+    def _pace(self) -> None:
+        """Set on all connections what the pacer says, if that has changed."""
+        rate = self._pacer.rate if self._looks() else 0.0
+        if rate != self._paced:
+            self._paced = rate
+            for connection, part in self._parts.items():
+                connection.pace(round(rate * part))
+            if rate:
+                log.info("this port carries about %.3g Mbit/s: %d links are paced", rate * 8e-6, len(self._parts))
 
     def _run(self) -> None:
-        before = 0.0
-        while True:
-            found = self._measure()
-            if found is None:
-                return
-            before = PACED * found or before
-            import os; open(f"/tmp/dbg/port{os.getpid()}","a").write(f"{self._clock():.2f} {found*8e-6:.1f} n={len(self._parts)} {sorted(self._parts.values())}\n")
-            if not self._set(before) or not self._wait(AGAIN_S) or not self._set(0.0):
-                return
-
-    def _measure(self) -> float | None:
-        """Returns bytes a second, 0.0 if there is no plateau, and None when nobody shares the port any more."""
-        meter, ends = PortMeter(), self._clock() + GIVE_UP_S
-        while not meter.rate and (now := self._clock()) < ends:
-            with self._changed:
-                connections = [*self._parts]
-            found = {connection: sent for connection in connections if (sent := connection.sent()) is not None}
-            meter.sampled(now, found)
-            if not self._wait(SAMPLE_S):
-                return None
-        return meter.rate
-
-    def _set(self, rate: float) -> bool:
         with self._changed:
-            self._rate = rate
-            self._pace_all()
-        return self._wait(0.0)
-
-    def _wait(self, seconds: float) -> bool:
-        """Returns False at once when there is nothing to measure any more: the thread ends."""
-        with self._changed:
-            if self._changed.wait_for(lambda: not self._measures(), seconds):
-                self._thread, self._rate = None, 0.0
-                self._pace_all()
-                return False
-        return True
+            while self._looks():
+                found = {one: sent for one in self._parts if (sent := one.sent()) is not None}
+                seconds = self._pacer.look(time.monotonic(), found)
+                self._pace()
+                self._changed.wait_for(lambda: not self._looks(), seconds)
+            self._pacer.rest()
+            self._pace()
+            self._thread = None

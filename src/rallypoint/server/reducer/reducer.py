@@ -162,7 +162,7 @@ class Reducer:
             self._ledger.rolled_back()
             self._restores.cancel()
         config = self.job.config
-        measured = config.pacing == "auto" and view.by_port()
+        measured = config.pacing == "auto" and view.servers_by_port()
         limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit), measured=measured)
         self._followers.share(limits, sum(map(bool, view.computing().values())))
         if self._codec_states is not None:

@@ -51,23 +51,19 @@ class Links:
     def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
         """Start to connect to these servers and aggregators of `view`. `receiver` gets what arrives."""
         config = self._config
-        measured = config.pacing == "auto" and view.by_port()
+        measured = config.pacing == "auto" and view.workers_by_port()
         limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit), measured=measured)
-        homes = Counter(view.primary.values())
-        shares = {
-            server.id: limits.shared(len(view.servers), homes[server.id] / max(1, homes.total()))
-            for server in (*view.servers, *view.aggregators)
-        }
+        equal = limits.shared(len(view.servers))
+        shares = {server: limits.shared(len(view.servers), part) for server, part in parts_of(view).items()}
         for name, link in self._links.items():
-            if name in shares:
-                link.limit(shares[name])
+            link.limit(shares.get(name, equal))
         for server in servers:
             link = self._links[server.id] = ServerLink(
                 transport=self._context.transport, server=server, credentials=self._context.credentials,
                 window=self._config.window, receiver=receiver, view=self._view, tracer=self._context.tracer,
                 role="aggregator" if server in view.aggregators else "server",
             )  # fmt: skip
-            link.limit(shares[server.id])
+            link.limit(shares.get(server.id, equal))
             with self._lock:
                 link.overdraw(self._overdraws)
             link.start()  # last: what arrives at once looks up its link here
@@ -123,3 +119,12 @@ class Links:
             return f"server {server}"
         member = link.server
         return f"{link.role} {server} on {member.host} ({member.address}{', ' + link.trouble if link.trouble else ''})"
+
+
+def parts_of(view: View) -> dict[str, float]:
+    """The part of a worker's bytes that goes to each server; at least an equal part: where a link was slow, and its
+    server has few shards for that, what the link carries now must show (`core.topology.measured`)."""
+    shards = Counter(view.primary.values())
+    return {
+        server.id: max(1 / len(view.servers), shards[server.id] / max(1, len(view.primary))) for server in view.servers
+    }

@@ -1,0 +1,243 @@
+"""Connections share what their process's port is measured to carry."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rallypoint.core.tuning.port import PACED, PortPacer, Sent
+from rallypoint.errors import LinkError
+from rallypoint.net.sampling.port import Port
+from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.transport import Connection, Limits
+from rallypoint.testing import netlab
+from rallypoint.testing.netlab import Netlab, NetlabUnavailable
+
+PATIENCE_S = 60.0
+LAB_MBIT = 50.0
+
+
+class Link:
+    """A connection, as a port knows it."""
+
+    def __init__(self, *, local: bool = False) -> None:
+        self.local, self.paces = local, list[int]()
+
+    def sent(self) -> Sent | None:
+        return Sent(0, 0.0)
+
+    def pace(self, rate: int) -> None:
+        self.paces.append(rate)
+
+    @property
+    def now(self) -> int:
+        return self.paces[-1] if self.paces else 0
+
+
+class Knowing(PortPacer):
+    """Finds 1000 bytes a second at its first look, and tells the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked, self.rested = threading.Event(), threading.Event()
+
+    def look(self, now: float, sent: Mapping[Any, Sent]) -> float:
+        self.rate = 1000.0
+        self.looked.set()
+        return 1e6
+
+    def rest(self) -> None:
+        self.rested.set()
+
+
+def until_paced(*links: Link) -> None:
+    ends = time.monotonic() + PATIENCE_S
+    while not all(link.now for link in links):
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
+def test_each_gets_its_part_one_that_comes_later_too_and_the_thread_ends_with_the_last() -> None:
+    pacer = Knowing()
+    port, one, other, late = Port(pacer), Link(), Link(), Link()
+    port.share(one, 0.25)
+    port.share(other, 0.75)
+    until_paced(one, other)
+    assert (one.now, other.now) == (250, 750)
+    port.share(late, 0.5)
+    assert late.now == 500
+    port.share(one, 0.1)
+    assert one.now == 100
+    for link in (one, other):
+        port.share(link, 0.0)
+        assert link.now == 0
+    assert not pacer.rested.is_set()
+    port.share(late, 0.0)
+    assert pacer.rested.wait(PATIENCE_S)
+    port.share(late, 0.0)  # once more: as when a connection is closed twice
+
+
+def test_while_one_stays_on_the_host_nobody_is_paced() -> None:
+    pacer = Knowing()
+    port, far, near = Port(pacer), Link(), Link(local=True)
+    port.share(far, 0.5)
+    until_paced(far)
+    port.share(near, 0.5)
+    assert (far.now, near.now) == (0, 0)
+    assert pacer.rested.wait(PATIENCE_S)
+    port.share(near, 0.0)
+    until_paced(far)
+    port.share(far, 0.0)
+
+
+def test_connections_of_one_host_start_no_thread() -> None:
+    transport = TcpTransport()
+    listener = transport.listen("127.0.0.1:0")
+    near, far = transport.connect(listener.address, 5.0), listener.accept()
+    for end in (near, far):
+        end.share_port(0.5)
+    assert not [thread for thread in threading.enumerate() if thread.name == "port"]
+    for end in (near, far, listener):
+        end.close()
+    near.share_port(0.5)  # a closed one
+
+
+class Told:
+    """A connection that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, float]] = []
+
+    def limit_in_flight(self, nbytes: int) -> None:
+        self.calls.append(("in flight", nbytes))
+
+    def pace(self, rate: int) -> None:
+        self.calls.append(("pace", rate))
+
+    def share_port(self, part: float) -> None:
+        self.calls.append(("part", part))
+
+
+def told(limits: Limits, before: Limits | None = None) -> list[tuple[str, float]]:
+    connection: Any = Told()
+    limits.set_on(connection, before)
+    return list(connection.calls)
+
+
+def test_a_pace_that_was_given_counts_and_not_the_port() -> None:
+    assert Limits.of(0, 80.0, measured=True) == Limits(pace=10_000_000)
+    assert Limits.of(0, 0.0, measured=True) == Limits(part=1.0)
+    assert Limits.of(0, 0.0) == Limits()
+
+
+def test_who_changes_between_both_ends_with_the_later_one() -> None:
+    given, measured = Limits(pace=1000), Limits(part=0.5)
+    assert told(measured, given) == [("pace", 0), ("part", 0.5)]
+    assert told(given, measured) == [("part", 0.0), ("pace", 1000)]
+    assert told(measured, measured) == []
+    assert told(Limits(), measured) == [("part", 0.0)]
+
+
+def test_the_part_of_a_link_is_an_equal_one_unless_another_is_known() -> None:
+    assert Limits(part=1.0).shared(4).part == 0.25
+    assert Limits(part=1.0).shared(4, 0.4).part == 0.4
+    assert Limits().shared(4, 0.4).part == 0.0
+
+
+def _sends_until_paced(ends: list[Connection], peers: list[Connection]) -> list[int]:
+    """Send on all of them at once until the kernel has a pace for each. Returns those, in bytes a second."""
+    payload, stop = memoryview(bytes(64 << 10)), threading.Event()
+
+    def send(end: Connection) -> None:
+        while not stop.is_set():
+            end.send(b"", payload)
+        end.finish()
+
+    def receive(peer: Any) -> None:
+        room = memoryview(bytearray(1 << 20))
+        with contextlib.suppress(LinkError):  # the stream has ended
+            while True:
+                peer.recv_some(room)
+
+    threads = [threading.Thread(target=send, args=(end,)) for end in ends]
+    threads += [threading.Thread(target=receive, args=(peer,)) for peer in peers]
+    for thread in threads:
+        thread.start()
+    paces: list[int] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline and not all(0 < pace < 1 << 31 for pace in paces or [0]):
+        time.sleep(0.05)
+        paces = [end._socket.getsockopt(socket.SOL_SOCKET, 47) for end in ends]  # type: ignore[attr-defined]
+    stop.set()
+    for thread in threads:
+        thread.join()
+    return paces
+
+
+@pytest.mark.netns
+def test_links_of_a_port_of_50_mbit_are_paced_at_their_parts_of_it() -> None:
+    try:
+        netlab.require()
+    except NetlabUnavailable as unavailable:
+        pytest.skip(str(unavailable))
+    with Netlab(hosts=3, rate_mbit=LAB_MBIT) as lab:
+        accepting: list[Any] = [None, None]
+
+        def accept(index: int, ready: list[threading.Event], addresses: list[str]) -> None:
+            lab.hosts[1 + index].enter()
+            listener = TcpTransport().listen(f"{lab.hosts[1 + index].address}:0")
+            addresses[index] = listener.address
+            ready[index].set()
+            accepting[index] = listener.accept()
+            listener.close()
+
+        found: list[int] = []
+
+        def dial() -> None:
+            lab.hosts[0].enter()
+            ready, addresses = [threading.Event(), threading.Event()], ["", ""]
+            listening = [threading.Thread(target=accept, args=(index, ready, addresses)) for index in range(2)]
+            for thread in listening:
+                thread.start()
+            assert all(event.wait(PATIENCE_S) for event in ready)
+            transport = TcpTransport()
+            ends = [transport.connect(address, PATIENCE_S) for address in addresses]
+            for thread in listening:
+                thread.join()
+            ends[0].share_port(0.25)
+            ends[1].share_port(0.75)
+            found.extend(_sends_until_paced(ends, accepting))
+            for end in (*ends, *accepting):
+                end.close()
+
+        (dialing := threading.Thread(target=dial)).start()
+        dialing.join()
+    carried = LAB_MBIT * 1e6 / 8 * 1448 / 1514  # headers take the rest
+    assert found[0] == pytest.approx(0.25 * PACED * carried, rel=0.1)
+    assert found[1] == pytest.approx(3 * found[0], rel=0.001)
+
+
+def test_the_kernel_says_what_was_acknowledged() -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("TCP_INFO as here is Linux's")
+    transport = TcpTransport()
+    listener = transport.listen("127.0.0.1:0")
+    near, far = transport.connect(listener.address, 5.0), listener.accept()
+    near.send(b"x" * 1000)
+    far.recv_into(memoryview(bytearray(1000)))
+    deadline = time.monotonic() + PATIENCE_S
+    while (sent := near.sent()) is None or sent.acknowledged < 1000:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert 1000 <= sent.acknowledged <= 1001  # a kernel counts the first packet of the connection too
+    assert sent.held_back >= 0.0
+    for end in (near, far, listener):
+        end.close()
+    assert near.sent() is None
