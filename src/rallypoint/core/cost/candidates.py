@@ -11,7 +11,7 @@ from rallypoint.core.cost.failures import NEVER, daly_period, elastic_goodput, g
 from rallypoint.core.cost.memory import Memory, ddp_memory, fsdp_memory, servers_memory
 from rallypoint.core.cost.peers import Ring, ddp_cost, fsdp_cost
 from rallypoint.core.cost.pipeline import StepCost, step_cost
-from rallypoint.core.cost.site import Servers, Site, Speeds, Workers, paced
+from rallypoint.core.cost.site import Servers, Site, Speeds, Workers, paced, paced_by_port
 from rallypoint.core.cost.workload import Workload
 
 _STATE = 12  # bytes of a parameter in a snapshot: the value and AdamW's moments
@@ -36,6 +36,7 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
         gpu_price, server_price: of an hour of one device, and of one server.
         slowness: how many times slower than the others the slowest device is.
         paced: the job sets `pace_mbit`, a little below the links' rate.
+        by_port: members find a pace by themselves (`pacing="auto"`), where that is not set.
         queue, speeds: see `core.cost.site`.
     """
 
@@ -53,6 +54,7 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
     server_price: float = 0.0
     slowness: float = 1.0
     paced: bool = False
+    by_port: bool = True
     queue: float = 0.0
     speeds: Speeds = Speeds()
 
@@ -129,7 +131,14 @@ def candidates_for(
 def _sites(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
     """The sites to look at, with their words in the table."""
     for site, words in _unpaced(machines, replicas):
-        yield paced(site) if machines.paced else site, words
+        yield as_paced(site, machines), words
+
+
+def as_paced(site: Site, machines: Machines) -> Site:
+    """The site as the job paces its links."""
+    if machines.paced:
+        return paced(site)
+    return paced_by_port(site) if machines.by_port else site
 
 
 def _unpaced(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:

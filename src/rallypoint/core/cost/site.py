@@ -8,7 +8,7 @@ import msgspec
 
 PAYLOAD = 1 / 1.046  # of Ethernet's rate at an MTU of 1500 bytes: headers take the rest
 ACKNOWLEDGED = 1.015  # where both directions carry data, acknowledgements of one take so much of the other
-PACED = 0.97  # of a link's rate, where connections are paced (`pace_mbit`)
+PACED = 0.97  # of a link's rate, where connections are paced (`pacing`, `pace_mbit`)
 AGGREGATOR_RATE = 2.5e9  # bytes a second between processes of one machine, a direction (this machine's loopback: 1.7)
 ON_CPU = 1.8e-10  # fused AdamW on one thread, seconds a byte (188 us for 1 MiB, docs/performance.md)
 
@@ -212,3 +212,11 @@ def paced(site: Site) -> Site:
         servers=tuple(Servers(group.count, PACED * group.rate) for group in site.servers),
         losses=None if site.server_count >= site.worker_count else PACED_LOSSES,
     )
+
+
+def paced_by_port(site: Site) -> Site:
+    """The same site with the pace that members find by themselves (`pacing="auto"`): with as many servers as workers,
+    on hosts of their own. Where there are more servers only workers find one, and that is left out here, as are racks.
+    """
+    alike = site.server_count == site.worker_count > 1
+    return paced(site) if alike and not site.beside and not site.rack else site

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from rallypoint.core.cost.candidates import Candidate, candidates_for
+from rallypoint.core.cost.candidates import Candidate, as_paced, candidates_for
 from rallypoint.core.cost.pipeline import step_cost
-from rallypoint.core.cost.site import PACED, Servers, Site, Workers, paced
+from rallypoint.core.cost.site import PACED, Servers, Site, Workers
 from rallypoint.core.cost.verdict import Verdict, called, verdict_of
 from rallypoint.launch.costing.chart import check_chart, draw
 from rallypoint.launch.costing.measured import MeasuredRun, measured_run
@@ -75,5 +75,4 @@ def _own_seconds(question: Question, run: MeasuredRun) -> float:
         workers=(workers,), servers=(Servers(run.servers, machines.server_rate or machines.rate),),
         replication=min(run.replication, run.servers), speeds=machines.speeds,
     )  # fmt: skip
-    site = paced(site) if machines.paced else site
-    return step_cost(question.workload, site).seconds
+    return step_cost(question.workload, as_paced(site, machines)).seconds

@@ -32,6 +32,7 @@ class MeasuredRun:
         step: the median step, in seconds; 0 before there are enough.
         computed: seconds that the slowest replica of a step computed, the median; 0: not recorded.
         paced: the job sets `pace_mbit`.
+        by_port: its members pace by what their ports carry (`pacing`); jobs of older versions did not.
         busiest: bytes a second that a machine has sent, or received, at the most; 0: unknown, or one machine only.
         losses: members that were lost, and `seconds_long` of what the run has lasted.
     """
@@ -46,6 +47,7 @@ class MeasuredRun:
     step: float
     computed: float
     paced: bool
+    by_port: bool
     busiest: float
     losses: int
     seconds_long: float
@@ -74,7 +76,8 @@ def measured_run(folder: Path) -> MeasuredRun:
         replicas=int(record.config.get("replicas", 1)), workers=counts["computing"] or 1,
         servers=counts["server"] or 1, replication=_replication_of(folder), step=seen.times.quantile(0.5),
         computed=statistics.median(seen.computed) if seen.computed else 0.0,
-        paced=bool(record.config.get("pace_mbit")), busiest=_busiest(seen),
+        paced=bool(record.config.get("pace_mbit")), by_port=record.config.get("pacing") == "auto",
+        busiest=_busiest(seen),
         losses=sum(mark["kind"] == "loss" for mark in seen.marks), seconds_long=seen.now,
     )  # fmt: skip
 

@@ -61,6 +61,7 @@ class CostOptions:
         min=1, metavar="H", panel=_JOB, help="Synchronise every H steps (rp.LocalSteps), which changes the result.",
     )] = 1  # fmt: skip
     pace: Annotated[bool, option("--pace", metavar=None, panel=_JOB, help="The job sets pace_mbit.")] = False
+    unpaced: Annotated[bool, option("--unpaced", metavar=None, panel=_JOB, help="The job sets pacing=off.")] = False
     clip: Annotated[bool, option("--clip", metavar=None, panel=_JOB, help="The job clips the gradient's norm.")] = False
     shard_kib: Annotated[int, option(min=1, metavar="KIB", panel=_JOB, help="The size of a shard.")] = 1024
     gpus: Annotated[int, option(
@@ -149,6 +150,7 @@ def question_of(options: CostOptions, run: MeasuredRun | None = None) -> Questio
         restart=seconds_of(options.restart, "--restart"), gpu_price=options.gpu_price,
         server_price=options.server_price,
         paced=options.pace or (run is not None and run.paced), mtbf=_mtbf_of(options, run, notes),
+        by_port=not options.unpaced and (run is None or run.by_port),
     )  # fmt: skip
     return Question(workload, machines, _encodings_of(options), -(-replicas // gpus), notes)
 
