@@ -9,25 +9,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.tuning.port import AGAIN_S, ENOUGH, GIVE_UP_S, PACED, SAMPLE_S, PortMeter, PortPacer, Sent
+from rallypoint.core.tuning.port import AGAIN_S, ENOUGH, GIVE_UP_S, LEAST, PACE, SAMPLE_S, PortMeter, PortPacer, Sent
 
 PORT = 25e6  # bytes a second
 
 
 class Sending:
-    """Connections that together send at `rate(second)` bytes a second, held back by the network for that part of the
-    time that `held(second)` says."""
+    """Two connections that together send at `rate(second)` bytes a second, held back by the network for that part of
+    the time that `held(second)` says; bytes wait if `waits(second)`. Of these, "a" alone sends if `alone(second)`."""
 
     def __init__(
-        self, rate: Callable[[float], float] = lambda _: PORT, held: Callable[[float], float] = lambda _: 1.0
-    ) -> None:
-        self.rate, self.held = rate, held
-        self.now, self.links = 100.0, {"a": Sent(0, 0.0), "b": Sent(7 << 30, 55.0)}
+        self, rate: Callable[[float], float] = lambda _: PORT, held: Callable[[float], float] = lambda _: 1.0,
+        waits: Callable[[float], bool] = lambda _: True, alone: Callable[[float], bool] = lambda _: False,
+    ) -> None:  # fmt: skip
+        self.rate, self.held, self.waits, self.alone = rate, held, waits, alone
+        self.now, self.links = 100.0, {"a": Sent(0, 0.0, True, 0.5), "b": Sent(7 << 30, 55.0, True, 0.5)}
 
     def goes_on(self, seconds: float = SAMPLE_S) -> dict[str, Sent]:
         """What they have sent after so many seconds more."""
-        nbytes, held_back = round(self.rate(self.now) * seconds / 2), self.held(self.now) * seconds
-        self.links = {name: Sent(s.acknowledged + nbytes, s.held_back + held_back) for name, s in self.links.items()}
+        alone, nbytes = self.alone(self.now), self.rate(self.now) * seconds
+        self.links = {
+            name: Sent(
+                sent.acknowledged + (round(nbytes / (1 if alone else 2)) if name == "a" or not alone else 0),
+                sent.held_back + self.held(self.now) * seconds,
+                self.waits(self.now) and (name == "a" or not alone), 0.5,
+            )
+            for name, sent in self.links.items()
+        }  # fmt: skip
         self.now += seconds
         return self.links
 
@@ -64,9 +72,25 @@ def test_the_peers_window_is_not_the_network() -> None:
     assert measured(Sending(held=lambda _: 0.5), seconds=30.0) == 0.0
 
 
-def test_where_rates_have_no_plateau_nothing_is_known() -> None:
-    """They rise for 3 s, from a tenth to the whole, and again."""
-    assert measured(Sending(lambda second: PORT * (0.1 + 0.3 * (second % 3.0))), seconds=40.0) == 0.0
+def test_messages_on_a_long_way_say_nothing_while_none_waits() -> None:
+    """1 MB each 55 ms, acknowledged after 50: some bytes are on their way nearly always."""
+    assert measured(Sending(lambda _: 20e6, waits=lambda second: second % 0.055 < 0.003), seconds=30.0) == 0.0
+
+
+@pytest.mark.parametrize("begins", [0.0, 1.0, 3.0, 6.0])
+def test_a_slow_link_that_sends_alone_for_seconds_is_not_taken_for_the_port(begins: float) -> None:
+    """Steps of 8 s, in 1.5 s of which all links send; then one of them goes on, at a fortieth of what the port carries.
+    """
+    full = lambda second: (second + begins) % 8.0 < 1.5  # noqa: E731
+    sending = Sending(lambda second: PORT if full(second) else PORT / 40, alone=lambda second: not full(second))
+    assert measured(sending, seconds=40.0) == pytest.approx(PORT, rel=0.03)
+
+
+@pytest.mark.parametrize("period", [1.5, 2.4, 3.0])
+def test_where_rates_have_no_plateau_nothing_is_known(period: float) -> None:
+    """They rise from a tenth to the whole, and again."""
+    sending = Sending(lambda second: PORT * (0.1 + 0.9 * (second % period) / period))
+    assert measured(sending, seconds=40.0) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -83,7 +107,7 @@ def test_connections_that_end_and_begin_change_nothing() -> None:
     for sample in range(200):
         links = sending.goes_on()
         if sample % 10 == 3:
-            links = {**links, f"new{sample}": Sent(5 << 30, 40.0)}
+            links = {**links, f"new{sample}": Sent(5 << 30, 40.0, True, 0.01)}
         meter.sampled(sending.now, links)
     assert meter.rate == pytest.approx(PORT, rel=0.001)
 
@@ -112,7 +136,7 @@ def test_nothing_is_paced_until_the_rate_is_known_and_then_a_little_more_than_is
     (_, before), (when, rate) = played(PortPacer(), Sending(), 20.0)
     assert before == 0.0
     assert when - 100.0 < 5.0
-    assert rate == pytest.approx(PACED * PORT, rel=0.001)
+    assert rate == pytest.approx(PACE * PORT, rel=0.001)
 
 
 def test_it_measures_again_unpaced_and_a_faster_link_is_found() -> None:
@@ -120,17 +144,22 @@ def test_it_measures_again_unpaced_and_a_faster_link_is_found() -> None:
     sending = Sending(lambda second: 2 * PORT if second > 150.0 else PORT)
     first, *_, last = played(pacer, sending, AGAIN_S + 20.0)
     assert first == (100.0, 0.0)
-    assert last[1] == pytest.approx(2 * PACED * PORT, rel=0.001)
+    assert last[1] == pytest.approx(2 * PACE * PORT, rel=0.001)
     assert last[0] > 100.0 + AGAIN_S
 
 
-def test_a_port_that_shows_no_rate_any_more_keeps_the_one_from_before() -> None:
+def test_a_port_that_shows_no_rate_any_more_is_not_paced() -> None:
+    """Else a rate from a busy time would stay for ever, where steps are too short to show another."""
     pacer = PortPacer()
     sending = Sending(held=lambda second: float(second < 150.0))
-    *_, (lifted, nothing), (when, rate) = played(pacer, sending, AGAIN_S + GIVE_UP_S + 20.0)
-    assert nothing == 0.0
-    assert rate == pytest.approx(PACED * PORT, rel=0.001)
-    assert when - lifted == pytest.approx(GIVE_UP_S, abs=1.0)
+    _, (_, rate), *later = played(pacer, sending, AGAIN_S + GIVE_UP_S + 20.0)
+    assert rate == pytest.approx(PACE * PORT, rel=0.001)
+    assert [found for _, found in later] == [0.0]
+    assert pacer.rate == 0.0
+
+
+def test_a_very_slow_port_is_not_paced() -> None:
+    assert played(PortPacer(), Sending(lambda _: 0.9 * LEAST), 40.0) == [(100.0, 0.0)]
 
 
 def test_what_was_found_counts_at_once_when_somebody_sends_again() -> None:
@@ -139,7 +168,7 @@ def test_what_was_found_counts_at_once_when_somebody_sends_again() -> None:
     pacer.rest()
     sending.goes_on(30.0)
     (_, rate), *more = played(pacer, sending, 20.0)
-    assert rate == pytest.approx(PACED * PORT, rel=0.001)
+    assert rate == pytest.approx(PACE * PORT, rel=0.001)
     assert not more
 
 

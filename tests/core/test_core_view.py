@@ -141,9 +141,17 @@ def test_who_paces_by_its_port(workers: int, servers: int, by_port: tuple[bool, 
     """Workers where theirs are full, servers where theirs are full too; one that stands by computes nothing."""
     members = tuple(Member(f"s{number}", "h", f"h:{number}") for number in range(servers))
     computing: dict[str, tuple[int, ...]] = {f"w{number}": (number,) for number in range(workers)}
-    view = _view(servers=members, assignments=(Assignment(0, {}), Assignment(3, {**computing, "w9": ()})))
+    primary = {shard: f"s{shard % servers}" for shard in range(4 * servers)}
+    view = _view(
+        servers=members, assignments=(Assignment(0, {}), Assignment(3, {**computing, "w9": ()})), primary=primary,
+        backup={},
+    )  # fmt: skip
     assert (view.workers_by_port(), view.servers_by_port()) == by_port
-    near = _view(servers=members, assignments=view.assignments, aggregators=(Member("a0", "h", "h:99"),))
+    few = msgspec.structs.replace(view, primary={0: "s0"})
+    assert not few.workers_by_port()
+    replicated = msgspec.structs.replace(view, backup={0: "s1"})
+    assert (replicated.workers_by_port(), replicated.servers_by_port()) == (by_port[0], False)
+    near = msgspec.structs.replace(view, aggregators=(Member("a0", "h", "h:99"),))
     assert not near.workers_by_port()
     assert not near.servers_by_port()
 

@@ -149,8 +149,10 @@ def test_a_model_of_few_shards_is_told_that_smaller_ones_would_be_quicker() -> N
 
 def test_a_job_that_links_hold_up_is_told_to_pace_them() -> None:
     waits = ["plan", "--model", "1e7", "--gpus", "4", "--servers", "4", "--link", "100Mbit", "--compute", "3s"]
-    assert "With pace_mbit=97 (--pace) 4 servers would take" in said(*waits)
+    assert "With pace_mbit=97 (--pace) 4 servers would take" in said(*waits, "--unpaced")
     assert "pace_mbit" not in said(*waits, "--pace")
+    assert "pace_mbit" not in said(*waits)  # as many servers as workers: by itself
+    assert said(*waits).splitlines()[-1] == said(*waits, "--pace").splitlines()[-1]
 
 
 def test_help_teaches_with_examples() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import sys
 import threading
 import time
@@ -12,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.tuning.port import PACED, PortPacer, Sent
+from rallypoint.core.tuning.port import PACE, PortPacer, Sent
 from rallypoint.errors import LinkError
+from rallypoint.net.sampling.kernel import sent_of
 from rallypoint.net.sampling.port import Port
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.transport import Connection, Limits
+from rallypoint.net.transport import LEAST_PACE, Connection, Limits
 from rallypoint.testing import netlab
 from rallypoint.testing.netlab import Netlab, NetlabUnavailable
 
@@ -27,11 +29,11 @@ LAB_MBIT = 50.0
 class Link:
     """A connection, as a port knows it."""
 
-    def __init__(self, *, local: bool = False) -> None:
-        self.local, self.paces = local, list[int]()
+    def __init__(self, *, local: bool = False, tells: bool = True) -> None:
+        self.local, self.tells, self.paces = local, tells, list[int]()
 
     def sent(self) -> Sent | None:
-        return Sent(0, 0.0)
+        return Sent(0, 0.0, waits=False) if self.tells else None
 
     def pace(self, rate: int) -> None:
         self.paces.append(rate)
@@ -42,15 +44,14 @@ class Link:
 
 
 class Knowing(PortPacer):
-    """Finds 1000 bytes a second at its first look, and tells the test."""
+    """Finds 1,000,000 bytes a second at its first look, and tells the test."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.looked, self.rested = threading.Event(), threading.Event()
+        self.rested, self.parts = threading.Event(), list[float]()
 
     def look(self, now: float, sent: Mapping[Any, Sent]) -> float:
-        self.rate = 1000.0
-        self.looked.set()
+        self.rate, self.parts = 1e6, sorted(one.part for one in sent.values())
         return 1e6
 
     def rest(self) -> None:
@@ -70,11 +71,13 @@ def test_each_gets_its_part_one_that_comes_later_too_and_the_thread_ends_with_th
     port.share(one, 0.25)
     port.share(other, 0.75)
     until_paced(one, other)
-    assert (one.now, other.now) == (250, 750)
+    assert (one.now, other.now) == (250_000, 750_000)
     port.share(late, 0.5)
-    assert late.now == 500
+    assert late.now == 500_000
     port.share(one, 0.1)
-    assert one.now == 100
+    assert one.now == 100_000
+    port.share(one, 0.001)
+    assert one.now == LEAST_PACE
     for link in (one, other):
         port.share(link, 0.0)
         assert link.now == 0
@@ -82,6 +85,22 @@ def test_each_gets_its_part_one_that_comes_later_too_and_the_thread_ends_with_th
     port.share(late, 0.0)
     assert pacer.rested.wait(PATIENCE_S)
     port.share(late, 0.0)  # once more: as when a connection is closed twice
+
+
+def test_the_pacer_is_told_the_parts_and_where_a_system_tells_nothing_the_thread_ends_for_good() -> None:
+    pacer = Knowing()
+    port, one, other = Port(pacer), Link(), Link()
+    port.share(one, 0.25)
+    until_paced(one)
+    assert pacer.parts == [0.25]
+    port.share(one, 0.0)
+    blind, silent = Port(pacer), Link(tells=False)
+    pacer.rested.clear()
+    blind.share(silent, 0.5)
+    assert pacer.rested.wait(PATIENCE_S)
+    blind.share(other, 0.5)
+    assert not [thread for thread in threading.enumerate() if thread.name == "port"]
+    assert other.now == 0
 
 
 def test_while_one_stays_on_the_host_nobody_is_paced() -> None:
@@ -220,8 +239,31 @@ def test_links_of_a_port_of_50_mbit_are_paced_at_their_parts_of_it() -> None:
         (dialing := threading.Thread(target=dial)).start()
         dialing.join()
     carried = LAB_MBIT * 1e6 / 8 * 1448 / 1514  # headers take the rest
-    assert found[0] == pytest.approx(0.25 * PACED * carried, rel=0.1)
+    assert found[0] == pytest.approx(0.25 * PACE * carried, rel=0.1)
     assert found[1] == pytest.approx(3 * found[0], rel=0.001)
+
+
+class Telling:
+    """A socket of which the kernel says this: struct tcp_info of linux/tcp.h, up to tcpi_sndbuf_limited."""
+
+    def __init__(self, told: bytes) -> None:
+        self.told = told
+
+    def getsockopt(self, level: int, option: int, nbytes: int) -> bytes:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
+        return self.told[:nbytes]
+
+
+def test_the_time_in_which_a_window_or_a_buffer_was_what_held_back_does_not_count() -> None:
+    words = [0] * 24  # of 32 bits, after 8 bytes
+    longs = [0, 0, 5000, 0]  # tcpi_pacing_rate, tcpi_max_pacing_rate, tcpi_bytes_acked, tcpi_bytes_received
+    more = [0, 0, 7, 0, 0, 0]  # tcpi_segs_out, tcpi_segs_in, tcpi_notsent_bytes, tcpi_min_rtt, ...
+    rates = [0, 9_000_000, 1_000_000, 500_000]  # tcpi_delivery_rate, then busy, window, buffer in microseconds
+    told = struct.pack("=8x24I4Q6I4Q", *words, *longs, *more, *rates)
+    sock: Any = Telling(told)
+    assert sent_of(sock) == Sent(5000, 7.5, waits=True)
+    cut: Any = Telling(told[:150])
+    assert sent_of(cut) is None
 
 
 def test_the_kernel_says_what_was_acknowledged() -> None:
@@ -237,7 +279,6 @@ def test_the_kernel_says_what_was_acknowledged() -> None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert 1000 <= sent.acknowledged <= 1001  # a kernel counts the first packet of the connection too
-    assert sent.held_back >= 0.0
     for end in (near, far, listener):
         end.close()
     assert near.sent() is None

@@ -21,7 +21,7 @@ from rallypoint.config.keywords import Settings
 from rallypoint.config.models import batch_at, iteration_of, updated_at
 from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
 from rallypoint.config.start_values import ClusterFacts, with_start_values
-from rallypoint.config.tree import Group, JobConfig, audits_of
+from rallypoint.config.tree import Group, JobConfig, audits_of, paces_by_port
 
 __all__ = [
     "ClusterFacts",
@@ -38,6 +38,7 @@ __all__ = [
     "matrices_of",
     "of_group",
     "overrides_from",
+    "paces_by_port",
     "parse",
     "ranks_of",
     "record_of",

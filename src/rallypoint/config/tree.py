@@ -100,8 +100,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         pace_mbit: Mbit/s that a worker or a server sends at most, in equal parts on its links; 0: see `pacing`. Of
             flows that share a port TCP gives some more than others, and a shard's sum waits for the last of them. A
             little less than the rate of the links: 970 for 1 Gbit/s. Linux only; not used where there are aggregators.
-        pacing: "auto": where there are at least as many servers as workers, and no aggregators, each worker and server
-            measures what its port carries and paces its links at their parts of that, unless `pace_mbit` says what.
+        pacing: "auto": where there are at least as many servers as workers, and no aggregators, each worker measures
+            what its port carries and paces its links at their parts of that, unless `pace_mbit` says what; where there
+            are equally many and no backups, servers do so too.
         keyed: the job is a store (`job.store`): keys that are pushed and pulled one by one.
         item, items_per_sample: what the progress line counts ("tokens", 128).
         fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
@@ -306,6 +307,11 @@ build_now(JobConfig)  # build now: every member's proposal is parsed on its conn
 def audits_of(config: JobConfig) -> Audits | None:
     """Return the audits of a job with these settings; None: there are none."""
     return Audits(config.seed, config.audit, config.replicas) if config.audit > 0 else None
+
+
+def paces_by_port(config: JobConfig) -> bool:
+    """True if links may be paced by what ports are measured to carry: not where little is sent to few at a time."""
+    return config.pacing == "auto" and not (config.keyed or config.streamed or config.staggered)
 
 
 def optimizers_of(config: JobConfig) -> tuple[Optimizer, ...]:

@@ -11,6 +11,8 @@ import msgspec
 
 from rallypoint.core.sums.tree import blocks_of
 
+_SEVERAL = 4  # shards for each server
+
 
 class ViewNumber(msgspec.Struct, frozen=True, order=True, array_like=True):
     """The coordinator's epoch (it rises with each start of a coordinator), then its count of views."""
@@ -185,11 +187,12 @@ class View(msgspec.Struct, frozen=True):
         With fewer servers than workers it is the servers' ports that are full: a worker that comes late has those to
         itself, and could not use them. For aggregators see `paced`.
         """
-        return not self.aggregators and len(self.servers) >= max(2, self._computing())
+        several = len(self.primary) >= _SEVERAL * len(self.servers)  # else it sends to few of them at a time
+        return several and not self.aggregators and len(self.servers) >= max(2, self._computing())
 
     def servers_by_port(self) -> bool:
-        """True if servers do the same: where theirs are full too, and no fewer than the workers'."""
-        return not self.aggregators and len(self.servers) == self._computing() > 1
+        """True if servers do the same: where theirs are full too, and carry nothing else (what goes to backups)."""
+        return self.workers_by_port() and len(self.servers) == self._computing() and not self.backup
 
     def _computing(self) -> int:
         return sum(map(bool, self.computing().values()))

@@ -22,8 +22,8 @@ _UNLIMITED = 3 << 20  # bytes; the kernel takes twice as many, and that is how f
 
 _STATE = struct.Struct("=B51xII")  # the state; tcpi_last_data_recv and tcpi_last_ack_recv in milliseconds
 _PACE = struct.Struct("=120xQ40xQ")  # tcpi_bytes_acked, and tcpi_busy_time in microseconds (Linux 4.10)
-# tcpi_bytes_acked; tcpi_busy_time, tcpi_rwnd_limited and tcpi_sndbuf_limited in microseconds (Linux 4.10)
-_SENT = struct.Struct("=120xQ40xQQQ")
+# tcpi_bytes_acked, tcpi_notsent_bytes; tcpi_busy_time, tcpi_rwnd_limited, tcpi_sndbuf_limited in microseconds (4.10)
+_SENT = struct.Struct("=120xQ16xI20xQQQ")
 _ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt, smoothed, in microseconds
 
 
@@ -54,12 +54,12 @@ def pace_of(sock: socket.socket) -> Pace:
 
 
 def sent_of(sock: socket.socket) -> Sent | None:
-    """What was acknowledged, and for how long the network alone held the connection back: not the peer's window nor the
-    buffer here. None where the system does not tell, or the socket is closed."""
+    """What was acknowledged, for how long something was on its way, and whether more waits. None where the system does
+    not tell, or the socket is closed."""
     with contextlib.suppress(OSError, struct.error, AttributeError):
         told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size)
-        acknowledged, busy, window, buffer = _SENT.unpack(told)
-        return Sent(acknowledged, max(0, busy - window - buffer) / 1e6)
+        acknowledged, unsent, busy, window, buffer = _SENT.unpack(told)
+        return Sent(acknowledged, (busy - window - buffer) / 1e6, unsent > 0)
     return None
 
 

@@ -10,12 +10,14 @@ synchronisation takes 1.12 x K/B with 190, 1.23 with 206, 1.35 with 225.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from typing import Protocol
 
 from rallypoint.core.tuning.port import PortPacer, Sent
+from rallypoint.net.transport import LEAST_PACE
 
 log = logging.getLogger("rallypoint")
 
@@ -47,6 +49,7 @@ class Port:
         self._parts: dict[Paceable, float] = {}
         self._locals = 0  # of those
         self._paced = 0.0  # bytes a second: what is set on the connections, together
+        self._blind = False  # this system does not say what connections have sent
         self._thread: threading.Thread | None = None
 
     def share(self, connection: Paceable, part: float) -> None:
@@ -58,17 +61,25 @@ class Port:
             if part:
                 self._parts[connection] = part
                 self._locals += connection.local
-                connection.pace(round(self._paced * part))
+                connection.pace(self._of(part))
             elif known:
                 connection.pace(0)
             self._pace()
             if self._thread is None and self._looks():
-                self._thread = threading.Thread(target=self._run, name="port", daemon=True)
-                self._thread.start()
+                self._start()
             self._changed.notify_all()
 
     def _looks(self) -> bool:
-        return bool(self._parts) and not self._locals
+        return bool(self._parts) and not self._locals and not self._blind
+
+    def _of(self, part: float) -> int:
+        return max(LEAST_PACE, round(self._paced * part)) if self._paced else 0
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="port", daemon=True)
+        with contextlib.suppress(RuntimeError):  # there is no thread to be had: nothing is paced
+            thread.start()
+            self._thread = thread
 
     def _pace(self) -> None:
         """Set on all connections what the pacer says, if that has changed."""
@@ -76,17 +87,23 @@ class Port:
         if rate != self._paced:
             self._paced = rate
             for connection, part in self._parts.items():
-                connection.pace(round(rate * part))
+                connection.pace(self._of(part))
             if rate:
                 log.info("this port carries about %.3g Mbit/s: %d links are paced", rate * 8e-6, len(self._parts))
 
     def _run(self) -> None:
         with self._changed:
-            while self._looks():
-                found = {one: sent for one in self._parts if (sent := one.sent()) is not None}
-                seconds = self._pacer.look(time.monotonic(), found)
+            try:
+                while self._looks():
+                    seconds = self._pacer.look(time.monotonic(), self._sent())
+                    self._pace()
+                    self._changed.wait_for(lambda: not self._looks(), seconds)
+            finally:
+                self._pacer.rest()
                 self._pace()
-                self._changed.wait_for(lambda: not self._looks(), seconds)
-            self._pacer.rest()
-            self._pace()
-            self._thread = None
+                self._thread = None
+
+    def _sent(self) -> dict[Paceable, Sent]:
+        told = {one: sent._replace(part=part) for one, part in self._parts.items() if (sent := one.sent()) is not None}
+        self._blind = not told
+        return told

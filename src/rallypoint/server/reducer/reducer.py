@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rallypoint.config import paces_by_port
 from rallypoint.core.layout import forward_ranks
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.server import ServerMachine
@@ -162,7 +163,7 @@ class Reducer:
             self._ledger.rolled_back()
             self._restores.cancel()
         config = self.job.config
-        measured = config.pacing == "auto" and view.servers_by_port()
+        measured = paces_by_port(config) and view.servers_by_port()
         limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit), measured=measured)
         self._followers.share(limits, sum(map(bool, view.computing().values())))
         if self._codec_states is not None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from rallypoint.config import JobConfig, audits_of
+from rallypoint.config import JobConfig, audits_of, paces_by_port
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.handshake import Credentials
 from rallypoint.net.transport import Limits, Transport
@@ -51,7 +51,7 @@ class Links:
     def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
         """Start to connect to these servers and aggregators of `view`. `receiver` gets what arrives."""
         config = self._config
-        measured = config.pacing == "auto" and view.workers_by_port()
+        measured = paces_by_port(config) and view.workers_by_port()
         limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit), measured=measured)
         equal = limits.shared(len(view.servers))
         shares = {server: limits.shared(len(view.servers), part) for server, part in parts_of(view).items()}
