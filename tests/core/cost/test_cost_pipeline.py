@@ -19,6 +19,7 @@ from rallypoint.core.cost.site import (
     Wiring,
     Workers,
     paced,
+    paced_by_port,
 )  # fmt: skip
 from rallypoint.core.cost.workload import Layer, Workload, layers_of, transformer
 
@@ -254,6 +255,20 @@ def test_with_aggregators_nobody_is_paced() -> None:
     there = site(8, 8, 100.0, rack=4, uplink=100 * MBIT, aggregators=True)
     assert paced(there) == there
     assert paced(site(8, 8, 100.0)) == site(8, 8, PACED * 100.0, losses=None)
+
+
+def test_members_find_a_pace_where_there_are_as_many_servers_as_workers() -> None:
+    assert paced_by_port(site(4, 4, 100.0)) == paced(site(4, 4, 100.0))
+    for workers_only in (site(4, 6, 100.0), site(4, 4, 100.0, replication=2)):
+        found = paced_by_port(workers_only)
+        assert [group.rate for group in found.workers] == [PACED * 100.0 * MBIT]
+        assert found.servers == workers_only.servers
+        assert found.losses == Losses(gathered=0.0)
+    for nobody in (
+        site(4, 2, 100.0), site(1, 1, 100.0), site(4, 4, 100.0, beside=True),
+        site(8, 8, 100.0, rack=4, uplink=100 * MBIT), site(8, 8, 100.0, rack=4, uplink=100 * MBIT, aggregators=True),
+    ):  # fmt: skip
+        assert paced_by_port(nobody) == nobody
 
 
 def test_an_aggregator_on_a_host_gets_versions_through_the_same_port_as_one_worker_would() -> None:

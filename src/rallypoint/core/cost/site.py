@@ -34,8 +34,8 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
 class Losses(msgspec.Struct, frozen=True):
     """What a port loses of its rate for each further member that sends through it, up to `most` of them.
 
-    Flows that meet at a port overrun its queue and get unequal parts of it, and the sum of a shard waits for the last
-    of its contributions. Both numbers were fitted to cases of `benchmarks/planned.py`, from 85 to 800 Mbit/s.
+    Flows that meet at a port get unequal parts of it for a while, and the sum of a shard waits for the last of its
+    contributions. Both numbers were fitted to cases of `benchmarks/planned.py`, from 85 to 800 Mbit/s.
 
     Attributes:
         gathered: where contributions meet: a server's port.
@@ -215,8 +215,12 @@ def paced(site: Site) -> Site:
 
 
 def paced_by_port(site: Site) -> Site:
-    """The same site with the pace that members find by themselves (`pacing="auto"`): with as many servers as workers,
-    on hosts of their own. Where there are more servers only workers find one, and that is left out here, as are racks.
+    """The same site with the pace that members find by themselves (`pacing="auto"`): workers do, with at least as many
+    servers; and servers, with equally many and no backups. On hosts of their own; with racks it is left out here.
     """
-    alike = site.server_count == site.worker_count > 1
-    return paced(site) if alike and not site.beside and not site.rack else site
+    if site.aggregators or site.beside or site.rack or site.server_count < max(2, site.worker_count):
+        return site
+    both = site.server_count == site.worker_count and site.replication == 1
+    workers, servers = paced(site).workers, paced(site).servers if both else site.servers
+    losses = None if both or site.losses is None else msgspec.structs.replace(site.losses, gathered=0.0)
+    return msgspec.structs.replace(site, workers=workers, servers=servers, losses=losses)

@@ -1,1 +1,2 @@
-"""Autotuning: tries values of a knob that changes no bytes while the job runs, and keeps what makes steps shorter."""
+"""Settings that change no bytes, found while the job runs: by trials of whole steps (knobs), by the cost model (shards),
+and by what a port is measured to carry."""
