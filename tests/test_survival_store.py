@@ -101,6 +101,7 @@ def test_a_killed_server_loses_no_push_and_counts_none_twice(cluster: StoreClust
     assert cluster.found == [EXPECTED] * 2
 
 
+@pytest.mark.slow
 def test_values_that_only_a_dead_server_had_go_back_to_a_snapshot_and_each_push_counts_once(
     cluster: StoreCluster,
 ) -> None:

@@ -69,7 +69,7 @@ def test_a_codec_gives_the_same_bytes_for_any_number_of_workers(codec: str) -> N
     assert outcome(codec, 1)[0] != outcome("raw", 1)[0]
 
 
-@pytest.mark.some("by group")
+@pytest.mark.slow
 @every_codec
 def test_a_codec_learns_nearly_as_well(codec: str) -> None:
     _, first, last = outcome(codec, 1)
