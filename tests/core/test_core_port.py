@@ -77,6 +77,13 @@ def test_messages_on_a_long_way_say_nothing_while_none_waits() -> None:
     assert measured(Sending(lambda _: 20e6, waits=lambda second: second % 0.055 < 0.003), seconds=30.0) == 0.0
 
 
+def test_links_to_members_that_only_stand_by_change_nothing() -> None:
+    sending, meter = Sending(), PortMeter()
+    for _ in range(200):
+        meter.sampled(sending.now, {**sending.goes_on(), "c": Sent(9, 0.0, False, 0.5), "d": Sent(9, 0.0, False, 0.5)})
+    assert meter.rate == pytest.approx(PORT, rel=0.001)
+
+
 @pytest.mark.parametrize("begins", [0.0, 1.0, 3.0, 6.0])
 def test_a_slow_link_that_sends_alone_for_seconds_is_not_taken_for_the_port(begins: float) -> None:
     """Steps of 8 s, in 1.5 s of which all links send; then one of them goes on, at a fortieth of what the port carries.

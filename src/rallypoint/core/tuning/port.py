@@ -74,7 +74,8 @@ class PortMeter:
         last = self._marks[-1] if self._marks else _Mark(now, 0, 0.0)
         acknowledged = last.acknowledged + sum(max(0, new.acknowledged - old.acknowledged) for old, new in both)
         waited = sum(new.part * (new.held_back - old.held_back) for old, new in both if old.waits and new.waits)
-        held_back = last.held_back + waited / max(1e-9, sum(value.part for value in sent.values()))
+        parts = min(1.0, sum(value.part for value in sent.values()))  # more: some of them send nothing
+        held_back = last.held_back + waited / max(1e-9, parts)
         self._marks.append(_Mark(now, acknowledged, held_back))
         while len(self._marks) > 2 and self._marks[1].at <= now - WINDOW_S:
             self._marks.popleft()
