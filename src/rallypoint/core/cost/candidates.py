@@ -13,6 +13,7 @@ from rallypoint.core.cost.peers import Ring, ddp_cost, fsdp_cost
 from rallypoint.core.cost.pipeline import StepCost, step_cost
 from rallypoint.core.cost.site import Servers, Site, Speeds, Workers, paced, paced_by_port
 from rallypoint.core.cost.workload import Workload
+from rallypoint.core.tuning.port import WINDOW_S
 
 _STATE = 12  # bytes of a parameter in a snapshot: the value and AdamW's moments
 _SAVED, _SAVED_BY_PEER = 0.12e-9, 0.83e-9  # seconds of training that a byte of a snapshot costs (docs/performance.md)
@@ -123,22 +124,23 @@ def candidates_for(
             found += _peers(msgspec.structs.replace(sent, steps=1), machines, encoding, replicas)
         found += [
             _ours(sent, machines, encoding, site, words)
-            for site, words in _sites(machines, replicas)
+            for site, words in _sites(sent, machines, replicas)
         ]  # fmt: skip
     return found
 
 
-def _sites(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
+def _sites(workload: Workload, machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
     """The sites to look at, with their words in the table."""
     for site, words in _unpaced(machines, replicas):
-        yield as_paced(site, machines), words
+        yield as_paced(site, workload, machines), words
 
 
-def as_paced(site: Site, machines: Machines) -> Site:
+def as_paced(site: Site, workload: Workload, machines: Machines) -> Site:
     """The site as the job paces its links."""
     if machines.paced:
         return paced(site)
-    return paced_by_port(site) if machines.by_port else site
+    seconds = workload.nbytes / machines.rate  # K/B
+    return paced_by_port(site) if machines.by_port and seconds >= WINDOW_S else site
 
 
 def _unpaced(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:

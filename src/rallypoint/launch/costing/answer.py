@@ -75,4 +75,4 @@ def _own_seconds(question: Question, run: MeasuredRun) -> float:
         workers=(workers,), servers=(Servers(run.servers, machines.server_rate or machines.rate),),
         replication=min(run.replication, run.servers), speeds=machines.speeds,
     )  # fmt: skip
-    return step_cost(question.workload, as_paced(site, machines)).seconds
+    return step_cost(question.workload, as_paced(site, question.workload, machines)).seconds
