@@ -15,7 +15,7 @@ import pytest
 
 from rallypoint.core.tuning.port import PACE, PortPacer, Sent
 from rallypoint.errors import LinkError
-from rallypoint.net.sampling.kernel import sent_of
+from rallypoint.net.sampling.kernel import SO_MAX_PACING_RATE, sent_of
 from rallypoint.net.sampling.port import Port
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import LEAST_PACE, Connection, Limits
@@ -194,7 +194,7 @@ def _sends_until_paced(ends: list[Connection], peers: list[Connection]) -> list[
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and not all(0 < pace < 1 << 31 for pace in paces or [0]):
         time.sleep(0.05)
-        paces = [end._socket.getsockopt(socket.SOL_SOCKET, 47) for end in ends]  # type: ignore[attr-defined]
+        paces = [end._socket.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) for end in ends]  # type: ignore[attr-defined]
     stop.set()
     for thread in threads:
         thread.join()

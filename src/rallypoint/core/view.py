@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated
@@ -188,18 +189,22 @@ class View(msgspec.Struct, frozen=True):
         itself, and could not use them. For aggregators see `paced`.
         """
         several = len(self.primary) >= _SEVERAL * len(self.servers)  # else it sends to few of them at a time
-        return several and not self.aggregators and len(self.servers) >= max(2, self._computing())
+        return several and not self.aggregators and len(self.servers) >= max(2, self.computing())
 
     def servers_by_port(self) -> bool:
         """True if servers do the same: where theirs are full too, and carry nothing else (what goes to backups)."""
-        return self.workers_by_port() and len(self.servers) == self._computing() and not self.backup
+        return self.workers_by_port() and len(self.servers) == self.computing() and not self.backup
 
-    def _computing(self) -> int:
-        return sum(map(bool, self.computing().values()))
+    def port_parts(self) -> dict[str, float]:
+        """The part of a worker's port that its link to each server gets: that of the bytes which go there, and at least
+        an equal one. Where a link was slow, and its server has few shards for that, what the link carries now must show
+        (`core.topology.measured`)."""
+        shards, equal = Counter(self.primary.values()), 1 / max(1, len(self.servers))
+        return {one.id: max(equal, shards[one.id] / max(1, len(self.primary))) for one in self.servers}
 
-    def computing(self) -> Mapping[str, tuple[int, ...]]:
-        """Every worker's replicas from the last change on."""
-        return self.assignments[-1].replicas if self.assignments else {}
+    def computing(self) -> int:
+        """How many workers compute something from the last change on."""
+        return sum(map(bool, self.assignments[-1].replicas.values())) if self.assignments else 0
 
     def in_flight(self, setting: int) -> int:
         """Bytes that may be on their way to one machine at once, where the job's `in_flight_bytes` is `setting`."""

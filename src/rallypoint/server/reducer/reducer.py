@@ -165,7 +165,7 @@ class Reducer:
         config = self.job.config
         measured = paces_by_port(config) and view.servers_by_port()
         limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit), measured=measured)
-        self._followers.share(limits, sum(map(bool, view.computing().values())))
+        self._followers.share(limits, view.computing())
         if self._codec_states is not None:
             self._codec_states.adopt(view)
         self._effects.run(self.shell.adopt(view))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -54,7 +53,7 @@ class Links:
         measured = paces_by_port(config) and view.workers_by_port()
         limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit), measured=measured)
         equal = limits.shared(len(view.servers))
-        shares = {server: limits.shared(len(view.servers), part) for server, part in parts_of(view).items()}
+        shares = {server: limits.shared(len(view.servers), part) for server, part in view.port_parts().items()}
         for name, link in self._links.items():
             link.limit(shares.get(name, equal))
         for server in servers:
@@ -119,12 +118,3 @@ class Links:
             return f"server {server}"
         member = link.server
         return f"{link.role} {server} on {member.host} ({member.address}{', ' + link.trouble if link.trouble else ''})"
-
-
-def parts_of(view: View) -> dict[str, float]:
-    """The part of a worker's bytes that goes to each server; at least an equal part: where a link was slow, and its
-    server has few shards for that, what the link carries now must show (`core.topology.measured`)."""
-    shards = Counter(view.primary.values())
-    return {
-        server.id: max(1 / len(view.servers), shards[server.id] / max(1, len(view.primary))) for server in view.servers
-    }

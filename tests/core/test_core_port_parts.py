@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.worker.exchange.links import parts_of
 
 SERVERS = tuple(Member(f"s{number}", "h", f"h:{number}") for number in range(4))
 
@@ -13,7 +12,7 @@ SERVERS = tuple(Member(f"s{number}", "h", f"h:{number}") for number in range(4))
 def parts(homes: list[int]) -> list[float]:
     """The parts of s0 to s3, where shard i is on server `homes[i]`."""
     primary = {shard: f"s{home}" for shard, home in enumerate(homes)}
-    found = parts_of(View(ViewNumber(1, 1), ViewNumber(1, 1), (), SERVERS, (), primary))
+    found = View(ViewNumber(1, 1), ViewNumber(1, 1), (), SERVERS, (), primary).port_parts()
     return [found[server.id] for server in SERVERS]
 
 
