@@ -813,6 +813,28 @@ def test_who_waits_for_a_name_and_goes_is_forgotten() -> None:
     assert play.shell.members.keys() == {"s0", "w0"}
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_cluster_that_comes_back_under_its_own_names_waits_for_its_ghosts_no_longer_than_a_heartbeat(
+    restarted: bool,
+) -> None:
+    play = Play(heartbeat=6.0)
+    play.begin()
+    play.steps(0, 3)
+    after = Play(play.shell.machine.state(), heartbeat=6.0) if restarted else play
+    for name in () if restarted else ("s0", "w0"):
+        after.take(inbox.Closed(name, after.hello(name), "its connection ended", inbox.End.LOST))
+    for name, role in (("s0", "server"), ("w0", "worker")):
+        after.take(inbox.Opened(f"new {name}", Hello(role, name, "here", f"{name}:2", process=b"new")))
+    admitted: set[object] = set()
+    seconds = 0.0
+    while len(admitted) < 2 and seconds < 60.0:
+        done, seconds = after.take(inbox.Ticked(), seconds=0.5), seconds + 0.5
+        admitted |= {act.connection for act in done if isinstance(act, acts.Send) and isinstance(act.message, Admitted)}
+    assert admitted == {"new s0", "new w0"}
+    assert seconds <= 2 * 6.0
+    assert not [say.text for say in after.logged(Say) if "cut off" in say.text]
+
+
 def test_who_waits_for_a_name_hears_that_the_job_has_ended() -> None:
     play = Play(heartbeat=6.0)
     play.begin()

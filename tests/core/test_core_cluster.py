@@ -147,11 +147,13 @@ class _Job:
             effects += self.reached(worker)
         return effects
 
-    def tick(self, seconds: float, *, alive: Sequence[str] | None = None) -> list[Effect]:
+    def tick(
+        self, seconds: float, *, alive: Sequence[str] | None = None, replaced: Sequence[str] = ()
+    ) -> list[Effect]:
         """Time goes by; those who are alive (all by default) give a sign of life."""
         self.now += seconds
         heard = [Heard(member) for member in (self.incarnations if alive is None else alive)]
-        return self.play(Tick(self.now), *heard)
+        return self.play(Tick(self.now, frozenset(replaced)), *heard)
 
     def done(self, *workers: str) -> list[Effect]:
         """The servers have applied the last round, and these workers hold its version."""

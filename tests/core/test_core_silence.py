@@ -152,6 +152,27 @@ def test_another_process_under_the_name_of_an_unlinked_member_replaces_it() -> N
     assert Say("w0 is gone: another process came under its name") in job.come("w0")
 
 
+def test_members_under_whose_names_others_wait_are_dead_and_not_out_of_reach() -> None:
+    """All containers of a cluster are started again in place, each under the name that it had."""
+    job = _job()
+    job.play(*(Unlinked(name, "its connection ended") for name in EVERYBODY))
+    effects = [e for _ in range(10) for e in job.tick(0.25, alive=(), replaced=EVERYBODY)]
+    assert [refuse.member for refuse in _of(Refuse, effects)] == ["w0", "w1", "s0", "s1"]
+    assert not [say for say in _of(Say, effects) if "cut off" in say.text]
+
+
+def test_a_coordinator_that_presumes_itself_cut_off_learns_from_who_comes_in_their_place_that_it_is_not() -> None:
+    job = _job()
+    _silence(job, 5.0)
+    effects = job.tick(0.25, alive=(), replaced=("s0",))
+    assert effects == [], "one of four, where one of four members that is heard proves nothing either"
+    effects = job.tick(0.25, alive=(), replaced=("s0", "w0"))
+    assert _of(Say, effects)[0] == Say("2 of 4 members have been replaced: the coordinator is no longer cut off")
+    assert [refuse.member for refuse in _of(Refuse, effects)] == ["w0", "s0"]
+    effects = _silence(job, RETURN_S + 0.5)
+    assert [refuse.member for refuse in _of(Refuse, effects)] == [], "the last two: it may be cut off from them"
+
+
 def test_a_snapshot_is_taken_again_when_a_member_comes_back_that_may_have_missed_the_request() -> None:
     job = _begun(_terms(heartbeat=HEARTBEAT, snapshots=True))
     (first,) = _of(Capture, job.play(SnapshotWanted()))

@@ -137,7 +137,7 @@ class CoordinatorShell:
         start = self._awake.seconds  # who does not come back has been silent since then
         acts = self._drive(cluster_events.TookOver(state, take_over.is_complete))
         for when in (start, self._awake.at(self._now)):
-            acts += self._drive(cluster_events.Tick(when))
+            acts += self._drive(cluster_events.Tick(when, self._newcomers.names))
         for event in take_over.waiting:
             acts += self._handle(event)
         return acts
@@ -367,7 +367,7 @@ class CoordinatorShell:
         acts = [act for newcomer in self._newcomers.allowed(self._now) for act in self._opened(newcomer)]
         late = self._tickets.late(self.machine.view, self._now)
         acts += [*self._resized(self._sizes.due(self._now)), *self._tell(late)]
-        acts += self._drive(cluster_events.Tick(self._awake.at(self._now)))
+        acts += self._drive(cluster_events.Tick(self._awake.at(self._now), self._newcomers.names))
         return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
 
     def _end(self, word: Finished | Aborted) -> list[Act]:

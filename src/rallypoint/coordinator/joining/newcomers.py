@@ -51,6 +51,11 @@ class Newcomers:
         first, self._told = not self._told, True
         return "more processes join than a job needs: they are let in one after another" if first else ""
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of members that are expected back, under which other processes wait."""
+        return frozenset(self._waiting)
+
     def waits_for(self, id: str) -> bool:
         """True if a process waits for this name, or under it."""
         return id in self._waiting or id in self._crowd

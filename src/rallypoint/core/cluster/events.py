@@ -248,9 +248,14 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The time is `now`, in seconds of a clock that never goes back."""
+    """The time is `now`, in seconds of a clock that never goes back.
+
+    Attributes:
+        replaced: members that are expected back, and under whose names other processes wait to join.
+    """
 
     now: float
+    replaced: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,8 +198,8 @@ class ClusterMachine:
                 if course.is_current(generation):
                     course.has_applied(server, step)
                 return self._completion.advance()
-            case events.Tick(now=now):
-                return self._tick(now)
+            case events.Tick(now=now, replaced=replaced):
+                return self._tick(now, replaced)
             case events.Joined():
                 return self._joined(event)
             case events.Proposed():
@@ -364,7 +364,7 @@ class ClusterMachine:
         self._snapshots.duty.computed(event.step, event.replica)
         return [*self._snapshots.take_if_due(), *self._completion.advance()]
 
-    def _tick(self, now: float) -> list[Effect]:
+    def _tick(self, now: float, replaced: frozenset[str]) -> list[Effect]:
         course = self.course
         first, course.now = course.now == 0.0, now
         if first:
@@ -372,7 +372,7 @@ class ClusterMachine:
             self._snapshots.duty.last = (self._snapshots.duty.last[0], now)
         if ends := self._ending.again():
             return ends
-        found = self._silence.look(course.members, now)
+        found = self._silence.look(course.members, now, replaced)
         effects: list[Effect] = [Say(found.said)] if found.said else []
         for member, why in found.given_up:
             if course.phase is Phase.OVER:

@@ -6,6 +6,9 @@ again when they can reach it, and keep their incarnation and with it all that th
 
     hears enough -> cut off     all but a few members are silent, and one of them for longer than the heartbeat
     cut off -> hears enough     more than a few are heard: for a while nobody is given up, so that the others can return
+
+A member under whose name another process has come counts as heard here: the network is well, and the member is dead.
+Containers that a machine starts again in place come like that, all of them at once.
 """
 
 from __future__ import annotations
@@ -47,24 +50,25 @@ class Silence:
     cut_off: bool = False
     _patient_until: float = field(default=0.0)
 
-    def look(self, members: Membership, now: float) -> Finding:
-        """Find the members to give up at `now` (s)."""
+    def look(self, members: Membership, now: float, replaced: frozenset[str] = frozenset()) -> Finding:
+        """Find the members to give up at `now` (s). `replaced`: other processes have come under these names. They have
+        the job's token and are connected, so the network to where they run is well, and the member itself is silent."""
         resets, members.resets = members.resets, {}
         quiet = {id for id, _ in members.silent(now, self.heartbeat / 2)} | resets.keys()
         everybody = len(members.everybody)
         silent = members.silent(now, self.heartbeat)
-        lonely = len(quiet) > 1 and (everybody - len(quiet)) * FEW <= everybody
+        reached = everybody - len(quiet - replaced)
+        lonely = len(quiet) > 1 and reached * FEW <= everybody
         if lonely and (self.cut_off or silent):
             return self._isolated(members, silent, now)
         said = ""
         if self.cut_off:
             self.cut_off, self._patient_until = False, now + max(self.heartbeat, RETURN_S)
-            heard = everybody - len(quiet)
-            said = f"{heard} of {everybody} members are heard again: the coordinator is no longer cut off"
+            how = "have been replaced" if quiet & replaced else "are heard again"
+            said = f"{reached} of {everybody} members {how}: the coordinator is no longer cut off"
         gone = [] if lonely else list(resets.items())
         dead = frozenset(id for id, _ in gone)
-        if now >= self._patient_until:
-            gone += [(id, _why(seconds)) for id, seconds in silent]
+        gone += [(id, _why(seconds)) for id, seconds in silent if now >= self._patient_until or id in replaced]
         return Finding(tuple(gone), said, dead)
 
     def _isolated(self, members: Membership, silent: list[tuple[str, float]], now: float) -> Finding:
