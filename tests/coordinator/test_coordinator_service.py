@@ -31,7 +31,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import View
-from rallypoint.errors import AccessDenied, DataError, RallypointError
+from rallypoint.errors import AccessDenied, AddressInUse, DataError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
@@ -370,6 +370,48 @@ def test_the_first_weights_are_waited_for_by_name(house: House, impatient: float
 
 
 # ---- the end -----------------------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_that_follows_another_waits_for_its_port_and_the_first_does_not(
+    house: House, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="rallypoint")
+    squatter = house.transport.listen("coordinator:1")  # any program's free port may be that of a dead coordinator
+    with pytest.raises(AddressInUse):
+        house.open(join_info=JoinInfo(folder=str(tmp_path)))
+    assert not caplog.records
+    starting = threading.Thread(target=lambda: house.open(earlier=1))
+    starting.start()
+    sentence = "the name coordinator:1 is in use"
+    until(lambda: any(sentence in record.getMessage() for record in caplog.records))
+    squatter.close()
+    starting.join(PATIENCE_S)
+    assert sum("trying again for 60 s" in record.getMessage() for record in caplog.records) == 1, "it is said once"
+    _, worker, view = house.begin()
+    house.finish(worker, view)
+    assert house.coordinator.wait() is None
+
+
+def test_a_coordinator_whose_journal_is_of_an_earlier_one_waits_for_its_port_too(
+    house: House, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    about = JoinInfo(folder=str(tmp_path))
+    first = house.open(join_info=about)
+    house.begin()
+    house.settle()
+    first.close()
+    caplog.set_level(logging.WARNING, logger="rallypoint")
+    squatter = house.transport.listen("coordinator:1")
+    later = CoordinatorService(
+        terms=Terms(heartbeat=LONG), bind="coordinator:1", transport=house.transport, join_info=about
+    )
+    starting = threading.Thread(target=later.start)
+    starting.start()
+    until(lambda: any("trying again for 60 s" in record.getMessage() for record in caplog.records))
+    squatter.close()
+    starting.join(PATIENCE_S)
+    house.services = [later]
+    assert later.address == "coordinator:1"
 
 
 def test_the_last_word_reaches_everybody_and_whoever_comes_after_it(house: House) -> None:

@@ -45,9 +45,10 @@ class Owner:
         self._inbox.put(event)
 
     def stop(self) -> None:
-        """End the thread after the events that were put before; block until it has ended."""
+        """End the thread, if it was started, after the events that were put before; block until it has ended."""
         self._inbox.put(None)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     @property
     def busy_s(self) -> float:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +23,10 @@ from rallypoint.coordinator.owner import Owner, tick_seconds
 from rallypoint.coordinator.recording.fingerprints import FingerprintLog
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.coordinator.snapshots import SnapshotKeeper
+from rallypoint.core.cluster.health.silence import LIVING_S
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.errors import AddressInUse
 from rallypoint.net.advertise import advertised
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import Identity
@@ -31,12 +34,16 @@ from rallypoint.net.keys import job_secret, role_token
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
+from rallypoint.observe.lines import Once
 from rallypoint.observe.observed import observed
 from rallypoint.observe.waits import wait_heeding_signals
 from rallypoint.store import closing
 from rallypoint.store.retention import Retention
 
+log = logging.getLogger("rallypoint")
+
 _FAREWELL_S = 2.0
+_TRY_AGAIN_S = 0.2  # seconds between two looks whether the port is free
 
 
 class JoinInfo(msgspec.Struct, frozen=True):
@@ -85,16 +92,17 @@ class CoordinatorService:
     def start(self) -> None:
         """Begin to listen; return once the address is open.
 
-        Raises AddressInUse when another process listens there, DataError when the journal cannot be read, UsageError
-        when the token is not the job's own.
+        Raises AddressInUse when another process listens there (a coordinator that follows an earlier one tries for 60 s
+        first), DataError when the journal cannot be read, UsageError when the token is not the job's own.
         """
         me = Identity("coordinator", "", role_token(self._token, "coordinator"))
         self._journal = Journal(self._join_info.folder)
         me = replace(me, secret=job_secret(self._journal.secret, me.token))
         self._persistence = Persistence(self._journal, lambda text: self._owner.put(inbox.Said(text)))
+        recovered = self._journal.load()
+        self._is_later = self._terms.earlier > 0 or recovered is not None
         self._shell = CoordinatorShell(
-            self._terms, time.monotonic(), recovered=self._journal.load(), resume=self._resume,
-            secret=me.secret,
+            self._terms, time.monotonic(), recovered=recovered, resume=self._resume, secret=me.secret
         )
         observed(self._shell.machine, "coordinator")
         self._log = EventLog(self._join_info.folder)
@@ -103,20 +111,36 @@ class CoordinatorService:
         self._keeper = self._open_keeper()
         for act in self._shell.start():
             self._do(act)
-        self._owner.start()
         try:
-            self._connections = Connections(
-                self._transport, self._bind, me, put=self._owner.put, refusal=self._refusal, welcome=self._welcome()
-            )
+            self._connections = self._listen(me)
         except BaseException:
             self._stop()
             raise
+        self._owner.start()  # now: nobody could have come before, and silence counts from its first tick on
         try:
             self._address = advertised(self._connections.address, self._advertise)
         except BaseException:
             self._connections.close()
             self._stop()
             raise
+
+    def _listen(self, me: Identity) -> Connections:
+        """Listen. The members of an earlier coordinator come back to this address alone: while another process has the
+        port, try again for as long as they do."""
+        until = time.monotonic() + (LIVING_S if self._is_later else 0.0)
+        said = Once()
+        while True:
+            try:
+                return Connections(
+                    self._transport, self._bind, me, put=self._owner.put, refusal=self._refusal,
+                    welcome=self._welcome(),
+                )  # fmt: skip
+            except AddressInUse as error:
+                if time.monotonic() >= until:
+                    raise
+                if said.is_new("in use"):
+                    log.warning("%s. The members come back to it: trying again for %.0f s", error, LIVING_S)
+                self._over.wait(_TRY_AGAIN_S)
 
     @property
     def address(self) -> str:
