@@ -15,7 +15,10 @@ import psutil
 import pytest
 
 from members import PATIENCE_S, Members, members_in
+from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.service import JoinInfo
+from rallypoint.core.cluster.effects import Finish
+from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch.commands.by_hand import _argv_of, decoded, described
@@ -196,6 +199,21 @@ def test_sigterm_ends_a_coordinator_with_a_folder_alone_and_another_goes_on_with
     members.start("worker", "worker", "--coordinator", address, "train.py")
     assert members.started["next"].wait(PATIENCE_S) == 0, members.said("next")
     assert members.started["server"].wait(40.0) == 0, members.said("server")
+
+
+def test_a_folder_whose_job_has_ended_says_so_to_who_starts_it_again(members: Members) -> None:
+    """A JobSet of the same name on the same volume, or the same commands a second time."""
+    folder = members.folder / "run"
+    folder.mkdir()
+    journal = Journal(str(folder))
+    journal.save(ClusterState(None, None, (), 0, 1, False, -1, 1, Finish("worker0")))
+    journal.close()
+    members.start("coordinator", "coordinator", "--folder", str(folder), "--heartbeat", "60")
+    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
+    members.until("coordinator", r"\n(nothing is trained: the job in \S+/run has finished\. .* name another --folder)")
+    members.start("server", "server", "--coordinator", address)
+    assert members.started["server"].wait(PATIENCE_S) == 0, members.said("server")
+    assert members.said("server").endswith("server: the job was over before this server took part in it\n")
 
 
 def test_sigterm_at_a_coordinator_without_a_folder_ends_the_job_for_all(members: Members) -> None:

@@ -23,6 +23,7 @@ from rallypoint.coordinator.owner import Owner, tick_seconds
 from rallypoint.coordinator.recording.fingerprints import FingerprintLog
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.coordinator.snapshots import SnapshotKeeper
+from rallypoint.core.cluster.effects import Abort
 from rallypoint.core.cluster.health.silence import LIVING_S
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
@@ -101,6 +102,8 @@ class CoordinatorService:
         self._persistence = Persistence(self._journal, lambda text: self._owner.put(inbox.Said(text)))
         recovered = self._journal.load()
         self._is_later = self._terms.earlier > 0 or recovered is not None
+        word = None if recovered is None else recovered.last_word
+        self._ended_before = "" if word is None else f"failed: {word.reason}" if isinstance(word, Abort) else "finished"
         self._shell = CoordinatorShell(
             self._terms, time.monotonic(), recovered=recovered, resume=self._resume, secret=me.secret
         )
@@ -151,6 +154,11 @@ class CoordinatorService:
         """Block until the job is over and all members were told. Returns None, or why the job failed."""
         wait_heeding_signals(self._over)
         return self._failure
+
+    @property
+    def ended_before(self) -> str:
+        """How the job of this folder ended before this coordinator was started; "" if it had not."""
+        return self._ended_before
 
     @property
     def busy_s(self) -> float:

@@ -126,9 +126,16 @@ def run_coordinator(
         where = Where(service.address, token)
         if not access.token and token:
             print(stack.enter_context(token_file(Path(about.folder or "."), where)), flush=True)
-        if by_hand:
+        if how := service.ended_before:
+            print(
+                f"nothing is trained: the job in {about.folder} has {printable_lines(how)}. Members that come are told "
+                "so. For a new job name another --folder, or empty this one",
+                flush=True,
+            )
+        elif by_hand:
             servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
             print(f"waiting for {servers} and {workers}", flush=True)
+        if by_hand:
             _, told = stack.enter_context(shown(where, access.transport))
         try:
             failure = service.wait()
@@ -219,7 +226,8 @@ def run_server(
     finally:
         service.close()
     if by_hand:
-        ended = "the job is over" if failure is None else f"the job failed: {printable_lines(str(failure))}"
+        over = "is over" if service.view is not None else f"was over before this {service.role} took part in it"
+        ended = f"the job {over}" if failure is None else f"the job failed: {printable_lines(str(failure))}"
         print(f"{service.id}: {ended}", flush=True)
     if failure is None and left.is_set():
         return environment.left_status()
