@@ -552,16 +552,17 @@ def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
     assert f"to go on from step {stored}, the last snapshot: rallypoint resume {played.folder} (--set" in played.said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.some("2")
-def test_ctrl_c_is_one_sentence(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, signal.SIGXCPU])
+@pytest.mark.some("2", "10")
+def test_ctrl_c_and_a_notice_are_one_sentence(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, LONG_RUN) as (launcher, _):
         launcher.send_signal(number)
         output, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 130
     rest = [line for line in output.splitlines() if not line.startswith("step ")]
     taken = rest[0].startswith("snapshot of step ")  # unless the machine is too busy for a quick one
-    assert rest[taken] == "interrupted: every process has been ended"
+    by = "" if number == signal.SIGINT else f" by {number.name}"
+    assert rest[taken] == f"interrupted{by}: every process has been ended"
     version = rest[0].split()[3].removesuffix(":") if taken else "0"
     assert rest[taken + 1 :] == [
         f"to go on from step {version}, the last snapshot: rallypoint resume {tmp_path / 'run'}"

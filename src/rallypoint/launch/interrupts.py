@@ -1,27 +1,26 @@
-"""How Ctrl-C, SIGTERM and SIGHUP reach the launcher's loop."""
+"""How Ctrl-C, SIGTERM and other signals that ask for an end reach the launcher's loop."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 
-_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# What batch systems send some time before they end a process: Slurm's `--signal`, LSF, Grid Engine.
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+_ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *NOTICES)  # by default each ends the process without a word
 
 
 class Interrupted(Exception):
-    """SIGTERM, SIGHUP or a notice has arrived (its first argument is the signal's number): end like after Ctrl-C."""
+    """A signal that asks for an end has arrived (its first argument is the number): end like after Ctrl-C."""
 
 
 @contextlib.contextmanager
-def raised(notices: Sequence[signal.Signals] = ()) -> Iterator[None]:
-    """In the body, SIGTERM and SIGHUP raise Interrupted in the main thread, like Ctrl-C raises KeyboardInterrupt.
-
-    So do `notices`: signals by which an engine says that it will end this process soon.
-    """
-    numbers = _heeded(signal.SIGTERM, signal.SIGHUP, *notices)
+def raised() -> Iterator[None]:
+    """In the body, such a signal raises Interrupted in the main thread, like Ctrl-C raises KeyboardInterrupt."""
+    numbers = _heeded(*_ENDS)
     previous = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
@@ -31,13 +30,13 @@ def raised(notices: Sequence[signal.Signals] = ()) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noted(notices: Sequence[signal.Signals] = ()) -> Iterator[list[int]]:
-    """In the body, SIGINT, SIGTERM, SIGHUP and `notices` only append their number to the yielded list.
+def noted() -> Iterator[list[int]]:
+    """In the body, SIGINT and such a signal only append their number to the yielded list.
 
     An exception could be raised anywhere, for example between a lock's acquire and its release.
     """
     came: list[int] = []
-    numbers = _heeded(*_INTERRUPTS, *notices)
+    numbers = _heeded(signal.SIGINT, *_ENDS)
     previous = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}
     try:
         yield came

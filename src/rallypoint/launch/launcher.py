@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from pathlib import Path
 
 from rich.markup import escape
@@ -67,7 +68,7 @@ def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edit
     engine = kind_of(plan.engine)
     try:
         with (
-            raised(engine.notices),
+            raised(),
             cluster_of(plan, warn) as cluster,
             ClusterRun(plan, console, cluster, edited) as run,
         ):
@@ -77,9 +78,11 @@ def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edit
         return status
     except (KeyboardInterrupt, Interrupted) as interrupt:
         console.close()
-        console.console.print("[yellow]interrupted: every process has been ended[/yellow]")
+        number = interrupt.args[0] if isinstance(interrupt, Interrupted) else signal.SIGINT
+        by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+        console.console.print(f"[yellow]interrupted{by}: every process has been ended[/yellow]")
         console.say_how_to_go_on(plan, failed=False)
-        if isinstance(interrupt, Interrupted) and interrupt.args[0] in engine.notices:
+        if number in engine.notices:
             console.say(escape(engine.run_again()))
         return INTERRUPTED
     except OutputClosed:

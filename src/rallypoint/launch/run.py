@@ -21,7 +21,7 @@ from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, write_where
-from rallypoint.launch.interrupts import Interrupted, noted
+from rallypoint.launch.interrupts import NOTICES, Interrupted, noted
 from rallypoint.launch.observing.beside import Beside
 from rallypoint.launch.observing.traces import merge_trace
 from rallypoint.launch.output import Output
@@ -38,7 +38,7 @@ _GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by
 _CLOSE_S = 15.0  # seconds in which servers and the coordinator may close their files; longer than a store is waited for
 _ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
 _POLL_S = 0.02
-_LAST_SNAPSHOT_S, _NOTICE_S = 3.0, 60.0  # for a last snapshot: after Ctrl-C, after an engine's notice (it comes early)
+_LAST_SNAPSHOT_S, _NOTICE_S = 3.0, 60.0  # for a last snapshot: after Ctrl-C, after a notice (it comes early)
 _LOST_S = LIVING_S + 10.0  # a worker that was given up before the end: it finds no coordinator, and ends by then
 _SILENCE_S = 5.0  # seconds after which a wait reports what it waits for
 
@@ -104,12 +104,12 @@ class ClusterRun:
 
     def watch(self, intervene: Intervene) -> int:
         """Run until the job is over. Returns the exit status."""
-        with noted(self.cluster.notices) as interrupts:
+        with noted() as interrupts:
             self._do(self.supervisor.begin(time.monotonic()))
             while not (self._is_over or self.console.failure or self.failure):
                 if interrupts and not self._release(interrupts):
                     first = interrupts[0]
-                    _take_last_snapshot(self, interrupts, _NOTICE_S if first in self.cluster.notices else None)
+                    _take_last_snapshot(self, interrupts, _NOTICE_S if first in NOTICES else None)
                     raise Interrupted(first)
                 if isinstance(self.console.console, Screen) and self.console.console.closed:
                     _take_last_snapshot(self, interrupts)

@@ -80,10 +80,10 @@ class Handle(Protocol):
 class Cluster(Protocol):
     """Starts processes and ends them. Implementations pass `rallypoint.testing.contracts.cluster`.
 
-    Those that inherit it have no notices; one whose machines are lent for a time says otherwise.
+    Those that inherit it are not asked to run it again; one whose machines are lent for a time says otherwise.
 
     Attributes:
-        notices: the signals by which the engine says that it will end the launcher soon, and may run it again.
+        notices: the signals after which the engine is asked to run the launcher again: see `run_again`.
 
     An implementation over ssh in ten lines (`_Remote`, its handle, wraps `subprocess.Popen`)::
 
