@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -429,3 +431,13 @@ def train(model: torch.nn.Module, body: Body | None = None, data: list[torch.Ten
                     micro.backward(model(micro.batch).mean())
                 else:
                     body(micro)
+
+
+@pytest.mark.parametrize("arguments", ["run train.py", "coordinator", "compare a b"])
+def test_a_current_folder_that_was_deleted_is_one_sentence(tmp_path: Path, arguments: str) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    start = f"rmdir {gone} && exec {sys.executable} -m rallypoint.cli {arguments}"
+    done = subprocess.run(["sh", "-c", start], cwd=gone, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: the current folder has been deleted: change to another one (cd)\n"

@@ -26,7 +26,7 @@ from rallypoint.cli import (  # noqa: F401
     track,
 )
 from rallypoint.cli.app import FIRST, PANELS, app
-from rallypoint.errors import RallypointError
+from rallypoint.errors import RallypointError, UsageError
 from rallypoint.observe.lines import printable_lines
 
 
@@ -37,10 +37,19 @@ def main() -> None:
     for command in [*app.registered_commands, *kubernetes.k8s.registered_commands]:
         command.help = _unwrapped(inspect.getdoc(command.callback) or "")
     try:
+        _check_current_folder()
         app(prog_name="rallypoint")
     except RallypointError as error:
         print(f"error: {printable_lines(str(error))}", file=sys.stderr)  # names in it come from the network
         sys.exit(1)
+
+
+def _check_current_folder() -> None:
+    """Raise UsageError if it was deleted: what the user names is meant relative to it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder has been deleted: change to another one (cd)") from None
 
 
 def _place(command: CommandInfo) -> tuple[int, int]:
