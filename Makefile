@@ -51,10 +51,10 @@ simulate: setup ## Play SEEDS=1000 seeded plans of faults on a simulated cluster
 chaos: setup ## Kill 40 processes under a training run: the same bytes?
 	@$(BIN)/rallypoint chaos --kills 40 --resizes 4,1,3 --everything gpt --steps 1200 --validate-every 600 $(ARGS)
 
-check: setup ## Lint, types, import directions, sizes, names
+check: setup ## Lint, types, import directions, sizes, names, the length of the road
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_layers.py tests/test_house.py
+	$(BIN)/python -m pytest tests/test_layers.py tests/test_house.py tests/test_hot_path.py
 
 format: setup ## Sort imports, fix what ruff can fix
 	$(BIN)/ruff check --fix .
