@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.cadence import EVERY_ROUND, Cadence, Period, cut_evenly, cycle, first_empty
+from rallypoint.core.cadence import EVERY_ROUND, TOGETHER, Cadence, Period, cut_evenly, cycle, first_empty
 
 PURE = settings(derandomize=True, deadline=None, max_examples=120)
 
@@ -103,7 +103,7 @@ def test_the_first_round_that_nothing_is_due_at_is_found_within_a_cycle(periods:
 @PURE
 def test_without_staggering_rounds_and_versions_are_the_same_numbers(round: int, shard: int,
     rounds: int) -> None:
-    for cadence in (Cadence(), Cadence((), rounds)):
+    for cadence in (Cadence(), Cadence((), rounds), TOGETHER):
         assert cadence.due(shard, round)
         assert cadence.updates_before(shard, round) == cadence.next_due(shard, round) == round
         assert cadence.round_of(shard, round) == cadence.begun(shard, round) == round

@@ -64,7 +64,7 @@ def record_of(
     features = tuple(sorted(features_with(config, layout), key=list(Feature).index))
     return JobRecord(
         msgspec.to_builtins(config), layout, config.rounds, dict(frozen or {}), config.steps_per_round,
-        cadence_of(config, layout.shards), config.mode, features, data or DataIdentity(), dict(tied or {}),
+        cadence_of(config, layout.shards).written, config.mode, features, data or DataIdentity(), dict(tied or {}),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -71,6 +72,11 @@ class Cadence(msgspec.Struct, frozen=True):
     def together(self) -> bool:
         """True if all shards are due in every round."""
         return not self.periods
+
+    @property
+    def written(self) -> Cadence:
+        """The same as plain data, as it stands in the job's record."""
+        return Cadence(self.periods, self.rounds, self.period_of, self.closes)
 
     def due(self, shard: int, round: int) -> bool:
         """True if the shard takes contributions in this round."""
@@ -133,7 +139,35 @@ class Cadence(msgspec.Struct, frozen=True):
         return None if not self.periods or self.period_of[shard] == EVERY_ROUND else self.periods[self.period_of[shard]]
 
 
-TOGETHER = Cadence()
+class _Together(Cadence, frozen=True):
+    """All shards are due in every round: rounds and versions are the same numbers. Asked several times for each shard
+    and step, so it asks nothing further (I13)."""
+
+    together: ClassVar[bool] = True  # no call
+
+    def due(self, shard: int, round: int) -> bool:
+        return True
+
+    def next_due(self, shard: int, round: int) -> int:
+        return round
+
+    def updates_before(self, shard: int, round: int) -> int:
+        return round
+
+    def round_of(self, shard: int, version: int) -> int:
+        return version
+
+    def begun(self, shard: int, version: int) -> int:
+        return version
+
+    def changes(self, shard: int, round: int, later: int) -> bool:
+        return round != later
+
+    def witness(self, round: int) -> int:
+        return 0
+
+
+TOGETHER = _Together()
 
 
 def cycle(periods: Iterable[Period]) -> int:

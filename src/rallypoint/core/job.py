@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.core.cadence import TOGETHER, Cadence
+from rallypoint.core.cadence import Cadence
 from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules
 from rallypoint.core.layout import Layout, first_difference
 from rallypoint.core.modes import Feature, ModeName, ModeTraits, Pace, refusal, why_not
@@ -48,7 +48,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     rounds: int
     frozen: dict[str, str] = {}
     steps_per_round: int = 1
-    cadence: Cadence = TOGETHER
+    cadence: Cadence = Cadence()
     mode: ModeTraits = ModeTraits()
     features: tuple[Feature, ...] = ()
     data: DataIdentity = DataIdentity()
