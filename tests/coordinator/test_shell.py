@@ -97,7 +97,9 @@ class Play:
 
     def take(self, event: inbox.Event, seconds: float = 0.0) -> list[acts.Act]:
         self.now += seconds
-        return self._do(self.shell.handle(event, self.now))
+        done = self._do(self.shell.handle(event, self.now))
+        self.shell.machine.validate()
+        return done
 
     def hello(self, name: str) -> Hello:
         role = {"s": "server", "w": "worker", "o": "observer"}[name[0]]

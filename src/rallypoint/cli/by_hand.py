@@ -61,7 +61,8 @@ def coordinator(
     options: Alone,
     token_file: TokenFile = "", tls: Tls = "",
     resume: Annotated[str, typer.Option(
-        metavar="NAME", help="The snapshot of --snapshots to begin with; latest: the newest, if there is one.",
+        metavar="NAME", help="The snapshot of --snapshots to begin with; latest: the newest, if there is one; "
+        "PLACE/NAME: of another job, which is only read. The same command again goes on with the job it has begun.",
     )] = "",
     linger: Annotated[float, typer.Option(
         min=0, metavar="S", help="Seconds to wait at the end for workers whose scripts still run: they may be saving.",

@@ -29,7 +29,7 @@ from rallypoint.coordinator.awake import AwakeTime
 from rallypoint.coordinator.claims import Claims, Early, claim_of, own_part
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.joining.newcomers import Newcomers, taken
-from rallypoint.coordinator.joining.take_over import TakeOver, late_view, needed
+from rallypoint.coordinator.joining.take_over import TakeOver, has_begun, late_view, needed
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.coordinator.ordering.orders import Orders
 from rallypoint.coordinator.ordering.sizes import Sizes
@@ -103,7 +103,7 @@ class CoordinatorShell:
         self._said = Once()
         self._capture: Capture | None = None  # the last snapshot that was asked for
         self._take_over: TakeOver | None = None
-        self._kept = recovered is not None and recovered.begun  # the journal has the record, and that the job has begun
+        self._kept = resume is None and recovered is not None and has_begun(recovered)
         if recovered is not None and resume is None and needed(recovered):
             self._take_over = TakeOver(recovered, max(_RETURN_S, terms.heartbeat * _RETURN))
 
@@ -291,7 +291,7 @@ class CoordinatorShell:
             return []
         self._written = self.machine.revision
         state = self.machine.state()
-        first, self._kept = not self._kept, state.begun and state.record is not None
+        first, self._kept = not self._kept, has_begun(state)
         return [Save(state, needed=first and state.last_word is None)]
 
     def _acts_of(self, effect: cluster_effects.Effect) -> list[Act]:

@@ -114,7 +114,8 @@ class View(msgspec.Struct, frozen=True):
             backup. What either said of an earlier pair is stale.
         homed: for each shard, the number of the view in which this process became its primary. A worker may miss views
             in which the shard went to another server and came back: what it had sent to it was dropped.
-        origin: the snapshot from which this generation starts; "" if it starts from what `uploader` uploads.
+        origin: the snapshot from which this generation starts, ``NAME`` or, in another store than the job's,
+            ``URL/NAME``; "" if it starts from what `uploader` uploads.
         uploader: the worker that uploads the state with which this generation starts, if `origin` is "".
         ending: a worker holds the last version: all other workers fetch it.
         gaps: pairs (a, b): views between a and b may have been published by an earlier coordinator, and were not known

@@ -9,6 +9,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.errors import RallypointError
 from rallypoint.server.reducer.inbox import Event, Restored, RestoreFailed, StateRecalled
 from rallypoint.store import closing
+from rallypoint.store.manifest import located
 from rallypoint.store.retry import patiently
 from rallypoint.store.snapshots import SnapshotStore
 
@@ -128,8 +129,9 @@ class Restores:
     def _read(
         self, reading: _Reading, doing: str, shards: Sequence[int], origin: str, generation: ViewNumber
     ) -> None:
-        store = SnapshotStore(self._url)
-        manifest = patiently(lambda: store.load(origin), self._say, doing, reading.pause)
+        url, name = located(origin, self._url)
+        store = SnapshotStore(url)
+        manifest = patiently(lambda: store.load(name), self._say, doing, reading.pause)
         for index in shards:
             reading.wait_for_room()
             record = patiently(

@@ -99,6 +99,12 @@ def age(identifier: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+def located(snapshot: str, url: str) -> tuple[str, str]:
+    """Return where a snapshot is, and its name: ``NAME`` is in the store at `url`, ``PLACE/NAME`` is in another."""
+    place, slash, name = snapshot.rpartition("/")
+    return (place or slash or url), name
+
+
 def checksum_of(*chunks: bytes | memoryview) -> str:
     """Return the 16-byte XXH3 of the concatenated chunks, in hex. It detects damage; it proves no author."""
     state = xxhash.xxh3_128()

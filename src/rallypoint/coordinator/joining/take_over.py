@@ -25,6 +25,11 @@ def needed(recovered: ClusterState | None) -> bool:
     return recovered is not None and recovered.view is not None and recovered.begun and recovered.last_word is None
 
 
+def has_begun(state: ClusterState) -> bool:
+    """True if a coordinator that knows so much can go on with the job: its record, that it has begun, and a view."""
+    return state.begun and state.record is not None and state.view is not None
+
+
 @dataclass
 class TakeOver:
     """Keeps members' events back until each member of the newest known view has said what it knows, or for `patience`.

@@ -16,7 +16,7 @@ from rallypoint.core.cluster.placing.handover import Handover
 from rallypoint.core.cluster.placing.links import Links
 from rallypoint.core.cluster.placing.tuning import Tuning
 from rallypoint.core.cluster.recovery import Recovery
-from rallypoint.core.cluster.state import ClusterState, Failing, Phase
+from rallypoint.core.cluster.state import ClusterState, Failing, Origin, Phase
 from rallypoint.core.cluster.storing.tuned_period import TunedPeriod
 from rallypoint.core.cluster.strategies import Strategies, strategies_for
 from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
@@ -35,7 +35,10 @@ class Course:
         terms: how the cluster is to behave.
         views: the view in force, and how the next one is made.
         phase: the phase of the job.
-        begun: the first weights are stored, or a step has been computed. From then on they cannot be uploaded again.
+        begun: the first weights are stored, or a step has been computed, or the job begins with a snapshot. From then
+            on first weights cannot be uploaded (again).
+        origin: the snapshot with which the job begins; None: with first weights.
+        begun_by: see `Terms`.
         furthest: the highest step that reports of this generation prove (`reached_by`); -1 before the first.
         applied: the highest step that a server has applied in this generation; -1 if none has said so.
         witnesses: the servers that have said in this generation what they have applied.
@@ -63,6 +66,8 @@ class Course:
     views: ViewSequence
     phase: Phase = Phase.GATHERING
     begun: bool = False
+    origin: Origin | None = None
+    begun_by: str = ""
     furthest: int = -1
     applied: int = -1
     witnesses: set[str] = field(default_factory=set)
@@ -186,6 +191,8 @@ class Course:
             goes_on=self.view is not None and self.view.paused is not None and self.views.paused is None,
             rescale=self.views.rescale,
             scales=self.views.scales,
+            origin=self.origin,
+            begun_by=self.begun_by,
         )
 
     def dismiss_aggregators(self) -> list[Effect]:

@@ -14,6 +14,7 @@ def check_course(course: Course, before: View | None) -> None:
     if course.view is None:
         assert course.phase is not Phase.RUNNING, "the job runs without a view"
         return
+    _check_beginning(course, course.view, before)
     if course.record is not None:
         _check_view(course.view, course.replicas, {shard.index for shard in course.record.layout.shards})
     _check_order(course.view, before)
@@ -34,6 +35,15 @@ def _check_members(course: Course) -> None:
         assert not gone, f"{sorted(gone)} are {name}, and no workers"
     missing = members.awaited - set(members.everybody)
     assert not missing, f"{sorted(missing)} are awaited, and no members"
+
+
+def _check_beginning(course: Course, view: View, before: View | None) -> None:
+    """First weights are uploaded only while the job has not begun: else what was computed is lost without a word."""
+    known = before is not None and before.generation == view.generation
+    if known or view.generation.epoch < course.views.epoch or course.recovery.workers_store or view.origin:
+        return
+    what = f"view {view.number} begins with first weights of {view.uploader}"
+    assert not course.begun, f"{what}, and the job has begun"
 
 
 def _check_order(view: View, before: View | None) -> None:

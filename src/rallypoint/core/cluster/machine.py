@@ -35,7 +35,7 @@ from rallypoint.core.cluster.ordering.orders import Ordering
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
-from rallypoint.core.cluster.storing.snapshots import Snapshots
+from rallypoint.core.cluster.storing.snapshots import Snapshots, begin_from
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
@@ -69,13 +69,13 @@ class ClusterMachine:
     _auditing: Auditing = field(init=False)
     _silence: Silence = field(init=False)
     _reach: Reach = field(init=False)
-    _origin: str = ""
     _checked: View | None = None  # the view in force when `validate` was called last
 
     def __post_init__(self) -> None:
-        epoch = 1 + max(self.terms.earlier, 0 if self.recovered is None else self.recovered.epoch)
+        before = (self.terms.earlier, *(known.epoch for known in (self.recovered, self.resume) if known is not None))
+        epoch = 1 + max(before)
         self.course = course = Course(self.terms, ViewSequence(epoch, self.terms.replication))
-        self.course.workers_max = self.terms.workers_max
+        course.workers_max, course.begun_by = self.terms.workers_max, self.terms.begun_by
         self._snapshots = Snapshots(self.course, SnapshotDuty(self.terms, epoch))
         self._ending = LastSnapshot(self.course, self._snapshots)
         self._succession = Succession(self.course, self._snapshots, self._assigner)
@@ -84,12 +84,9 @@ class ClusterMachine:
         self._ordering, self._auditing = Ordering(course, self._succession), Auditing(course, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
-            self._origin = self.resume.snapshot
-            self.course.describe(self.resume.record)
-            self.course.furthest, self.course.begun = self.resume.version - 1, True
-            self.course.views.stop, self.course.evaluations.decided = self.resume.stop, self.resume.decided
-            self.course.views.scales = self.resume.scales
-            self._snapshots.duty.last = (self.resume.version, 0.0)
+            course.describe(self.resume.record)
+            begin_from(self.resume.origin, self._snapshots)
+            course.changed()  # the next coordinator must know with what the job begins
         if self.recovered is not None:
             self._recover(self.recovered)
 
@@ -105,8 +102,12 @@ class ClusterMachine:
         course.views.go_on_from(view, state.caught_up, goes_on=state.goes_on)
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
+        course.origin, course.begun_by = state.origin, state.begun_by
         course.last_word, course.failing, course.ordered_period = state.last_word, state.failing, state.ordered_period
         course.evaluations.recovered(state)
+        if view is None and state.origin is not None:  # members still gathered
+            begin_from(state.origin, self._snapshots)
+            course.views.rescale, course.views.scales = state.rescale, state.scales
         if not self.terms.earlier:  # else the launcher knows the last size that was announced; the journal may not
             course.workers_max = state.workers_max
         if course.view is None or state.last_word is not None:
@@ -301,10 +302,8 @@ class ClusterMachine:
         if len(members.servers) < course.servers_to_begin or len(members.proposed) < course.workers_to_begin:
             return []
         assert course.record is not None
-        course.phase = Phase.RUNNING
-        refused = course.dismiss_aggregators()
-        begins = self._succession.new_generation(self._origin)
-        if not course.views.begun:
+        refused, begins = course.dismiss_aggregators(), self._succession.begin()
+        if course.phase is Phase.GATHERING:
             return [*refused, *begins]  # all who could begin are leaving: nobody is sent the record, it may be dropped
         prepare = [Prepare(member, course.record) for member in (*members.servers, *members.aggregators)]
         return [*refused, *prepare, *begins]
@@ -320,7 +319,7 @@ class ClusterMachine:
         course.evaluations.able.discard(member)
         had_state = course.recovery.gone(member)
         if course.phase is Phase.GATHERING:
-            if not members.proposed and self.resume is None and not course.views.begun:
+            if not members.proposed and course.origin is None and not course.views.begun:
                 course.describe(None)  # nobody was sent it; servers keep a record that they have
             return []
         said = Say(f"{member} {'has left' if polite else 'is gone'}: {reason}")

@@ -49,11 +49,30 @@ class Failing(msgspec.Struct, frozen=True):
         return Abort(f"{self.member}: {self.reason}")
 
 
-class Resumed(msgspec.Struct, frozen=True):
-    """A job begins with the `snapshot` of an earlier run, of this `version`, and with this `record`.
+class Origin(msgspec.Struct, frozen=True):
+    """The snapshot with which a job begins, of this `version`: ``NAME`` in the job's own store, or ``URL/NAME``.
 
-    `stop`: the job's early end, if that run's script had said it before the snapshot was complete. `decided`: what was
-    decided from evaluations of versions up to this one. `scales`: the operator's factors on the learning rate.
+    `stop`: the job's early end, if the script of the run before had said it before the snapshot was complete.
+    `decided`: what was decided from evaluations of versions up to this one. `scales`: the operator's factors on the
+    learning rate.
+    """
+
+    snapshot: str
+    version: int
+    stop: Stop | None = None
+    decided: Decided = Decided()
+    scales: tuple[Scale, ...] = ()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if it is another job's, in another store: it is read there, and nothing is written there."""
+        return "/" in self.snapshot
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """A job begins with a snapshot (see `Origin`), and with this `record`.
+
+    `epoch`: no coordinator of a higher one has written into the job's store: no two snapshots get the same name.
     """
 
     record: JobRecord
@@ -62,10 +81,19 @@ class Resumed(msgspec.Struct, frozen=True):
     stop: Stop | None = None
     decided: Decided = Decided()
     scales: tuple[Scale, ...] = ()
+    epoch: int = 0
+
+    @property
+    def origin(self) -> Origin:
+        """The snapshot."""
+        return Origin(self.snapshot, self.version, self.stop, self.decided, self.scales)
 
 
 class ClusterState(msgspec.Struct, frozen=True):
-    """What the next coordinator needs; the journal stores it. The fields are those of `Course` and its parts."""
+    """What the next coordinator needs; the journal stores it. The fields are those of `Course` and its parts.
+
+    `begun_by`: see `Terms`.
+    """
 
     record: JobRecord | None
     view: View | None
@@ -88,6 +116,17 @@ class ClusterState(msgspec.Struct, frozen=True):
     goes_on: bool = False  # the operator lets the job go on, and the view does not say so yet
     rescale: float | None = None
     scales: tuple[Scale, ...] = ()
+    origin: Origin | None = None
+    begun_by: str = ""
+
+
+def begun_by(state: ClusterState | None, command: str) -> bool:
+    """True if this `command`, which says --resume, has begun the job of a journal, and that job has not failed.
+
+    A coordinator that the same command starts goes on with that job, and not from the snapshot. After a failure whoever
+    gives the command again means the snapshot.
+    """
+    return state is not None and state.begun_by == command != "" and not isinstance(state.last_word, Abort)
 
 
 def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, servers: int) -> str | None:

@@ -223,8 +223,11 @@ class Succession:
         course = self.course
         if course.phase is not Phase.RECOVERING or not course.members.servers:
             return []
+        origin = course.origin
+        if event.snapshot == "" and origin is not None and origin.is_elsewhere:  # nothing of this job is stored yet
+            event = events.Found(origin.snapshot, origin.version, origin.stop, origin.decided, origin.scales)
         if event.snapshot == "":
-            if course.furthest >= 0 or course.applied > 0:
+            if course.furthest >= 0 or course.applied > 0 or origin is not None:
                 return course.end(Abort(course.recovery.no_snapshot))
             course.phase, course.begun = Phase.RUNNING, False  # nothing is computed: the first weights come once more
             return self.new_generation("")
@@ -236,6 +239,17 @@ class Succession:
         self.snapshots.duty.last = (event.version, course.now)
         said = Say(f"going on from snapshot {event.snapshot}: version {event.version}")
         return [said, *self.new_generation(event.snapshot)]
+
+    def begin(self) -> list[Effect]:
+        """All who are waited for are here: begin with the job's origin, or with first weights.
+
+        A job that has begun never gets first weights: without an origin it goes on from the newest snapshot.
+        """
+        course = self.course
+        if course.begun and (course.origin is None or course.views.begun):
+            return self.recover()
+        course.phase = Phase.RUNNING
+        return self.new_generation(course.origin.snapshot if course.begun and course.origin is not None else "")
 
     def new_generation(self, origin: str, *, uploader: str = "", ending: bool = False) -> list[Effect]:
         """Begin a new generation: publish a view that makes everything before it stale.

@@ -35,6 +35,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         snapshots: take snapshots at all; then also at the start, at the end and on demand.
         topology: what is told of the hosts: shards are placed by it.
         measure_links: place shards by the links of servers as they are measured, too.
+        begun_by: the command that has started this coordinator, if it says --resume and may be given again while the
+            job goes on: by a person, or by what keeps a coordinator running. "": a launcher's, which begins a job with
+            it each time.
         earlier: how many coordinators of this job were started before this one, as far as its launcher knows. So no two
             have the same epoch, even if the journal could not be written (I10). If there were any, `workers_max` is the
             size that was announced last.
@@ -53,6 +56,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_seconds: float = 0.0
     snapshot_tuned: bool = False
     snapshots: bool = False
+    begun_by: str = ""
     earlier: int = 0
     topology: Topology = Topology()
     measure_links: bool = False

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import msgspec
 
-from rallypoint.config.changes import Change, changed_record
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
-from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
+from rallypoint.launch.commands.begin import command_of, start_of
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, coordinated, token_file
@@ -39,7 +38,6 @@ from rallypoint.net.messages import Aborted, Finished, Message
 from rallypoint.net.places.whereabouts import Whereabouts
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lines import printable_lines
-from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.watch.metrics.job import JobFigures
 from rallypoint.watch.metrics.measures import Reading
 from rallypoint.watch.metrics.members import of_aggregator, of_server, of_view
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
     from rallypoint.aggregator.service import AggregatorService
     from rallypoint.server.service import ServerService
 
-LATEST = "latest"  # the newest usable snapshot, if there is any
 FAILED = 3  # the exit status of a coordinator and of servers whose job has failed
 _LAST_WORD_S = 2.0  # seconds in which the end of the job may arrive at the console
 _MOMENT_S = 1.0  # seconds in which threads that are about to end may do so
@@ -108,7 +105,8 @@ def run_coordinator(
             stack.enter_context(_told_to_go(about.folder))
         if about.folder:
             stack.enter_context(coordinated(Path(about.folder)))
-        start, changes = _start_of(resume, about)
+        terms = msgspec.structs.replace(terms, begun_by=command_of(resume, about) if by_hand else "")
+        start, changes = start_of(resume, about, terms.begun_by)
         figures = JobFigures(terms, time.time())
         service = CoordinatorService(
             terms=terms, bind=bind, advertise=advertise, join_info=about, resume=start, token=token,
@@ -156,22 +154,6 @@ def run_coordinator(
     if interrupted:
         return INTERRUPTED
     return 0 if failure is None else FAILED
-
-
-def _start_of(resume: str, about: JoinInfo) -> tuple[Resumed | None, list[Change]]:
-    """With what a job begins that goes on from the snapshot `resume`, and which settings change; None: anew."""
-    if not resume:
-        return None, []
-    store = SnapshotStore(about.snapshots)
-    manifest = store.latest_usable(lambda text: print(text, flush=True)) if resume == LATEST else store.load(resume)
-    if manifest is None:
-        return None, []
-    record, changes = changed_record(manifest.job, about.overrides, manifest.version)
-    print(f"going on from snapshot {manifest.id}", flush=True)
-    stop, decided = manifest.stop, manifest.decided
-    if any(change.key == "steps" for change in changes):
-        stop, decided = None, decided.going_on()
-    return Resumed(record, manifest.id, manifest.version, stop, decided, manifest.scales), changes
 
 
 @contextlib.contextmanager

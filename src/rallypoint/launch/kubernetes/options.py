@@ -81,8 +81,8 @@ class RenderOptions(CoordinatorOptions):
         metavar="NAME",
     )] = ""  # fmt: skip
     resume: Annotated[str, _option(
-        help="Begin with this snapshot of another job on that volume, or with this one at --snapshots URL.",
-        panel=_STORAGE, metavar="JOB/SNAPSHOT",
+        help="Begin with this snapshot of another job on that volume, or with URL/SNAPSHOT. The other job's are only "
+        "read.", panel=_STORAGE, metavar="JOB/SNAPSHOT",
     )] = ""  # fmt: skip
     # Options of a coordinator that have only one good value in a pod.
     bind: Annotated[str, typer.Option(hidden=True)] = CoordinatorOptions.bind
@@ -99,8 +99,8 @@ class RenderOptions(CoordinatorOptions):
         self.plan([], folder=FOLDER)  # it raises for what is impossible
         if self.snapshots not in ("", "none") and "://" not in self.snapshots:
             raise UsageError(f"--snapshots {self.snapshots}: give a URL that all pods reach, none, or leave it out")
-        if self.resume and ("/" not in self.resume) == ("://" not in self.snapshots):
-            raise UsageError(f"--resume {self.resume}: write JOB/SNAPSHOT, or SNAPSHOT with --snapshots URL")
+        if self.resume and not all(self.resume.rpartition("/")):
+            raise UsageError(f"--resume {self.resume}: write JOB/SNAPSHOT, or URL/SNAPSHOT of a store elsewhere")
         key, equals, value = self.spot.partition("=")
         if self.spot and not (key and equals):
             raise UsageError(f"--spot {self.spot}: write the nodes' label as KEY=VALUE")

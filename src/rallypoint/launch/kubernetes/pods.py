@@ -55,18 +55,22 @@ class Pods:
     def coordinator(self) -> k.PodTemplate:
         """Return the coordinator's pod. Told to go, it ends at once: another goes on with its journal."""
         shape = self.shape
-        begun_by, _, snapshot = shape.resume.rpartition("/")
-        snapshots = literal(shape.snapshots) or f"{FOLDER}/{begun_by or self.name}/snapshots"
+        snapshots = literal(shape.snapshots) or f"{FOLDER}/{self.name}/snapshots"
         command = (
             "rallypoint", "coordinator",
             f"--bind=0.0.0.0:{COORDINATOR_PORT}", f"--advertise={self.host}:{COORDINATOR_PORT}",
             f"--workers={shape.workers}", f"--servers={shape.servers}",
             f"--folder={FOLDER}/{self.name}", f"--snapshots={snapshots}",
-            *([f"--resume={literal(snapshot)}"] if snapshot else []), f"--linger={shape.save}", *self._access(),
+            *([f"--resume={self._begins_with()}"] if shape.resume else []), f"--linger={shape.save}", *self._access(),
             *(literal(word) for word in shape.options),
         )  # fmt: skip
         container = self._container("coordinator", command, port=COORDINATOR_PORT, size=_SMALL)
         return self._template("coordinator", container, restart="Never", grace=_FAREWELL_S)
+
+    def _begins_with(self) -> str:
+        """The snapshot of another job, which is only read: this one writes into its own folder."""
+        place, _, name = self.shape.resume.rpartition("/")
+        return literal(self.shape.resume if "://" in place else f"{FOLDER}/{place}/snapshots/{name}")
 
     def server(self) -> k.PodTemplate:
         """Return a server's pod. It advertises the pod's own address, which nobody has to look up."""

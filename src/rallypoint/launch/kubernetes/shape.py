@@ -40,7 +40,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         options: what `rallypoint coordinator` gets besides: ``["--heartbeat", "5.0"]``.
         threads: intra-op threads of each worker.
         snapshots: a URL that all pods reach; "": in the shared volume; "none": there are none.
-        resume: the snapshot to begin with, ``JOB/SNAPSHOT`` in the shared volume, or ``SNAPSHOT`` at a URL.
+        resume: the snapshot of another job to begin with: ``JOB/SNAPSHOT`` in the shared volume, or ``URL/SNAPSHOT``.
         claim: a claim that is there; "": one is made.
         storage: how much that one asks for.
         spot: the label of the nodes that may be taken away, ``(key, value)``, for workers. A taint of the same key is
@@ -98,7 +98,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shared(self) -> bool:
         """True if snapshots are in the job's folder, so that all pods mount it; else only the coordinator does."""
-        return "://" not in self.snapshots
+        return "://" not in self.snapshots or (bool(self.resume) and "://" not in self.resume)
 
     @property
     def claim_name(self) -> str:

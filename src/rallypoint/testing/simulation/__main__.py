@@ -24,6 +24,7 @@ from rallypoint.testing.simulation.policies import (
     Paused,
     Played,
     Rescaled,
+    Resumed,
     Scaled,
     Uneven,
     parse_policy,
@@ -59,7 +60,7 @@ def main(
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
     job = sync
-    while isinstance(job, Paused | Rescaled | Uneven):
+    while isinstance(job, Paused | Rescaled | Uneven | Resumed):
         job = job.of
     alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped(), Alternating())
     same = job in (*alone, Keyed()) or isinstance(job, Carrying)

@@ -11,7 +11,7 @@ from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.owner import tick_seconds
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Aborted, Finished, Hello, Message, Metrics, Report, Say
@@ -49,14 +49,15 @@ class SimulatedCoordinator:
     """One coordinator process."""
 
     def __init__(
-        self, world: World, job: SimulatedJob, terms: Terms, store: SimulatedStore, disk: Disk, outcome: Outcome
-    ) -> None:
+        self, world: World, job: SimulatedJob, terms: Terms, store: SimulatedStore, disk: Disk, outcome: Outcome,
+        resume: Resumed | None = None,
+    ) -> None:  # fmt: skip
         self.node, self.job, self.store, self.disk, self.outcome = Node(world, COORDINATOR), job, store, disk, outcome
         self._tick_s = tick_seconds(terms)
         self._unsaved: ClusterState | None = None
         terms = msgspec.structs.replace(terms, earlier=disk.started)
         disk.started += 1
-        self.shell = CoordinatorShell(terms, self._time, recovered=disk.state)
+        self.shell = CoordinatorShell(terms, self._time, recovered=disk.state, resume=resume)
         quick(self.shell.machine)
         watch(self.shell.machine, COORDINATOR)
         world.acceptors[COORDINATOR] = self
@@ -155,7 +156,7 @@ class SimulatedCoordinator:
 
     def _commit(self, act: acts.CommitSnapshot) -> None:
         known = (act.stop, act.decided, act.scales)
-        if self.store.commit(act.snapshot, act.version, self._versions(act.version), known):
+        if self.store.commit(act.snapshot, act.version, self._versions(act.version), known, act.origin):
             self._handle(inbox.SnapshotCommitted(act.snapshot, act.version, 0, 0.0))
         else:
             self._handle(inbox.SnapshotFailed(act.snapshot, "no space left"))

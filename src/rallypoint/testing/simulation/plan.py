@@ -19,6 +19,8 @@ from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.keys.plan import as_store
 from rallypoint.testing.simulation.operating import links
 from rallypoint.testing.simulation.operating import plans as operating
+from rallypoint.testing.simulation.operating.plans import PAUSE
+from rallypoint.testing.simulation.operating.resuming import RESUME, resumed
 from rallypoint.testing.simulation.policies import (
     Alternating,
     Audited,
@@ -35,6 +37,7 @@ from rallypoint.testing.simulation.policies import (
     Played,
     Poisoned,
     Rescaled,
+    Resumed,
     Scaled,
     Stopped,
     Tables,
@@ -75,6 +78,18 @@ class Plan:
     hesitate_s: float = 0.0
     aggregators: int = 0
 
+    @property
+    def resumes(self) -> bool:
+        """Is the job resumed?"""
+        return any(fault.kind == RESUME for fault in self.faults)
+
+    @property
+    def kills(self) -> bool:
+        """May members be killed besides? Where no state may be lost with them, only coordinators are."""
+        return any(fault.kind not in (RESUME, PAUSE) for fault in self.faults) and not (
+            self.job.inner or has_state(self.job.codec)
+        )
+
     def least(self, role: str) -> int:
         """How many members of a role have to stay."""
         return self.terms.workers_min if role == "worker" else 1
@@ -94,8 +109,10 @@ _PATIENT_S = 30.0
 
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
-    around: dict[type, Callable[[Plan], Plan]] = {Paused: _paused, Rescaled: _rescaled, Uneven: links.uneven}
-    if isinstance(played, Paused | Rescaled | Uneven):
+    around: dict[type, Callable[[Plan], Plan]] = {
+        Paused: _paused, Rescaled: _rescaled, Uneven: links.uneven, Resumed: resumed,
+    }  # fmt: skip
+    if isinstance(played, Paused | Rescaled | Uneven | Resumed):
         return around[type(played)](make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
         Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding, Flipped: _flipped,
@@ -164,8 +181,7 @@ def _stopped(plan: Plan) -> Plan:
 
 def _paused(plan: Plan) -> Plan:
     """An operator pauses the job up to three times. Faults strike in a pause, where the plan has any that kill."""
-    kills = bool(plan.faults) and not plan.job.inner and not has_state(plan.job.codec)
-    added = (Fault(*event) for event in operating.pauses(plan.seed, kills=kills))
+    added = (Fault(*event) for event in operating.pauses(plan.seed, kills=plan.kills))
     return replace(plan, faults=(*plan.faults, *added))
 
 

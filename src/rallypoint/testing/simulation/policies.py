@@ -12,7 +12,7 @@ WORDS = (
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
     "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped, "
     "alternating, carrying or carrying:WORD, store or store:WORD, "
-    "paused or paused:WORD, rescaled or rescaled:WORD, uneven or uneven:WORD"
+    "paused or paused:WORD, rescaled or rescaled:WORD, uneven or uneven:WORD, resumed or resumed:WORD"
 )
 
 
@@ -130,7 +130,14 @@ class Uneven:
     of: _Played | Paused | Rescaled = field(default_factory=Sync)
 
 
-Played = _Played | Paused | Rescaled | Uneven
+@dataclass(frozen=True)
+class Resumed:
+    """What `of` plays; everybody is killed, and the job is resumed from a snapshot, in one of several ways."""
+
+    of: _Played = field(default_factory=Sync)
+
+
+Played = _Played | Paused | Rescaled | Uneven | Resumed
 
 
 def parse_policy(text: str) -> Played:
@@ -140,17 +147,21 @@ def parse_policy(text: str) -> Played:
         return _ALONE[text]()
     if name == "paused":
         of = parse_policy(number) if colon else Sync()
-        if not isinstance(of, Paused | Rescaled | Uneven | Keyed):
+        if not isinstance(of, Paused | Rescaled | Uneven | Keyed | Resumed):
             return Paused(of)
+    if name == "resumed":
+        of = parse_policy(number) if colon else Sync()
+        if not isinstance(of, Paused | Rescaled | Uneven | Resumed):
+            return Resumed(of)
     if name == "rescaled":
         of = parse_policy(number) if colon else Sync()
         whole = of.of if isinstance(of, Paused) else of
         mode = whole.sync if isinstance(whole, Stopped) else whole
-        if not isinstance(of, Rescaled | Uneven) and (mode == Sync() or isinstance(mode, _Together)):
+        if not isinstance(of, Rescaled | Uneven | Resumed) and (mode == Sync() or isinstance(mode, _Together)):
             return Rescaled(of)
     if name == "uneven":
         inside = parse_policy(number) if colon else Sync()
-        if not isinstance(inside, Uneven):
+        if not isinstance(inside, Uneven | Resumed):
             return Uneven(inside)
     if name == "codec-state":
         sync = parse_policy(number) if colon else Sync()
@@ -216,6 +227,9 @@ def word_for(policy: Played) -> str | None:
         case Rescaled(of=played):
             of = word_for(played)
             return None if of is None else "rescaled" if played == Sync() else f"rescaled:{of}"
+        case Resumed(of=played):
+            of = word_for(played)
+            return None if of is None else "resumed" if played == Sync() else f"resumed:{of}"
         case Uneven(of=played):
             of = word_for(played)
             return None if of is None else "uneven" if played == Sync() else f"uneven:{of}"

@@ -28,6 +28,7 @@ from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.operating.pauses import Operators
 from rallypoint.testing.simulation.operating.plans import PAUSE, RESCALE
 from rallypoint.testing.simulation.operating.rates import RateOperators
+from rallypoint.testing.simulation.operating.resuming import KEEP, RESUME, Resuming
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, replay_line
 from rallypoint.testing.simulation.replicas.evaluated import check_evaluations
@@ -65,7 +66,8 @@ class Simulation:
     """The cluster of one plan, with a launcher that replaces what crashes."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.store, self.disk, self.outcome = plan, SimulatedStore(), Disk(), Outcome()
+        self.plan, self.disk, self.outcome = plan, Disk(), Outcome()
+        self.store, self._resuming = SimulatedStore(KEEP if plan.resumes else 0), Resuming()
         self.world = World(plan.seed, uneven=plan.terms.measure_links)
         plan.job.lost.clear()
         self._replay = replay_line(plan.seed, played_by(plan))
@@ -110,10 +112,13 @@ class Simulation:
     def start_coordinator(self) -> None:
         """A coordinator, with whatever its predecessor wrote down."""
         if self.coordinator is None or not self.coordinator.node.alive:
-            terms = msgspec.structs.replace(self.plan.terms, workers_max=self.computing_at_most)
+            of, began, journal = self.plan, self._resuming, self.disk.state
+            terms = msgspec.structs.replace(of.terms, workers_max=self.computing_at_most, begun_by=began.command)
             self.coordinator = SimulatedCoordinator(
-                self.world, self.plan.job, terms, self.store, self.disk, self.outcome
-            )
+                self.world, of.job, terms, self.store, self.disk, self.outcome,
+                began.next(journal, self.store, of.job.record),
+            )  # fmt: skip
+            began.check(journal, self.coordinator.machine)
 
     def start_server(self) -> None:
         """One more server."""
@@ -161,6 +166,8 @@ class Simulation:
                 self._watch_coordinator()
             case "resize":
                 self._resize()
+            case kind if kind == RESUME:
+                self._resuming.strike(self, fault)
             case kind if kind == PAUSE:
                 self._operators.pause(fault.seconds)
             case kind if kind == RESCALE:

@@ -13,7 +13,7 @@ from rallypoint.core.job import JobRecord
 CAPTURE_AHEAD = 3  # steps after the furthest one seen: no shard may be past the version when the request arrives
 SNAPSHOT_PATIENCE = 10  # heartbeats in which no file of a snapshot is stored, after which it is given up
 LONGEST_PAUSE_S = 60.0  # between snapshots that fail; it begins with a heartbeat, and doubles
-_ATTEMPTS = 10_000  # the most snapshots of one coordinator: no two coordinators use the same number
+ATTEMPTS = 10_000  # the most snapshots of one coordinator: no two coordinators use the same number
 
 
 # ---- the version of the next snapshot: a rule for jobs with rounds, one for streaming jobs ----
@@ -131,7 +131,7 @@ class SnapshotDuty:
     def begin(self, version: int, shards: Iterable[int], now: float, writers: Iterable[str] = ()) -> str:
         """Begin a snapshot of `version` by `writers`, which replaces the one in progress. Returns its id."""
         self._attempts += 1
-        id = f"step-{version:08d}-{self.epoch * _ATTEMPTS + self._attempts}"
+        id = f"step-{version:08d}-{self.epoch * ATTEMPTS + self._attempts}"
         self.taking = SnapshotInProgress(id, version, set(shards), now, tuple(writers))
         return id
 

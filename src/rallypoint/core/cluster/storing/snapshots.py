@@ -9,7 +9,7 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course, tunes_period
 from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Hold, PeriodTuned, Say
 from rallypoint.core.cluster.evaluating.leases import awaits_decision, known_version, version_to_capture
-from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.state import Origin, Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty, SnapshotInProgress
 
 _NO_FIRST = (
@@ -259,3 +259,11 @@ class Snapshots:
 
     def _at_the_end(self, version: int) -> bool:
         return self.course.record is not None and version >= self.course.last
+
+
+def begin_from(origin: Origin, snapshots: Snapshots) -> None:
+    """The first view of the job will be of this snapshot, and the next snapshot of a later version."""
+    course = snapshots.course
+    course.origin, course.begun, course.furthest = origin, True, origin.version - 1
+    course.views.stop, course.views.scales, course.evaluations.decided = origin.stop, origin.scales, origin.decided
+    snapshots.duty.last = (origin.version, 0.0)

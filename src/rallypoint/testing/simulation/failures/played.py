@@ -10,6 +10,7 @@ from rallypoint.testing.simulation.flips.job import FlippedJob
 from rallypoint.testing.simulation.keys.job import KeyedJob
 from rallypoint.testing.simulation.operating import links
 from rallypoint.testing.simulation.operating.plans import PAUSE
+from rallypoint.testing.simulation.operating.resuming import RESUME
 from rallypoint.testing.simulation.plan import Plan
 from rallypoint.testing.simulation.policies import (
     Alternating,
@@ -26,6 +27,7 @@ from rallypoint.testing.simulation.policies import (
     Played,
     Poisoned,
     Rescaled,
+    Resumed,
     Scaled,
     Stopped,
     Tables,
@@ -36,15 +38,19 @@ from rallypoint.testing.simulation.policies import (
 def played_by(plan: Plan) -> Played:
     """What a plan was made for."""
     job, faults = plan.job, tuple(fault for fault in plan.faults if fault.kind != PAUSE)
+    if plan.resumes:
+        played = played_by(replace(plan, faults=tuple(fault for fault in plan.faults if fault.kind != RESUME)))
+        assert not isinstance(played, Paused | Rescaled | Uneven | Resumed)
+        return Resumed(played)
     if plan.terms.measure_links:
         return links.on_uneven(played_by(links.steady(plan)))
     if job.scales != ():
         played = played_by(replace(plan, job=replace(job, scales=())))
-        assert not isinstance(played, Rescaled | Uneven)
+        assert not isinstance(played, Rescaled | Uneven | Resumed)
         return Rescaled(played)
     if len(faults) < len(plan.faults):
         played = played_by(replace(plan, faults=faults))
-        assert not isinstance(played, Paused | Rescaled | Uneven)
+        assert not isinstance(played, Paused | Rescaled | Uneven | Resumed)
         return Paused(played)
     if isinstance(job, KeyedJob):
         assert not isinstance(job.sync, LocalSteps | AllReduce)

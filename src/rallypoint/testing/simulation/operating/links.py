@@ -14,7 +14,7 @@ from rallypoint.core.cluster.placing.links import Links
 from rallypoint.core.topology.measured import LinkSpeeds
 from rallypoint.net.messages import Beat
 from rallypoint.testing.simulation.network import Node
-from rallypoint.testing.simulation.policies import Played, Uneven
+from rallypoint.testing.simulation.policies import Played, Resumed, Uneven
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.plan import Plan
@@ -36,7 +36,7 @@ def steady(plan: Plan) -> Plan:
 
 def on_uneven(played: Played) -> Uneven:
     """What `uneven` has made of what plays `played`."""
-    assert not isinstance(played, Uneven)
+    assert not isinstance(played, Uneven | Resumed)
     return Uneven(played)
 
 
