@@ -52,7 +52,8 @@ class Net(torch.nn.Module):
 
 
 def batch_of(rank: int, step: int, micro: int = 0) -> torch.Tensor:
-    return torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1000 * rank + 10 * step + micro))
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
+    return torch.randn(BATCH, 12, generator=generator, dtype=torch.float32)
 
 
 def hash_of(parameters: Iterable[torch.Tensor]) -> str:
@@ -91,7 +92,7 @@ def plain(world: int, case: str, *, divides_first: bool = False) -> str:
 
 def train_ddp(state: Any, hook: Any, rank: int, case: str) -> tuple[str, str]:
     """With DDP: the hash of the weights, and of the gradients of the last step."""
-    model = Net(branches=case == "unused parameters")
+    model = Net(branches=case == "unused parameters").float()
     wrapped = DistributedDataParallel(model, **CASES[case])
     if hook is not None:
         wrapped.register_comm_hook(state, hook)
@@ -147,6 +148,13 @@ def hook_script(job: Job, folder: str, world: int, cases: list[str]) -> tuple[di
     dist.destroy_process_group()
     made.finish()
     return found, beside, made.reducer.made
+
+
+def hook_in_float64(job: Job, folder: str, world: int, cases: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same in a script whose default type is another than its model's."""
+    torch.set_default_dtype(torch.float64)
+    found, beside, _ = hook_script(job, folder, world, cases)
+    return found, beside
 
 
 def backend_script(job: Job, folder: str, world: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rallypoint.testing.processes import ProcessCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # the workers' processes import scripts.py by name
 
-from scripts import CASES, backend_script, hook_script, plain
+from scripts import CASES, backend_script, hook_in_float64, hook_script, plain
 
 QUICK = ["many buckets, built anew after the first step", "unused parameters"]
 
@@ -31,6 +31,12 @@ def _check_hook(world: int, cases: list[str], folder: Path) -> None:
 
 def test_ddp_with_the_hook_has_the_bytes_of_plain_pytorch_and_of_gloo(tmp_path: Path) -> None:
     _check_hook(2, QUICK, tmp_path)
+
+
+def test_ddp_with_the_hook_is_right_in_a_script_with_another_default_type(tmp_path: Path) -> None:
+    with ProcessCluster(workers=2, servers=1) as cluster:
+        for found, beside in cluster.run(hook_in_float64, str(tmp_path), 2, QUICK[:1]):
+            assert found == beside
 
 
 @pytest.mark.slow

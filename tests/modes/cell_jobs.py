@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,7 @@ class Net(torch.nn.Module):
         return self.last(hidden if self.table is None else hidden + self.table(index % 9))
 
 
+@cache
 def dataset() -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(9)
     return torch.utils.data.TensorDataset(

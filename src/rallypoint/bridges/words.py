@@ -30,7 +30,9 @@ class Part:
         self._words = words if before is None else words * before
         self._keeps = range(words.numel()) if keeps is None else keeps
         here = into.is_contiguous() and into.dtype is torch.float32 and into.device.type == "cpu"
-        self._target = into.detach().view(-1) if here else torch.empty(len(self._keeps))
+        self._target = (
+            into.detach().view(-1) if here else torch.empty(len(self._keeps), dtype=torch.float32, device="cpu")
+        )
         self._in_place = here
 
     def ask(self, made: Sums, then: Callable[[BaseException | None], None]) -> None:

@@ -59,9 +59,9 @@ class DGCCodec(TopKCodec):
                 "to below 1, clip positive and the steps not negative"
             )
         self._momentum, self._clip, self._warmup_steps = momentum, clip, warmup_steps
-        self._velocity = torch.zeros(words)
-        self._unsent = torch.zeros(words)
-        self._steps = torch.zeros((), dtype=torch.int64)
+        self._velocity = torch.zeros(words, dtype=torch.float32, device="cpu")
+        self._unsent = torch.zeros(words, dtype=torch.float32, device="cpu")
+        self._steps = torch.zeros((), dtype=torch.int64, device="cpu")
 
     @property
     def ratio_now(self) -> float:

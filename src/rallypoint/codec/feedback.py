@@ -34,7 +34,7 @@ class ErrorFeedback:
             raise UsageError(f"error feedback is of no use around codec {inner.code}: it sends all that it can")
         self.inner = inner
         self._scratch = scratch or Scratch()
-        self._residual = torch.zeros(words)
+        self._residual = torch.zeros(words, dtype=torch.float32, device="cpu")
 
     @property
     def code(self) -> int:

@@ -49,7 +49,7 @@ class LowRankCodec:
         self.rows, self.columns = shape
         self.rank = rank
         self._limit = _LARGEST / (2 * rank)  # the bound on Q: nothing decodes to an infinity
-        self._q = torch.empty(self.columns, rank)
+        self._q = torch.empty(self.columns, rank, dtype=torch.float32, device="cpu")
         self.reset()
 
     def bytes_for(self, words: int) -> int:

@@ -37,7 +37,7 @@ class SignCodec(BlockCodec):
 
     def __init__(self, block: int, scratch: Scratch | None = None) -> None:
         super().__init__(block, scratch)
-        self._shifts = torch.arange(31, -1, -1, dtype=torch.int32)
+        self._shifts = torch.arange(31, -1, -1, dtype=torch.int32, device="cpu")
 
     def _body_bytes(self, words: int) -> int:
         return words // 8

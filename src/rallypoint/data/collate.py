@@ -62,10 +62,11 @@ def _alike(batch: Sequence[Any]) -> bool:
 def room(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor to be filled. In a loader process it is shared memory, as torch's is: it is not copied to be sent."""
     if get_worker_info() is None:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     count = int(np.prod(shape))
     storage = torch.UntypedStorage._new_shared(count * dtype.itemsize)  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    return empty.set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
 def _numbers(batch: Sequence[Any], **_: Any) -> Any:
@@ -87,7 +88,7 @@ def _ints(batch: Sequence[Any], **_: Any) -> Any:
 
 def _copied(values: Any, dtype: torch.dtype) -> torch.Tensor:
     """In memory of torch's own, which is aligned for its kernels: sums may depend on that."""
-    made = torch.empty(len(values), dtype=dtype)
+    made = torch.empty(len(values), dtype=dtype, device="cpu")
     made.numpy()[:] = values
     return made
 

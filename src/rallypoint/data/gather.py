@@ -27,7 +27,7 @@ def gathered(dataset: Any, indices: Sequence[int]) -> list[torch.Tensor] | None:
     tensors = dataset.tensors
     if min(indices) < 0 or not all(_plain(one) and max(indices) < len(one) for one in tensors):
         return None
-    rows = torch.tensor(indices)
+    rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
     made = [room(one.dtype, (len(indices), *one.shape[1:])) for one in tensors]
     try:
         for one, out in zip(tensors, made, strict=True):

@@ -42,7 +42,8 @@ class ReplicaSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         order = range(self._length) if not self._shuffled else torch.randperm(
-            self._length, generator=torch.Generator().manual_seed(derive_seed(self._seed, "epoch", self.epoch))
+            self._length, generator=torch.Generator("cpu").manual_seed(derive_seed(self._seed, "epoch", self.epoch)),
+            dtype=torch.int64, device="cpu",
         ).tolist()  # fmt: skip
         skip, self.skip = self.skip, 0
         mine = [

@@ -104,7 +104,7 @@ class BufferPools:
 def _memory(words: int) -> torch.Tensor:
     """Uninitialised memory. Much of it is mapped by itself, so that the system has it back as soon as it is freed."""
     if 4 * words < _MAPPED_BYTES:
-        return torch.empty(words, dtype=torch.float32)
+        return torch.empty(words, dtype=torch.float32, device="cpu")
     return torch.frombuffer(mmap.mmap(-1, 4 * words), dtype=torch.float32)
 
 

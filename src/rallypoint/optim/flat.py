@@ -29,6 +29,13 @@ def build_optimizer(
     return row.kind(param_groups, **{"lr": 0.0, **arguments_of(spec), **how})
 
 
+def number(value: float) -> torch.Tensor:
+    """A number of an optimizer's state, such as `step`, as torch keeps it: float64 where that is the default type of
+    the process, else fp32; on the CPU."""
+    dtype = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
 def import_for_optimizers() -> None:
     """Import what torch imports only with a process's first optimizer: its compiler, about a second.
 
@@ -45,7 +52,7 @@ class ShardOptimizer:
         self._config, self._spec = config, of_shard(config.applied, columns)
         self._settings = settings_applied(config, group)
         shape = (words // columns, columns) if isinstance(self._spec, Muon) else (words,)
-        self._parameter = torch.nn.Parameter(torch.zeros(shape))
+        self._parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device="cpu"))
         self._optimizer = build_optimizer(self._spec, [([self._parameter], self._settings)])
         self.master = self._parameter.detach().view(-1)
 
@@ -75,7 +82,7 @@ class ShardOptimizer:
             tensors, _ = state_names(self._spec)[-1]
             kept = {name: kept.get(name, torch.zeros_like(self.master)) for name in sorted(tensors)}
         kept = {name: values.view(self._parameter.shape) for name, values in kept.items()}
-        kept |= {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars.items()}
+        kept |= {name: number(value) for name, value in scalars.items()}
         self._optimizer.state.clear()
         if kept:
             self._optimizer.state[self._parameter] = kept

@@ -12,6 +12,7 @@ import torch
 from rallypoint.config import GroupSettings, JobConfig, settings_applied
 from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer
 from rallypoint.core.schedule import rate_at
+from rallypoint.optim.flat import number
 
 
 def refusal(spec: Optimizer) -> str:
@@ -50,7 +51,7 @@ class RowsOptimizer:
     def __init__(self, config: JobConfig, group: int, rows: int, columns: int) -> None:
         self._config, self._spec = config, config.applied
         self._settings: GroupSettings = settings_applied(config, group)
-        self._parameter = torch.nn.Parameter(torch.zeros(rows, columns))
+        self._parameter = torch.nn.Parameter(torch.zeros(rows, columns, dtype=torch.float32, device="cpu"))
         self._optimizer = _build(self._spec, self._parameter)
         self.master = self._parameter.detach()
 
@@ -84,7 +85,7 @@ class RowsOptimizer:
     def load(self, arrays: dict[str, torch.Tensor], scalars: dict[str, float]) -> None:
         """Replace the optimizer's state, by a copy of one from another server or a snapshot."""
         kept: dict[str, torch.Tensor | int] = {n: t.view_as(self.master).clone() for n, t in arrays.items()}
-        counted = torch.tensor if isinstance(self._spec, Adagrad) else int  # as each torch optimizer stores it
+        counted = number if isinstance(self._spec, Adagrad) else int  # as each torch optimizer stores it
         kept |= {name: counted(value) for name, value in scalars.items()}
         self._optimizer.state.clear()
         if kept:

@@ -85,11 +85,11 @@ class RankGroup:
     def tell(self, order: Order) -> None:
         """Leader only: give an order to the other ranks, which call `hear`."""
         with _others_live():
-            dist.broadcast(torch.tensor(order, dtype=torch.int64), LEADER, group=self._group)
+            dist.broadcast(torch.tensor(order, dtype=torch.int64, device="cpu"), LEADER, group=self._group)
 
     def hear(self) -> Order:
         """Return the leader's next order. Waits as long as it takes."""
-        numbers = torch.zeros(len(Order._fields), dtype=torch.int64)
+        numbers = torch.zeros(len(Order._fields), dtype=torch.int64, device="cpu")
         self.at("waiting for what rank 0 does next")
         with _others_live():
             dist.broadcast(numbers, LEADER, group=self._group)
@@ -100,7 +100,7 @@ class RankGroup:
         """Return what each rank has passed, in the order of ranks."""
         lengths = self.all_numbers([float(len(data))])
         longest = max(1, int(max(length for (length,) in lengths)))
-        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if data:
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = [torch.zeros_like(mine) for _ in range(self.size)]
@@ -110,7 +110,7 @@ class RankGroup:
 
     def all_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers that each rank has passed (as many on each), in the order of ranks."""
-        mine = torch.tensor(numbers, dtype=torch.float64)
+        mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         found = [torch.zeros_like(mine) for _ in range(self.size)]
         with _others_live():
             dist.all_gather(found, mine, group=self._group)
@@ -125,7 +125,7 @@ class RankGroup:
         for piece in tensor.sent:
             sizes, dtype = piece.block.sizes, wire_dtype(tensor)
             if piece.rank == self.rank:
-                values = torch.zeros(sizes, dtype=dtype) if own is None else own.detach().to("cpu", dtype)
+                values = torch.zeros(sizes, dtype=dtype, device="cpu") if own is None else own.detach().to("cpu", dtype)
                 if whole is None:
                     self._send(values, LEADER)
                 else:
@@ -154,7 +154,7 @@ class RankGroup:
             dist.send(values.contiguous(), rank, group=self._group)
 
     def _received(self, sizes: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
-        came = torch.empty(sizes, dtype=dtype)
+        came = torch.empty(sizes, dtype=dtype, device="cpu")
         with _others_live():
             dist.recv(came, rank, group=self._group)
         return came

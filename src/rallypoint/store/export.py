@@ -177,11 +177,12 @@ class _Flat:
             if shard.part is not None:
                 table = self._tables[shard.part.table]
                 if name not in table:
-                    table[name] = torch.zeros(self._layout.tables[shard.part.table].shape, dtype=part.dtype)
+                    whole = self._layout.tables[shard.part.table].shape
+                    table[name] = torch.zeros(whole, dtype=part.dtype, device="cpu")
                 table[name][shard.part.part :: shard.part.parts] = part.view(shard.part.rows, shard.columns)
                 continue
             if name not in self._vectors:
-                self._vectors[name] = torch.zeros(self._layout.words, dtype=part.dtype)
+                self._vectors[name] = torch.zeros(self._layout.words, dtype=part.dtype, device="cpu")
             vector = self._vectors[name]
             if vector.dtype != part.dtype:
                 raise self._damaged(f"{name} is {part.dtype} in shard {shard.index} and {vector.dtype} in others")

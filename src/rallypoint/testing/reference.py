@@ -208,7 +208,7 @@ class _Reference:
         return settings_of(self.config, group).lr_scale
 
     def norm(self, gradients: list[torch.Tensor]) -> float:
-        vector = torch.zeros(self.tensors.layout.words)
+        vector = torch.zeros(self.tensors.layout.words, dtype=torch.float32, device="cpu")
         for placed, gradient in zip(self.tensors.parameters, gradients, strict=True):
             placed.of(vector).copy_(gradient)
         shards = [s for s in self.tensors.layout.shards if s.role == "parameters"]

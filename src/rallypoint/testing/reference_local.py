@@ -141,7 +141,7 @@ class _Streaming(_Reference):
 
     def vector(self) -> torch.Tensor:
         """Return the model's parameters as a flat vector."""
-        vector = torch.zeros(self.tensors.layout.words)
+        vector = torch.zeros(self.tensors.layout.words, dtype=torch.float32, device="cpu")
         for placed in self.tensors.parameters:
             placed.of(vector).copy_(placed.tensor.detach())
         return vector

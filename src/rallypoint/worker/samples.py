@@ -12,7 +12,7 @@ from rallypoint.worker.carried import Carried
 def carried_ledger(replicas: int) -> Carried:
     """The rows of the ledger, one for each replica, as a state that it carries. They are on the CPU, wherever the model
     is: each micro-batch reads and writes one."""
-    return Carried(torch.zeros(ROW, dtype=torch.int64), replicas, torch.device("cpu"), name="samples")
+    return Carried(torch.zeros(ROW, dtype=torch.int64, device="cpu"), replicas, torch.device("cpu"), name="samples")
 
 
 class SampleLedger:
@@ -26,7 +26,7 @@ class SampleLedger:
         """The replica has used the micro-batch that was given to `OnceItems.computes` last."""
         items = self._items
         row = noted(self._row(replica), items.key, self._worker, used=items.in_batch, read=items.read)
-        self._rows.give(replica, torch.tensor(row, dtype=torch.int64))
+        self._rows.give(replica, torch.tensor(row, dtype=torch.int64, device="cpu"))
         self._rows.keep()
 
     @property

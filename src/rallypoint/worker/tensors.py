@@ -38,7 +38,7 @@ class Placed:
         """
         if self.entry.spec.group >= 0:
             return self.tensor.detach().reshape(-1)
-        words = torch.zeros(self.entry.stop - self.entry.start)
+        words = torch.zeros(self.entry.stop - self.entry.start, dtype=torch.float32, device="cpu")
         self.of_part(words, self.entry.start).copy_(self.tensor)
         return words
 
@@ -103,7 +103,8 @@ class ModelTensors:
         shared = {name: b for name, b in model.named_buffers() if name in kept}
         device = next((p.device for p in trained.values()), torch.device("cpu"))
         if config.precision == "fp16":
-            self.loss_scale = shared[ENTRY] = torch.tensor([config.loss_scale.init_scale, 0.0], device=device)
+            scale = [config.loss_scale.init_scale, 0.0]
+            self.loss_scale = shared[ENTRY] = torch.tensor(scale, dtype=torch.float32, device=device)
         specs = [_spec(name, p, group_of(config, name, p.dim())) for name, p in trained.items()]
         specs += [_spec(name, b, -1) for name, b in shared.items()]
         self.carried = Carried(carry, config.replicas, device) if carry is not None else None
@@ -137,7 +138,7 @@ class ModelTensors:
     @torch.no_grad()
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Words `start` to `stop` of the flat vector, as a new 1-D fp32 CPU tensor; gaps between groups are zero."""
-        vector = torch.zeros(stop - start)
+        vector = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         for placed in (*self.parameters, *self.buffers):
             first, last = max(start, placed.entry.start), min(stop, placed.entry.stop)
             if first < last:

@@ -31,7 +31,7 @@ def room(out: memoryview, nbytes: int) -> Tensor:
     if out.readonly or not out.c_contiguous or out.nbytes < nbytes:
         raise UsageError(f"a payload of {nbytes} bytes does not fit a buffer of {out.nbytes}: it must be writable too")
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     body = torch.frombuffer(out, dtype=torch.uint8, count=nbytes)
     if body.data_ptr() % ALIGNMENT:
         raise UsageError(f"a payload must be written to an address that is a multiple of {ALIGNMENT}")
@@ -41,7 +41,7 @@ def room(out: memoryview, nbytes: int) -> Tensor:
 def body_of(payload: memoryview) -> Tensor:
     """Return a payload's bytes as uint8 on a 4-byte boundary, without a copy where possible."""
     if not payload.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     if not payload.readonly and payload.c_contiguous:
         body = torch.frombuffer(payload, dtype=torch.uint8)
         if body.data_ptr() % ALIGNMENT == 0:

@@ -82,8 +82,8 @@ class RowSum:
     """
 
     def __init__(self, columns: int) -> None:
-        self.ids = torch.empty(0, dtype=torch.int64)
-        self.values = torch.empty(0, columns)
+        self.ids = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.values = torch.empty(0, columns, dtype=torch.float32, device="cpu")
 
     def add(self, ids: torch.Tensor, values: torch.Tensor) -> None:
         """Add the rows `ids` (ascending, each once). Later calls may change the memory of `values`."""
@@ -92,7 +92,7 @@ class RowSum:
             return
         union = torch.from_numpy(np.union1d(self.ids.numpy(), ids.numpy()))
         if len(union) > len(self.ids):
-            grown = torch.zeros(len(union), self.values.shape[1])
+            grown = torch.zeros(len(union), self.values.shape[1], dtype=torch.float32, device="cpu")
             grown[torch.searchsorted(union, self.ids)] = self.values
             self.ids, self.values = union, grown
         self.values.index_add_(0, torch.searchsorted(union, ids), values)

@@ -20,19 +20,19 @@ class Scratch:
     def __init__(self) -> None:
         self._floats: list[Tensor | None] = [None] * _BUFFERS
         self._mask: Tensor | None = None
-        self._whole = torch.empty(0)
+        self._whole = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def floats(self, which: int, words: int) -> Tensor:
         """Return the first `words` fp32 words of buffer `which` (0 to 2), at most a piece; contents undefined."""
         buffer = self._floats[which]
         if buffer is None:
-            buffer = self._floats[which] = torch.empty(PIECE_WORDS, dtype=torch.float32)
+            buffer = self._floats[which] = torch.empty(PIECE_WORDS, dtype=torch.float32, device="cpu")
         return buffer[:words]
 
     def mask(self, words: int) -> Tensor:
         """Return the first `words` booleans of the mask; the contents are undefined."""
         if self._mask is None:
-            self._mask = torch.empty(PIECE_WORDS, dtype=torch.bool)
+            self._mask = torch.empty(PIECE_WORDS, dtype=torch.bool, device="cpu")
         return self._mask[:words]
 
     def whole(self, words: int) -> Tensor:
@@ -41,7 +41,7 @@ class Scratch:
         For wrappers around a codec, not for codecs themselves.
         """
         if self._whole.numel() < words:
-            self._whole = torch.empty(words)
+            self._whole = torch.empty(words, dtype=torch.float32, device="cpu")
         return self._whole[:words]
 
 

@@ -173,7 +173,7 @@ def _decoder(index: File, name: str) -> Decoder:
 
 
 def _flat(dtype: torch.dtype, data: memoryview) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _array(dtype: np.dtype[Any], data: memoryview) -> Any:

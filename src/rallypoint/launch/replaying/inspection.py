@@ -23,7 +23,7 @@ class KeptGradients(Contributions):
     def __init__(self, layout: Layout, every: int, step: int) -> None:
         super().__init__(layout, every)
         self._layout, self._step, self._keeps = layout, step, False
-        self._vector = torch.zeros(0)
+        self._vector = torch.zeros(0, dtype=torch.float32, device="cpu")
         self.vector, self.loss = self._vector, math.nan  # of the replica that was computed last
 
     def begin(self, step: int, replica: int) -> None:
@@ -31,7 +31,7 @@ class KeptGradients(Contributions):
         super().begin(step, replica)
         self._keeps = step == self._step
         if self._keeps:
-            self._vector = torch.zeros(self._layout.words)
+            self._vector = torch.zeros(self._layout.words, dtype=torch.float32, device="cpu")
 
     def filled(self, shard: int, gradient: torch.Tensor, weight: float) -> None:
         """Keep the gradient, without its weight."""

@@ -60,7 +60,7 @@ def outline(sample: Any, depth: int = _DEPTH) -> str:
     if isinstance(sample, Sequence) and not isinstance(sample, str | bytes) and depth:
         return f"({', '.join(outline(value, depth - 1) for value in sample[:_FEW])}{_more(sample)})"
     if hasattr(sample, "shape") and hasattr(sample, "dtype"):  # an array
-        return outline(torch.as_tensor(sample), depth)
+        return outline(torch.as_tensor(sample, device="cpu"), depth)
     return repr(sample)[:_LONGEST]
 
 

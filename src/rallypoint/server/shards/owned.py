@@ -38,7 +38,10 @@ class OwnedShard:
         self._pool = pool
         none_here = shard.role == "buffers"
         self._optimizer = None if none_here else ShardOptimizer(config, shard.group, shard.words, shard.columns)
-        self.master = torch.zeros(shard.words) if self._optimizer is None else self._optimizer.master
+        self.master = (
+            torch.zeros(shard.words, dtype=torch.float32, device="cpu") if self._optimizer is None
+            else self._optimizer.master
+        )  # fmt: skip
         averages = config.average is not None and self._optimizer is not None
         self._average = ShardAverage(config.average, self.master) if config.average and averages else None
         self.measured = self._optimizer is not None

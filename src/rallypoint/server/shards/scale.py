@@ -31,4 +31,5 @@ class ScaleWords:
         """Set the words after an update (`skipped`: that changes nothing else), from what they were before it."""
         if self._at is not None:
             scale, applied = before
-            master[self._at : self._at + 2] = torch.tensor(self._rule.after(scale, int(applied), skipped=skipped))
+            after = self._rule.after(scale, int(applied), skipped=skipped)
+            master[self._at : self._at + 2] = torch.tensor(after, dtype=torch.float32, device="cpu")

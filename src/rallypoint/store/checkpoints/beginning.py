@@ -167,7 +167,7 @@ def _check_finite(tensor: torch.Tensor, what: str) -> None:
 
 def _cut(layout: Layout, shard: Shard, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The shard's words (1-D fp32) of a flat vector with these tensors; gaps are zero."""
-    words = torch.zeros(shard.words)
+    words = torch.zeros(shard.words, dtype=torch.float32, device="cpu")
     for entry in layout.entries:
         first, last = max(shard.start, entry.start), min(shard.stop, entry.stop)
         if first < last:
@@ -180,7 +180,7 @@ def _words(entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as its words of the flat vector: a parameter's values as fp32, a buffer's bytes."""
     if entry.spec.group >= 0:
         return tensor.detach().reshape(-1).float()
-    words = torch.zeros(entry.stop - entry.start)
+    words = torch.zeros(entry.stop - entry.start, dtype=torch.float32, device="cpu")
     raw = tensor.detach().to(getattr(torch, entry.spec.dtype)).contiguous().view(-1).view(torch.uint8)
     words.view(torch.uint8)[: len(raw)] = raw
     return words

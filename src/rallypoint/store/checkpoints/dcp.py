@@ -54,14 +54,14 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     reader = Reader(folder)
     metadata = reader.read_metadata()
     tensors = {
-        key: torch.empty(about.size, dtype=about.properties.dtype)
+        key: torch.empty(about.size, dtype=about.properties.dtype, device="cpu")
         for key, about in metadata.state_dict_metadata.items()
         if isinstance(about, TensorStorageMetadata)
     }
     with _alone():
         load(tensors, storage_reader=reader, no_dist=True)
     if isinstance(metadata.state_dict_metadata.get("step"), BytesStorageMetadata):
-        tensors["step"] = torch.tensor(reader.whole_number(metadata, "step"))
+        tensors["step"] = torch.tensor(reader.whole_number(metadata, "step"), dtype=torch.int64, device="cpu")
     return tensors
 
 
@@ -77,7 +77,9 @@ def optimizer_content(
     """
     cadence = cadence_of(config, layout.shards)
     content: dict[str, Any] = {
-        f"state.{name}.{kind}": torch.tensor(value, dtype=torch.float32) if isinstance(value, float) else value
+        f"state.{name}.{kind}": (
+            torch.tensor(value, dtype=torch.float32, device="cpu") if isinstance(value, float) else value
+        )
         for name, state in states.items() for kind, value in state.items()
     }  # fmt: skip
     for entry in layout.entries:
@@ -89,7 +91,7 @@ def optimizer_content(
         base = peak_of(own.applied_schedule)
         spec = of_shard(own.applied, layout.shards[touched[0]].columns)
         settings = settings_of(own, entry.spec.group)
-        like = torch.nn.Parameter(torch.zeros(1, 1))  # two dimensions, as Muon asks
+        like = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))  # two dimensions, as Muon asks
         [group] = build_optimizer(spec, [([like], settings)]).param_groups
         group |= {"lr": rate * settings.lr_scale, "initial_lr": base * settings.lr_scale} | _OF_THIS_PROCESS
         content |= {f"param_groups.{entry.spec.name}.{key}": group[key] for key in group if key != "params"}

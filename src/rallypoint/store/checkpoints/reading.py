@@ -122,7 +122,7 @@ def _of_torch(content: Any) -> Checkpoint:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -142,7 +142,8 @@ class Dcp:
 
     def write(self, content: Content, to: Path) -> list[str]:
         """Write the folder."""
-        manifest, whole = content.manifest, {"model": content.model, "step": torch.tensor(content.steps)}
+        step = torch.tensor(content.steps, dtype=torch.int64, device="cpu")
+        manifest, whole = content.manifest, {"model": content.model, "step": step}
         remarks = ["without the optimizer's state, which is not one of plain training"]
         if content.optimizer is not None:
             remarks, job, reductions = [], manifest.job, len(manifest.decided.reductions)

@@ -104,7 +104,7 @@ class Reducer:
 
     def finish(self) -> int:
         """Wait until all workers call this too. Returns the version of the clock shard: the job ends with it."""
-        clock = torch.zeros(16)
+        clock = torch.zeros(16, dtype=torch.float32, device="cpu")
         last = Sum()
         self._ask(_Sum(clock, clock, range(0), last.ended), lambda: [Piece(0, clock.numel(), CLOCK)])
         last.wait()
@@ -161,7 +161,7 @@ class Reducer:
             for shard in fills:
                 self._machine.fill(shard)
         if uploads:
-            self._exchange.initialise(lambda start, stop: torch.zeros(stop - start))
+            self._exchange.initialise(lambda start, stop: torch.zeros(stop - start, dtype=torch.float32, device="cpu"))
         for shard in fills:
             self._fill(shard)
         for shard in landed:

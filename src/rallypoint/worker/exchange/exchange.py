@@ -76,7 +76,8 @@ class Exchange:
     ) -> None:
         """`pinned`: the buffer is for a GPU. `early`: a forward pass may begin before all of its version is here."""
         self.layout, self.me = layout, context.me
-        self.buffer = torch.empty(0 if config.streamed else layout.words, dtype=torch.float32, pin_memory=pinned)
+        words = 0 if config.streamed else layout.words
+        self.buffer = torch.empty(words, dtype=torch.float32, device="cpu", pin_memory=pinned)
         self.streamed, self.prefetch_bytes = config.streamed, config.prefetch_bytes
         self.memory: SlotMemory = (
             ShardMemory(layout, config.prefetch_bytes, pinned=pinned) if config.streamed

@@ -10,7 +10,7 @@ import torch
 from rallypoint.config import JobConfig, settings_of
 from rallypoint.core.layout import Shard
 from rallypoint.core.schedule import rate_at
-from rallypoint.optim.flat import build_optimizer
+from rallypoint.optim.flat import build_optimizer, number
 from rallypoint.optim.table import NUMBERS
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.state import MASTER
@@ -126,7 +126,7 @@ class SpecifiedStepper:
             for name, value in self._optimizer.state.get(placed.tensor, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == placed.tensor.shape and name not in NUMBERS:
                     part = value.detach().reshape(-1)[start - placed.entry.start : stop - placed.entry.start]
-                    array = arrays.setdefault(name, torch.zeros(shard.words))
+                    array = arrays.setdefault(name, torch.zeros(shard.words, dtype=torch.float32, device="cpu"))
                     array[start - shard.start : stop - shard.start].copy_(part)
                 elif value is not None:
                     scalars[name] = float(value)
@@ -141,10 +141,11 @@ class SpecifiedStepper:
                 kept = of_parameter.setdefault(placed.tensor, {})
                 for name, array in record.arrays.items():
                     if name != MASTER:
-                        flat = kept.setdefault(name, torch.empty(placed.tensor.numel()))
+                        whole = torch.empty(placed.tensor.numel(), dtype=torch.float32, device="cpu")
+                        flat = kept.setdefault(name, whole)
                         part = torch.from_numpy(array)[start - shard.start : stop - shard.start]
                         flat[start - placed.entry.start : stop - placed.entry.start].copy_(part)
-                kept.update({name: torch.tensor(value) for name, value in record.scalars.items()})
+                kept.update({name: number(value) for name, value in record.scalars.items()})
         order = [p for group in self._optimizer.param_groups for p in group["params"]]
         state = {i: _shaped(p, of_parameter[p]) for i, p in enumerate(order) if of_parameter.get(p)}
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})

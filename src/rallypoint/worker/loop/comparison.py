@@ -33,7 +33,7 @@ class Comparison:
         for device, indices in of_device.items():
             flags = torch.stack([_sum(self._tensors[index]) != self._before[index] for index in indices])
             if device.type == "cuda":
-                on_host = torch.empty(len(indices), dtype=torch.bool, pin_memory=True)
+                on_host = torch.empty(len(indices), dtype=torch.bool, device="cpu", pin_memory=True)
                 flags = on_host.copy_(flags, non_blocking=True)
                 self._events.append(torch.cuda.current_stream(device).record_event())
             self._found.append((indices, flags))
@@ -55,7 +55,7 @@ class Comparison:
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of all bits of a tensor (int64, on its device). It differs when any one element differs."""
     if tensor.is_meta or not tensor.numel():
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device="cpu")
     raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8)  # (a row of every second element stays one)
     even = raw.numel() // 8 * 8
     if not even or raw.storage_offset() % 8:

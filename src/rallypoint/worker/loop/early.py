@@ -55,7 +55,7 @@ class EarlyForward:
         self._all = [shard.index for shard in layout.shards]
         self._buffer_shards = [shard.index for shard in layout.shards if shard.role == "buffers"]
         self._parts_in = [parts.tensors.parts_in(shard) for shard in layout.shards]
-        self._scratch = torch.empty(min(_PIECE, layout.words), device=parts.tensors.device)
+        self._scratch = torch.empty(min(_PIECE, layout.words), dtype=torch.float32, device=parts.tensors.device)
         self._starts = self._runs = False
         self._lock = threading.RLock()  # one thread installs at a time, and may wait for shards meanwhile
         self._in_model: dict[int, None] = {}  # the shards that the model holds of the version, in the order of need
@@ -203,7 +203,7 @@ def _read_unseen(parts: Parts) -> str:
     for name, module in parts.model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             return f"module {name or type(module).__name__} is TorchScript, which reads its parameters unseen"
-    alone = _users(torch.nn.Parameter(torch.zeros(1)))
+    alone = _users(torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu")))
     for placed in parts.tensors.parameters:
         name, tensor = placed.entry.spec.name, placed.tensor
         if type(tensor) is not torch.nn.Parameter:

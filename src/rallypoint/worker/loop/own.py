@@ -218,7 +218,7 @@ class OwnStepper:
         count = math.prod(about.shape)
         if len(raw) != count * dtype.itemsize:
             raise ProtocolError(f"{about.name} of {about.parameter} has {len(raw)} bytes, which are not {about.shape}")
-        value = torch.from_numpy(raw).view(dtype) if count else torch.empty(0, dtype=dtype)
+        value = torch.from_numpy(raw).view(dtype) if count else torch.empty(0, dtype=dtype, device="cpu")
         return value.view(about.shape).to("cpu" if about.host else placed.tensor.device)
 
 

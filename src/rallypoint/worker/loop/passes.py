@@ -169,7 +169,7 @@ class Passes:
         elif weight != self.weights[-1]:
             known = self.weights[-1]
             raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
-        none = torch.zeros((), device=self._parts.tensors.device)  # it takes the way of a loss
+        none = torch.zeros((), dtype=torch.float32, device=self._parts.tensors.device)  # it takes the way of a loss
         self.losses.add(none if loss is None else whole_of(loss), micro.step)
         self._parts.followers.micro(has_loss=loss is not None)
 

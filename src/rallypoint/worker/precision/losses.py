@@ -39,7 +39,7 @@ class Losses:
         Raises what `examine` raises, if the loss is on the host already.
         """
         self._added, self._step = self._added + 1, step
-        slot = torch.empty((), dtype=torch.float64, pin_memory=loss.device.type == "cuda")
+        slot = torch.empty((), dtype=torch.float64, device="cpu", pin_memory=loss.device.type == "cuda")
         self._staging.write(slot, loss.detach(), add=False)
         self._staging.then(partial(self._read, slot, step))
 

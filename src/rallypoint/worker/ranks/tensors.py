@@ -31,7 +31,8 @@ class LeaderTensors(ModelTensors):
         self.parameters = [placed for placed in own if placed.entry.spec.group >= 0]
         self.buffers = [placed for placed in own if placed.entry.spec.group < 0]
         self._frozen = self._hashes()
-        self._last: tuple[str, torch.Tensor] = "", torch.empty(0)  # the tensor that `part` has put together last
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._last: tuple[str, torch.Tensor] = "", nothing  # the tensor that `part` has put together last
 
     def at(self, where: str) -> None:
         """Say what the leader does with the other ranks: see `RankGroup.at`."""
@@ -44,7 +45,7 @@ class LeaderTensors(ModelTensors):
     def _hashes(self) -> dict[str, str]:
         found = {}
         for tensor in self._spread.frozen:
-            whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor))
+            whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor), device="cpu")
             self._spread.collect_value(tensor, whole)
             found[tensor.name] = hash_of(whole)
         return found
@@ -52,7 +53,7 @@ class LeaderTensors(ModelTensors):
     @torch.no_grad()
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Words `start` to `stop` of the flat vector, as a new 1-D fp32 CPU tensor; gaps between groups are zero."""
-        vector = torch.zeros(stop - start)
+        vector = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         for entry, tensor in self.spread:
             first, last = max(start, entry.start), min(stop, entry.stop)
             if first < last:
@@ -65,7 +66,7 @@ class LeaderTensors(ModelTensors):
             place = [one.name for _, one in self.spread].index(tensor.name)
             self.at(f"collecting the values of {tensor.name}")
             self._spread.group.tell(Order(Kind.VALUE, place))
-            whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor))
+            whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor), device="cpu")
             self._spread.collect_value(tensor, whole)
             self.at("")
             self._last = tensor.name, whole
@@ -73,22 +74,22 @@ class LeaderTensors(ModelTensors):
 
     def gradient(self, tensor: Spread) -> torch.Tensor:
         """Return a parameter's gradient of all ranks, which collect it at the same time: 1-D fp32, on the CPU."""
-        whole = torch.empty(tensor.shape, dtype=torch.float32)
+        whole = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
         self._spread.collect_gradient(tensor, whole)
         return whole.view(-1)
 
     def buffer_words(self, entry: Entry, tensor: Spread) -> torch.Tensor:
         """Return a buffer as its words of the flat vector (1-D fp32), which all ranks collect at the same time."""
-        whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor))
+        whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor), device="cpu")
         self._spread.collect_value(tensor, whole)
         return Placed(whole, entry).words()
 
     def read_from(self, vector: torch.Tensor) -> None:
         """Copy parameters and buffers from a flat fp32 CPU vector to all ranks, which have been told of it."""
-        self._last = "", torch.empty(0)
+        self._last = "", torch.empty(0, dtype=torch.float32, device="cpu")
         self.at("handing a version out to the other ranks")
         for entry, tensor in self.spread:
-            like = torch.empty(tensor.shape if tensor.role == "buffer" else 0, dtype=wire_dtype(tensor))
+            like = torch.empty(tensor.shape if tensor.role == "buffer" else 0, dtype=wire_dtype(tensor), device="cpu")
             self._spread.hand_out(tensor, Placed(like, entry).of(vector))
         self.at("")
 

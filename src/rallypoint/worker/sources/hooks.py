@@ -186,7 +186,7 @@ class GradientHooks(WaitsForVersions):
             return None
         place = self._exchange.layout.shards[shard]
         if shard not in self._beside:
-            self._beside[shard] = torch.zeros(place.words)
+            self._beside[shard] = torch.zeros(place.words, dtype=torch.float32, device="cpu")
         return self._beside[shard], place.start
 
     def _claim(self, shard: int) -> bool:

@@ -48,7 +48,7 @@ class LocalStepsSource(WaitsForVersions):
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._parts = [(s, tensors.parts_in(s)) for s in exchange.layout.shards if s.role == "parameters"]
         self._cadence = cadence_of(config, exchange.layout.shards)
-        self._start = torch.zeros(exchange.layout.words)
+        self._start = torch.zeros(exchange.layout.words, dtype=torch.float32, device="cpu")
         self._moved = False  # True if the model holds something else than `_start`
         assert config.local is not None
         delayed = config.local.delay > 0
@@ -97,7 +97,7 @@ class LocalStepsSource(WaitsForVersions):
         """Clip the gradient and step the inner optimizer."""
         self._exchange.check()
         skips, clip = self._config.nonfinite == "skip", self._config.clip
-        norm = torch.tensor(0.0)
+        norm = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         if skips or clip is not None:
             norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
         if skips and not (finite() and math.isfinite(norm)):

@@ -96,7 +96,7 @@ def send_buffers(tensors: ModelTensors, exchange: Exchange, replica: int) -> Non
     if not wanted:
         return
     start, stop = places[0].start, places[-1].stop
-    whole = torch.zeros(stop - start)
+    whole = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
     for placed in tensors.buffers:
         if start <= placed.entry.start and placed.entry.stop <= stop:
             placed.of_part(whole, start).copy_(placed.tensor)

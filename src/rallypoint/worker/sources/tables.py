@@ -93,7 +93,7 @@ class _Table:
             shard: (encode_ids(ids[place] // len(self._parts)), 4 * len(place) * self._columns)
             for shard, place in places.items()
         }
-        values = torch.empty(len(ids), self._columns)
+        values = torch.empty(len(ids), self._columns, dtype=torch.float32, device="cpu")
         for shard, data in self._exchange.rows.pull(wanted).items():
             values[places[shard]] = torch.frombuffer(data, dtype=torch.float32).view(-1, self._columns)
         return values
@@ -107,7 +107,7 @@ class _Table:
     def push(self) -> None:
         self.settle()
         used = {part.index: place for part, place in self._split(self._sum.ids)}
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         for part in self._parts:
             if self._exchange.replica.claim(part.index):
                 place = used.get(part.index, none)

@@ -28,7 +28,9 @@ def prepare(model: torch.nn.Module, config: JobConfig, init: Init | None) -> fro
         return frozenset()
     _check(model)
     device = next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), None)
-    device = device or torch.get_default_device()
+    if device is None:  # the script's default; where that is the meta device, the CPU
+        device = torch.get_default_device()
+        device = torch.device("cpu") if device.type == "meta" else device
     made: dict[int, tuple[str, torch.nn.Parameter]] = {}
     for owner, module in model.named_modules():
         _fill_buffers(module, owner, device, config.seed, init)
@@ -62,7 +64,7 @@ def _fill_buffers(
         try:
             for leaf, parameter in parameters.items():
                 module._parameters[leaf] = None if parameter is None else torch.nn.Parameter(
-                    torch.empty(parameter.shape, dtype=parameter.dtype)
+                    torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
                 )
             initialise(module, init)
         finally:

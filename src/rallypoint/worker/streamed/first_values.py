@@ -45,7 +45,7 @@ class FirstValues:
         """
         if self._gone:
             raise JobAborted(NO_SNAPSHOT)
-        vector = torch.zeros(stop - start)
+        vector = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         for placed in (*self._tensors.parameters, *self._tensors.buffers):
             first, last, entry = max(start, placed.entry.start), min(stop, placed.entry.stop), placed.entry
             if first < last:

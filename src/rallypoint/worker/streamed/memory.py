@@ -70,7 +70,10 @@ class ShardMemory:
         self._most = max(4, most // max(1, 4 * self._words))  # gradients
         self._free: list[torch.Tensor] = []
         self._held: dict[int, torch.Tensor] = {}
-        self._kept = {shard.index: torch.empty(shard.words) for shard in layout.shards if shard.role == "buffers"}
+        self._kept = {
+            shard.index: torch.empty(shard.words, dtype=torch.float32, device="cpu")
+            for shard in layout.shards if shard.role == "buffers"
+        }  # fmt: skip
 
     def part(self, shard: int) -> tuple[torch.Tensor, int]:
         return self.words(shard), self._shards[shard].start
@@ -101,7 +104,7 @@ def memory_of(words: int, *, pinned: bool = False) -> torch.Tensor:
     """Uninitialised fp32 memory, 1-D. Much of it is mapped by itself, so that the system has it back when it is freed.
     """
     if pinned or 4 * words < _MAPPED_BYTES:
-        return torch.empty(words, dtype=torch.float32, pin_memory=pinned)
+        return torch.empty(words, dtype=torch.float32, device="cpu", pin_memory=pinned)
     private = mmap.mmap(-1, 4 * words, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(private, dtype=torch.float32)
 

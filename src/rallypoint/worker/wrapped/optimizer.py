@@ -84,7 +84,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def log(self, loss: float | torch.Tensor | None = None, **figures: float | torch.Tensor) -> None:
         """Show and log the loss, and other figures, of the step in progress: numbers, or tensors of one element."""
         if loss is not None:
-            self._loss = loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+            self._loss = (
+                loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+            )
         self._figures |= figures
 
     def finish(self) -> None:

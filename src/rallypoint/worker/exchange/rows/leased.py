@@ -43,7 +43,7 @@ class LeasedPull:
         if pull.outdated:
             self.end()
             return generation, None
-        vector = torch.empty(self._layout.words, dtype=torch.float32)
+        vector = torch.empty(self._layout.words, dtype=torch.float32, device="cpu")
         for shard in self._layout.shards:
             vector[shard.start : shard.stop] = torch.frombuffer(pull.got.pop(shard.index), dtype=torch.float32)
         return generation, vector
