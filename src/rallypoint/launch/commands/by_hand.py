@@ -22,7 +22,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
-from rallypoint.launch.console import RunConsole, Screen
+from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, coordinated, token_file
 from rallypoint.launch.health import Health, stuck_for
@@ -32,12 +32,14 @@ from rallypoint.launch.observing.metrics import of_process
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
 from rallypoint.launch.reporting.stacks import keep_stacks
+from rallypoint.launch.showing.screen import Screen
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Message
 from rallypoint.net.places.whereabouts import Whereabouts
 from rallypoint.net.transport import Transport
+from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.watch.metrics.job import JobFigures
@@ -125,10 +127,10 @@ def run_coordinator(
         _announce(service.address)
         where = Where(service.address, token)
         if not access.token and token:
-            print(stack.enter_context(token_file(Path(about.folder or "."), where)), flush=True)
+            say(stack.enter_context(token_file(Path(about.folder or "."), where)))
         if by_hand:
             servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
-            print(f"waiting for {servers} and {workers}", flush=True)
+            say(f"waiting for {servers} and {workers}")
             _, told = stack.enter_context(shown(where, access.transport))
         try:
             failure = service.wait()
@@ -141,11 +143,11 @@ def run_coordinator(
         if by_hand:
             told.wait(_LAST_WORD_S)
         elif failure is not None:  # the launcher's link may not be up yet, if the members were faster
-            print(environment.failure_line(failure), flush=True)
+            say(environment.failure_line(failure))
         if failure is None:
             service.wait_for_scripts(linger)
     if by_hand and failure is not None:
-        print(f"failed: {printable_lines(str(failure))}", flush=True)
+        say(f"failed: {printable_lines(str(failure))}")
     if interrupted:
         return INTERRUPTED
     return 0 if failure is None else FAILED
@@ -156,11 +158,11 @@ def _start_of(resume: str, about: JoinInfo) -> tuple[Resumed | None, list[Change
     if not resume:
         return None, []
     store = SnapshotStore(about.snapshots)
-    manifest = store.latest_usable(lambda text: print(text, flush=True)) if resume == LATEST else store.load(resume)
+    manifest = store.latest_usable(say) if resume == LATEST else store.load(resume)
     if manifest is None:
         return None, []
     record, changes = changed_record(manifest.job, about.overrides, manifest.version)
-    print(f"going on from snapshot {manifest.id}", flush=True)
+    say(f"going on from snapshot {manifest.id}")
     stop, decided = manifest.stop, manifest.decided
     if any(change.key == "steps" for change in changes):
         stop, decided = None, decided.going_on()
@@ -213,14 +215,14 @@ def run_server(
     try:
         if by_hand:
             where = f"listens at {service.address} and has joined the job at {coordinator}"
-            print(f"{service.id} {where}; it waits for {service.waits_for}", flush=True)
+            say(f"{service.id} {where}; it waits for {service.waits_for}")
         import_for_optimizers()
         failure = service.wait()
     finally:
         service.close()
     if by_hand:
         ended = "the job is over" if failure is None else f"the job failed: {printable_lines(str(failure))}"
-        print(f"{service.id}: {ended}", flush=True)
+        say(f"{service.id}: {ended}")
     if failure is None and left.is_set():
         return environment.left_status()
     return 0 if failure is None else FAILED
@@ -248,8 +250,7 @@ def end_process(status: int) -> NoReturn:
     for thread in others:
         thread.join(max(0.0, deadline - time.monotonic()))
     if any(thread.is_alive() for thread in others):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(status)  # without the exit functions: they may wait for what the thread holds
     sys.exit(status)
 
@@ -271,7 +272,7 @@ def start_worker(
             "a worker needs the job's token: give --token-file FILE, or set RALLYPOINT_TOKEN as the coordinator has "
             "said; with TLS, --tls FOLDER is enough"
         )
-    print(f"{name} runs {command[0]} for the job at {address}", flush=True)
+    say(f"{name} runs {command[0]} for the job at {address}")
     env = {
         **os.environ, environment.COORDINATOR: address, environment.ID: name, environment.TOKEN: access.token,
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
@@ -313,7 +314,7 @@ def _announce(address: str) -> None:
         with open(int(fd), "w") as pipe:
             pipe.write(f"{address}\n")
     else:
-        print(f"{environment.LISTENS_AT}{address}", flush=True)
+        say(f"{environment.LISTENS_AT}{address}")
 
 
 @contextlib.contextmanager
