@@ -10,6 +10,8 @@ import pytest
 
 from rallypoint.observe.unhurried import Unhurried
 
+LEFT_OUT = r"\((\d+) lines were left out here: nobody read the output, or there was no room\)\n"
+
 
 def read_all(fd: int) -> list[str]:
     with os.fdopen(fd) as file:
@@ -31,7 +33,7 @@ def test_what_is_not_read_waits_in_order_and_too_much_is_left_out_with_a_sentenc
     reader.join()
     at = 0
     for line in said:
-        if (left_out := re.fullmatch(r"\((\d+) lines were left out here: nobody read the output\)\n", line)) is None:
+        if (left_out := re.fullmatch(LEFT_OUT, line)) is None:
             assert line == lines[at]
         at += 1 if left_out is None else int(left_out[1])
     assert at == len(lines)

@@ -143,7 +143,7 @@ def _end_with_the_script(made: Sums) -> None:
             say(told)
 
     def say(error: JobAborted) -> None:  # `rallypoint run` says it too; torchrun does not
-        print(f"error: {printable_lines(str(error))}", file=sys.stderr)
+        say(f"error: {printable_lines(str(error))}", error=True)
 
     def end() -> None:
         if errors:

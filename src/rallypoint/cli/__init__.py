@@ -27,11 +27,13 @@ from rallypoint.cli import (  # noqa: F401
 )
 from rallypoint.cli.app import FIRST, PANELS, app
 from rallypoint.errors import RallypointError, UsageError
+from rallypoint.observe.lenient import encode_all, say
 from rallypoint.observe.lines import printable_lines
 
 
 def main() -> None:
     """The entry point: errors of ours are one sentence."""
+    encode_all()
     logging.basicConfig(level=os.environ.get("RALLYPOINT_LOG", "WARNING"), format="%(message)s")
     app.registered_commands.sort(key=_place)
     for command in [*app.registered_commands, *kubernetes.k8s.registered_commands]:
@@ -40,7 +42,7 @@ def main() -> None:
         _check_current_folder()
         app(prog_name="rallypoint")
     except RallypointError as error:
-        print(f"error: {printable_lines(str(error))}", file=sys.stderr)  # names in it come from the network
+        say(f"error: {printable_lines(str(error))}", error=True)  # names in it come from the network
         sys.exit(1)
 
 

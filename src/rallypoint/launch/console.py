@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
-import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from typing import IO, TextIO, cast
+from collections.abc import Iterable
 
 import msgspec
 from rich.console import Console
@@ -23,6 +19,7 @@ from rallypoint.launch.output import Line
 from rallypoint.launch.plan import Launch
 from rallypoint.launch.showing.contributions import account
 from rallypoint.launch.showing.members import changes
+from rallypoint.launch.showing.screen import Screen
 from rallypoint.launch.showing.sums import SumsShown, is_of_sums
 from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
@@ -44,12 +41,10 @@ from rallypoint.net.messages import (
 from rallypoint.net.ordering.messages import Drain, Ordered, RateScaled
 from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.lines import Once
-from rallypoint.observe.unhurried import Unhurried
 from rallypoint.store.manifest import age
 
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
-_HURRIED_S = 2.0  # seconds for the last lines of a run that was interrupted
 _STARTING = 6  # times more patience with a coordinator while processes start, which takes all of a machine's cores
 _WIDE = 80  # columns: a narrower terminal shows only the step and the loss
 _REFUSED = "refused: "  # how the coordinator's message about a refused worker begins
@@ -74,40 +69,6 @@ def _columns(width: int, *, loss: bool) -> list[ProgressColumn]:
         TextColumn("{task.fields[rate]}", style="green", table_column=whole),
         TimeRemainingColumn(compact=True, table_column=whole), TextColumn("left", table_column=whole),
     ]  # fmt: skip
-
-
-class Screen(Console):
-    """A rich console that becomes silent when its reader is gone (``rallypoint run ... | head``)."""
-
-    closed = False
-    hurried = False  # at the end of `unhurried`: do not wait long for the reader
-
-    @contextlib.contextmanager
-    def unhurried(self) -> Iterator[None]:
-        """In the body, printing does not wait for the reader; what was not read by then is waited for at the end."""
-        if not _has_descriptor(self.file):
-            yield
-            return
-        before, output = self._file, Unhurried(cast(TextIO, self.file))
-        self._file = cast(IO[str], output)
-        try:
-            yield
-        finally:
-            output.end(_HURRIED_S if self.hurried else None)
-            self._file = before
-
-    def on_broken_pipe(self) -> None:
-        """Print nothing any more. The default would end the thread that has just printed."""
-        self.quiet = self.closed = True
-        with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes when it exits
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
-def _has_descriptor(file: IO[str]) -> bool:
-    try:
-        return file.fileno() >= 0
-    except (OSError, ValueError):  # (io.UnsupportedOperation is both)
-        return False
 
 
 class RunConsole:

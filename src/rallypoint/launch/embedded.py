@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
@@ -12,6 +10,7 @@ from rallypoint.launch.console import RunConsole
 from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
+from rallypoint.observe.lenient import say
 from rallypoint.server.service import ServerService
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.loop.session import Job
@@ -53,10 +52,10 @@ class EmbeddedJob(Job):
         try:
             super()._finish(run)
         except UsageError as error:
-            print(f"warning: {error}. On a cluster the job would fail", file=sys.stderr)
+            say(f"warning: {error}. On a cluster the job would fail", error=True)
             return
         if run is not None and not self._finished:
-            print("warning: the loop has not begun. On a cluster the job would fail", file=sys.stderr)
+            say("warning: the loop has not begun. On a cluster the job would fail", error=True)
 
     def close(self) -> None:
         """End the worker, then its cluster."""

@@ -27,6 +27,7 @@ from rallypoint.errors import AddressInUse, LinkError
 from rallypoint.launch.environment import ANSWERS_AT, HEALTH
 from rallypoint.launch.observing.metrics import PATH, Answer, Metrics, metrics_token
 from rallypoint.net.tcp import split_address
+from rallypoint.observe.lenient import say
 
 MOST_ASKED_AT_ONCE = 8  # connections; for the next one the oldest is cut off
 _MOST_ENDING = 8  # connections that were cut off for others, and whose threads have not ended; then none is taken
@@ -101,7 +102,7 @@ def answering(at: str) -> Iterator[Health]:
     server = _Server(at, health)
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="health", daemon=True)
     thread.start()
-    print(f"{ANSWERS_AT}{health.address}", flush=True)
+    say(f"{ANSWERS_AT}{health.address}")
     try:
         yield health
     finally:

@@ -24,6 +24,7 @@ from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.launch.observing.metrics import of_process
 from rallypoint.launch.reporting.stacks import keep_stacks
 from rallypoint.net.transport import Transport
+from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines
 from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel.group import RankGroup
@@ -118,8 +119,7 @@ def _group() -> RankGroup | None:
 def _exit_as_left(job: Job, status: int) -> None:
     """End this process with `status` if its worker was told to go before the job was over."""
     if job.left:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(status)
 
 
@@ -142,16 +142,16 @@ class _JoinedByHand(Job):
         super().__init__(
             id=id, coordinator=coordinator, token=token, transport=transport, near=near, group=group, tracer=tracer
         )
-        print(f"{id} has joined the job at {coordinator}; it waits for the other members", flush=True)
+        say(f"{id} has joined the job at {coordinator}; it waits for the other members")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         super().__exit__(kind, error, tb)
         if error is None:
-            print(f"{self.id}: the job is over", flush=True)
+            say(f"{self.id}: the job is over")
         elif isinstance(error, JobAborted):
-            print(f"{self.id}: the job failed: {error}", flush=True)
+            say(f"{self.id}: the job failed: {error}")
         elif isinstance(error, SystemExit) and not error.code and self._leaving:
-            print(f"{self.id} has left the job", flush=True)
+            say(f"{self.id} has left the job")
 
 
 def _of_the_leader(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -169,8 +169,7 @@ _failed = threading.Event()  # the script has ended with an error on this rank
 def _exit_failed() -> None:
     """End this process, if it is one of several ranks and its script has failed: see `_of_another_rank`."""
     if _failed.is_set():
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(1)
 
 
@@ -181,8 +180,7 @@ def _of_another_rank(kind: type[BaseException], error: BaseException, trace: Tra
     """
     time.sleep(OTHER_RANK_S)
     _of_the_leader(kind, error, trace)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(1)
 
 
@@ -194,6 +192,6 @@ def _one_sentence(kind: type[BaseException], error: BaseException, trace: Traceb
     if isinstance(error, JobAborted | KeyboardInterrupt):
         return
     if isinstance(error, RallypointError):
-        print(f"error: {printable_lines(str(error))}", file=sys.stderr)
+        say(f"error: {printable_lines(str(error))}", error=True)
         return
     traceback.print_exception(kind, error, trace)

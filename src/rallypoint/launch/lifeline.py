@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 
 from rallypoint.launch.environment import LIFELINE
+from rallypoint.observe.lenient import flush_output
 
 LIFELINE_THREAD = "lifeline"  # it lives as long as the process, and runs nothing but a blocking read
 
@@ -26,5 +26,5 @@ def _watch(fd: int) -> None:
             continue
     except OSError:
         pass  # a broken pipe means the same as a closed one
-    sys.stderr.flush()
+    flush_output()
     os._exit(113)

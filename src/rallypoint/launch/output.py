@@ -15,6 +15,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _SYNTAX = '  File "'  # the first line of a SyntaxError's report, which has no traceback header
 _SENTENCE = "error: "  # how our own errors begin
 _HELD_S = 3.0  # seconds: a process that lives on for so long after a traceback has only logged it
+_MOST_HELD = 10_000  # lines: more than the traceback of a recursion has
 _LAST_WORD_S = 1.0  # seconds in which the coordinator may say that this error has failed the run
 _QUIET = ("KeyboardInterrupt", "SystemExit")
 
@@ -63,7 +64,10 @@ class Output:
         if held is None:
             return [] if self.ending else [Line(process, text)]
         held.lines.append(text)
-        return []
+        if len(held.lines) < _MOST_HELD:
+            return []
+        del self._held[process]  # no error has so many: it goes on printing
+        return [] if self.ending else [Line(process, line) for line in held.lines]
 
     def ended(self, process: str, now: float, *, well: bool = False) -> list[Line]:
         """`process` has ended, with status 0 if `well`. Returns which of its held lines to show now."""

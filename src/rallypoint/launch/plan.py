@@ -10,6 +10,7 @@ import msgspec
 
 from rallypoint.core.topology.told import Topology
 from rallypoint.errors import ConfigError, DataError, UsageError
+from rallypoint.launch import environment
 from rallypoint.launch.engines.remote.hosts import Host
 from rallypoint.store.retention import Retention
 
@@ -226,3 +227,15 @@ def _host(address: str) -> str:
     """Return ``10.0.0.7`` for ``10.0.0.7:4700`` and for ``10.0.0.7``."""
     host, _, port = address.rpartition(":")
     return host if host and port.isdigit() else address
+
+
+def environment_of(name: str, address: str, plan: Launch) -> dict[str, str]:
+    """Return the environment of the process `name`, without its token. `address`: the coordinator's, or ""."""
+    return {
+        **({environment.COORDINATOR: address} if address else {}),
+        environment.ID: name, environment.TRANSPORT: plan.transport,
+        environment.WORKERS: str(plan.workers_start),
+        "OMP_NUM_THREADS": str(plan.threads),
+        "MKL_NUM_THREADS": str(plan.threads),
+        "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import signal
 import sys
 import time
@@ -17,15 +16,25 @@ from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageErr
 from rallypoint.launch import environment
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.code import kept
-from rallypoint.launch.console import RunConsole, Screen
+from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.ranks import grouped
+from rallypoint.launch.engines.relay import Relay
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import NOTICES, Interrupted, noted
 from rallypoint.launch.observing.beside import Beside
 from rallypoint.launch.observing.traces import merge_trace
 from rallypoint.launch.output import Output
-from rallypoint.launch.plan import Launch, certificates_of, coordinator_arguments, resized, server_arguments, write_plan
+from rallypoint.launch.plan import (
+    Launch,
+    certificates_of,
+    coordinator_arguments,
+    environment_of,
+    resized,
+    server_arguments,
+    write_plan,
+)
+from rallypoint.launch.showing.screen import OutputClosed, Screen
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 from rallypoint.net.handshake import LAUNCHER, Identity, new_token
 from rallypoint.net.keys import role_token
@@ -38,15 +47,12 @@ _GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by
 _CLOSE_S = 15.0  # seconds in which servers and the coordinator may close their files; longer than a store is waited for
 _ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
 _POLL_S = 0.02
+_PORTION_S = 0.1  # for lines that processes print without end, before the launcher looks for signals
 _LAST_SNAPSHOT_S, _NOTICE_S = 3.0, 60.0  # for a last snapshot: after Ctrl-C, after a notice (it comes early)
 _LOST_S = LIVING_S + 10.0  # a worker that was given up before the end: it finds no coordinator, and ends by then
 _SILENCE_S = 5.0  # seconds after which a wait reports what it waits for
 
 Intervene = Callable[["ClusterRun"], None]
-
-
-class OutputClosed(Exception):
-    """Nobody reads our output any more."""
 
 
 class ClusterRun:
@@ -63,7 +69,7 @@ class ClusterRun:
         self._over = False
         self._token, self._address, self._tls = new_token(), "", certificates_of(plan)
         self._transport = transport_of(self._tls, "observer")
-        self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._lines = Relay()
         self._output, self._beside = Output(), Beside(plan)
         self._observer: CoordinatorLink | None = None
         self._endings: list[str] = []
@@ -158,7 +164,7 @@ class ClusterRun:
     def _ended(self) -> list[tuple[str, Exit]]:
         """Return the processes that have ended since the last call."""
         ended = [(name, how) for name, handle in self.handles.items() if (how := handle.exit()) is not None]
-        self._relay()
+        self._relay(whole=bool(ended))
         for name, how in ended:
             self._beside.ended(name, how)
             worker = self.handles.pop(name).command.role == "worker"
@@ -211,10 +217,10 @@ class ClusterRun:
             case _:
                 argv = grouped(self._worker_argv(name), self.plan.ranks)
         access = {environment.TOKEN: role_token(self._token, role), environment.TLS: self._tls}
-        env = _environment(name, self._address, self.plan) | access | self._beside.environment
+        env = environment_of(name, self._address, self.plan) | access | self._beside.environment
         command = Command(name=name, role=role, argv=argv, env=env)
         try:
-            self.handles[name] = self.cluster.start(command, lambda line: self._lines.put((name, line)))
+            self.handles[name] = self.cluster.start(command, lambda line: self._lines.put(name, line))
         except RallypointError as error:  # for example for want of file descriptors, which may be free again later
             if not self.supervisor.took_part:
                 raise
@@ -257,9 +263,13 @@ class ClusterRun:
 
     # ---- words ----
 
-    def _relay(self) -> None:
-        while not self._lines.empty():
-            name, line = self._lines.get()
+    def _relay(self, *, whole: bool = False) -> None:
+        """Show the lines that have come: all that wait by now (`whole`), or a portion, after which to look around."""
+        until = time.monotonic() + _PORTION_S
+        for _ in range(len(self._lines)):
+            if not whole and time.monotonic() > until:
+                break
+            name, line = self._lines.take()
             if name == COORDINATOR and line.startswith(environment.LISTENS_AT):
                 self._listening(line.removeprefix(environment.LISTENS_AT))
             elif name == COORDINATOR and line.startswith(environment.JOB_FAILED):
@@ -310,7 +320,9 @@ class ClusterRun:
             handle.signal(signal.SIGINT)  # (a worker's ``finally`` may still end a process of its own)
         deadline = time.monotonic() + _ERROR_S
         while any(handle.exit() is None for handle in self.handles.values()) and time.monotonic() < deadline:
+            self._relay()
             time.sleep(_POLL_S)
+        self._lines.open()
         self.cluster.end()
         self._ended()
 
@@ -387,14 +399,3 @@ def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float 
             return
         run._look()
         time.sleep(_POLL_S)
-
-
-def _environment(name: str, address: str, plan: Launch) -> dict[str, str]:
-    return {
-        **({environment.COORDINATOR: address} if address else {}),
-        environment.ID: name, environment.TRANSPORT: plan.transport,
-        environment.WORKERS: str(plan.workers_start),
-        "OMP_NUM_THREADS": str(plan.threads),
-        "MKL_NUM_THREADS": str(plan.threads),
-        "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip

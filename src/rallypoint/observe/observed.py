@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from rallypoint.observe.lenient import say
 from rallypoint.observe.packed import PackingError
 from rallypoint.observe.recording import LIMIT_BYTES, Recorder, answered, call_of
 
@@ -59,7 +59,7 @@ def watched(machine: Machine, name: str, recorder: Recorder | None = None, broke
 
 def end_process(sentence: str) -> NoReturn:
     """Print the sentence and end the process at once, with all its threads: its state cannot be trusted."""
-    print(sentence, file=sys.stderr, flush=True)
+    say(sentence, error=True)
     os._exit(BROKEN_STATUS)
 
 

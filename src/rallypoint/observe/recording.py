@@ -14,7 +14,6 @@ import io
 import os
 import re
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -25,6 +24,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.errors import RallypointError
+from rallypoint.observe.lenient import say
 from rallypoint.observe.packed import PackingError, pack, pack_state
 
 FORMAT = 1
@@ -96,7 +96,7 @@ class Recorder:
 
     def fail(self, why: object) -> None:
         """End the recording, and print why to stderr."""
-        print(f"RALLYPOINT_RECORD: the recording of {self.name} ends here: {why}", file=sys.stderr, flush=True)
+        say(f"RALLYPOINT_RECORD: the recording of {self.name} ends here: {why}", error=True)
         self.close()
 
     def _attempt(self, what: Callable[[], None]) -> None:

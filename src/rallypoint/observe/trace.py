@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -15,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from rallypoint.observe.lenient import say
 
 _LIMIT = 200_000  # spans kept by one process
 
@@ -106,7 +107,7 @@ class Tracer:
                 raise
         except OSError as error:
             why = error.strerror or error
-            print(f"the trace of {self.process} cannot be written to {target}: {why}", file=sys.stderr, flush=True)
+            say(f"the trace of {self.process} cannot be written to {target}: {why}", error=True)
 
 
 def merge(parts: Iterable[Path], into: Path) -> int:

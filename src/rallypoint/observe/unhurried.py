@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import threading
 from collections import deque
 from typing import TextIO
 
+_GONE = (errno.EPIPE, errno.EBADF)  # other errors may pass: a full disk has room again
 MOST = 8 << 20  # characters that wait for the reader; what comes then is left out, with a sentence
 
 
 class Unhurried(io.TextIOBase):
     """Writes to the descriptor of `file`. When its reader is gone, `write` raises BrokenPipeError.
 
-    A terminal that was stopped (Ctrl-S), or a pager that nobody scrolls, would otherwise hold up whoever prints.
+    A terminal that was stopped (Ctrl-S), or a pager that nobody scrolls, would otherwise hold up whoever prints. Text
+    that finds no room, on a full disk, is left out, and so is what a terminal does not take that is gone.
     """
 
     def __init__(self, file: TextIO, most: int = MOST) -> None:
@@ -22,7 +25,7 @@ class Unhurried(io.TextIOBase):
         self._file, self._most = file, most
         self._changed = threading.Condition()
         self._waiting: deque[str] = deque()
-        self._size = self._left_out = 0  # characters that wait; lines that found no room
+        self._size = self._left_out = 0  # characters that wait; lines for which there was no room
         self._broken = self._ending = False
         self._thread = threading.Thread(target=self._write_all, name="output", daemon=True)
         self._thread.start()
@@ -59,7 +62,7 @@ class Unhurried(io.TextIOBase):
 
     def _tell_of_what_is_missing(self) -> None:
         if self._left_out:
-            self._append(f"({self._left_out} lines were left out here: nobody read the output)\n")
+            self._append(f"({self._left_out} lines were left out here: nobody read the output, or there was no room)\n")
             self._left_out = 0
 
     def _append(self, text: str) -> None:
@@ -73,11 +76,13 @@ class Unhurried(io.TextIOBase):
             try:
                 while data:
                     data = data[os.write(self._file.fileno(), data) :]
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
                 with self._changed:
-                    self._broken = True
-                    self._changed.notify_all()
-                return
+                    if isinstance(error, ValueError) or error.errno in _GONE:
+                        self._broken = True
+                        self._changed.notify_all()
+                        return
+                    self._left_out += text.count("\n")
             with self._changed:
                 self._size -= len(text)
                 self._changed.notify_all()

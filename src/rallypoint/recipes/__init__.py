@@ -6,7 +6,6 @@ This module holds the list of recipes, and what their command lines share.
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rallypoint.errors import ConfigError, RallypointError
+from rallypoint.observe.lenient import encode_all, say
 
 # torch and typer are imported only where they are used, so listing the recipes is fast.
 if TYPE_CHECKING:
@@ -100,10 +100,10 @@ def save_patiently(
             save(folder)
         except (OSError, SafetensorError) as error:
             if seconds == _PAUSES_S[0]:
-                print(
+                say(
                     f"the model cannot be saved in {folder} ({error}): this process holds it and waits; make room "
-                    "there. Ctrl-C gives it up", flush=True,
-                )  # fmt: skip
+                    "there. Ctrl-C gives it up"
+                )
         else:
             return
         pause(seconds)
@@ -115,11 +115,12 @@ def exit_status(app: typer.Typer, argv: list[str] | None, *, program: str) -> in
 
     An error of Rallypoint is printed as a sentence on stderr, with status 1 and without a traceback.
     """
+    encode_all()
     try:
         app(args=argv, prog_name=program)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except RallypointError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", error=True)
         return 1
     return 0

@@ -17,8 +17,10 @@ from rallypoint.watch.app import Page
 from rallypoint.watch.compare import Comparison
 from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.operating import Operator
+from rallypoint.watch.visitors import Visitors
 
 _HOST = "127.0.0.1"
+_AT_ONCE, _QUEUE = 32, 1024  # connections that are taken before there is a look at how many there are; that wait
 GRACE_S = 2  # for what is being answered at the end: an order may take minutes
 
 
@@ -28,6 +30,11 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, page: Page | Comparison) -> None:
         super().__init__(config)
         self._page = page
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_QUEUE)  # asyncio takes one number for both
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._page.closing = True
@@ -73,8 +80,8 @@ def _serving(
 ) -> Iterator[tuple[str, Bound]]:
     with _listening(port) as listening, ExitStack() as following:
         config = uvicorn.Config(
-            page.app, log_level="warning", access_log=False, lifespan="off", server_header=False,
-            timeout_graceful_shutdown=GRACE_S,
+            page.app, log_level="error", access_log=False, lifespan="off", server_header=False, ws="none",
+            timeout_graceful_shutdown=GRACE_S, http=Visitors().protocol(), backlog=_AT_ONCE,
         )  # fmt: skip
         server = _Server(config, page)
         for follower in followers:
@@ -115,7 +122,7 @@ def _listening(port: int) -> Iterator[socket.socket]:
             listening.bind((_HOST, port))
         except OSError as error:
             raise UsageError(f"port {port} cannot be used ({error.strerror}): choose another --port") from None
-        listening.listen()
+        listening.listen(_QUEUE)
         yield listening
 
 

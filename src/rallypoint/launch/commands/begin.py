@@ -12,6 +12,7 @@ from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.state import Resumed, begun_by
 from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
 from rallypoint.errors import UsageError
+from rallypoint.observe.lenient import say
 from rallypoint.store.manifest import Manifest, located
 from rallypoint.store.retention import order
 from rallypoint.store.snapshots import SnapshotStore
@@ -35,7 +36,7 @@ def start_of(resume: str, about: JoinInfo, command: str) -> tuple[Resumed | None
     if not resume:
         return None, []
     if about.folder and begun_by(kept_state(Path(about.folder)), command):
-        print(f"going on with the job of {about.folder}, which this command has begun", flush=True)
+        say(f"going on with the job of {about.folder}, which this command has begun")
         return None, []
     place, name = located(resume, about.snapshots)
     if place != about.snapshots and "://" not in place:
@@ -50,14 +51,14 @@ def start_of(resume: str, about: JoinInfo, command: str) -> tuple[Resumed | None
             f"{LATEST} to go on from what is there"
         )
     store = SnapshotStore(place)
-    manifest = store.latest_usable(lambda text: print(text, flush=True)) if name == LATEST else store.load(name)
+    manifest = store.latest_usable(say) if name == LATEST else store.load(name)
     if manifest is None:
         return None, []
     if not is_elsewhere and order(manifest.id) < max((order(known.id) for known in own), default=(0, 0)):
         store.commit(manifest)  # from now on it is the newest one: later ones are of a course that is given up
     snapshot = f"{place}/{manifest.id}" if is_elsewhere else manifest.id
     record, changes = changed_record(manifest.job, about.overrides, manifest.version)
-    print(f"going on from snapshot {snapshot}", flush=True)
+    say(f"going on from snapshot {snapshot}")
     stop, decided = manifest.stop, manifest.decided
     if any(change.key == "steps" for change in changes):
         stop, decided = None, decided.going_on()

@@ -21,7 +21,7 @@ from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
 from rallypoint.launch.commands.begin import command_of, start_of
-from rallypoint.launch.console import RunConsole, Screen
+from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, coordinated, token_file
 from rallypoint.launch.health import Health, stuck_for
@@ -31,12 +31,14 @@ from rallypoint.launch.observing.metrics import of_process
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
 from rallypoint.launch.reporting.stacks import keep_stacks
+from rallypoint.launch.showing.screen import Screen
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Message
 from rallypoint.net.places.whereabouts import Whereabouts
 from rallypoint.net.transport import Transport
+from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines
 from rallypoint.watch.metrics.job import JobFigures
 from rallypoint.watch.metrics.measures import Reading
@@ -123,16 +125,15 @@ def run_coordinator(
         _announce(service.address)
         where = Where(service.address, token)
         if not access.token and token:
-            print(stack.enter_context(token_file(Path(about.folder or "."), where)), flush=True)
+            say(stack.enter_context(token_file(Path(about.folder or "."), where)))
         if how := service.ended_before:
-            print(
+            say(
                 f"nothing is trained: the job in {about.folder} has {printable_lines(how)}. Members that come are told "
-                "so. For a new job name another --folder, or empty this one",
-                flush=True,
+                "so. For a new job name another --folder, or empty this one"
             )
         elif by_hand:
             servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
-            print(f"waiting for {servers} and {workers}", flush=True)
+            say(f"waiting for {servers} and {workers}")
         if by_hand:
             _, told = stack.enter_context(shown(where, access.transport))
         try:
@@ -146,11 +147,11 @@ def run_coordinator(
         if by_hand:
             told.wait(_LAST_WORD_S)
         elif failure is not None:  # the launcher's link may not be up yet, if the members were faster
-            print(environment.failure_line(failure), flush=True)
+            say(environment.failure_line(failure))
         if failure is None:
             service.wait_for_scripts(linger)
     if by_hand and failure is not None:
-        print(f"failed: {printable_lines(str(failure))}", flush=True)
+        say(f"failed: {printable_lines(str(failure))}")
     if interrupted:
         return INTERRUPTED
     return 0 if failure is None else FAILED
@@ -202,7 +203,7 @@ def run_server(
     try:
         if by_hand:
             where = f"listens at {service.address} and has joined the job at {coordinator}"
-            print(f"{service.id} {where}; it waits for {service.waits_for}", flush=True)
+            say(f"{service.id} {where}; it waits for {service.waits_for}")
         import_for_optimizers()
         failure = service.wait()
     finally:
@@ -210,7 +211,7 @@ def run_server(
     if by_hand:
         over = "is over" if service.view is not None else f"was over before this {service.role} took part in it"
         ended = f"the job {over}" if failure is None else f"the job failed: {printable_lines(str(failure))}"
-        print(f"{service.id}: {ended}", flush=True)
+        say(f"{service.id}: {ended}")
     if failure is None and left.is_set():
         return environment.left_status()
     return 0 if failure is None else FAILED
@@ -238,8 +239,7 @@ def end_process(status: int) -> NoReturn:
     for thread in others:
         thread.join(max(0.0, deadline - time.monotonic()))
     if any(thread.is_alive() for thread in others):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(status)  # without the exit functions: they may wait for what the thread holds
     sys.exit(status)
 
@@ -261,7 +261,7 @@ def start_worker(
             "a worker needs the job's token: give --token-file FILE, or set RALLYPOINT_TOKEN as the coordinator has "
             "said; with TLS, --tls FOLDER is enough"
         )
-    print(f"{name} runs {command[0]} for the job at {address}", flush=True)
+    say(f"{name} runs {command[0]} for the job at {address}")
     env = {
         **os.environ, environment.COORDINATOR: address, environment.ID: name, environment.TOKEN: access.token,
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
@@ -303,7 +303,7 @@ def _announce(address: str) -> None:
         with open(int(fd), "w") as pipe:
             pipe.write(f"{address}\n")
     else:
-        print(f"{environment.LISTENS_AT}{address}", flush=True)
+        say(f"{environment.LISTENS_AT}{address}")
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from rallypoint.errors import LinkError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.discovery.place import Place
 from rallypoint.net.tcp import TcpTransport
+from rallypoint.observe.lenient import say
 
 PATIENCE_S = 300.0  # seconds in which rank 0 must have published; it may import from a cold disk
 _SAY_S = 10.0
@@ -72,7 +73,7 @@ def look(place: Place, patience: float = PATIENCE_S) -> Found:
         if time.monotonic() - said > _SAY_S:
             said = time.monotonic()
             waited = f"{said - began:.0f} s so far"
-            print(f"rank {place.rank} waits for rank 0 to start the job's coordinator, {waited}", flush=True)
+            say(f"rank {place.rank} waits for rank 0 to start the job's coordinator, {waited}")
         time.sleep(_POLL_S)
     raise UsageError(f"rank 0 has started no coordinator that rank {place.rank} can connect to, in {patience:.0f} s")
 

@@ -20,6 +20,7 @@ from rallypoint.launch.access import access_of
 from rallypoint.launch.discovery import mpi, torchrun
 from rallypoint.launch.discovery.boards import Found, folder_of, look
 from rallypoint.launch.discovery.place import Place, servers_here, servers_in_all
+from rallypoint.observe.lenient import flush_output
 
 SUPERVISION = "rallypoint.launch.discovery.supervision"
 
@@ -55,8 +56,7 @@ def enter(place: Place) -> NoReturn:
         place=place, worker=(sys.executable, *sys.orig_argv[1:]), servers=servers_here(place, wanted),
         servers_in_all=servers_in_all(place, wanted), found=None if place.rank == 0 else look(place),
     )  # fmt: skip
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     # -P: the script's folder may hold a module of any name
     argv = [sys.executable, "-P", "-m", SUPERVISION, msgspec.json.encode(duties).decode()]
     os.execve(sys.executable, argv, os.environ)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 import msgspec
 
@@ -22,7 +23,7 @@ from rallypoint.errors import RallypointError, StartAgain
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.commands.by_hand import shown
-from rallypoint.launch.console import RunConsole, Screen
+from rallypoint.launch.console import RunConsole
 from rallypoint.launch.discovery.boards import Found, board_of, listens, private_folder
 from rallypoint.launch.discovery.coordination import again, coordinator_arguments
 from rallypoint.launch.discovery.entry import Duties
@@ -32,13 +33,18 @@ from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 from rallypoint.launch.folder import Where, new_folder
 from rallypoint.launch.interrupts import noted
 from rallypoint.launch.plan import is_loopback
+from rallypoint.launch.showing.screen import Screen
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import role_token
+from rallypoint.observe.lenient import say
+from rallypoint.observe.unhurried import Unhurried
 
 _POLL_S = 0.05
 _LEAVE_S = 10.0  # seconds after SIGTERM in which a worker may hand over
 _AFTER_ERROR_S = 10.0  # seconds in which the coordinator may tell the others why a worker has failed
 _ASK_S = 0.5
+_LAST_WORDS_S = 2.0  # seconds for the last lines of a rank that is told to end: its launcher waits for it
+_SIGNALLED = 128  # higher statuses are of processes that a signal has ended
 _EMPTY_S = 20.0  # seconds without any worker, after ours has ended well, until the job counts as left
 _CLI = (sys.executable, "-m", "rallypoint.cli")
 
@@ -52,8 +58,9 @@ class _Child:
 class Supervisor:
     """The processes of one rank; `watch` runs them to the end."""
 
-    def __init__(self, duties: Duties, cluster: LocalCluster) -> None:
-        self._duties, self._cluster = duties, cluster
+    def __init__(self, duties: Duties, cluster: LocalCluster, output: Unhurried) -> None:
+        """What it says, and what its children print, goes to `output`."""
+        self._duties, self._cluster, self._output = duties, cluster, output
         self._children: dict[str, _Child] = {}
         self._upkeep = Upkeep()
         self._start_at: list[tuple[float, Command]] = []
@@ -104,7 +111,8 @@ class Supervisor:
             return
         found = msgspec.json.encode(Found(self._address, token_file))
         stack.enter_context(board_of(place).published(found))
-        screen = Screen(highlight=False, force_terminal=False)  # other ranks print between our lines
+        # Other ranks print between our lines
+        screen = Screen(file=cast(IO[str], self._output), highlight=False, force_terminal=False)
         where, transport = Where(self._address, self._token), access_of(role="observer").transport
         self._console, _ = stack.enter_context(shown(where, transport, screen))
 
@@ -141,9 +149,13 @@ class Supervisor:
             elif line.endswith(StartAgain.LINE):  # a progress bar may stand before it
                 self._asked.add(command.name)
             else:
-                print(line if command.role == "worker" else f"{command.name} | {line}", flush=True)
+                self._say(line if command.role == "worker" else f"{command.name} | {line}")
 
         return show
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it
+            self._output.write(f"{line}\n")
 
     # ---- the loop ----
 
@@ -171,10 +183,10 @@ class Supervisor:
             return
         pause = self._upkeep.died(command.role, now - child.started)
         if pause is None:
-            print(f"{command.name} {how}; it is not started again: too many died soon", flush=True)
+            self._say(f"{command.name} {how}; it is not started again: too many died soon")
             self._status, self._ended_at = how.status, now
             return
-        print(f"{command.name} {how}: starting another", flush=True)
+        self._say(f"{command.name} {how}: starting another")
         self._start_at.append((now + pause, self._next(command)))
 
     def _next(self, command: Command) -> Command:
@@ -231,7 +243,7 @@ class Supervisor:
         self._empty_since = self._empty_since or time.monotonic()
         if time.monotonic() - self._empty_since < _EMPTY_S:
             return None
-        print("every worker ended before the job was over: does the script loop to the last step?", flush=True)
+        self._say("every worker ended before the job was over: does the script loop to the last step?")
         return 1
 
     def _leave(self, number: int) -> int:
@@ -261,13 +273,14 @@ def _token_file(folder: Path, token: str) -> Iterator[str]:
 
 def main(arguments: list[str]) -> int:
     """Supervise one rank. Returns the exit status."""
-    duties = msgspec.json.decode(arguments[0], type=Duties)
+    duties, output, status = msgspec.json.decode(arguments[0], type=Duties), Unhurried(sys.stdout), 1
     try:
         with LocalCluster() as cluster:
-            return Supervisor(duties, cluster).watch()
+            status = Supervisor(duties, cluster, output).watch()
     except RallypointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        say(f"error: {error}", error=True)
+    output.end(_LAST_WORDS_S if status > _SIGNALLED else None)
+    return status
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from rallypoint.launch.engines.cluster import Cluster, Command, Exit
 from rallypoint.launch.engines.gpus import VISIBLE, least_used
 from rallypoint.launch.engines.guard import Guard
 from rallypoint.launch.engines.lines import Lines
+from rallypoint.launch.engines.relay import passed_on
 
 SUGGESTION = (
     "probably for lack of memory (the kernel's count of such kills has risen): use fewer processes, a smaller batch, "
@@ -30,6 +32,8 @@ SUGGESTION = (
 _ROOT, _SELF, _SYSTEM = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat")
 _CHUNK = 64 << 10  # bytes of output that are read at once
 _OUTPUT_S = 2.0  # seconds to wait for the last lines of a process that has ended
+_MOST_LATE = 17  # chunks that a pipe holds at most (/proc/sys/fs/pipe-max-size), and the one that was being read
+_MOMENT_S = 0.05  # the same, before others are looked after
 
 
 class LocalProcess:
@@ -42,7 +46,7 @@ class LocalProcess:
         """`gpu` is the only one that it sees; None: all that this process sees."""
         self.command, self.gpu, self._guard = command, gpu, guard
         self._memory, self._killed_by_us, self._reason = memory, False, ""
-        self._output = output
+        self._output = passed_on(command.name, output)
         try:
             self.process = subprocess.Popen(
                 command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -52,24 +56,28 @@ class LocalProcess:
         except OSError as error:
             raise UsageError(f"{command.name} cannot be started: {command.argv[0]}: {error.strerror}") from None
         guard.watch(self.process.pid)
-        self._reaped = False
+        self._ended_at: float | None = None  # when it was found to have ended
+        self._passing = self._given_up = False  # lines are being passed on; its last ones are not waited for any more
+        self._late = 0  # chunks of output that were read after its end
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name=f"output of {command.name}", daemon=True)
         self._reader.start()
 
     def exit(self) -> Exit | None:
-        """Return None while the process runs; see `Handle.exit`."""
+        """Return None while the process runs, and while its last lines are being passed on; see `Handle.exit`."""
         code = self.process.poll()
         if code is None:
             return None
         with self._lock:
-            if not self._reaped:
-                self._reaped = True
+            if self._ended_at is None:
+                self._ended_at = time.monotonic()
                 if code == -signal.SIGKILL and not self._killed_by_us and self._memory.one_more():
                     self._reason = SUGGESTION
                 self._signal_group(signal.SIGKILL)  # its children would live on and hold its output open
                 self._guard.forget(self.process.pid)
-                self._reader.join(_OUTPUT_S)  # takes longer only if a child in another session holds the output
+                self._reader.join(_MOMENT_S)
+        if self._reader.is_alive() and not self._given_up and self._has_last_lines(self._ended_at):
+            return None  # (who asks may be the one who shows them)
         return Exit(code) if code >= 0 else Exit(128 - code, signal.Signals(-code).name, self._reason)
 
     def signal(self, number: int) -> None:
@@ -78,12 +86,18 @@ class LocalProcess:
         if self.process.poll() is None:
             self._signal_group(number)
 
-    def wait(self) -> Exit:
-        """Wait until the process has ended."""
+    def wait(self, patience: float | None = None) -> Exit:
+        """Wait until the process has ended, and for its last lines, but not longer than `patience` seconds."""
         self.process.wait()
-        ended = self.exit()
-        assert ended is not None
+        deadline = None if patience is None else time.monotonic() + patience
+        while (ended := self.exit()) is None:
+            self._reader.join(_MOMENT_S)
+            self._given_up = deadline is not None and time.monotonic() >= deadline
         return ended
+
+    def _has_last_lines(self, ended_at: float) -> bool:
+        """True if what it has printed may not all be passed on. (A child in another session may hold the output.)"""
+        return time.monotonic() - ended_at < _OUTPUT_S or (self._passing and self._late <= _MOST_LATE)
 
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -94,10 +108,15 @@ class LocalProcess:
         lines = Lines()
         with self.process.stdout as stream:
             while data := stream.read1(_CHUNK):
-                for line in lines.feed(data):
-                    self._output(line)
-            for line in lines.rest():
-                self._output(line)
+                self._pass_on(lines.feed(data))
+            self._pass_on(lines.rest())
+
+    def _pass_on(self, lines: list[str]) -> None:
+        self._passing = True
+        self._late += self._ended_at is not None
+        for line in lines:
+            self._output(line)
+        self._passing = False
 
 
 class LocalCluster(Cluster):
@@ -138,7 +157,7 @@ class LocalCluster(Cluster):
         for process in self._started:
             process.signal(signal.SIGKILL)
         for process in self._started:
-            process.wait()
+            process.wait(_OUTPUT_S)
         for fd in self._lifeline or ():
             os.close(fd)
         self._lifeline = None

@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from rallypoint.launch import environment
 from rallypoint.launch.engines.gpus import VISIBLE, GpuShare, devices_of
 from rallypoint.launch.lifeline import hold_lifeline
+from rallypoint.observe.lenient import say
 
 _LOOPBACK = "lo"  # Gloo would listen where the host's name leads; the ranks of one worker are on one machine
 _OWN_WORDS_S = 5.0  # seconds in which the leader may say why, after another rank has ended with an error
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     count = int(arguments[0])
     share = GpuShare(count, os.environ.get(environment.COORDINATOR, ""), devices_of(os.environ))
     if share.shared:
-        print(f"the GPUs of this machine are taken by other workers: this one shares {share.visible}", file=sys.stderr)
+        say(f"the GPUs of this machine are taken by other workers: this one shares {share.visible}", error=True)
     ranks = Ranks(count, arguments[1:], share.visible)
     signal.signal(signal.SIGTERM, lambda number, frame: ranks.leave())
     return ranks.run()

@@ -37,6 +37,7 @@ from rallypoint.launch.code.kept import CODE
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit
 from rallypoint.launch.engines.ray_connection import NAMESPACE, connect, ray_module
 from rallypoint.launch.engines.ray_node import Begun, Driver, More, NodeProcess, pack
+from rallypoint.launch.engines.relay import passed_on
 
 GONE, DRAINED, LOST = "its node is gone", "its node is about to go", "its Ray actor is gone"
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -51,7 +52,7 @@ class RayProcess:
     """A process on a node of Ray; see `Handle`."""
 
     def __init__(self, command: Command, output: Callable[[str], None]) -> None:
-        self.command, self.output = command, output
+        self.command, self.output = command, passed_on(command.name, output)
         self.actor: Any = None  # None: Ray has not been asked for it yet
         self.answer: Any = None  # what the actor was asked last
         self.begun: Begun | None = None  # where it runs; None as long as Ray has found no room for it

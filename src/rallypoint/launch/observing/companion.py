@@ -9,12 +9,16 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 
 from rallypoint.launch import environment
 from rallypoint.launch.engines.lines import Lines
+from rallypoint.observe.lines import Allowance
 
 _END_S = 3.0  # seconds in which it may tell others how the run has ended
 _CHUNK = 64 << 10
+_MOST_WAITING, _LONGEST = 1000, 2000  # lines that were not asked for yet; characters of each
+_BURST, _EVERY_S = 100, 5.0  # lines that are shown at once; seconds for each after that
 
 
 class Companion:
@@ -31,7 +35,9 @@ class Companion:
         self._arguments, self._wanted, self._what, self._end_s = (command, run, *options), wanted, what, end_s
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lines: queue.Queue[str] = queue.Queue(_MOST_WAITING)
+        self._shown = Allowance(_BURST, _EVERY_S, time.monotonic())
+        self._left_out = 0  # lines for which there was no room; the reader's thread counts them
         self._lifeline = -1  # the end of it that breaks when this process ends
 
     def start(self) -> None:
@@ -49,7 +55,7 @@ class Companion:
                 start_new_session=True,  # Ctrl-C is for the launcher, which ends it at last
             )  # fmt: skip
         except OSError as error:
-            self._lines.put(f"{self._what}: {error.strerror}")
+            self._keep(f"{self._what}: {error.strerror}")
             return
         finally:
             os.close(held)
@@ -59,10 +65,19 @@ class Companion:
         self._reader.start()
 
     def said(self) -> list[str]:
-        """Return the lines that it has printed meanwhile: where the page is, say, or why there is none."""
-        lines = list[str]()
-        while not self._lines.empty():
-            lines.append(self._lines.get())
+        """Return the lines that it has printed meanwhile: where the page is, say, or why there is none.
+
+        Not more of them than a person reads: of a flood it returns the first lines, then one now and then, and how many
+        were left out.
+        """
+        now, lines = time.monotonic(), list[str]()
+        for _ in range(self._lines.qsize()):
+            line = self._lines.get()
+            if self._shown.take(now):
+                lines.append(line)
+        if lines and (left_out := self._left_out + self._shown.omitted):
+            self._left_out = self._shown.omitted = 0
+            lines.append(f"({left_out} more lines of `rallypoint {self._arguments[0]}` were left out)")
         return lines
 
     def end(self) -> None:
@@ -91,6 +106,13 @@ class Companion:
         with process.stdout as stream, contextlib.suppress(OSError):
             while data := stream.read1(_CHUNK):
                 for line in lines.feed(data):
-                    self._lines.put(line)
+                    self._keep(line)
             for line in lines.rest():
-                self._lines.put(line)
+                self._keep(line)
+
+    def _keep(self, line: str) -> None:
+        """Keep a line for `said`; who prints is never held up."""
+        try:
+            self._lines.put_nowait(line[:_LONGEST])
+        except queue.Full:
+            self._left_out += 1

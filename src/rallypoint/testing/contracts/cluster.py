@@ -51,11 +51,15 @@ class Started:
 
     def exit(self) -> Exit:
         """Wait until it has ended, and return how."""
-        deadline = time.monotonic() + PATIENCE_S
-        while (how := self.handle.exit()) is None:
-            assert time.monotonic() < deadline, f"{self.handle.command.name} does not end"
-            time.sleep(_POLL_S)
-        return how
+        return _exit_of(self.handle)
+
+
+def _exit_of(handle: Handle) -> Exit:
+    deadline = time.monotonic() + PATIENCE_S
+    while (how := handle.exit()) is None:
+        assert time.monotonic() < deadline, f"{handle.command.name} does not end"
+        time.sleep(_POLL_S)
+    return how
 
 
 class ClusterContract:
@@ -97,6 +101,14 @@ class ClusterContract:
         started.exit()
         assert started.lines() == [str(n) for n in range(2000)]
 
+    def test_an_output_that_fails_holds_no_process_up_and_ends_none(self, running: Cluster) -> None:
+        def fails(line: str) -> None:
+            raise UnicodeEncodeError("ascii", line, 0, 1, "a line that cannot be shown")
+
+        lines = "for n in range(20_000): print('a line that is longer than most', n)"
+        command = Command(name="worker0", role="worker", argv=(sys.executable, "-c", lines))
+        assert _exit_of(running.start(command, fails)) == Exit(0)
+
     def test_a_killed_process_has_died_by_that_signal(self, running: Cluster) -> None:
         started = Started(running, _SLEEP)
         started.line()
@@ -130,11 +142,7 @@ class ClusterContract:
             handle = running.start(command, lambda line: None)
         except RallypointError:
             return
-        deadline = time.monotonic() + PATIENCE_S
-        while (how := handle.exit()) is None:
-            assert time.monotonic() < deadline
-            time.sleep(_POLL_S)
-        assert how.status != 0
+        assert _exit_of(handle).status != 0
 
     def test_the_end_is_the_end_of_every_process(self, running: Cluster) -> None:
         started = [Started(running, _SLEEP, name=f"worker{n}") for n in range(2)]

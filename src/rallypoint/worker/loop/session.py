@@ -33,6 +33,7 @@ from rallypoint.net.messages import (
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.net.views.messages import Reached
+from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
@@ -288,7 +289,7 @@ class Job(Member):
 
     def _leave(self, status: int) -> None:
         if self._run is not None and self._run.own:  # nobody else can compute its replica
-            print(StartAgain.LINE, flush=True)
+            say(StartAgain.LINE)
             status = status or StartAgain.STATUS
         self._link.send(Leaving())
         if self._plane is not None:

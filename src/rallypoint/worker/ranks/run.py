@@ -16,6 +16,7 @@ from rallypoint.core.ranks import Spread
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
+from rallypoint.observe.lenient import say
 from rallypoint.parallel.group import Kind, Order
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
@@ -81,7 +82,7 @@ class RankRun:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        print(text, flush=True)
+        say(text)
 
     def stop(self, reason: str = "") -> None:
         """End the job with the next version: see `Run.stop`. Rank 0 hears of it at the replica's end."""

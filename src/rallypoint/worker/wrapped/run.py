@@ -12,6 +12,7 @@ from rallypoint.core.view import View
 from rallypoint.data.randomness import seed_everything, untouched
 from rallypoint.errors import StartAgain, UsageError
 from rallypoint.net.messages import GiveUp
+from rallypoint.observe.lenient import say
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.run import Run
@@ -136,7 +137,7 @@ class OwnRun(Run):
 
     def _start_again(self, why: str) -> StartAgain:
         self.replaced = True
-        print(StartAgain.LINE, flush=True)
+        say(StartAgain.LINE)
         sentence = f"{self._exchange.me} ends, to be started again: {why}, and its loop has batches of its own"
         self.say(sentence)
         return StartAgain(sentence)

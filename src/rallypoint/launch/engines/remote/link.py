@@ -26,6 +26,7 @@ import msgspec
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.engines.cluster import Command, Exit
+from rallypoint.launch.engines.relay import passed_on
 from rallypoint.launch.engines.remote.hosts import Host
 from rallypoint.launch.engines.remote.messages import (
     GREETING,
@@ -43,6 +44,7 @@ from rallypoint.launch.engines.remote.messages import (
 
 FAR_END = "rallypoint.launch.engines.remote.far_end"
 _LOST = signal.SIGHUP  # how a process ends whose connection is gone
+_LONGEST = 64 << 10  # bytes of a line of the program; a longer one comes in pieces
 _END_S = 5.0  # seconds in which a host may end its processes and say so
 
 
@@ -68,7 +70,7 @@ class RemoteProcess:
 
     def __init__(self, command: Command, number: int, link: HostLink, output: Callable[[str], None]) -> None:
         self.command, self.link = command, link
-        self.number, self.output = number, output
+        self.number, self.output = number, passed_on(command.name, output)
         self._exit: Exit | None = None
 
     @property
@@ -199,7 +201,7 @@ class HostLink:
 
     def _note_errors(self, lines: BinaryIO) -> None:
         with lines:
-            for line in lines:
+            while line := lines.readline(_LONGEST):
                 if text := line.decode(errors="replace").strip():
                     self._errors = [*self._errors[-9:], text]
 

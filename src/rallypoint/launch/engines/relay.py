@@ -1,0 +1,70 @@
+"""Lines on their way from the threads that read them to the one that shows them: bounded, and nobody's end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+log = logging.getLogger("rallypoint")
+
+MOST = 1 << 20  # characters that wait; a line is never split, so one more of the longest may
+
+
+class Relay:
+    """Lines of all processes, in the order in which they came. Any thread may `put`; one thread takes.
+
+    While too much waits, who puts waits too. So a process that prints faster than its lines can be shown is held up by
+    its pipe, as it would be by a terminal, and no line is lost.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._changed = threading.Condition()
+        self._lines: deque[tuple[str, str]] = deque()
+        self._size, self._open = 0, False
+
+    def __len__(self) -> int:
+        """How many lines wait."""
+        return len(self._lines)
+
+    def put(self, process: str, line: str) -> None:
+        """Add a line that `process` has printed, once there is room."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._open or self._size < self._most)
+            self._lines.append((process, line))
+            self._size += len(line) + 1
+
+    def take(self) -> tuple[str, str]:
+        """Take the next line: the process, and what it has printed. IndexError if none waits."""
+        with self._changed:
+            process, line = self._lines.popleft()
+            self._size -= len(line) + 1
+            self._changed.notify_all()
+            return process, line
+
+    def open(self) -> None:
+        """From now on nobody waits: the processes are about to be killed, and nobody may take any more."""
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
+
+
+def passed_on(process: str, output: Callable[[str], None]) -> Callable[[str], None]:
+    """Return `output`, but raising nothing: who reads the lines of `process` has to read on, else it could not print.
+
+    The first error is logged; lines that cannot be passed on are dropped.
+    """
+    failed = False
+
+    def pass_on(line: str) -> None:
+        nonlocal failed
+        try:
+            output(line)
+        except Exception as error:  # of whatever kind: it is the error of whoever shows lines
+            if not failed:
+                failed = True
+                log.error("lines of %s cannot be passed on: %r", process, error)
+
+    return pass_on
