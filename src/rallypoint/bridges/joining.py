@@ -26,6 +26,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.join import join as join_cluster
 from rallypoint.net.advertise import advertised
 from rallypoint.observe.lines import printable_lines
+from rallypoint.own_files import opened
 from rallypoint.worker.collective.sums import Sums
 from rallypoint.worker.loop.session import Job
 
@@ -104,10 +105,8 @@ def _meeting(job: Job, rank: int, coordinator: str, run: str) -> tuple[str, int]
         host = advertised("0.0.0.0:0", towards=coordinator).rpartition(":")[0]
         with socket.create_server((host, 0)) as free:
             port = free.getsockname()[1]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside = file.with_suffix(".new")
-        beside.write_text(json.dumps({"job": run, "host": host, "port": port}))
-        beside.rename(file)
+        with opened(file.parent, make=True) as folder:
+            folder.write(MEETING, json.dumps({"job": run, "host": host, "port": port}).encode(), mode=0o644)
         return host, port
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:
