@@ -21,7 +21,7 @@ from rallypoint.data.cache.entries import Entries
 from rallypoint.data.sources import tars
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.discovery.boards import Found, FolderBoard, check_own, look, private_folder
+from rallypoint.launch.discovery.boards import FolderBoard, Found, check_own, look, private_folder
 from rallypoint.launch.discovery.place import Place
 from rallypoint.launch.folder import COORDINATOR_LOCK, Where, coordinated, write_where
 from rallypoint.launch.plan import Launch, write_plan
@@ -74,7 +74,7 @@ def test_a_link_of_ones_own_is_followed_and_none_inside(tmp_path: Path, precious
         assert folder.read("precious") == b"years of work"
         (precious.parent / "inside").symlink_to(precious)
         for use in (folder.read, folder.lock_file, folder.make):
-            with pytest.raises(OSError, match="symbolic links|File exists"):
+            with pytest.raises(OSError, match=r"symbolic links|File exists"):
                 use("inside")
         (precious.parent / "sub").symlink_to(tmp_path)
         with pytest.raises(OSError, match=r"Not a directory|symbolic links"), folder.folder("sub", make=True):
@@ -141,7 +141,9 @@ def test_a_cache_overwrites_nothing_through_links(tmp_path: Path, precious: Path
     assert precious.read_text() == "years of work"
 
 
-def test_a_cache_deletes_nothing_through_links(tmp_path: Path, precious: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_deletes_nothing_through_links(
+    tmp_path: Path, precious: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = Cache(tmp_path / "cache", limit=1000)
     (tmp_path / "cache" / "entries" / "aa").symlink_to(precious.parent)
     (tmp_path / "cache" / "size").write_text("5000")  # so room has to be made
@@ -288,7 +290,9 @@ def test_a_coordinator_s_lock_that_is_a_link_is_refused(tmp_path: Path, precious
     assert precious.read_text() == "years of work"
 
 
-def test_a_file_past_the_page_cache_is_a_new_one(tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_past_the_page_cache_is_a_new_one(
+    tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the file system has no direct writing, and another user knew the file's name."""
     monkeypatch.setattr(direct, "_DIRECT", os.O_DIRECTORY)  # with O_CREAT this is EINVAL
     links(tmp_path, precious, "file")
@@ -301,6 +305,7 @@ def test_a_file_past_the_page_cache_is_a_new_one(tmp_path: Path, precious: Path,
 
 
 def test_found_is_what_the_board_has(shared: Path) -> None:
-    with private_folder(PLACE), FolderBoard(PLACE).published(msgspec.json.encode(Found("127.0.0.1:1"))):
-        with pytest.raises(UsageError, match="rank 0 has started no coordinator"):
-            look(PLACE, 0.3)
+    found = msgspec.json.encode(Found("127.0.0.1:1"))  # where nobody listens
+    refused = pytest.raises(UsageError, match="rank 0 has started no coordinator")
+    with private_folder(PLACE), FolderBoard(PLACE).published(found), refused:
+        look(PLACE, 0.3)

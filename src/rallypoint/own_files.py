@@ -43,9 +43,9 @@ def opened(path: Path, *, make: bool = False) -> Iterator[OpenFolder]:
 
 
 class OpenFolder:
-    """A folder that is open, see `opened`. Names are of files directly in it. All methods raise OSError as the disk does.
+    """A folder that is open, see `opened`. Names are of files directly in it; `path` is for messages.
 
-    `path` is for messages. Any thread may use it while it is open.
+    Any thread may use it while it is open. All methods raise OSError as the disk does.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -136,7 +136,7 @@ class OpenFolder:
 
 
 def not_ours(about: os.stat_result) -> str:
-    """Return why others decide what is in a file or folder: it ``belongs to another user (number 7)``; "" if they do not.
+    """Return why others decide what is in a file or folder, as ``belongs to another user (number 7)``; else "".
 
     This user and root may own it; nobody else may write it.
     """
@@ -146,7 +146,7 @@ def not_ours(about: os.stat_result) -> str:
 
 
 def is_alone_in_group(about: os.stat_result) -> bool:
-    """True if this user owns it, and those who may write it beside him are a group of his own: the one with his name."""
+    """True if this user owns it, and of others only a group may write it that is his own: the one with his name."""
     if about.st_uid != os.geteuid() or about.st_mode & stat.S_IWOTH:
         return False
     try:

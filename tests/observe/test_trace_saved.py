@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.own_files import OpenFolder
 from rallypoint.observe.trace import Tracer
+from rallypoint.own_files import OpenFolder
 
 
 def traced() -> Tracer:

@@ -98,9 +98,9 @@ class Entries:
     def _keep(self, name: str, data: bytes, size: int) -> None:
         if not self._make_room(size):
             return
-        with self._beside(name, make=True) as folder:
-            with contextlib.suppress(FileNotFoundError):  # another process has made room, and took this for a leftover
-                folder.write(name, _head(name, data), data, beside=f"{name}.partial")
+        # FileNotFoundError: another process has made room meanwhile, and took this for a leftover
+        with self._beside(name, make=True) as folder, contextlib.suppress(FileNotFoundError):
+            folder.write(name, _head(name, data), data, beside=f"{name}.partial")
 
     @contextlib.contextmanager
     def locked(self, name: str, timeout: float, of: str = "") -> Iterator[bool]:

@@ -77,12 +77,12 @@ class Targets:
             for name, (role, address) in self._known.items()
         ]  # fmt: skip
         text = msgspec.json.format(msgspec.json.encode(targets), indent=2)
-        with contextlib.suppress(OSError):  # a full disk: the run goes on, and is scraped as far as the file says
-            with opened(self._path.parent) as folder:
-                if targets:  # at once: Prometheus, which may be another user, may read it at any moment
-                    folder.write(self._path.name, text, mode=0o666, beside=fresh)
-                else:
-                    folder.unlink(self._path.name)
+        # OSError: a full disk: the run goes on, and is scraped as far as the file says
+        with contextlib.suppress(OSError), opened(self._path.parent) as folder:
+            if targets:  # at once: Prometheus, which may be another user, may read it at any moment
+                folder.write(self._path.name, text, mode=0o666, beside=fresh)
+            else:
+                folder.unlink(self._path.name)
 
 
 def _refuse_everybodys(folder: Path) -> None:
