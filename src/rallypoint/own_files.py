@@ -24,6 +24,7 @@ from typing import BinaryIO
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe would wait for the process at its other end
 _MOST_LINKS = 20
+MOST_BYTES = 64 << 20  # of a file that is read whole: a sparse one may claim to be larger than all memory
 
 
 @contextlib.contextmanager
@@ -71,10 +72,10 @@ class OpenFolder:
         """Open a file to read it. Raises OSError if it is a link, or no regular file (a pipe, a device)."""
         return os.fdopen(self._regular(name, os.O_RDONLY), "rb", buffering=0)
 
-    def read(self, name: str) -> bytes:
-        """Return the bytes of a file: see `open`."""
+    def read(self, name: str, most: int = MOST_BYTES) -> bytes:
+        """Return the bytes of a file: see `open`. Raises OSError if they are more than `most`."""
         with self.open(name) as file:
-            return file.read()
+            return _whole(file, most)
 
     def lock_file(self, name: str) -> int:
         """Return the descriptor of a file to lock, made if it is not there: see `open`. The caller closes it."""
@@ -133,6 +134,24 @@ class OpenFolder:
             return descriptor
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", str(self.path / name))
+
+
+def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the bytes of any file that a user has named; links are followed.
+
+    Raises OSError as the disk does, if it is no regular file (a pipe, a device), or has more than `most` bytes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return _whole(file, most)
+
+
+def _whole(file: BinaryIO, most: int) -> bytes:
+    if os.fstat(file.fileno()).st_size > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(file.name))
+    return file.read()
 
 
 def not_ours(about: os.stat_result) -> str:

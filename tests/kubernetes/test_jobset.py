@@ -270,6 +270,20 @@ def test_a_script_can_travel_in_the_manifest(tmp_path: Any) -> None:
         ({"snapshots": "/data"}, "--snapshots /data: give a URL"),
         ({"bind": "10.0.0.1:4700"}, "--bind has no meaning on Kubernetes"),
         ({"resume": "step-1"}, "write JOB/SNAPSHOT"),
+        ({"resume": "gpt/step-1\nx: y"}, "write JOB/SNAPSHOT"),
+        ({"resume": "../gpt/step-00000120-10003"}, "write JOB/SNAPSHOT"),
+        ({"resume": "$(POD_IP)/latest"}, "write JOB/SNAPSHOT"),
+        ({"name": "gpt\nx"}, r"--name 'gpt\nx': a name has small letters"),
+        ({"namespace": "ml\nx: y"}, r"--namespace 'ml\nx: y': a name has small letters"),
+        ({"secret": "a\n# b"}, r"--secret 'a\n# b': a name has small letters, digits, '-' and '.'"),
+        ({"tls": "a\nkubectl"}, "--tls 'a"),
+        ({"tls": "My_Secret"}, "--tls 'My_Secret'"),
+        ({"claim": "a b"}, "--claim 'a b'"),
+        ({"storage_class": "a/b"}, "--storage-class 'a/b'"),
+        ({"image": "me/train:1\nx: y"}, "an image's name has no spaces"),
+        ({"pull_policy": "always"}, "--pull-policy 'always': choose of Always"),
+        ({"spot": "a b=true"}, "--spot 'a b=true' is no label of a node"),
+        ({"spot": "gke-spot=tr ue"}, "is no label of a node"),
         ({"workers": "4:2"}, "the least number comes first"),
         ({"replication": 2, "servers": 1}, "--replication 2 needs at least two servers"),
         ({"sets": ["setps=3"]}, "setps is no setting"),
@@ -279,6 +293,32 @@ def test_what_cannot_work_is_refused_with_a_sentence(options: dict[str, Any], se
     with pytest.raises((UsageError, ConfigError)) as refused:
         text_of(**options)
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"secret": "0.my-secrets.example", "tls": "tls.1", "claim": "claim-7", "storage_class": "csi.example.org"},
+        {"spot": "cloud.google.com/gke-spot=true"}, {"spot": "Spot_1=Yes.1"}, {"image": "host:5000/me/t@sha256:0a1b"},
+        {"resume": "gpt/latest"}, {"resume": "gpt-2/step-00000120-10003"},
+        {"resume": "step-00000120-10003", "snapshots": "s3://bucket/gpt"},
+    ],
+)  # fmt: skip
+def test_names_that_kubernetes_takes_are_taken(options: dict[str, Any]) -> None:
+    assert rendered(**options)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "A", "", "a_b", "-a", "a..b"])
+def test_a_secret_s_name_is_checked_before_it_is_printed(name: str, tmp_path: Path) -> None:
+    for make in (lambda: new_secret(name), lambda: certificates(name, tmp_path), lambda: new_secret("a", "b\nc")):
+        with pytest.raises(UsageError, match="a name has small letters"):
+            make()
+
+
+def test_a_script_that_is_sent_has_a_name_that_a_manifest_can_have(tmp_path: Path) -> None:
+    (tmp_path / "my train.py").write_text("pass\n")
+    with pytest.raises(UsageError, match="'my train.py' cannot be the name of a file in a manifest"):
+        rendered(str(tmp_path / "my train.py"), send_script=True)
 
 
 def test_the_longest_name_is_one_that_fits() -> None:

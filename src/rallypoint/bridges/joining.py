@@ -26,7 +26,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.join import join as join_cluster
 from rallypoint.net.advertise import advertised
 from rallypoint.observe.lines import printable_lines
-from rallypoint.own_files import opened
+from rallypoint.own_files import opened, read_file
 from rallypoint.worker.collective.sums import Sums
 from rallypoint.worker.loop.session import Job
 
@@ -110,7 +110,7 @@ def _meeting(job: Job, rank: int, coordinator: str, run: str) -> tuple[str, int]
         return host, port
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:
-        found = json.loads(file.read_text()) if file.exists() else {}
+        found = json.loads(read_file(file)) if file.exists() else {}
         if found.get("job") == run:
             return str(found["host"]), int(found["port"])
         time.sleep(_POLL_S)

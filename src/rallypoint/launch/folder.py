@@ -22,7 +22,7 @@ from rallypoint.errors import DataError, RallypointError, UsageError
 from rallypoint.launch.code.kept import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS, TLS, read_plan
 from rallypoint.observe.lines import printable
-from rallypoint.own_files import opened
+from rallypoint.own_files import opened, read_file
 from rallypoint.store.snapshots import SnapshotStore
 
 CLUSTER_FILE = "cluster.json"
@@ -308,6 +308,6 @@ def token_file(folder: Path, where: Where) -> Iterator[str]:
 def read_where(folder: Path) -> Where:
     """Return the address of the job that runs in this folder. Raises DataError when none runs."""
     try:
-        return msgspec.json.decode((folder / CLUSTER_FILE).read_bytes(), type=Where)
+        return msgspec.json.decode(read_file(folder / CLUSTER_FILE), type=Where)
     except (OSError, msgspec.DecodeError):
         raise DataError(f"no run is under way in {folder}") from None

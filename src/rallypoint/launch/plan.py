@@ -12,7 +12,7 @@ import msgspec
 from rallypoint.core.topology.told import Topology
 from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch.engines.remote.hosts import Host
-from rallypoint.own_files import opened
+from rallypoint.own_files import opened, read_file
 from rallypoint.store.retention import Retention
 
 RUN_FILE = "run.json"
@@ -152,9 +152,11 @@ def write_plan(plan: Launch) -> None:
 def read_plan(folder: Path) -> Launch:
     """Return the plan of an earlier run. Raises DataError when there is none."""
     try:
-        return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=Launch)
+        return msgspec.json.decode(read_file(folder / RUN_FILE), type=Launch)
     except FileNotFoundError:
         raise DataError(f"{folder} is not the folder of a run: there is no {RUN_FILE} in it") from None
+    except OSError as error:
+        raise DataError(f"{folder / RUN_FILE} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise DataError(f"{folder / RUN_FILE} cannot be read: {error}") from None
 

@@ -226,6 +226,9 @@ def _check_member(info: tarfile.TarInfo, tar_name: str) -> None:
         )
 
 
+_MOST_INDEX_BYTES = 8 << 30
+
+
 class _Index(msgspec.Struct):
     tars: list[Tar]
     pieces: list[Piece]
@@ -236,7 +239,7 @@ def _kept(path: Path, tars: list[Tar]) -> list[Piece] | None:
     try:
         whole = path.resolve()
         with opened(whole.parent) as folder:
-            found = msgspec.msgpack.decode(folder.read(whole.name), type=_Index)
+            found = msgspec.msgpack.decode(folder.read(whole.name, _MOST_INDEX_BYTES), type=_Index)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
     except OSError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rallypoint.errors import UsageError
-from rallypoint.own_files import opened
+from rallypoint.own_files import opened, read_file
 from rallypoint.watch.follow import EVENTS, event_of
 from rallypoint.watch.tracking.tracker import RunFacts, Tracker
 from rallypoint.watch.tracking.tracking import Position, Tracking
@@ -132,7 +132,7 @@ def _alone(place: Path) -> Iterator[None]:
 
 def _position(place: Path) -> Position:
     try:
-        return msgspec.json.decode(place.read_bytes(), type=Position)
+        return msgspec.json.decode(read_file(place), type=Position)
     except (OSError, msgspec.DecodeError):
         return Position()
 
