@@ -317,7 +317,7 @@ def test_a_secret_s_name_is_checked_before_it_is_printed(name: str, tmp_path: Pa
 
 def test_a_script_that_is_sent_has_a_name_that_a_manifest_can_have(tmp_path: Path) -> None:
     (tmp_path / "my train.py").write_text("pass\n")
-    with pytest.raises(UsageError, match="'my train.py' cannot be the name of a file in a manifest"):
+    with pytest.raises(UsageError, match=r"'my train\.py' cannot be the name of a file in a manifest"):
         rendered(str(tmp_path / "my train.py"), send_script=True)
 
 

@@ -111,7 +111,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         if _IMAGE.fullmatch(self.image) is None and self.image:
             raise UsageError(f"--image {self.image!r}: an image's name has no spaces: write NAME:TAG")
         if self.code and _FILE.fullmatch(name := PurePosixPath(self.script[0]).name) is None:
-            raise UsageError(f"--send-script: {name!r} cannot be the name of a file in a manifest: letters, digits, -._")
+            raise UsageError(
+                f"--send-script: {name!r} cannot be the name of a file in a manifest: letters, digits, -._"
+            )
         if self.pull_policy not in ("", *_PULL_POLICIES):
             raise UsageError(f"--pull-policy {self.pull_policy!r}: choose of {', '.join(_PULL_POLICIES)}")
         key, value = self.spot
@@ -174,6 +176,6 @@ def check_label(text: str, option: str) -> None:
     """Raise UsageError unless `text` is a DNS label (RFC 1035), as names in Kubernetes must be."""
     if len(text) > LONGEST_NAME or _LABEL.fullmatch(text) is None:
         raise UsageError(
-            f"{option} {text if text.isprintable() else repr(text)}: a name has small letters, digits and '-', begins with a letter and ends with a letter "
-            f"or a digit, and has at most {LONGEST_NAME} of them"
+            f"{option} {text if text.isprintable() else repr(text)}: a name has small letters, digits and '-', begins "
+            f"with a letter and ends with a letter or a digit, and has at most {LONGEST_NAME} of them"
         )
