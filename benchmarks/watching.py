@@ -37,6 +37,7 @@ from rallypoint.launch.chaos.report import ledger_of
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.launcher import launch
 from rallypoint.launch.plan import Launch
+from rallypoint.watch.locked import HEADER
 
 KINDS = {
     "unwatched": (), "metrics": ("metrics",), "page": ("page",), "everything": ("metrics", "page", "fingerprints"),
@@ -137,7 +138,7 @@ def read(console: Path, over: threading.Event) -> None:
             raise SystemExit("no page was served")
     connection = http.client.HTTPConnection(found[1], timeout=60)
     with suppress(OSError):
-        connection.request("GET", "/news", headers={"Cookie": f"rallypoint={found[2]}", "Accept-Encoding": "gzip"})
+        connection.request("GET", "/news", headers={HEADER: found[2], "Accept-Encoding": "gzip"})
         connection.getresponse().read()
     connection.close()
 

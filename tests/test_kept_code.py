@@ -133,14 +133,14 @@ def test_a_disk_that_is_full_leaves_the_copies_of_before(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept.keep(str(home / "train.py"), tmp_path)
-    write = Path.write_bytes
+    write = kept._write
 
-    def full(path: Path, data: bytes) -> int:
+    def full(path: Path, data: bytes) -> None:
         if path.name == "inner.py":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, data)
+        write(path, data)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(kept, "_write", full)
     with pytest.raises(UsageError, match=r"cannot be kept in .*: No space left"):
         kept.keep(str(home / "train.py"), tmp_path)
     assert run(home, tmp_path, "--a", "1").stdout.splitlines() == EXPECTED

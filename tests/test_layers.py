@@ -19,6 +19,7 @@ SOURCE = Path(rallypoint.__file__).parent
 # folder. Folders of one layer are siblings and do not know each other.
 LAYERS = {
     "errors": 0,
+    "own_files": 0,  # opens folders and makes files in them; needs nothing of ours
     "core": 1,
     "config": 2,
     "observe": 3,  # spans and waits: below the links that use them

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import io
 import multiprocessing
 import os
+import pwd
 import subprocess
 import sys
 from multiprocessing.synchronize import Barrier
@@ -28,6 +30,8 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import folder as folders
 from rallypoint.launch import launcher
+from rallypoint.launch.code.kept import keep
+from rallypoint.launch.code.trusted import refuse_others_script, refuse_others_words
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.discovery import supervision
 from rallypoint.launch.folder import (
@@ -39,13 +43,14 @@ from rallypoint.launch.folder import (
     read_where,
     refuse_a_finished_run,
     refuse_an_old_run,
-    refuse_others_words,
     token_file,
     write_where,
 )
-from rallypoint.launch.plan import Launch, read_plan, write_plan
+from rallypoint.launch.options import RunOptions
+from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
 from rallypoint.launch.replaying.command import Wanted, replay
 from rallypoint.net.messages import Say
+from rallypoint.own_files import OpenFolder
 from rallypoint.store import closing
 from rallypoint.store.files import Files
 from rallypoint.store.snapshots import SnapshotStore
@@ -104,6 +109,120 @@ def test_a_new_run_s_folder_is_written_by_its_owner_alone(tmp_path: Path) -> Non
     finally:
         os.umask(before)
     refuse_others_words(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["code/train.py", "code/inner", "code/inner/model.py"])
+def test_kept_code_that_others_may_write_is_not_run(tmp_path: Path, name: str) -> None:
+    """Also a file in it: `code` itself may be copied, or open for a moment."""
+    old_run(tmp_path, None)
+    (tmp_path / "code" / "inner").mkdir(parents=True)
+    for file in ("train.py", "inner/model.py"):
+        (tmp_path / "code" / file).touch(0o600)
+    refuse_others_words(tmp_path)
+    path = tmp_path / name
+    path.chmod(path.stat().st_mode | 0o022)
+    with pytest.raises(UsageError, match=rf"^other users may write {path}, "):
+        refuse_others_words(tmp_path)
+
+
+def test_kept_code_that_is_a_link_is_not_run(tmp_path: Path) -> None:
+    old_run(tmp_path, None)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "elsewhere.py").touch()
+    (tmp_path / "code" / "train.py").symlink_to(tmp_path / "elsewhere.py")
+    with pytest.raises(UsageError, match=r"train\.py is a link, which no run makes there"):
+        refuse_others_words(tmp_path)
+
+
+def test_what_is_kept_where_groups_may_write_by_default_is_run_again(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        (tmp_path / "src" / "inner").mkdir(parents=True)
+        for file in ("train.py", "inner/model.py"):
+            (tmp_path / "src" / file).touch()
+        with locked(tmp_path / "run"):
+            write_plan(Launch(folder=str(tmp_path / "run"), worker=("python",)))
+            keep(str(tmp_path / "src" / "train.py"), tmp_path / "run")
+    finally:
+        os.umask(before)
+    refuse_others_words(tmp_path / "run")
+    assert (tmp_path / "run" / "code" / "inner" / "model.py").exists()
+
+
+def test_a_script_is_recorded_with_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume from another folder must not run what has that name there."""
+    monkeypatch.chdir(tmp_path)
+    options = RunOptions(snapshots="kept", trace=Path("trace.json"), folder=tmp_path / "run", watch=False)
+    plan = options.run([sys.executable, "train.py", "train.py"], script="train.py")
+    script = str(tmp_path / "train.py")
+    assert (plan.script, plan.worker) == (script, (sys.executable, script, "train.py"))
+    assert (plan.snapshots, plan.trace) == (str(tmp_path / "kept"), str(tmp_path / "trace.json"))
+    assert options.run([sys.executable, "-m", "recipe"]).worker == (sys.executable, "-m", "recipe")
+
+
+def of_script(folder: Path, script: str) -> Launch:
+    return Launch(worker=(sys.executable, script), script=script, folder=str(folder))
+
+
+def test_a_script_without_its_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run.json of an earlier version may have it; a stranger's file of that name may stand in the current folder."""
+    old_run(tmp_path, None)
+    write_plan(of_script(tmp_path, "train.py"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "train.py").touch()
+    monkeypatch.chdir(elsewhere)
+    result = CliRunner().invoke(cli.app, ["resume", str(tmp_path)])
+    assert isinstance(result.exception, UsageError)
+    assert "names the script train.py without its folder" in str(result.exception)
+
+
+@pytest.mark.parametrize("name", ["", "train.py"])
+def test_a_script_that_others_may_write_is_not_run_again(tmp_path: Path, name: str) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "train.py").touch(0o600)
+    plan = of_script(tmp_path, str(home / "train.py"))
+    refuse_others_script(plan, "resuming", "give --original")
+    refuse_others_script(of_script(tmp_path, str(home / "gone.py")), "resuming", "give --original")
+    path = home / name
+    path.chmod(path.stat().st_mode | 0o002)
+    with pytest.raises(UsageError, match=rf"^{path} may be written by other users, and resuming .*: give --original;"):
+        refuse_others_script(plan, "resuming", "give --original")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("name", ["", "train.py", "link.py"])
+def test_a_script_of_another_user_is_not_run_again(tmp_path: Path, name: str) -> None:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "link.py").touch()
+    (home / "train.py").touch()
+    (home / "link.py").symlink_to(elsewhere / "link.py")
+    plan = of_script(tmp_path, str(home / (name or "train.py")))
+    refuse_others_script(plan, "resuming", "give --original")
+    os.chown(home / name, 65534, 65534)
+    with pytest.raises(UsageError, match=r"belongs to another user \(number 65534\)"):
+        refuse_others_script(plan, "resuming", "give --original")
+
+
+def test_a_script_that_this_user_s_own_group_may_write_is_run_again(tmp_path: Path) -> None:
+    """As it is by default where each user has a group of his own."""
+    script = tmp_path / "train.py"
+    script.touch()
+    user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(script.stat().st_gid)
+    if (user.pw_name, user.pw_gid) != (group.gr_name, group.gr_gid) or set(group.gr_mem) - {user.pw_name}:
+        pytest.skip("this user has no group of his own")
+    script.chmod(0o664)
+    refuse_others_script(of_script(tmp_path, str(script)), "resuming", "give --original")
+
+
+def test_what_runs_is_said_without_its_arguments(tmp_path: Path) -> None:
+    plan = Launch(worker=("/bin/python", "/home/me/train.py", "--key", "secret"), script="/home/me/train.py")
+    assert program_of(plan) == "/home/me/train.py"
+    assert program_of(Launch(worker=("/bin/python", "-m", "recipe", "--key", "secret"))) == "/bin/python -m recipe"
+    assert program_of(Launch(worker=("true",))) == "true"
 
 
 def old_run(folder: Path, last_word: Finish | Abort | None, *, snapshots: str = "") -> None:
@@ -255,11 +374,12 @@ def test_a_plan_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, mon
     before = Launch(worker=("true",), folder=str(tmp_path))
     write_plan(before)
 
-    def full(path: Path, data: bytes) -> int:
-        with path.open("wb"):
+    def full(folder: OpenFolder, name: str, mode: int) -> None:
+        with make(folder, name, mode):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    make = OpenFolder.make
+    monkeypatch.setattr(OpenFolder, "make", full)
     with pytest.raises(UsageError, match=r"run\.json cannot be written: No space left"):
         write_plan(msgspec.structs.replace(before, servers=9))
     assert read_plan(tmp_path) == before

@@ -128,7 +128,7 @@ def test_every_pod_is_probed_and_may_do_little(manifests: list[Manifest]) -> Non
         }  # fmt: skip
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert {get["port"] for get in paths.values()} <= ports.keys()
-        assert f"--health=0.0.0.0:{ports['health']}" in container["command"]
+        assert f"--health=[::]:{ports['health']}" in container["command"]
         assert (spec["automountServiceAccountToken"], spec["securityContext"]["runAsNonRoot"]) == (False, True)
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         assert spec["shareProcessNamespace"]  # as process 1 it would ignore SIGTERM until it has a handler
@@ -183,10 +183,30 @@ def test_only_workers_go_to_nodes_that_may_be_taken_away() -> None:
         spec = pod_of(job)["spec"]
         if name == "worker":
             assert spec["nodeSelector"] == {"pool": "spot"}
-            (toleration,) = spec["tolerations"]
-            assert toleration == {"key": "pool", "operator": "Equal", "value": "spot", "effect": "NoSchedule"}
+            assert spec["tolerations"][0] == {
+                "key": "pool", "operator": "Equal", "value": "spot", "effect": "NoSchedule",
+            }  # fmt: skip
         else:
-            assert not spec.keys() & {"nodeSelector", "tolerations"}
+            assert "nodeSelector" not in spec
+            assert "pool" not in {toleration["key"] for toleration in spec["tolerations"]}
+
+
+def test_the_pods_of_a_node_that_is_lost_are_replaced_after_half_a_minute(manifests: list[Manifest]) -> None:
+    """By default Kubernetes waits for five minutes, and only then makes other pods."""
+    for job in the("JobSet", manifests)["spec"]["replicatedJobs"]:
+        tolerated = {one["key"]: one for one in pod_of(job)["spec"]["tolerations"]}
+        for taint in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
+            assert tolerated[taint]["effect"] == "NoExecute"
+            assert tolerated[taint]["tolerationSeconds"] == 30
+
+
+@pytest.mark.parametrize(("workers", "mebibytes"), [("1", 512), ("2000", 1240 * 10**6 / 2**20)])
+def test_the_coordinator_has_memory_for_its_members(workers: str, mebibytes: float) -> None:
+    """docs/scale.md: 1,240 MB at the first view of 2,000 members."""
+    job = jobs_of(the("JobSet", rendered(workers=workers, servers=1))["spec"])["coordinator"]
+    resources = container_of(job)["resources"]
+    assert int(resources["limits"]["memory"].removesuffix("Mi")) > mebibytes
+    assert resources["limits"]["memory"] == resources["requests"]["memory"]
 
 
 def test_resources_are_asked_for_and_memory_and_gpus_are_limited() -> None:
@@ -213,7 +233,7 @@ def test_what_the_user_writes_is_not_replaced_by_kubernetes() -> None:
     jobs = jobs_of(the("JobSet", manifests)["spec"])
     assert container_of(jobs["worker"])["args"] == ["train.py", "--cost", "$$(POD_IP) $$$$ $$5"]
     assert "--keep-best=$$(POD_IP)" in container_of(jobs["coordinator"])["command"]
-    assert "--advertise=$(POD_IP):4701" in container_of(jobs["server"])["command"]
+    assert "--advertise=[$(POD_IP)]:4701" in container_of(jobs["server"])["command"]
 
 
 def test_all_pods_share_the_folder_unless_snapshots_have_a_url() -> None:
@@ -270,6 +290,20 @@ def test_a_script_can_travel_in_the_manifest(tmp_path: Any) -> None:
         ({"snapshots": "/data"}, "--snapshots /data: give a URL"),
         ({"bind": "10.0.0.1:4700"}, "--bind has no meaning on Kubernetes"),
         ({"resume": "step-1"}, "write JOB/SNAPSHOT"),
+        ({"resume": "gpt/step-1\nx: y"}, "write JOB/SNAPSHOT"),
+        ({"resume": "../gpt/step-00000120-10003"}, "write JOB/SNAPSHOT"),
+        ({"resume": "$(POD_IP)/latest"}, "write JOB/SNAPSHOT"),
+        ({"name": "gpt\nx"}, r"--name 'gpt\nx': a name has small letters"),
+        ({"namespace": "ml\nx: y"}, r"--namespace 'ml\nx: y': a name has small letters"),
+        ({"secret": "a\n# b"}, r"--secret 'a\n# b': a name has small letters, digits, '-' and '.'"),
+        ({"tls": "a\nkubectl"}, "--tls 'a"),
+        ({"tls": "My_Secret"}, "--tls My_Secret"),
+        ({"claim": "a b"}, "--claim a b"),
+        ({"storage_class": "a/b"}, "--storage-class a/b"),
+        ({"image": "me/train:1\nx: y"}, "an image's name has no spaces"),
+        ({"pull_policy": "always"}, "--pull-policy 'always': choose of Always"),
+        ({"spot": "a b=true"}, "--spot 'a b=true' is no label of a node"),
+        ({"spot": "gke-spot=tr ue"}, "is no label of a node"),
         ({"workers": "4:2"}, "the least number comes first"),
         ({"replication": 2, "servers": 1}, "--replication 2 needs at least two servers"),
         ({"sets": ["setps=3"]}, "setps is no setting"),
@@ -279,6 +313,32 @@ def test_what_cannot_work_is_refused_with_a_sentence(options: dict[str, Any], se
     with pytest.raises((UsageError, ConfigError)) as refused:
         text_of(**options)
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"secret": "0.my-secrets.example", "tls": "tls.1", "claim": "claim-7", "storage_class": "csi.example.org"},
+        {"spot": "cloud.google.com/gke-spot=true"}, {"spot": "Spot_1=Yes.1"}, {"image": "host:5000/me/t@sha256:0a1b"},
+        {"resume": "gpt/latest"}, {"resume": "gpt-2/step-00000120-10003"},
+        {"resume": "step-00000120-10003", "snapshots": "s3://bucket/gpt"},
+    ],
+)  # fmt: skip
+def test_names_that_kubernetes_takes_are_taken(options: dict[str, Any]) -> None:
+    assert rendered(**options)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "A", "", "a_b", "-a", "a..b"])
+def test_a_secret_s_name_is_checked_before_it_is_printed(name: str, tmp_path: Path) -> None:
+    for make in (lambda: new_secret(name), lambda: certificates(name, tmp_path), lambda: new_secret("a", "b\nc")):
+        with pytest.raises(UsageError, match="a name has small letters"):
+            make()
+
+
+def test_a_script_that_is_sent_has_a_name_that_a_manifest_can_have(tmp_path: Path) -> None:
+    (tmp_path / "my train.py").write_text("pass\n")
+    with pytest.raises(UsageError, match=r"'my train\.py' cannot be the name of a file in a manifest"):
+        rendered(str(tmp_path / "my train.py"), send_script=True)
 
 
 def test_the_longest_name_is_one_that_fits() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.observe.trace import Tracer
+from rallypoint.own_files import OpenFolder
 
 
 def traced() -> Tracer:
@@ -39,11 +40,12 @@ def test_a_folder_that_is_gone_is_a_sentence(tmp_path: Path, capsys: pytest.Capt
 def test_a_full_disk_is_a_sentence_and_leaves_no_part_of_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, text: str) -> int:
-        path.touch()
-        raise OSError(28, "No space left on device")
+    def full(folder: OpenFolder, name: str, mode: int) -> None:
+        with make(folder, name, mode):
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    make = OpenFolder.make
+    monkeypatch.setattr(OpenFolder, "make", full)
     traced().save(tmp_path)
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from samples import same
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, UsageError
-from rallypoint.store.manifest import Compression
-from rallypoint.store.record import MAX_ARRAY_BYTES, ShardRecord, decode_record, encode_record, most_bytes
+from rallypoint.store.manifest import Compression, most_bytes
+from rallypoint.store.record import MAX_ARRAY_BYTES, ShardRecord, decode_record, encode_record
 
 COMPRESSIONS = get_args(Compression)
 DTYPES = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]

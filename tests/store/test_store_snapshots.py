@@ -23,7 +23,7 @@ from samples import LAYOUT, records, same, take
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
 from rallypoint.store import direct, retry, snapshots
-from rallypoint.store.manifest import Compression, checksum_of, snapshot_id
+from rallypoint.store.manifest import Compression, checksum_of, encode_manifest, snapshot_id
 from rallypoint.store.pace import FILE_S, Pace
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.snapshots import Retention, SnapshotStore
@@ -287,6 +287,41 @@ def test_latest_decides_and_its_loss_is_no_loss(tmp_path: Path) -> None:
     found = store.latest_usable(silent)
     assert found is not None
     assert found.version == 100
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "latest"])
+def test_a_file_that_claims_to_be_huge_is_damage_and_fills_no_memory(tmp_path: Path, name: str) -> None:
+    """It is sparse: it takes nothing on the disk, and whoever read all of it would run out of memory."""
+    store = SnapshotStore(str(tmp_path))
+    take(store, 1)
+    newest = take(store, 2)
+    path = tmp_path / name if name == "latest" else tmp_path / newest.id / name
+    os.truncate(path, 1 << 40)
+    said: list[str] = []
+    found = store.latest_usable(said.append)
+    assert found is not None
+    assert found.version == (2 if name == "latest" else 1)
+    assert any(sentence in said[0] for sentence in ("more than 268435456 bytes", "latest is damaged"))
+
+
+def test_a_shard_that_claims_to_be_huge_is_damage_and_fills_no_memory(tmp_path: Path) -> None:
+    """Its manifest says the same, with a right checksum of its own."""
+    store = SnapshotStore(str(tmp_path))
+    take(store, 1)
+    newest = take(store, 2)
+    shard, entry = max(newest.shards.items(), key=lambda item: item[1].offset)
+    huge = msgspec.structs.replace(entry, length=1 << 40)
+    shards, files = {**newest.shards, shard: huge}, {**newest.files, entry.file: entry.offset + (1 << 40)}
+    os.truncate(tmp_path / newest.id / entry.file, files[entry.file])
+    forged = msgspec.structs.replace(newest, shards=shards, files=files)
+    (tmp_path / newest.id / "manifest.json").write_bytes(encode_manifest(forged))
+    said: list[str] = []
+    found = store.latest_usable(said.append)
+    assert found is not None
+    assert found.version == 1
+    assert f"shard {shard} cannot have {1 << 40} bytes" in said[0]
+    with pytest.raises(DamagedSnapshot, match="cannot have"):
+        list(store.read(forged, [shard]))
 
 
 def test_when_nothing_is_usable_every_snapshot_is_named(store: SnapshotStore) -> None:

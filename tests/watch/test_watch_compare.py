@@ -14,6 +14,7 @@ from rallypoint.errors import UsageError
 from rallypoint.net.messages import Finished, Metrics
 from rallypoint.watch.compare import Comparison
 from rallypoint.watch.follow import EVENTS, Follower
+from rallypoint.watch.locked import HEADER
 from rallypoint.watch.serve import compared
 
 
@@ -36,7 +37,7 @@ def client(tmp_path: Path) -> TestClient:
 
 def test_it_tells_the_curves_of_each_run_and_the_settings_that_differ(client: TestClient) -> None:
     assert client.get("/runs").status_code == 403
-    assert client.get("/?token=secret").status_code == 303
+    client.headers[HEADER] = "secret"
     told = client.get("/runs").json()
     first, second = told["runs"]
     assert (first["name"], first["step"], second["step"], second["ended"]) == ("a", 3, 5, "finished")
@@ -48,10 +49,8 @@ def test_it_tells_the_curves_of_each_run_and_the_settings_that_differ(client: Te
     assert client.get("/runs", params={"seen": "another"}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["", "compare.js", "page.css", "uplot.js", "uplot.css"])
-def test_its_files_need_the_token_and_ask_nothing_of_the_internet(client: TestClient, path: str) -> None:
-    assert client.get(f"/{path}").status_code == 403
-    client.get("/?token=secret")
+@pytest.mark.parametrize("path", ["", "ask.js", "compare.js", "page.css", "uplot.js", "uplot.css"])
+def test_its_files_ask_nothing_of_the_internet(client: TestClient, path: str) -> None:
     answer = client.get(f"/{path}")
     assert answer.status_code == 200
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")

@@ -12,7 +12,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from http.cookiejar import CookieJar
+from importlib.resources import files
 from pathlib import Path
+from shutil import which
+from urllib.request import HTTPCookieProcessor, Request, build_opener
 
 import pytest
 from starlette.testclient import TestClient
@@ -28,11 +32,12 @@ from rallypoint.launch.observing.facts import facts_of, resolved_of
 from rallypoint.net.recording.messages import Updated
 from rallypoint.watch.app import Page
 from rallypoint.watch.follow import EVENTS, Follower
-from rallypoint.watch.locked import COOKIE
+from rallypoint.watch.locked import HEADER
 from rallypoint.watch.operating import Operator, Wish
 from rallypoint.watch.serve import served
 
-FILES = ["", "page.js", "page.css", "uplot.js", "uplot.css", "run", "news"]
+FILES = ["", "ask.js", "page.js", "page.css", "uplot.js", "uplot.css"]
+READER = {HEADER: "secret"}
 
 
 @pytest.fixture
@@ -51,14 +56,13 @@ def client(folder: Path) -> Iterator[TestClient]:
         yield client
 
 
-@pytest.mark.parametrize("path", FILES)
-@pytest.mark.parametrize("cookie", ["", "wrong", "sécret"])
-def test_without_the_token_nothing_is_told(client: TestClient, path: str, cookie: str) -> None:
-    headers = {"Cookie": f"{COOKIE}={cookie}".encode()} if cookie else {}
-    answer = client.get(f"/{path}", headers=headers)
-    assert answer.status_code == 403
-    assert "rallypoint watch" in answer.text
-    assert client.get(f"/{path}?token=wrong").status_code == 403
+@pytest.mark.parametrize("path", ["run", "news", "settings"])
+@pytest.mark.parametrize("token", ["", "wrong", "sécret"])
+def test_without_the_token_nothing_is_told(client: TestClient, path: str, token: str) -> None:
+    for address in (f"/{path}", f"/{path}?token=secret"):
+        answer = client.get(address, headers={HEADER: token.encode()} if token else {})
+        assert answer.status_code == 403
+        assert "rallypoint watch" in answer.text
 
 
 def test_all_settings_are_those_that_the_members_have_agreed_on(folder: Path) -> None:
@@ -66,7 +70,7 @@ def test_all_settings_are_those_that_the_members_have_agreed_on(folder: Path) ->
         Page(Follower(folder), {}, "secret", resolved=lambda: resolved_of(folder)).app, base_url="http://127.0.0.1:1234"
     ) as client:
         assert client.get("/settings").status_code == 403
-        client.get("/?token=secret")
+        client.headers.update(READER)
         assert client.get("/settings").json() == {}, "no journal yet"
         record = record_of(JobConfig(replicas=3, clip=0.5), build_layout([TensorSpec("w", (32, 1), "float32", 0)], 64))
         with closing(Journal(str(folder))) as journal:
@@ -94,19 +98,61 @@ def test_the_hash_of_the_weights_is_that_of_the_newest_version_that_all_shards_h
     assert "replicas" in resolved_of(folder)
 
 
-def test_the_token_becomes_a_cookie_and_leaves_the_address(client: TestClient) -> None:
-    answer = client.get("/?token=secret")
-    assert (answer.status_code, answer.headers["location"]) == (303, "/")
-    assert "HttpOnly" in answer.headers["set-cookie"]
-    assert "SameSite=strict" in answer.headers["set-cookie"]
-    for path in FILES[:-1]:
-        assert client.get(f"/{path}").status_code == 200
-        assert client.get(f"/{path}").headers["content-security-policy"].startswith("default-src 'none'")
+def test_the_token_is_in_no_cookie(client: TestClient) -> None:
+    """A browser sends cookies to each port of a host: to pages of other runs, and to other users' servers."""
+    for path in (*(f"/{name}" for name in FILES), "/?token=secret", "/run"):
+        answer = client.get(path, headers=READER)
+        assert answer.status_code == 200
+        assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+        assert "set-cookie" not in answer.headers
+    assert client.get("/run", headers={"Cookie": "rallypoint=secret"}).status_code == 403
+
+
+def test_two_pages_on_two_ports_can_be_read_by_one_browser(folder: Path) -> None:
+    jar = CookieJar()
+    open_ = build_opener(HTTPCookieProcessor(jar)).open
+    with served(folder, {}) as (one, first), served(folder, {}) as (two, second), first.in_thread(), second.in_thread():
+        for address in (one, two, one):
+            where, token = address.split("?token=")
+            assert b"<title>" in open_(address, timeout=20).read()
+            assert open_(Request(f"{where}run", headers={HEADER: token}), timeout=20).status == 200
+    assert not list(jar)
+
+
+IN_A_BROWSER = """
+const kept = {}, where = process.argv[1];
+globalThis.location = new URL(where);
+globalThis.history = { replaceState: (_, __, path) => { globalThis.location = new URL(path, where); } };
+globalThis.sessionStorage = {
+  setItem: (name, value) => { kept[name] = value; }, getItem: (name) => kept[name] ?? null,
+};
+const vm = require("vm"), source = require("fs").readFileSync(0, "utf8");
+vm.runInThisContext(source + "; globalThis.asked = ask; globalThis.reading = read;");
+(async () => {
+  const answer = await asked(new URL("news", where));
+  await reading(answer, (news) => {
+    console.log(JSON.stringify({ name: news.facts.name, href: location.href }));
+    process.exit();
+  });
+})();
+"""
+
+
+@pytest.mark.skipif(not which("node"), reason="node, which runs the page's script here, is not installed")
+def test_the_page_s_script_takes_the_token_out_of_the_address_and_reads_the_news(folder: Path) -> None:
+    script = files("rallypoint.watch").joinpath("page", "ask.js").read_text()
+    with served(folder, {"name": "a run"}) as (address, server), server.in_thread():
+        done = subprocess.run(
+            ["node", "-e", IN_A_BROWSER, address], input=script, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"name": "a run", "href": address.partition("?")[0]}
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:1234", "127.0.0.1.evil.example"])
 def test_a_page_of_another_name_gets_no_answer(client: TestClient, host: str) -> None:
-    assert client.get("/?token=secret", headers={"Host": host}).status_code == 400
+    assert client.get("/", headers={"Host": host}).status_code == 400
+    assert client.get("/run", headers=READER | {"Host": host}).status_code == 400
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
@@ -129,8 +175,7 @@ def operated(folder: Path) -> Iterator[tuple[TestClient, list[Wish]]]:
         return "done"
 
     page = Page(Follower(folder), {}, "secret", Operator("operator's", follow))
-    with TestClient(page.app, base_url="http://127.0.0.1:1234", follow_redirects=False) as client:
-        client.get("/?token=secret")
+    with TestClient(page.app, base_url="http://127.0.0.1:1234", headers=READER) as client:
         yield client, followed
 
 
@@ -158,7 +203,7 @@ def test_nobody_else_orders_anything(
 ) -> None:
     client, followed = operated
     assert client.post("/order", content=body, headers=headers).status_code == status
-    client.cookies.clear()
+    del client.headers[HEADER]
     assert client.post("/order", content=b'{"order":"pause"}', headers=ORIGIN | TOKEN).status_code == 403
     assert followed == []
 
@@ -173,8 +218,7 @@ def test_a_job_can_be_stopped_while_a_resize_waits_for_machines(folder: Path) ->
         return "done"
 
     page = Page(Follower(folder), {}, "secret", Operator("operator's", follow))
-    with TestClient(page.app, base_url="http://127.0.0.1:1234", follow_redirects=False) as client:
-        client.get("/?token=secret")
+    with TestClient(page.app, base_url="http://127.0.0.1:1234", headers=READER) as client:
 
         def order(name: str) -> int:
             return client.post("/order", content=f'{{"order":"{name}"}}', headers=ORIGIN | TOKEN).status_code
@@ -191,14 +235,13 @@ def test_a_job_can_be_stopped_while_a_resize_waits_for_machines(folder: Path) ->
 
 
 def test_without_an_operator_there_are_no_orders(client: TestClient) -> None:
-    client.get("/?token=secret")
+    client.headers.update(READER)
     assert client.post("/order", content=b'{"order":"pause"}', headers=ORIGIN | TOKEN).status_code == 404
     assert client.get("/run").json()["facts"]["buttons"] is False
 
 
 def test_the_page_asks_nothing_of_the_internet(client: TestClient) -> None:
-    client.get("/?token=secret")
-    for path in ("", "page.js", "page.css"):
+    for path in ("", "ask.js", "page.js", "page.css"):
         assert "http://" not in client.get(f"/{path}").text.replace("http://www.w3.org", "")
         assert "https://" not in client.get(f"/{path}").text
 
@@ -207,7 +250,7 @@ def test_the_stream_begins_with_everything_and_goes_on_with_what_is_new(folder: 
     with served(folder, facts_of(folder)) as (address, server), server.in_thread():
         where, token = address.removeprefix("http://").split("/?token=")
         connection = http.client.HTTPConnection(where, timeout=20)
-        connection.request("GET", "/news", headers={"Cookie": f"{COOKIE}={token}"})
+        connection.request("GET", "/news", headers={HEADER: token})
         stream = connection.getresponse()
         said = _next(stream)
         while said["step"] < 3:  # the log was not read yet
@@ -247,7 +290,7 @@ def test_the_command_prints_the_address_and_ends_at_ctrl_c_with_a_page_open(fold
         address = process.stdout.readline().split()[-1]
         where, token = address.removeprefix("http://").split("/?token=")
         connection = http.client.HTTPConnection(where, timeout=20)
-        connection.request("GET", "/news", headers={"Cookie": f"{COOKIE}={token}"})
+        connection.request("GET", "/news", headers={HEADER: token})
         assert _next(connection.getresponse())
         process.send_signal(2)
         rest = process.stdout.read()

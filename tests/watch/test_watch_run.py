@@ -24,7 +24,7 @@ from rallypoint.launch.options import RunOptions
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.programs import Program
 from rallypoint.watch.follow import EVENTS
-from rallypoint.watch.locked import COOKIE
+from rallypoint.watch.locked import HEADER
 
 SCRIPT = """
 import pathlib, time, torch, rallypoint as rp
@@ -54,7 +54,7 @@ class Reading:
     def __init__(self, address: str) -> None:
         where, token = address.removeprefix("http://").split("/?token=")
         self._connection = http.client.HTTPConnection(where, timeout=240)
-        self._connection.request("GET", "/news", headers={"Cookie": f"{COOKIE}={token}"})
+        self._connection.request("GET", "/news", headers={HEADER: token})
         self._stream = self._connection.getresponse()
 
     def until(self, wanted: Callable[[dict[str, Any]], bool]) -> None:

@@ -145,7 +145,7 @@ def resume(
 
     wishes = Wishes(
         workers=workers, servers=servers, ranks=ranks, bind=bind, advertise=advertise,
-        settings=overrides_from(config, sets or []),
+        settings=overrides_from(config, sets or []), original=original,
     )  # fmt: skip
     plan = going_on(run, wishes, lambda text: print(text, flush=True))
     raise typer.Exit(launch(plan, RunConsole(), original=original))

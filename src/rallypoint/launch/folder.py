@@ -7,7 +7,6 @@ import fcntl
 import os
 import shlex
 import socket
-import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from rallypoint.errors import DataError, RallypointError, UsageError
 from rallypoint.launch.code.kept import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS, TLS, read_plan
 from rallypoint.observe.lines import printable
+from rallypoint.own_files import opened, read_file
 from rallypoint.store.snapshots import SnapshotStore
 
 CLUSTER_FILE = "cluster.json"
@@ -62,8 +62,9 @@ def locked(folder: Path) -> Iterator[None]:
     The lock is the operating system's: it ends with this process, in any case.
     """
     try:
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may not write it: see `refuse_others_words`
-        fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may not write it: see `code.trusted`
+        with opened(folder) as own:
+            fd = own.lock_file(LOCK)
     except OSError as error:
         raise UsageError(f"{folder} cannot be a run's folder: {error.strerror}; choose another --folder") from None
     try:
@@ -90,7 +91,8 @@ def coordinated(folder: Path) -> Iterator[None]:
     path = folder / COORDINATOR_LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        with opened(folder) as own:
+            fd = own.lock_file(COORDINATOR_LOCK)
     except OSError as error:
         raise UsageError(f"{folder} cannot hold the journal: {error.strerror}; choose another --folder") from None
     try:
@@ -125,29 +127,6 @@ def _wait_for_lock(fd: int, path: Path) -> None:
 
 class UnderWay(UsageError):
     """Another launcher holds the folder."""
-
-
-def refuse_others_words(folder: Path, doing: str = "resuming") -> None:
-    """Raise UsageError when another user could have written what the run in this folder runs.
-
-    That is its plan (``run.json``: a command with its arguments) and the code that it keeps. They, and the folder, must
-    belong to this user (or to root), and nobody else may write them. `doing`: what runs them, for the sentence.
-    """
-    for path in (folder, folder / RUN_FILE, folder / CODE):
-        try:
-            about = path.stat()
-        except OSError:
-            continue  # who reads it says what is missing
-        if about.st_uid not in (os.geteuid(), 0):
-            raise UsageError(
-                f"{path} belongs to another user (number {about.st_uid}), and {doing} a run runs what it says: copy "
-                "the folder, and read its run.json, if you trust it"
-            )
-        if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise UsageError(
-                f"other users may write {path}, and {doing} a run runs what it says: look at its run.json, then "
-                f"chmod -R go-w {shlex.quote(str(folder))}"
-            )
 
 
 def refuse_a_running_run(folder: Path) -> None:
@@ -267,7 +246,7 @@ def clear(folder: Path) -> str:
         _refuse_others_code(folder)
         return ""
     elsewhere = _snapshots_elsewhere(folder)
-    databases = [f"{name}{end}" for name in (JOURNAL, FINGERPRINTS) for end in ("", "-wal", "-shm")]
+    databases = [f"{name}{end}" for name in (JOURNAL, FINGERPRINTS) for end in ("", "-wal", "-shm", "-journal")]
     for name in (RUN_FILE, CLUSTER_FILE, _EVENTS, *databases, CONSOLE, CONSOLE_BEFORE):
         (folder / name).unlink(missing_ok=True)
     for file in (*folder.glob("trace-*.json"), *folder.glob("tracked-*.json")):
@@ -307,31 +286,28 @@ def _snapshots_elsewhere(folder: Path) -> str:
 
 def write_where(folder: Path, where: Where) -> None:
     """Write the job's address, for `rallypoint resize` and `snapshot`. Only this user may read the file."""
-    path = folder / CLUSTER_FILE
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(where))
+    with opened(folder) as own:
+        own.write(CLUSTER_FILE, msgspec.json.encode(where))
 
 
 @contextlib.contextmanager
 def token_file(folder: Path, where: Where) -> Iterator[str]:
     """While in the body, the token is in a file that only this user may read. Yields how members get it."""
-    path = folder / TOKEN_FILE.format(os.getpid())
-    path.unlink(missing_ok=True)  # of one that was killed: in a container all have the same process id
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(where.token)
-    try:
-        yield (
-            f"members need its token, which only you can read:  export RALLYPOINT_COORDINATOR={where.coordinator} "
-            f'RALLYPOINT_TOKEN="$(cat {shlex.quote(str(path))})"'
-        )
-    finally:
-        path.unlink(missing_ok=True)
+    name = TOKEN_FILE.format(os.getpid())  # in a container all have the same process id: a killed one may have left it
+    with opened(folder) as own:
+        own.write(name, where.token.encode())
+        try:
+            yield (
+                f"members need its token, which only you can read:  export RALLYPOINT_COORDINATOR={where.coordinator} "
+                f'RALLYPOINT_TOKEN="$(cat {shlex.quote(str(folder / name))})"'
+            )
+        finally:
+            own.unlink(name)
 
 
 def read_where(folder: Path) -> Where:
     """Return the address of the job that runs in this folder. Raises DataError when none runs."""
     try:
-        return msgspec.json.decode((folder / CLUSTER_FILE).read_bytes(), type=Where)
+        return msgspec.json.decode(read_file(folder / CLUSTER_FILE), type=Where)
     except (OSError, msgspec.DecodeError):
         raise DataError(f"no run is under way in {folder}") from None

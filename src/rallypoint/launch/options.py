@@ -25,7 +25,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.engines.choice import check_engine
 from rallypoint.launch.engines.remote.hosts import hosts_of
 from rallypoint.launch.folder import new_folder
-from rallypoint.launch.plan import AUTO, HERE, SNAPSHOTS, Launch, parse_workers
+from rallypoint.launch.plan import AUTO, HERE, SNAPSHOTS, Launch, parse_workers, with_whole_paths
 from rallypoint.net.rdma.choice import TRANSPORTS, chosen
 from rallypoint.store.retention import Retention
 
@@ -270,11 +270,11 @@ class RunOptions(CoordinatorOptions):
         both = replace(self, sets=[*(self.sets or []), *(more_settings or [])])
         steps = _steps(self.trace_steps)
         plan = both.plan(worker)
-        return msgspec.structs.replace(
+        return with_whole_paths(msgspec.structs.replace(
             plan, script=script, trace=str(self.trace or ""), trace_steps=steps, tls=self._certificates(),
             transport=self._transport(), metrics=self._targets(), watch=self._page(), track=self._tracked(),
             **self._machines(plan),
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def _certificates(self) -> str:
         """Return where the certificates are, for the plan."""

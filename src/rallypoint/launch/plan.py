@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rallypoint.core.topology.told import Topology
 from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.engines.remote.hosts import Host
+from rallypoint.own_files import opened, read_file
 from rallypoint.store.retention import Retention
 
 RUN_FILE = "run.json"
@@ -27,7 +29,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         worker: the argv of every worker process.
-        script: the part of `worker` that is the user's script; "" if there is none. See `kept`.
+        script: the part of `worker` that is the user's script, as a whole path; "" if there is none. See `kept`.
         workers: (least, most): with fewer than the least the job waits; workers above the most stand by.
         workers_start: how many workers to start with.
         standby: how many more are started, imported and connected.
@@ -121,25 +123,41 @@ def resized(plan: Launch, workers: int, servers: int) -> Launch:
     return plan
 
 
+def with_whole_paths(plan: Launch) -> Launch:
+    """Return the plan with whole paths: it will be read in another folder, where the same words mean other files."""
+    script = os.path.abspath(plan.script) if plan.script else ""
+    at = plan.worker.index(plan.script) if script else 0
+    local = bool(plan.snapshots) and "://" not in plan.snapshots
+    return msgspec.structs.replace(
+        plan, script=script, worker=(*plan.worker[:at], script, *plan.worker[at + 1 :]) if script else plan.worker,
+        snapshots=os.path.abspath(plan.snapshots) if local else plan.snapshots,
+        trace=os.path.abspath(plan.trace) if plan.trace else "",
+    )  # fmt: skip
+
+
+def program_of(plan: Launch) -> str:
+    """Return which program the workers run, for a sentence, without its arguments: they may hold secrets."""
+    module = plan.worker[1:2] == ("-m",)
+    return plan.script or (" ".join(plan.worker[:3]) if module else plan.worker[0])
+
+
 def write_plan(plan: Launch) -> None:
     """Write the plan to the run's folder, atomically. Raises UsageError when it cannot be written."""
-    path = Path(plan.folder) / RUN_FILE
-    fresh = path.with_suffix(".new")
     try:
-        fresh.unlink(missing_ok=True)
-        fresh.touch(mode=0o600, exist_ok=False)  # a command line may hold secrets
-        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
-        fresh.replace(path)
+        with opened(Path(plan.folder)) as folder:  # for this user alone: a command line may hold secrets
+            folder.write(RUN_FILE, msgspec.json.format(msgspec.json.encode(plan), indent=2))
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+        raise UsageError(f"{Path(plan.folder) / RUN_FILE} cannot be written: {error.strerror}") from None
 
 
 def read_plan(folder: Path) -> Launch:
     """Return the plan of an earlier run. Raises DataError when there is none."""
     try:
-        return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=Launch)
+        return msgspec.json.decode(read_file(folder / RUN_FILE), type=Launch)
     except FileNotFoundError:
         raise DataError(f"{folder} is not the folder of a run: there is no {RUN_FILE} in it") from None
+    except OSError as error:
+        raise DataError(f"{folder / RUN_FILE} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise DataError(f"{folder / RUN_FILE} cannot be read: {error}") from None
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from rallypoint.observe.lenient import say
+from rallypoint.own_files import opened
 
 _LIMIT = 200_000  # spans kept by one process
 
@@ -97,14 +98,10 @@ class Tracer:
         if not self._spans:
             return
         target = folder / f"trace-{self.process}.json"
-        partial = target.with_suffix(f".{os.getpid()}.partial")
+        partial = target.with_suffix(f".{os.getpid()}.partial").name
         try:
-            try:
-                partial.write_text(json.dumps({"traceEvents": self._spans}))
-                partial.replace(target)
-            except OSError:
-                partial.unlink(missing_ok=True)  # a part of a file on a full disk
-                raise
+            with opened(folder) as own:
+                own.write(target.name, json.dumps({"traceEvents": self._spans}).encode(), mode=0o666, beside=partial)
         except OSError as error:
             why = error.strerror or error
             say(f"the trace of {self.process} cannot be written to {target}: {why}", error=True)

@@ -7,6 +7,7 @@ our memory to the disk (O_DIRECT), where the system and the filesystem support t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from mmap import mmap
@@ -39,7 +40,9 @@ class DirectFile:
             if error.errno != errno.EINVAL or not self._direct:
                 raise
             self._direct = False  # not supported here (files in memory, network filesystems)
-            self._descriptor = os.open(path, flags & ~os.O_EXCL, 0o666)  # the failed open may have created the file
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # the failed open may have created the file
+            self._descriptor = os.open(path, flags, 0o666)
 
     def __enter__(self) -> DirectFile:
         return self

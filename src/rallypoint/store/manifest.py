@@ -21,6 +21,7 @@ from rallypoint.errors import DamagedSnapshot, SnapshotError, UsageError
 Compression = Literal["none", "zstd", "zstd-planes"]
 
 FORMAT = 2
+_STATES_OF_A_WORD, _CODEC_BYTES_OF_A_WORD, _BESIDE_BYTES = 64, 32, 16 << 20  # generous: no optimizer keeps so much
 _ID = re.compile(r"step-(\d{8,18})-(\d{1,9})")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.shards")  # a plain name: it cannot lead out of the snapshot's folder
 
@@ -84,6 +85,22 @@ class Manifest(msgspec.Struct, frozen=True):
 
 class _Format(msgspec.Struct):
     format: int
+
+
+def most_bytes(words: int, replicas: int) -> int:
+    """The most bytes that the arrays of a shard of so many words may have, in a job of so many replicas."""
+    return words * (4 * _STATES_OF_A_WORD + _CODEC_BYTES_OF_A_WORD * replicas) + _BESIDE_BYTES
+
+
+def most_of_shards(job: JobRecord) -> dict[int, int]:
+    """The most bytes that the arrays of each of a job's shards may have."""
+    replicas = int(job.config.get("replicas", 1))
+    return {shard.index: most_bytes(shard.words, replicas) for shard in job.layout.shards}
+
+
+def latest_text(snapshot_id: str) -> bytes:
+    """The content of `latest`: the name and its checksum. Without one, a changed digit could name another snapshot."""
+    return f"{snapshot_id}\n{checksum_of(snapshot_id.encode())}\n".encode()
 
 
 def snapshot_id(version: int, attempt: int) -> str:

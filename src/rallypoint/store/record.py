@@ -21,7 +21,6 @@ from rallypoint.store.manifest import Compression
 
 MAX_ARRAY_BYTES = 1 << 30  # far above any shard
 _MAX_RECORD_BYTES = 2 << 30  # of a record whose shard is not known
-_STATES_OF_A_WORD, _CODEC_BYTES_OF_A_WORD, _BESIDE_BYTES = 64, 32, 16 << 20  # generous: no optimizer keeps so much
 AVERAGE, AVERAGED = "average", "averaged"  # the array and the number of an average of the parameters
 _MAGIC = b"RPS1"
 _STATE = "memory-"  # the prefix on disk of codec states
@@ -108,11 +107,6 @@ def encode_chunks(record: ShardRecord, compression: Compression) -> list[bytes |
     )
     head = msgspec.msgpack.encode(described)
     return [_PREFIX.pack(_MAGIC, len(head)) + head, *payloads]
-
-
-def most_bytes(words: int, replicas: int) -> int:
-    """The most bytes that the arrays of a shard of so many words may have, in a job of so many replicas."""
-    return words * (4 * _STATES_OF_A_WORD + _CODEC_BYTES_OF_A_WORD * replicas) + _BESIDE_BYTES
 
 
 def decode_record(data: bytes, most: int = _MAX_RECORD_BYTES) -> ShardRecord:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -30,6 +30,8 @@ from rallypoint.store.manifest import (
     checksum_of,
     decode_manifest,
     encode_manifest,
+    latest_text,
+    most_of_shards,
     shards_by_file,
 )
 from rallypoint.store.pace import Pace
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from rallypoint.store.record import ShardRecord
 
 FILE_BYTES = 64 << 20
+_MOST_BYTES = 256 << 20  # of a manifest: of a model with a million tensors it has about half of that
 _MANIFEST = "manifest.json"
 _LATEST = "latest"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -111,7 +114,7 @@ class SnapshotStore:
         except SnapshotError as error:
             raise SnapshotFailed(f"snapshot {manifest.id} is not committed: {error}") from None
         self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", data)
-        self._put(manifest.id, _LATEST, _latest_text(manifest.id))
+        self._put(manifest.id, _LATEST, latest_text(manifest.id))
 
     def amend(self, manifest: Manifest) -> bool:
         """Write a committed snapshot's manifest again, with other metrics. Returns False if the snapshot is gone.
@@ -168,7 +171,9 @@ class SnapshotStore:
         """
         _check_names(snapshot_id)
         with self._reading(snapshot_id, _MANIFEST):
-            data = read_again(lambda: self._files.get(f"{snapshot_id}/{_MANIFEST}"))
+            data = read_again(lambda: self._files.get(f"{snapshot_id}/{_MANIFEST}", 0, _MOST_BYTES + 1))
+        if len(data) > _MOST_BYTES:
+            raise DamagedSnapshot(_damage(snapshot_id, _MANIFEST, f"it has more than {_MOST_BYTES} bytes"))
         try:
             manifest = decode_manifest(data)
         except DamagedSnapshot as error:
@@ -185,21 +190,17 @@ class SnapshotStore:
         Raises DamagedSnapshot naming the snapshot, the file and the shard; SnapshotError for a shard that it does not
         have.
         """
-        from rallypoint.store.record import (  # need numpy, which importing this module must not
-            decode_record,
-            most_bytes,
-        )
+        from rallypoint.store.record import decode_record  # needs numpy, which importing this module must not
 
         job = manifest.job
-        words = {shard.index: shard.words for shard in job.layout.shards}
-        replicas = int(job.config.get("replicas", 1))
+        most = most_of_shards(job)
         for shard in shards:
             entry = manifest.shards.get(shard)
             if entry is None:
                 raise SnapshotError(f"snapshot {manifest.id} has no shard {shard}")
-            data = self._checked(manifest, shard, entry)
+            data = self._checked(manifest, shard, entry, most)
             try:
-                record = decode_record(data, most_bytes(words[shard], replicas))
+                record = decode_record(data, most[shard])
             except DamagedSnapshot as error:
                 raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard}: {error}")) from None
             right = job.version_at(shard, manifest.version)
@@ -217,9 +218,10 @@ class SnapshotStore:
         if missing := manifest.missing():
             raise DamagedSnapshot(_damage(manifest.id, _MANIFEST, f"it has no shard {missing[0]}"))
         self._check_sizes(manifest)
+        most = most_of_shards(manifest.job)
         for shards in shards_by_file(manifest).values():
             for shard, entry in shards:
-                self._checked(manifest, shard, entry)
+                self._checked(manifest, shard, entry, most)
 
     # Cleaning up
 
@@ -269,9 +271,9 @@ class SnapshotStore:
         with self._reading("", _LATEST):
             if not self._files.exists(_LATEST):
                 return None
-            data = read_again(lambda: self._files.get(_LATEST))
+            data = read_again(lambda: self._files.get(_LATEST, 0, 200))  # a name and a checksum
         name = data.partition(b"\n")[0].decode("ascii", "replace")
-        if age(name) is not None and data == _latest_text(name):
+        if age(name) is not None and data == latest_text(name):
             return name
         say(f"{self._files.where(_LATEST)} is damaged; using the snapshot with the highest version")
         return None
@@ -308,7 +310,9 @@ class SnapshotStore:
             if found != size:
                 raise DamagedSnapshot(_damage(manifest.id, file, f"it has {found} bytes instead of {size}"))
 
-    def _checked(self, manifest: Manifest, shard: int, entry: ShardEntry) -> bytes:
+    def _checked(self, manifest: Manifest, shard: int, entry: ShardEntry, most: Mapping[int, int]) -> bytes:
+        if entry.length > 2 * most.get(shard, 0):  # (what cannot be compressed becomes a little larger)
+            raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard} cannot have {entry.length} bytes"))
         with self._reading(manifest.id, entry.file):
             path, stop = f"{manifest.id}/{entry.file}", entry.offset + entry.length
             data = read_again(lambda: self._files.get(path, entry.offset, stop))
@@ -378,11 +382,6 @@ def _passes(check: Callable[[Manifest], None], manifest: Manifest) -> bool:
     except DamagedSnapshot:
         return False
     return True
-
-
-def _latest_text(snapshot_id: str) -> bytes:
-    """The content of `latest`: the name and its checksum. Without one, a changed digit could name another snapshot."""
-    return f"{snapshot_id}\n{checksum_of(snapshot_id.encode())}\n".encode()
 
 
 def _check_names(snapshot_id: str, part: str = "part") -> None:

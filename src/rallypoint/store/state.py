@@ -8,7 +8,8 @@ from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.errors import DamagedSnapshot, ProtocolError
 from rallypoint.optim.table import state_names
-from rallypoint.store.record import ShardRecord, decode_record, most_bytes
+from rallypoint.store.manifest import most_bytes
+from rallypoint.store.record import ShardRecord, decode_record
 
 MASTER = "master"
 OWN = "own"  # the prefix of array names that belong to a user's own optimizer

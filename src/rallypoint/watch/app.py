@@ -18,7 +18,7 @@ from rallypoint.watch.follow import Follower
 from rallypoint.watch.locked import Lock, file, healthy, middleware
 from rallypoint.watch.operating import Operator
 
-_FILES = {"": "index.html", **{name: name for name in ("page.js", "page.css", "uplot.js", "uplot.css")}}
+_FILES = {"": "index.html", **{name: name for name in ("ask.js", "page.js", "page.css", "uplot.js", "uplot.css")}}
 _EVERY_S, _STILL_S = 0.5, 15.0  # between two looks; between two signs of life
 _LAST_S = 0.3  # at the end so long for what the follower has not read yet: longer than it takes between two looks
 _MOST_STREAMS = 64
@@ -28,8 +28,8 @@ class Page:
     """The application for one run: ``Page(follower, facts, token).app``.
 
     `facts` do not change: the run's name, its settings. `resolved` returns all settings of the job, as far as they are
-    known by then; it may block. Whoever opens ``/?token=TOKEN`` gets a cookie; without one
-    nothing is answered but ``/healthz``. With an `operator` it takes orders from who has that one's token too.
+    known by then; it may block. Who shows `token` (see `Lock`) is told of the run; others get the page's files alone,
+    and ``/healthz``. With an `operator` it takes orders from who has that one's token too.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Page:
         routes.append(Route("/settings", lock(self._settings)))
         if operator is not None:
             routes.append(Route("/order", lock(operator.answer), methods=["POST"]))
-        routes += [Route(f"/{path}", lock(file(name))) for path, name in _FILES.items()]
+        routes += [Route(f"/{path}", file(name)) for path, name in _FILES.items()]
         self.app = Starlette(routes=routes, middleware=middleware())
 
     async def _whole(self, request: Request) -> Response:

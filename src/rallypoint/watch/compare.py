@@ -15,7 +15,7 @@ from rallypoint.watch.follow import Follower
 from rallypoint.watch.locked import Lock, file, healthy, middleware
 from rallypoint.watch.state import RunState
 
-_FILES = {"": "compare.html", **{name: name for name in ("compare.js", "page.css", "uplot.js", "uplot.css")}}
+_FILES = {"": "compare.html", **{name: name for name in ("ask.js", "compare.js", "page.css", "uplot.js", "uplot.css")}}
 
 
 class Comparison:
@@ -30,7 +30,7 @@ class Comparison:
         self._followers, self.closing, lock = followers, False, Lock(token)
         self._differ = _differing(settings)
         routes = [Route("/healthz", healthy), Route("/runs", lock(self._runs))]
-        routes += [Route(f"/{path}", lock(file(name))) for path, name in _FILES.items()]
+        routes += [Route(f"/{path}", file(name)) for path, name in _FILES.items()]
         self.app = Starlette(routes=routes, middleware=middleware())
 
     async def _runs(self, request: Request) -> Response:

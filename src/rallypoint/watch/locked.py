@@ -10,9 +10,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
-COOKIE = "rallypoint"
+HEADER = "X-Rallypoint-Token"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -25,9 +25,10 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 
 class Lock:
-    """Gives answers to who has `token`: ``lock(answer)`` is one that asks for it first.
+    """Gives answers to who has `token`: ``lock(answer)`` is one that asks for it first, in the header HEADER.
 
-    Whoever opens an address with ``?token=TOKEN`` gets a cookie.
+    It is in no cookie: a browser sends those of 127.0.0.1 to each of its ports, where other users may have servers. The
+    page takes it out of the address ``/?token=TOKEN``, and keeps it in the storage of its tab.
     """
 
     def __init__(self, token: str) -> None:
@@ -35,11 +36,7 @@ class Lock:
 
     def __call__(self, answer: Answer) -> Answer:
         async def locked(request: Request) -> Response:
-            given = request.query_params.get("token", "")
-            if given and self._is_token(given):  # out of the address, so that it is in no history and no screenshot
-                response: Response = RedirectResponse(request.url.path, 303)
-                response.set_cookie(COOKIE, given, httponly=True, samesite="strict")
-            elif self._is_token(request.cookies.get(COOKIE, "")):
+            if hmac.compare_digest(request.headers.get(HEADER, "").encode(), self._token.encode()):
                 response = await answer(request)
             else:
                 response = PlainTextResponse(
@@ -49,9 +46,6 @@ class Lock:
             return response
 
         return locked
-
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token.encode())
 
 
 def middleware() -> list[Middleware]:
@@ -65,10 +59,11 @@ async def healthy(request: Request) -> Response:
 
 
 def file(name: str) -> Answer:
-    """A file of the page."""
+    """A file of the page. Anybody may have it: a browser can send no token before, and it tells nothing of the run."""
     kind = f"{_KINDS[name.rpartition('.')[2]]}; charset=utf-8"
 
     async def answer(request: Request) -> Response:
-        return Response(files("rallypoint.watch").joinpath("page", name).read_bytes(), media_type=kind)
+        text = files("rallypoint.watch").joinpath("page", name).read_bytes()
+        return Response(text, media_type=kind, headers=_HEADERS)
 
     return answer

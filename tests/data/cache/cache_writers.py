@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rallypoint.data.cache import entries
+from rallypoint import own_files
 from rallypoint.data.cache.cache import Cache, Piece
 
 
@@ -27,16 +27,16 @@ def many_reads(folder: Path, together: Any, queue: Any, pieces: int) -> None:
 def hold_and_die(cache: Cache, piece: Piece, when: str, ready: Any, never_set: Any) -> None:
     """Wait for the SIGKILL, with a part of the entry written if `when` is "writing"."""
 
-    replace = entries.os.replace
+    replace = own_files.os.replace
 
-    def wait(*names: Any) -> bytes:
-        if names and names[0].suffix != ".partial":
-            replace(*names)  # the folder's size, not an entry
+    def wait(*names: Any, **folders: int) -> bytes:
+        if names and not names[0].endswith(".partial"):
+            replace(*names, **folders)  # the folder's size, not an entry
             return b""
         ready.set()
         never_set.wait()
         return b""
 
     if when == "writing":
-        entries.os.replace = wait  # type: ignore[assignment]
+        own_files.os.replace = wait  # type: ignore[assignment]
     cache.get(piece, wait if when == "fetching" else lambda: bytes(piece.stop - piece.start))

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rallypoint.data.cache import cache as cache_module
-from rallypoint.data.cache import entries as entries_module
 from rallypoint.data.cache.cache import Cache, Piece
 from rallypoint.data.cache.entries import Entries
 from rallypoint.errors import UsageError
+from rallypoint.own_files import OpenFolder
 
 from cache_writers import hold_and_die, many_reads  # isort: skip
 
@@ -168,14 +168,14 @@ def test_a_disk_that_fails_costs_no_sample(cache: Cache, monkeypatch: Any, caplo
 def test_a_disk_that_is_full_below_the_limit_keeps_what_was_used_last(
     tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    cache, write = Cache(tmp_path), entries_module._write
+    cache, write = Cache(tmp_path), OpenFolder.write
 
-    def on_a_small_disk(partial: Path, data: bytes, path: Path, rest: bytes = b"") -> None:
-        if cache.total + len(data) + len(rest) > 10 * 128:
+    def on_a_small_disk(folder: OpenFolder, name: str, *parts: bytes, beside: str = "") -> None:
+        if cache.total + sum(map(len, parts)) > 10 * 128:
             raise OSError(28, "No space left on device")
-        write(partial, data, path, rest)
+        write(folder, name, *parts, beside=beside)
 
-    monkeypatch.setattr(entries_module, "_write", on_a_small_disk)
+    monkeypatch.setattr(OpenFolder, "write", on_a_small_disk)
     for number in range(30):
         assert cache.get(piece(number), lambda number=number: data_of(piece(number))) == data_of(piece(number))  # type: ignore[misc]
         assert cache.get(piece(number), never) == data_of(piece(number))

@@ -14,8 +14,11 @@ from pathlib import Path
 
 import xxhash
 
+from rallypoint.own_files import OpenFolder, opened
+
 _MAGIC = b"RPC1"
 _HEAD = struct.Struct("<4sQ16s")  # the magic, how many bytes follow, their checksum
+_ENTRIES, _LOCKS, _SIZE = "entries", "locks", "size"
 _NAME = re.compile(rb"[0-9a-f]{16}")
 _STRIPES = 1024  # locks of entries: a file for each entry would never go away
 _LOWERED = 0.9  # of the limit: what is left when something has to go
@@ -28,7 +31,8 @@ class Entries:
     """The entries in `folder`, at most `limit` bytes of them. Names are hexadecimal. For any thread and process.
 
     An entry is written beside its place, under the lock of its name, and renamed: a process that is killed leaves
-    nothing that another one would take for an entry. All methods raise OSError as the folder's disk does.
+    nothing that another one would take for an entry. No link in the folder is followed, so nobody who may write into it
+    has other files overwritten or deleted. All methods raise OSError as the folder's disk does.
 
         folder/id              a random name of this folder
         folder/size            how many bytes the entries are, at least
@@ -38,41 +42,43 @@ class Entries:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        self._entries, self._locks, self._size = folder / "entries", folder / "locks", folder / "size"
 
     def prepare(self) -> str:
         """Make the folder, if there is none yet. Returns its name: the same one for each process that uses it."""
-        for made in (self.folder, self._entries, self._locks):
-            made.mkdir(parents=True, exist_ok=True, mode=0o700)
-        name = self.folder / "id"
-        try:
-            with self._locked("id", _SIZE_LOCK_S):
-                if not name.exists() or not _NAME.fullmatch(name.read_bytes()):  # (a machine without power loses them)
-                    _write(name.with_suffix(".new"), secrets.token_hex(8).encode(), name)
-                return name.read_text("ascii")
-        except _Held:
-            raise TimeoutError(f"another process holds {self._locks / 'id'}, and does not go on") from None
+        with opened(self.folder, make=True) as folder:
+            with folder.folder(_ENTRIES, make=True), folder.folder(_LOCKS, make=True):
+                pass
+            try:
+                with self._locked("id", _SIZE_LOCK_S):
+                    if not folder.has("id") or not _NAME.fullmatch(folder.read("id")):  # (without power they are lost)
+                        folder.write("id", secrets.token_hex(8).encode())
+                    return folder.read("id").decode("ascii")
+            except _Held:
+                held = self.folder / _LOCKS / "id"
+                raise TimeoutError(f"another process holds {held}, and does not go on") from None
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an entry, which counts as used now; None if there is none. A damaged one is deleted."""
-        path = self._path(name)
         try:
-            with path.open("rb", buffering=0) as opened:
-                head = opened.read(_HEAD.size)
-                data = opened.read()
+            with self._beside(name) as folder:
+                with folder.open(name) as file:
+                    head, data = file.read(_HEAD.size), file.read()
+                if head != _head(name, data):
+                    folder.unlink(name)
+                    return None
+                with contextlib.suppress(OSError):
+                    folder.touch(name)
+                return data
         except FileNotFoundError:
             return None
-        with contextlib.suppress(FileNotFoundError):
-            if head != _head(name, data):
-                path.unlink()
-                return None
-            with contextlib.suppress(OSError):
-                os.utime(path)
-        return data
 
     def has(self, name: str) -> bool:
         """True if there is an entry, which may be damaged."""
-        return self._path(name).exists()
+        try:
+            with self._beside(name) as folder:
+                return folder.has(name)
+        except FileNotFoundError:
+            return False
 
     def keep(self, name: str, data: bytes) -> None:
         """Keep these bytes, instead of those that were used longest ago. Needs the lock of `name`.
@@ -92,10 +98,9 @@ class Entries:
     def _keep(self, name: str, data: bytes, size: int) -> None:
         if not self._make_room(size):
             return
-        path = self._path(name)
-        path.parent.mkdir(exist_ok=True, mode=0o700)
-        with contextlib.suppress(FileNotFoundError):  # another process has made room, and took this for a leftover
-            _write(path.with_suffix(".partial"), _head(name, data), path, data)
+        # FileNotFoundError: another process has made room meanwhile, and took this for a leftover
+        with self._beside(name, make=True) as folder, contextlib.suppress(FileNotFoundError):
+            folder.write(name, _head(name, data), data, beside=f"{name}.partial")
 
     @contextlib.contextmanager
     def locked(self, name: str, timeout: float, of: str = "") -> Iterator[bool]:
@@ -121,7 +126,7 @@ class Entries:
                 total = self._counted() + size
                 if total > self.limit:
                     total = self._shrink(int(self.limit * _LOWERED) - size) + size
-                _write(self._size.with_suffix(".new"), str(total).encode(), self._size)
+                self._count(total)
         except _Held:
             return False
         return True
@@ -132,7 +137,7 @@ class Entries:
             with self._locked("size", _SIZE_LOCK_S):
                 total = self.total
                 left = self._shrink(int(total * _LOWERED) - size)
-                _write(self._size.with_suffix(".new"), str(left).encode(), self._size)
+                self._count(left)
         except _Held:
             return False
         return left < total
@@ -140,36 +145,45 @@ class Entries:
     def _counted(self) -> int:
         """What the last process counted, which is never too little: it is written before an entry is."""
         try:
-            return int(self._size.read_text("ascii"))
+            with opened(self.folder) as folder:
+                return int(folder.read(_SIZE))
         except (FileNotFoundError, ValueError):
             return self.total
+
+    def _count(self, total: int) -> None:
+        """Note how many bytes the entries are. Needs the lock "size"."""
+        with opened(self.folder) as folder:
+            folder.write(_SIZE, str(total).encode())
 
     def _shrink(self, most: int) -> int:
         """Delete entries, those first that were used longest ago, until they are `most` bytes. Returns what is left."""
         found = sorted(self._all())
         total = sum(size for _, _, size in found)
-        for _, path, size in found:
+        for _, name, size in found:
             if total <= most:
                 break
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            with contextlib.suppress(FileNotFoundError), self._beside(name) as folder:
+                folder.unlink(name)
             total -= size
         return total
 
     def _all(self) -> Iterator[tuple[int, str, int]]:
-        """When it was used, path and size of each entry, and of each leftover."""
-        for folder in os.scandir(self._entries):
-            for entry in os.scandir(folder.path):
-                with contextlib.suppress(FileNotFoundError):
-                    about = entry.stat()
-                    yield about.st_mtime_ns, entry.path, about.st_size
+        """When it was used, name and size of each entry, and of each leftover."""
+        with opened(self.folder) as own, own.folder(_ENTRIES) as entries:
+            for start in entries.names():
+                with entries.folder(start) as folder:
+                    for name in folder.names():
+                        with contextlib.suppress(FileNotFoundError):
+                            about = folder.stat(name)
+                            yield about.st_mtime_ns, name, about.st_size
 
     @contextlib.contextmanager
     def _locked(self, name: str, timeout: float) -> Iterator[None]:
         """Raises `_Held` if it takes too long; an error of the body comes through as it is."""
         import fcntl  # not on every system
 
-        descriptor = os.open(self._locks / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with opened(self.folder) as own, own.folder(_LOCKS) as locks:
+            descriptor = locks.lock_file(name)
         try:
             deadline = time.monotonic() + timeout
             while not _try_to_lock(descriptor):
@@ -183,8 +197,11 @@ class Entries:
         finally:
             os.close(descriptor)
 
-    def _path(self, name: str) -> Path:
-        return self._entries / name[:2] / name
+    @contextlib.contextmanager
+    def _beside(self, name: str, *, make: bool = False) -> Iterator[OpenFolder]:
+        """In the body the folder of an entry is open. `make`: it is made if there is none."""
+        with opened(self.folder) as own, own.folder(_ENTRIES) as entries, entries.folder(name[:2], make=make) as folder:
+            yield folder
 
 
 class _Held(Exception):
@@ -212,16 +229,3 @@ def checksum(data: bytes, name: str = "") -> bytes:
 def _head(name: str, data: bytes) -> bytes:
     return _HEAD.pack(_MAGIC, len(data), checksum(data, name))
 
-
-def _write(partial: Path, data: bytes, path: Path, rest: bytes = b"") -> None:
-    """Write a file whole or not at all. Needs a lock, as two writers would share `partial`."""
-    try:
-        with partial.open("wb", buffering=0) as opened:
-            for part in (data, rest):
-                left = memoryview(part)
-                while left:
-                    left = left[opened.write(left) :]
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
+import secrets
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +21,7 @@ from rallypoint.data.cache.cache import Cache, cache_of
 from rallypoint.data.sources.remote import File, Files
 from rallypoint.data.sources.shards import Rows, ShardedDataset, Transform
 from rallypoint.errors import DataError
+from rallypoint.own_files import opened
 
 PIECE_BYTES = 16 << 20  # samples that are read in one request, unless one is larger
 BLOCK_BYTES = 4 << 20  # of a store's tar, that a cache keeps
@@ -225,6 +226,9 @@ def _check_member(info: tarfile.TarInfo, tar_name: str) -> None:
         )
 
 
+_MOST_INDEX_BYTES = 8 << 30
+
+
 class _Index(msgspec.Struct):
     tars: list[Tar]
     pieces: list[Piece]
@@ -233,14 +237,20 @@ class _Index(msgspec.Struct):
 def _kept(path: Path, tars: list[Tar]) -> list[Piece] | None:
     """The index that this file keeps; None if there is none, or it is of other tars."""
     try:
-        found = msgspec.msgpack.decode(path.read_bytes(), type=_Index)
+        whole = path.resolve()
+        with opened(whole.parent) as folder:
+            found = msgspec.msgpack.decode(folder.read(whole.name, _MOST_INDEX_BYTES), type=_Index)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
+    except OSError as error:
+        raise DataError(f"index={path} cannot be read: {error.strerror}; name another file") from None
     return found.pieces if found.tars == tars else None
 
 
 def _keep(path: Path, tars: list[Tar], pieces: list[Piece]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(msgspec.msgpack.encode(_Index(tars, pieces)))
-    os.replace(partial, path)  # other workers of this machine may write it too: each one whole
+    partial = f".{path.name}.{secrets.token_hex(8)}.partial"  # other workers may write it too: each one whole
+    try:
+        with opened(path.parent, make=True) as folder:
+            folder.write(path.name, msgspec.msgpack.encode(_Index(tars, pieces)), mode=0o666, beside=partial)
+    except OSError as error:
+        raise DataError(f"index={path} cannot be written: {error.strerror}; name another file") from None

@@ -39,7 +39,7 @@ def keep(script: str, folder: Path) -> str:
     try:
         remove(fresh)
         fresh.mkdir(mode=0o700, parents=True)
-        (fresh / path.name).write_bytes(text)
+        _write(fresh / path.name, text)
         complete = _copy_modules(path.parent, fresh, (kept.resolve(), fresh.resolve()))
         remove(kept)
         fresh.rename(kept)
@@ -95,9 +95,18 @@ def _copy_modules(home: Path, kept: Path, without: Sequence[Path]) -> bool:
         if count > _FILES or size > _BYTES:
             return False
         target = kept / source.relative_to(home)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(text)
+        if target.exists():
+            continue  # the script: it was copied first
+        for parent in reversed(target.relative_to(kept).parents):
+            (kept / parent).mkdir(mode=0o700, exist_ok=True)
+        _write(target, text)
     return True
+
+
+def _write(path: Path, text: bytes) -> None:
+    """Write a new file that only this user may read and write, whatever new files are here by default."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(text)
 
 
 def _modules(home: Path, without: Sequence[Path]) -> Iterator[Path]:

@@ -14,13 +14,14 @@ from rallypoint.config.keys import check_keys
 from rallypoint.config.resolve import merged
 from rallypoint.config.values import check_values
 from rallypoint.errors import UsageError
+from rallypoint.launch.code.kept import CODE
+from rallypoint.launch.code.trusted import refuse_others_script, refuse_others_words
 from rallypoint.launch.folder import (
     has_snapshot,
     refuse_a_finished_run,
     refuse_a_running_run,
-    refuse_others_words,
 )
-from rallypoint.launch.plan import RUN_FILE, Launch, parse_workers, read_plan, resized
+from rallypoint.launch.plan import RUN_FILE, Launch, parse_workers, program_of, read_plan, resized
 from rallypoint.store.snapshots import SnapshotStore
 
 
@@ -33,6 +34,8 @@ class Wishes:
         servers: the number of servers.
         ranks, bind, advertise: see `Launch`.
         settings: nested settings over those of the run.
+        original: the code that the run has kept, not the script as it is now.
+        script: the script that this command names itself; "": run.json alone does.
     """
 
     workers: str = ""
@@ -41,17 +44,22 @@ class Wishes:
     bind: str = ""
     advertise: str = ""
     settings: Mapping[str, Any]
+    original: bool = False
+    script: str = ""
 
 
 def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     """Return the plan with which the run in this folder goes on from its newest usable snapshot.
 
-    `say` gets a sentence about the snapshot, one for each setting that changes, and one for each snapshot that cannot
-    be used. Raises UsageError when the run cannot go on, or another user could have written its plan; ConfigError for a
-    setting that cannot change.
+    `say` gets a sentence about the snapshot and what runs, one for each setting that changes, and one for each snapshot
+    that cannot be used. Raises UsageError when the run cannot go on, or another user could have written what it runs;
+    ConfigError for a setting that cannot change.
     """
     refuse_others_words(run)
-    plan = read_plan(run)
+    plan = msgspec.structs.replace(read_plan(run), folder=str(run))
+    kept = wishes.original and (run / CODE).is_dir()
+    if not kept and wishes.script != plan.script:
+        refuse_others_script(plan, "resuming", "give --original, which runs the copy that the run has kept")
     check_keys(wishes.settings)
     check_values(wishes.settings)
     refuse_a_running_run(run)
@@ -67,10 +75,11 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     step = min(manifest.version * record.steps_per_round, int(record.config["steps"]))
     said = [f"from step {step} on, {change}" for change in changes]
     say(f"going on from step {step}: snapshot {manifest.id}")
+    say(f"it runs {program_of(plan)}{', as the run has kept it' if kept and plan.script else ''}")
     for sentence in said:
         say(sentence)
     plan = msgspec.structs.replace(
-        plan, resume=manifest.id, folder=str(run), bind=wishes.bind or plan.bind,
+        plan, resume=manifest.id, bind=wishes.bind or plan.bind,
         advertise=wishes.advertise or plan.advertise, overrides=overrides, ranks=wishes.ranks or plan.ranks,
         changes=(*plan.changes, *(sentence for sentence in said if sentence not in plan.changes)),
     )  # fmt: skip
@@ -92,4 +101,4 @@ def going_on_or_anew(plan: Launch, say: Callable[[str], None]) -> tuple[Launch, 
     if not has_snapshot(plan.snapshots):
         say(f"{folder} holds a run that has no snapshot yet: it begins anew")
         return plan, True
-    return going_on(folder, Wishes(settings=plan.overrides), say), False
+    return going_on(folder, Wishes(settings=plan.overrides, script=plan.script), say), False

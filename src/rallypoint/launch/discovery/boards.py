@@ -24,12 +24,14 @@ from rallypoint.launch import environment
 from rallypoint.launch.discovery.place import Place
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.lenient import say
+from rallypoint.own_files import OpenFolder, not_private, opened
 
 PATIENCE_S = 300.0  # seconds in which rank 0 must have published; it may import from a cold disk
 _SAY_S = 10.0
 _POLL_S = 0.1
 _CONNECT_S = 3.0
 _STORE = timedelta(seconds=30)
+_OTHERWISE = "delete it, or set RALLYPOINT_FOLDER to a folder of your own"
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -79,13 +81,14 @@ def look(place: Place, patience: float = PATIENCE_S) -> Found:
 
 
 def check_own(path: Path) -> None:
-    """Raise UsageError unless a file or folder is this user's, and nobody else's to read."""
+    """Raise UsageError unless a file is this user's, and nobody else's to read."""
     try:
-        status = path.stat()
+        with opened(path.parent) as folder, folder.open(path.name) as file:
+            why = not_private(os.fstat(file.fileno()))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise UsageError(f"{path} belongs to another user, or others can read it: it is not used")
+    if why:
+        raise UsageError(f"{path} {why}: it is not used")
 
 
 class FolderBoard:
@@ -93,29 +96,29 @@ class FolderBoard:
 
     def __init__(self, place: Place) -> None:
         self.folder = folder_of(place)
-        self._file = self.folder / f"coordinator-{_file_name(place.attempt)}.json"
+        self._name = f"coordinator-{_file_name(place.attempt)}.json"
 
     def read(self) -> bytes | None:
-        """See `Board`."""
+        """See `Board`. Raises UsageError if the folder or the file is another user's, or is something else."""
         try:
-            text = self._file.read_bytes()
+            with _entered(self.folder) as folder, folder.open(self._name) as file:
+                if why := not_private(os.fstat(file.fileno())):
+                    raise UsageError(f"{self.folder / self._name} {why}: it is not used")
+                return file.read()
         except FileNotFoundError:
             return None
-        check_own(self._file)
-        return text
+        except OSError as error:
+            raise UsageError(f"{self.folder / self._name} cannot be read: {error.strerror}") from None
 
     @contextlib.contextmanager
     def published(self, text: bytes) -> Iterator[None]:
         """See `Board`."""
-        fresh = self._file.with_suffix(".new")
-        fresh.unlink(missing_ok=True)
-        with os.fdopen(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(text)
-        fresh.replace(self._file)
-        try:
-            yield
-        finally:
-            self._file.unlink(missing_ok=True)
+        with _entered(self.folder) as folder:
+            folder.write(self._name, text)
+            try:
+                yield
+            finally:
+                folder.unlink(self._name)
 
 
 class StoreBoard:
@@ -185,17 +188,34 @@ def private_folder(place: Place) -> Iterator[Path]:
         return
     folder, ours = folder_of(place), not os.environ.get(environment.FOLDER)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
+        with _entered(folder, make=True):
+            pass
+    except FileNotFoundError as error:
         raise UsageError(f"{folder} cannot be made: {error.strerror}") from None
-    if ours:
-        check_own(folder)
     try:
         yield folder
     finally:
         if ours:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+@contextlib.contextmanager
+def _entered(path: Path, *, make: bool = False) -> Iterator[OpenFolder]:
+    """In the body the folder that all processes see is open. The one of a name that others can guess must be ours.
+
+    Raises UsageError if it is not, or is no folder; FileNotFoundError if there is none.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(opened(path, make=make))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise UsageError(f"{path} cannot be opened: {error.strerror}; {_OTHERWISE}") from None
+        if not os.environ.get(environment.FOLDER) and (why := folder.not_private()):
+            raise UsageError(f"{path} {why}; {_OTHERWISE}")
+        yield folder
 
 
 def _file_name(attempt: str) -> str:

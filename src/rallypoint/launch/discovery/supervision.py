@@ -36,8 +36,10 @@ from rallypoint.launch.plan import is_loopback
 from rallypoint.launch.showing.screen import Screen
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import role_token
+from rallypoint.net.places.binding import EVERYWHERE
 from rallypoint.observe.lenient import say
 from rallypoint.observe.unhurried import Unhurried
+from rallypoint.own_files import opened
 
 _POLL_S = 0.05
 _LEAVE_S = 10.0  # seconds after SIGTERM in which a worker may hand over
@@ -123,7 +125,7 @@ class Supervisor:
 
     def _server(self, name: str) -> Command:
         host = self._address.rpartition(":")[0]
-        where: tuple[str, ...] = ("--bind", "127.0.0.1:0") if is_loopback(host) else ("--bind", "0.0.0.0:0")
+        where: tuple[str, ...] = ("--bind", "127.0.0.1:0") if is_loopback(host) else ("--bind", f"{EVERYWHERE}:0")
         if self._duties.found is None and not is_loopback(host):
             where = (*where, "--advertise", host)  # the coordinator's machine is ours
         return self._command(name, "server", (*_CLI, "server", *where))
@@ -261,14 +263,13 @@ class Supervisor:
 @contextlib.contextmanager
 def _token_file(folder: Path, token: str) -> Iterator[str]:
     """While in the body, the token is in a file that only this user can read. Yields its path."""
-    path = folder / f"token-{os.getpid()}"
-    path.unlink(missing_ok=True)  # of one that was killed: in a container all have the same process id
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(token)
-    try:
-        yield str(path)
-    finally:
-        path.unlink(missing_ok=True)
+    name = f"token-{os.getpid()}"  # in a container all have the same process id: one that was killed may have left it
+    with opened(folder) as own:
+        own.write(name, token.encode())
+        try:
+            yield str(folder / name)
+        finally:
+            own.unlink(name)
 
 
 def main(arguments: list[str]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from rallypoint.errors import UsageError
 from rallypoint.launch.kubernetes import objects as k
 from rallypoint.launch.kubernetes.pods import certificate_key
-from rallypoint.launch.kubernetes.shape import Shape, check_label
+from rallypoint.launch.kubernetes.shape import Shape, check_label, check_name
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.tls.files import CA, CERTIFICATE, KEY
@@ -54,7 +54,7 @@ def code(shape: Shape) -> k.ConfigMap:
 
 def new_secret(name: str, namespace: str = "") -> k.Secret:
     """Return a Secret with a new token for each role. UsageError if it cannot be called so."""
-    check_label(name, "the Secret")
+    _check_names(name, namespace)
     token = new_token()
     return k.Secret(
         api_version="v1", kind="Secret", metadata=k.Meta(name=name, namespace=namespace), type="Opaque",
@@ -65,7 +65,7 @@ def new_secret(name: str, namespace: str = "") -> k.Secret:
 def certificates(name: str, folder: Path, namespace: str = "") -> k.Secret:
     """Return a Secret with each role's certificate, from a folder of `rallypoint certs`. UsageError if one is missing.
     """
-    check_label(name, "the Secret")
+    _check_names(name, namespace)
     data: dict[str, str] = {}
     for role in _ROLES:
         for file in (CA, CERTIFICATE, KEY):
@@ -78,6 +78,12 @@ def certificates(name: str, folder: Path, namespace: str = "") -> k.Secret:
         api_version="v1", kind="Secret", metadata=k.Meta(name=name, namespace=namespace), type="Opaque",
         string_data=data,
     )  # fmt: skip
+
+
+def _check_names(name: str, namespace: str) -> None:
+    check_name(name, "the Secret")
+    if namespace:
+        check_label(namespace, "--namespace")
 
 
 def _meta(shape: Shape, name: str) -> k.Meta:

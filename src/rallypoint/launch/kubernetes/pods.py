@@ -19,16 +19,21 @@ from rallypoint.launch.kubernetes.shape import (
     Shape,
     Size,
 )
+from rallypoint.net.places.binding import EVERYWHERE
 from rallypoint.net.tls.files import CA, CERTIFICATE, KEY
 
 LEFT_STATUS = 143  # of who was told to go: 128 + SIGTERM. With 0 its pod would count as done, and nobody replace it
 GPU = "nvidia.com/gpu"
 JOB = "job"  # the volume with the job's folder
 USER = 1000  # the image's user: see Dockerfile
-_HEALTH = f"0.0.0.0:{HEALTH_PORT}"
+_HEALTH = f"{EVERYWHERE}:{HEALTH_PORT}"
 _STARTS_WITHIN_S = 1800  # a script may load its data before it joins
 _FAREWELL_S = 30
-_SMALL = Size(cpu="250m", memory="512Mi")
+_AWAY_S = 30  # a node that does not answer for so long is lost: by default Kubernetes waits for 300 s
+_AWAY = tuple(
+    k.Toleration(key=f"node.kubernetes.io/{what}", operator="Exists", effect="NoExecute", toleration_seconds=_AWAY_S)
+    for what in ("not-ready", "unreachable")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +63,13 @@ class Pods:
         snapshots = literal(shape.snapshots) or f"{FOLDER}/{self.name}/snapshots"
         command = (
             "rallypoint", "coordinator",
-            f"--bind=0.0.0.0:{COORDINATOR_PORT}", f"--advertise={self.host}:{COORDINATOR_PORT}",
+            f"--bind={EVERYWHERE}:{COORDINATOR_PORT}", f"--advertise={self.host}:{COORDINATOR_PORT}",
             f"--workers={shape.workers}", f"--servers={shape.servers}",
             f"--folder={FOLDER}/{self.name}", f"--snapshots={snapshots}",
             *([f"--resume={self._begins_with()}"] if shape.resume else []), f"--linger={shape.save}", *self._access(),
             *(literal(word) for word in shape.options),
         )  # fmt: skip
-        container = self._container("coordinator", command, port=COORDINATOR_PORT, size=_SMALL)
+        container = self._container("coordinator", command, port=COORDINATOR_PORT, size=shape.size_of("coordinator"))
         return self._template("coordinator", container, restart="Never", grace=_FAREWELL_S)
 
     def _begins_with(self) -> str:
@@ -75,8 +80,8 @@ class Pods:
     def server(self) -> k.PodTemplate:
         """Return a server's pod. It advertises the pod's own address, which nobody has to look up."""
         command = (
-            "rallypoint", "server", f"--coordinator={self.host}:{COORDINATOR_PORT}", f"--bind=0.0.0.0:{SERVER_PORT}",
-            f"--advertise=$(POD_IP):{SERVER_PORT}", *self._access(),
+            "rallypoint", "server", f"--coordinator={self.host}:{COORDINATOR_PORT}",
+            f"--bind={EVERYWHERE}:{SERVER_PORT}", f"--advertise=[$(POD_IP)]:{SERVER_PORT}", *self._access(),
         )  # fmt: skip
         container = self._container("server", command, port=SERVER_PORT, size=self.shape.size_of("server"))
         return self._template("server", container, restart="OnFailure", grace=self.shape.grace)
@@ -125,6 +130,7 @@ class Pods:
     def _template(self, role: str, container: k.Container, *, restart: str, grace: int) -> k.PodTemplate:
         volumes, mounts = self._volumes(role)
         key, value = self.shape.spot if role == "worker" else ("", "")
+        spot = [k.Toleration(key=key, operator="Equal", value=value, effect="NoSchedule")] if key else []
         apart = k.Spread(
             max_skew=1, topology_key="kubernetes.io/hostname", when_unsatisfiable="ScheduleAnyway",
             label_selector=k.LabelSelector(match_labels=self.shape.labels(role)),
@@ -140,7 +146,7 @@ class Pods:
                     run_as_non_root=True, fs_group=USER, seccomp_profile=k.Seccomp(type="RuntimeDefault")
                 ),
                 node_selector={key: value} if key else {},
-                tolerations=[k.Toleration(key=key, operator="Equal", value=value, effect="NoSchedule")] if key else [],
+                tolerations=[*spot, *_AWAY],
                 topology_spread_constraints=[apart] if role == "server" else [],
                 volumes=volumes,
             ),

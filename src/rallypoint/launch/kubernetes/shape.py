@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePosixPath
 
 import msgspec
 
@@ -14,8 +15,17 @@ TOKEN_FILE = "/run/rallypoint/token/token"
 CERTIFICATES = "/run/rallypoint/tls"
 CODE = "/code"  # where a script that travels in the manifest is mounted
 COORDINATOR_PORT, SERVER_PORT, HEALTH_PORT = 4700, 4701, 4780
+_COORDINATOR_MIB, _MEMBER_MIB = 512, 1  # of memory: docs/scale.md has what 2,000 members need
 LONGEST_NAME = 63  # of whatever becomes part of a DNS name
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LONGEST_SUBDOMAIN = 253
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_LABEL_KEY = re.compile(rf"({_SUBDOMAIN.pattern}/)?{_LABEL_VALUE.pattern}")
+_SNAPSHOT = re.compile(rf"({_LABEL.pattern}/)?(latest|step-\d{{8,18}}-\d{{1,9}})")
+_FILE = re.compile(r"[-._A-Za-z0-9]{1,253}")  # as a key in a ConfigMap
+_IMAGE = re.compile(r"[!-~]+")
+_PULL_POLICIES = ("Always", "IfNotPresent", "Never")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?")
 
 
@@ -84,11 +94,32 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"the name {self.name} is too long for the names of its pods: take {over} letters off")
         if self.namespace:
             check_label(self.namespace, "--namespace")
+        self._check_names()
         for size in (self.worker.cpu, self.worker.memory, self.server.cpu, self.server.memory, self.storage):
             if size and _QUANTITY.fullmatch(size) is None:
                 raise UsageError(f"'{size}' is no quantity: write 2 or 500m of a processor, 4Gi of memory or storage")
         if not self.image:
             raise UsageError("which image? give --image NAME:TAG: it needs rallypoint and your script")
+
+    def _check_names(self) -> None:
+        """Raises UsageError for names of other things that none of them can have: they stand in the manifest as is."""
+        named = {"--secret": self.secret, "--tls": self.tls, "--claim": self.claim}
+        for option, name in {**named, "--storage-class": self.storage_class}.items():
+            if name:
+                check_name(name, option)
+        if self.resume and _SNAPSHOT.fullmatch(self.resume) is None:
+            raise UsageError(f"--resume {self.resume!r}: write JOB/SNAPSHOT, as gpt/step-00000120-10003")
+        if _IMAGE.fullmatch(self.image) is None and self.image:
+            raise UsageError(f"--image {self.image!r}: an image's name has no spaces: write NAME:TAG")
+        if self.code and _FILE.fullmatch(name := PurePosixPath(self.script[0]).name) is None:
+            raise UsageError(
+                f"--send-script: {name!r} cannot be the name of a file in a manifest: letters, digits, -._"
+            )
+        if self.pull_policy not in ("", *_PULL_POLICIES):
+            raise UsageError(f"--pull-policy {self.pull_policy!r}: choose of {', '.join(_PULL_POLICIES)}")
+        key, value = self.spot
+        if key and (_LABEL_KEY.fullmatch(key) is None or _LABEL_VALUE.fullmatch(value) is None):
+            raise UsageError(f"--spot {f'{key}={value}'!r} is no label of a node: as cloud.google.com/gke-spot=true")
 
     @property
     def most(self) -> int:
@@ -117,10 +148,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return self.threads - (-self.servers // least)
 
     def size_of(self, role: str) -> Size:
-        """What a pod of this role asks for: "worker", "server", or "node", which is both.
+        """What a pod of this role asks for: "coordinator", "worker", "server", or "node", which is both.
 
         Each asks for some processor time: a pod that asks for nothing is the first to be ended when its node is full.
+        The coordinator's memory is mostly the views that it sends: twice what was measured with many members.
         """
+        if role == "coordinator":
+            return Size(cpu="250m", memory=f"{_COORDINATOR_MIB + _MEMBER_MIB * (self.most + self.servers)}Mi")
         if role == "server":
             return msgspec.structs.replace(self.server, cpu=self.server.cpu or "1")
         return msgspec.structs.replace(
@@ -133,10 +167,23 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return {**labels, "app.kubernetes.io/component": role} if role else labels
 
 
+def check_name(text: str, option: str) -> None:
+    """Raise UsageError unless `text` is a DNS subdomain (RFC 1123), as names of Secrets, claims and classes are."""
+    if len(text) > _LONGEST_SUBDOMAIN or _SUBDOMAIN.fullmatch(text) is None:
+        raise UsageError(
+            f"{option} {_shown(text)}: a name has small letters, digits, '-' and '.', begins and ends with a letter or "
+            f"a digit, and has at most {_LONGEST_SUBDOMAIN} of them"
+        )
+
+
 def check_label(text: str, option: str) -> None:
     """Raise UsageError unless `text` is a DNS label (RFC 1035), as names in Kubernetes must be."""
     if len(text) > LONGEST_NAME or _LABEL.fullmatch(text) is None:
         raise UsageError(
-            f"{option} {text}: a name has small letters, digits and '-', begins with a letter and ends with a letter "
-            f"or a digit, and has at most {LONGEST_NAME} of them"
+            f"{option} {_shown(text)}: a name has small letters, digits and '-', begins "
+            f"with a letter and ends with a letter or a digit, and has at most {LONGEST_NAME} of them"
         )
+
+
+def _shown(text: str) -> str:
+    return text if text.isprintable() else repr(text)

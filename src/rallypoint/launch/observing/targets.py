@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import secrets
 import shlex
 import stat
@@ -15,6 +14,7 @@ import msgspec
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.net.tcp import split_address
+from rallypoint.own_files import opened
 
 _AT = "127.0.0.1:0"  # any free port, for this machine alone
 
@@ -71,27 +71,18 @@ class Targets:
             self._write()
 
     def _write(self) -> None:
-        fresh = self._path.with_suffix(f".{secrets.token_hex(8)}")  # others may write into the folder: see `_create`
+        fresh = self._path.with_suffix(f".{secrets.token_hex(8)}").name  # others may write into the folder
         targets = [
             {"targets": [address], "labels": {"run": self._run, "role": role, "member": name}}
             for name, (role, address) in self._known.items()
         ]  # fmt: skip
-        try:
-            if targets:
-                _create(fresh, msgspec.json.format(msgspec.json.encode(targets), indent=2))
-                fresh.replace(self._path)  # at once: Prometheus may read it at any moment
+        text = msgspec.json.format(msgspec.json.encode(targets), indent=2)
+        # OSError: a full disk: the run goes on, and is scraped as far as the file says
+        with contextlib.suppress(OSError), opened(self._path.parent) as folder:
+            if targets:  # at once: Prometheus, which may be another user, may read it at any moment
+                folder.write(self._path.name, text, mode=0o666, beside=fresh)
             else:
-                self._path.unlink(missing_ok=True)
-        except OSError:  # a full disk: the run goes on, and is scraped as far as the file says
-            with contextlib.suppress(OSError):
-                fresh.unlink(missing_ok=True)
-
-
-def _create(path: Path, text: bytes) -> None:
-    """Write a new file. Raises OSError if there is anything at that place, also a link to somewhere else."""
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o666)  # who scrapes may be another user
-    with os.fdopen(fd, "wb") as file:
-        file.write(text)
+                folder.unlink(self._path.name)
 
 
 def _refuse_everybodys(folder: Path) -> None:

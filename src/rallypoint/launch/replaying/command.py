@@ -23,7 +23,7 @@ from rallypoint.core.modes import Feature
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.code.kept import CODE, worker_argv
-from rallypoint.launch.folder import refuse_others_words
+from rallypoint.launch.code.trusted import refuse_others_script, refuse_others_words
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.replaying import comparing
 from rallypoint.launch.replaying.losses import Spike, first_spike, recorded_losses
@@ -153,6 +153,7 @@ def _check(job: JobRecord, step: int, replica: int) -> None:
 
 def _argv(plan: Launch, run: Path, *, current: bool) -> tuple[str, ...]:
     if not plan.script or current:
+        refuse_others_script(plan, "replaying", "leave --current-code out")
         return plan.worker
     kept = run / CODE / Path(plan.script).name
     if not kept.is_file():

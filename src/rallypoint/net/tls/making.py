@@ -16,6 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from rallypoint.errors import UsageError
 from rallypoint.net.tls.files import CA, CERTIFICATE, KEY, ROLES
+from rallypoint.own_files import opened
 
 CA_FOLDER = "ca"  # holds the CA's key: nobody needs it but who renews certificates
 _CA_DAYS = 3650
@@ -143,8 +144,5 @@ def _pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 def _write(path: Path, data: bytes) -> None:
     """Replace a file at once. Only this user may read it."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.unlink(missing_ok=True)
-    with os.fdopen(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-        file.write(data)
-    fresh.replace(path)
+    with opened(path.parent) as folder:
+        folder.write(path.name, data, beside=f".{path.name}.{os.getpid()}")

@@ -52,7 +52,11 @@ function fitCharts() {
 
 async function look() {
   try {
-    const answer = await fetch(`runs?seen=${encodeURIComponent(seen)}`);
+    const answer = await ask(`runs?seen=${encodeURIComponent(seen)}`);
+    if (answer.status === 403) {
+      one("status").textContent = await answer.text();
+      return;
+    }
     if (answer.status === 200) {
       const news = await answer.json(), before = Object.keys(charts).length;
       seen = news.state;

@@ -262,7 +262,7 @@ function drawFacts() {
 
 one("resolved-part").addEventListener("toggle", async () => {
   if (!one("resolved-part").open) return;
-  const settings = await (await fetch("settings")).json().catch(() => ({}));
+  const settings = await (await ask("settings")).json().catch(() => ({}));
   pairs("resolved", Object.keys(settings).length ? settings : { "not known yet": "the members have not agreed on them" });
 });
 
@@ -289,7 +289,7 @@ one("orders").addEventListener("submit", async (event) => {
   if ((order === "stop" || order === "drain") && !confirm(order === "stop" ? "End the job?" : `Send ${wish.member} away?`)) return;
   one("said").textContent = `${order} ...`;
   try {
-    const answer = await fetch("order", { method: "POST", body: JSON.stringify(wish),
+    const answer = await ask("order", { method: "POST", body: JSON.stringify(wish),
       headers: { "Authorization": `Bearer ${one("operator-token").value}`, "Content-Type": "application/json" } });
     one("said").textContent = (await answer.json()).said;
   } catch {
@@ -340,17 +340,26 @@ function measured(draw, news) {
   if (first) requestAnimationFrame(() => setTimeout(() => performance.mark("drawn")));
 }
 
-const stream = new EventSource("news");
-stream.onmessage = (event) => measured(take, JSON.parse(event.data));
-stream.onerror = () => {
+// (An EventSource sends no header.)
+async function listen() {
+  try {
+    const answer = await ask("news");
+    if (answer.status === 403) {
+      one("status").textContent = await answer.text();
+      one("status").className = "bad";
+      return;
+    }
+    if (answer.ok) await read(answer, (news) => measured(take, news));
+  } catch { } // the connection has ended
   if (run.ended) { // a page that the run itself has served ends with it
-    stream.close();
     one("status").textContent += " (`rallypoint watch` opens this page again)";
     return;
   }
   one("status").textContent = "not connected: have the run and its page been ended? trying again ...";
   one("status").className = "bad";
-};
+  setTimeout(listen, 3000);
+}
+listen();
 
 let resized;
 addEventListener("resize", () => {

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rallypoint.errors import UsageError
+from rallypoint.own_files import opened, read_file
 from rallypoint.watch.follow import EVENTS, event_of
 from rallypoint.watch.tracking.tracker import RunFacts, Tracker
 from rallypoint.watch.tracking.tracking import Position, Tracking
@@ -106,7 +107,8 @@ class _Given:
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """In the body no other process writes the same: each step would be there twice. UsageError if one does not end."""
-    lock = os.open(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with opened(place.parent) as folder:
+        lock = folder.lock_file(place.with_suffix(".lock").name)
     try:
         deadline = time.monotonic() + PREDECESSOR_S
         while True:
@@ -130,14 +132,11 @@ def _alone(place: Path) -> Iterator[None]:
 
 def _position(place: Path) -> Position:
     try:
-        return msgspec.json.decode(place.read_bytes(), type=Position)
+        return msgspec.json.decode(read_file(place), type=Position)
     except (OSError, msgspec.DecodeError):
         return Position()
 
 
 def _write(place: Path, data: bytes) -> None:
-    fresh = place.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    with os.fdopen(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "wb") as file:
-        file.write(data)
-    fresh.replace(place)
+    with opened(place.parent) as folder:
+        folder.write(place.name, data)
