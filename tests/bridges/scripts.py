@@ -22,6 +22,7 @@ from rallypoint.worker.loop.session import Job
 
 STEPS, BATCH = 6, 8
 SMALL = 2 << 20
+TIMES = 60
 PATIENCE = timedelta(seconds=60)
 CASES: dict[str, dict[str, Any]] = {
     "one bucket": {},
@@ -188,6 +189,21 @@ def two_groups(rank: int, values: torch.Tensor) -> list[list[float]]:
     return [one.tolist() for one in given]
 
 
+def many_times(rank: int, world: int) -> str:
+    """Each collective that Gloo does, many times at once: its threads free tensors while this one asks for more."""
+    values, several = torch.full((100,), float(rank)), [torch.zeros(100) for _ in range(world)]
+    flat, parts = torch.zeros(100 * world), [torch.zeros(100) for _ in range(world)]
+    for _ in range(TIMES):
+        dist.broadcast(values.clone(), 0)
+        dist.all_gather(several, values)
+        dist.all_gather_into_tensor(flat, values)
+        dist.all_to_all_single(torch.zeros(100 * world), flat)
+        dist.gather(values.clone(), several if rank == 0 else None)
+        dist.scatter(values.clone(), parts if rank == 0 else None)
+        dist.barrier()
+    return "done"
+
+
 def collectives(rank: int, world: int) -> dict[str, Any]:
     """What each collective gives on this rank, as lists."""
     values = torch.tensor([rank + 1.0, 10.0 * (rank + 1)])
@@ -239,6 +255,7 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
         pair = values.clone()
         dist.all_reduce(pair, dist.ReduceOp.AVG, group=some)
         found["mean of two ranks"] = pair.tolist()
+    found["many times"] = many_times(rank, world)
     empty = torch.zeros(0)
     dist.all_reduce(empty)
     dist.barrier()

@@ -75,6 +75,7 @@ def _check_collectives(rank: int, world: int, found: dict[str, Any]) -> None:
     assert found["gathered"] == found["gathered in a list"] == flat
     assert found["broadcast"] == everybody[0]
     assert found["objects"] == [f"rank {n}" for n in range(world)]
+    assert found["many times"] == "done"
     assert found["reduced"] == (summed if rank == 0 else None)
     if rank < 2:
         assert found["received"] == (everybody[0] if rank == 1 else [0.0, 0.0])

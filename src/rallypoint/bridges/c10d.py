@@ -6,6 +6,11 @@
 DDP, FSDP2 (`fully_shard` on a CPU) and a script's own ``all_reduce`` use it as any backend. What adds up floating-point
 numbers over all ranks goes to the servers: K bytes up and K bytes down for each rank, whatever their number. All else
 (broadcasts, gathers, other operations, whole numbers, float64, every group but the first) goes over Gloo.
+
+torch calls methods of a group from C++ too. Where a group's class in Python has no method of that name, torch (2.9 to
+2.13) calls that of its own class *while it holds Python's lock*. That waits for Gloo's threads, while these wait for
+the lock, to free tensors. Then nothing goes on in the process, not even its heartbeats. So `RallypointGroup` leaves no
+method to torch's class: what is not written here is done by a plain group over Gloo, whose methods let the lock go.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ class RallypointGroup(dist.ProcessGroup):
     1/world. Once a worker is gone, every sum raises JobAborted, which torch shows as a RuntimeError with its sentence.
 
     torch has old and new names for the same methods (`_reduce_scatter_base` is `reduce_scatter_single` from 2.13 on):
-    both are here. Methods that only move tensors are those of `ProcessGroup`, which calls Gloo.
+    both are here. The methods that only move tensors are added below the class.
     """
 
     def __init__(self, made: Sums, store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -49,10 +54,12 @@ class RallypointGroup(dist.ProcessGroup):
         # from another thread, and in another order on each rank: its sums go over Gloo.
         self._sums = made if size == made.world and not dist.is_initialized() else None
         self._number, self._count = rank, size
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        # What is not overridden below goes to Gloo: torch looks up the backend of a tensor's device
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        # The group that `init_process_group("gloo")` makes. Its class is torch's own, so its methods hold no lock.
+        self._plain: Any = dist.ProcessGroup(store, rank, size)
+        for group in (self._plain, self):  # of `self` torch asks for the backend of a device: its time-out, its name
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
     def getBackendName(self) -> str:
         """Its name, for torch."""
@@ -66,7 +73,7 @@ class RallypointGroup(dist.ProcessGroup):
         op = _op_of(*opts, *named.values())
         if (made := self._by_servers(op, tensors)) is not None:
             return _asked(made, [Part(tensor, tensor, **self._scaling(op)) for tensor in tensors], tensors)
-        works = [self._by_gloo(dist.AllreduceOptions(), op, partial(self._gloo.allreduce, [t]), t) for t in tensors]
+        works = [self._by_gloo(dist.AllreduceOptions(), op, partial(self._plain.allreduce, [t]), t) for t in tensors]
         return works[0] if len(works) == 1 else _waited(works, tensors)
 
     allreduce_coalesced = allreduce
@@ -84,7 +91,7 @@ class RallypointGroup(dist.ProcessGroup):
         if (made := self._by_servers(op, [*inputs, *outputs])) is not None:
             parts = [Part(i, o, keeps=self._own(o.numel()), **self._scaling(op)) for o, i in pairs]
             return _asked(made, parts, list(outputs))
-        scattered = self._gloo._reduce_scatter_base
+        scattered = self._plain._reduce_scatter_base
         works = [self._by_gloo(dist.ReduceScatterOptions(), op, partial(scattered, o, i), o) for o, i in pairs]
         return works[0] if len(works) == 1 else _waited(works, outputs)
 
@@ -125,9 +132,39 @@ class RallypointGroup(dist.ProcessGroup):
         output.div_(self._count)
         return _waited([], [output])
 
-    def shutdown(self) -> None:
-        """End Gloo's connections. The cluster's job ends with the script."""
-        self._gloo.shutdown()
+
+# What a group knows of itself: torch sets and reads it in the group that it has been given.
+OWN = frozenset(
+    {
+        "boxed", "unbox", "rank", "size", "name", "get_group_store", "_id", "_backend_id", "_get_backend",
+        "_get_backend_name", "_has_hooks", "_register_backend", "_set_default_backend", "_set_group_desc",
+        "_set_group_name",
+    }
+)  # fmt: skip
+
+
+def _over_gloo(name: str) -> Callable[..., Any]:
+    """A method of a group that has Gloo do it."""
+
+    def call(self: RallypointGroup, *given: Any, **named: Any) -> Any:
+        return getattr(self._plain, name)(*given, **named)
+
+    call.__name__ = name
+    call.__doc__ = f"`ProcessGroup.{name}`, over Gloo."
+    return call
+
+
+def _override_the_rest() -> None:
+    """Add each method of torch's class that `RallypointGroup` has not: which there are is another matter in each
+    version of torch."""
+    for name in dir(dist.ProcessGroup):
+        one = getattr(dist.ProcessGroup, name)
+        there = name in vars(RallypointGroup) or name in OWN or hasattr(object, name)
+        if not there and callable(one) and not isinstance(one, type) and not name.startswith("_pybind11"):
+            setattr(RallypointGroup, name, _over_gloo(name))
+
+
+_override_the_rest()
 
 
 def _goes(tensor: torch.Tensor) -> bool:
