@@ -28,6 +28,7 @@ from rallypoint.launch import run as cluster_run
 from rallypoint.launch.ask import resize
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
+from rallypoint.launch.engines.local import LocalCluster
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
@@ -337,6 +338,28 @@ def test_a_coordinator_killed_as_soon_as_it_is_started_again_is_started_once_mor
     five_times = [kills("coordinator") for _ in range(5)]
     assert played.run(until(at_step(5), *five_times, opens(gate, 99))) == 0, played.said
     assert played.said.count("coordinator was killed (SIGKILL): starting another") == 5
+    assert (played.folder / "hash").read_text() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_cannot_be_started_for_a_moment_is_tried_again(
+    tmp_path: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of this user are as many as it may have, say."""
+    gate, refused = tmp_path / "gate", list[str]()
+    gate.write_text("5")
+    played, start = Played(tmp_path, GATED), LocalCluster.start
+
+    def starts(cluster: LocalCluster, command: Command, output: Callable[[str], None]) -> Handle:
+        if command.role == "coordinator" and (played.folder / "cluster.json").exists() and len(refused) < 2:
+            refused.append(command.name)
+            raise UsageError("coordinator cannot be started: python: Resource temporarily unavailable")
+        return start(cluster, command, output)
+
+    monkeypatch.setattr(LocalCluster, "start", starts)
+    listens_again = lambda run: "coordinator" in run.handles and len(refused) == 2  # noqa: E731
+    assert played.run(until(at_step(5), kills("coordinator"), listens_again, opens(gate, 99))) == 0, played.said
+    assert played.said.count("coordinator could not be started: coordinator cannot be started: python: Resource") == 2
     assert (played.folder / "hash").read_text() == undisturbed
 
 

@@ -54,6 +54,29 @@ def test_a_coordinator_that_dies_before_it_listens_is_started_again_like_any_oth
     assert len(supervisor.listening(1.0)) == 2
 
 
+def test_a_coordinator_that_cannot_be_started_in_the_place_of_another_is_tried_again() -> None:
+    """For want of processes or file descriptors, say."""
+    supervisor, not_started = running(), Exit(1, reason="Resource temporarily unavailable", started=False)
+    supervisor.ended("coordinator", KILLED, 20.0)
+    assert supervisor.due(20.0) == [Start("coordinator", "coordinator")]
+    said = "coordinator could not be started: Resource temporarily unavailable: starting another"
+    assert supervisor.ended("coordinator", not_started, 20.0) == [Warn(f"{said} in 0.2 s")]
+    assert supervisor.due(20.2) == [Start("coordinator", "coordinator")]
+    now = 20.2
+    while not isinstance((decisions := supervisor.ended("coordinator", not_started, now))[0], Fail):
+        now += 3.0
+        assert supervisor.due(now) == [Start("coordinator", "coordinator")]
+    assert now > 50.0  # almost as long as members wait for one
+    assert "it is not started again: 13 times in a row the coordinator died soon" in decisions[0].reason
+
+
+def test_the_first_coordinator_that_cannot_be_started_fails_the_run() -> None:
+    supervisor = Supervisor({"worker": 1, "server": 1})
+    supervisor.begin(0.0)
+    supervisor.ended("coordinator", Exit(127, reason="no such program", started=False), 0.0)
+    assert supervisor.due(10.0) == [Fail("coordinator could not be started: no such program")]
+
+
 def test_a_coordinator_that_dies_quickly_again_and_again_is_given_up_with_the_cause() -> None:
     supervisor = running(limits=Limits(quick_deaths=2))
     now = 0.0

@@ -107,10 +107,12 @@ class House:
         self.channels: list[Channel] = []
         self.services: list[CoordinatorService] = []
 
-    def open(self, *, join_info: JoinInfo | None = None, **terms: Any) -> CoordinatorService:
+    def open(
+        self, *, join_info: JoinInfo | None = None, announced: Callable[[object], None] | None = None, **terms: Any
+    ) -> CoordinatorService:
         self.coordinator = CoordinatorService(
             terms=Terms(**{"heartbeat": LONG, **terms}), bind="coordinator:1", transport=self.transport,
-            join_info=join_info,
+            join_info=join_info, announced=announced,
         )  # fmt: skip
         self.coordinator.start()
         self.services.append(self.coordinator)
@@ -293,6 +295,27 @@ def test_what_members_say_of_the_run_reaches_those_who_watch_and_the_log(house: 
     ]  # fmt: skip
     assert events[kinds.index("Applied")]["replicas"] == 2
     assert [event["t"] for event in events] == sorted(event["t"] for event in events)
+
+
+def test_an_error_of_who_only_looks_on_ends_no_job(house: House, tmp_path: Path) -> None:
+    asked: list[object] = []
+
+    def fails(message: object) -> None:
+        asked.append(message)
+        raise KeyError("a figure that is not there")
+
+    house.open(join_info=JoinInfo(folder=str(tmp_path)), announced=fails)
+    eyes = house.enter("observer", "eyes")
+    server, worker, view = house.begin()
+    for step in range(STEPS):
+        for replica in range(REPLICAS):
+            worker.link.send(Report(step, replica, 2.0, 1.0, 5, generation=view.generation))
+        assert eyes.next(StepDone).step == step
+    server.link.send(Applied(STEPS - 1, REPLICAS, 1.0, generation=view.generation))
+    house.finish(worker, view)
+    assert house.coordinator.wait() is None
+    assert len(asked) == 1
+    until(lambda: "Applied" in (tmp_path / "events.jsonl").read_text())
 
 
 def test_a_resize_is_followed_by_a_view_and_a_worker_that_leaves_is_let_go(house: House) -> None:

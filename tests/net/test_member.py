@@ -189,6 +189,43 @@ def test_it_joins_and_hands_over_what_comes_in_order(coordinator: Coordinator, m
     assert me.link.incarnation == 3
 
 
+def test_an_error_while_it_connects_again_is_told_and_leaves_no_member_that_lives_and_hears_nothing(
+    coordinator: Coordinator, me: Member, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    channel, _ = admit(coordinator, me, 3)
+
+    def fails(place: str, patience: float) -> Channel:
+        raise KeyError("of whatever kind")
+
+    monkeypatch.setattr(me.link, "_join", fails)
+    channel.connection.close()
+    lost = me.lost.get(timeout=PATIENCE_S)
+    assert "the link to it has failed: KeyError('of whatever kind')" in str(lost)
+    me.link._thread.join(PATIENCE_S)
+    assert not me.link._thread.is_alive()
+    assert not me.link._admitted  # it gives no sign of life any more
+    assert caplog.records[-1].exc_info is not None
+
+
+def test_an_error_in_what_a_sign_of_life_would_tell_keeps_none_of_them_away(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = Coordinator(transport, heartbeat=0.02)
+    me = Member(coordinator)
+
+    def fails() -> Beat:
+        raise KeyError("of whatever kind")
+
+    monkeypatch.setattr(me.link, "_handlers", replace(me.link._handlers, beat=fails))
+    admit(coordinator, me, 3)
+    beats = 0
+    while beats < 3:
+        beats += isinstance(coordinator.hear(), Beat)
+    assert sum("signs of life" in record.message for record in caplog.records) == 1
+    me.link.close()
+    coordinator.close()
+
+
 def test_it_gives_signs_of_life_once_it_is_admitted(transport: Transport) -> None:
     coordinator = Coordinator(transport, heartbeat=0.02)
     me = Member(coordinator)

@@ -82,6 +82,7 @@ class CoordinatorService:
         resume: Resumed | None = None, announced: Callable[[msgspec.Struct], None] | None = None,
     ) -> None:  # fmt: skip
         self._announced = announced
+        self._watching: dict[str, Callable[[msgspec.Struct], None]] = {}  # who is told all that happens
         self._terms, self._token, self._bind, self._resume = terms, token, bind, resume
         self._advertise = advertise
         self._join_info = join_info or JoinInfo()
@@ -109,6 +110,9 @@ class CoordinatorService:
         )
         observed(self._shell.machine, "coordinator")
         self._log = EventLog(self._join_info.folder)
+        self._watching = {"the events of the log": self._log.write}
+        if self._announced is not None:
+            self._watching["the job's metrics"] = self._announced
         self._fingerprints = FingerprintLog(self._join_info.folder, self.say)
         self._owner = Owner(self._handle, tick_seconds(self._terms))
         self._keeper = self._open_keeper()
@@ -247,9 +251,7 @@ class CoordinatorService:
             case acts.Close(connection=connection):
                 _channel(connection).connection.close()
             case acts.Log(message=message):
-                self._log.write(message)
-                if self._announced is not None:
-                    self._announced(message)
+                self._note(message)
             case acts.Record(member=member, claim=claim):
                 self._fingerprints.add(member, claim)
             case acts.Save(state=state, needed=needed):
@@ -262,6 +264,16 @@ class CoordinatorService:
             case _:
                 if self._keeper is not None:
                     self._keeper.do(act)
+
+    def _note(self, message: msgspec.Struct) -> None:
+        """Tell those who only look on: the event log, the metrics. An error of theirs ends no job: it is logged once,
+        and they are told nothing more."""
+        for what, tell in list(self._watching.items()):
+            try:
+                tell(message)
+            except Exception as error:
+                del self._watching[what]
+                log.error("%s have failed and stop here, the job goes on", what, exc_info=error)
 
 
 def _channel(connection: inbox.Connection) -> Channel:

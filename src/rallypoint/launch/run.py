@@ -61,20 +61,17 @@ class ClusterRun:
     def __init__(self, plan: Launch, console: RunConsole, cluster: Cluster, edited: Sequence[str] = ()) -> None:
         """`edited`: the user's files that are known to differ from the copies that the run keeps."""
         self.plan, self.console, self.cluster = plan, console, cluster
-        limits = LIMITS if plan.restart else Limits(restart=False)
         wanted = {"worker": plan.workers[1] + plan.standby, "server": plan.servers, "aggregator": plan.aggregators}
-        self.supervisor = Supervisor(wanted, limits)
+        self.supervisor = Supervisor(wanted, LIMITS if plan.restart else Limits(restart=False))
         self.handles: dict[str, Handle] = {}
         self.failure = ""
-        self._over = False
+        self._over, self._coordinators = False, 0  # how many coordinators were started
         self._token, self._address, self._tls = new_token(), "", certificates_of(plan)
         self._transport = transport_of(self._tls, "observer")
         self._lines = Relay()
         self._output, self._beside = Output(), Beside(plan)
         self._observer: CoordinatorLink | None = None
-        self._endings: list[str] = []
-        self._said_changed = list(edited)
-        self._coordinators = 0  # how many were started
+        self._endings, self._said_changed = list[str](), list(edited)
 
     def __enter__(self) -> ClusterRun:
         return self
@@ -206,6 +203,14 @@ class ClusterRun:
     # ---- processes ----
 
     def _start(self, name: str, role: str) -> None:
+        try:
+            self.handles[name] = self.cluster.start(self._command(name, role), lambda line: self._lines.put(name, line))
+        except (RallypointError, OSError) as error:  # for want of file descriptors, say, which may be free again later
+            if not (self.supervisor.took_part or (name == COORDINATOR and self._address)):
+                raise
+            self._do(self.supervisor.ended(name, Exit(1, reason=str(error), started=False), time.monotonic()))
+
+    def _command(self, name: str, role: str) -> Command:
         match role:
             case "coordinator":
                 self.console.holding = False  # it would say so again
@@ -218,13 +223,7 @@ class ClusterRun:
                 argv = grouped(self._worker_argv(name), self.plan.ranks)
         access = {environment.TOKEN: role_token(self._token, role), environment.TLS: self._tls}
         env = environment_of(name, self._address, self.plan) | access | self._beside.environment
-        command = Command(name=name, role=role, argv=argv, env=env)
-        try:
-            self.handles[name] = self.cluster.start(command, lambda line: self._lines.put(name, line))
-        except RallypointError as error:  # for example for want of file descriptors, which may be free again later
-            if not self.supervisor.took_part:
-                raise
-            self._do(self.supervisor.ended(name, Exit(1, reason=str(error)), time.monotonic()))
+        return Command(name=name, role=role, argv=argv, env=env)
 
     def _worker_argv(self, name: str) -> tuple[str, ...]:
         if not self.plan.script:

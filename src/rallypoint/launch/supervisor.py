@@ -4,6 +4,7 @@ Pure: no process, thread or clock. Events come in (a process was started, a proc
 `due(now)` returns what to do at that time (seconds, of any clock that only rises).
 
 A process that dies by a signal is started again: the coordinator under its name, servers and workers under new names.
+So is a coordinator that took another one's place and could not be started: what it needs may be free again soon.
 One that ends before it has joined a running job is tried again too, less and less often: the job does not need it. Nor
 does it ever need an aggregator.
 """
@@ -142,7 +143,8 @@ class Supervisor:
         if how.status == 0:
             self._one_less(process.role)
             return []  # it has left by itself
-        if not how.died or not self.limits.restart:
+        lost = process.role == COORDINATOR and self._listening and not how.started  # (for want of files, or processes)
+        if not (how.died or lost) or not self.limits.restart:
             return self._failed(name, process, how, now)
         return self._died(name, process, how, now)
 

@@ -94,7 +94,7 @@ class CoordinatorLink:
         self._knows = Knows()  # the newest view that came
         self._unsent: deque[Message] = deque()
         self._corrupt: Channel | None = None
-        self._said_that_it_waits = False
+        self._said_that_it_waits = self._said_that_beats_fail = False
         self._sampler, self._pacing = sampler_for(transport, handlers.waited), Pacing(traffic_of(transport))
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -265,9 +265,19 @@ class CoordinatorLink:
     def _beat(self) -> None:
         while not self._closed.wait(self.welcome.heartbeat / _BEATS):
             if self._admitted:
-                beat, now = self._handlers.beat(), time.monotonic()
-                paced = self._pacing.since_last(self._knows.view, self._me.id, now)
-                self._channel.send_message(msgspec.structs.replace(beat, paced=paced) if paced else beat)
+                self._channel.send_message(self._next_beat())
+
+    def _next_beat(self) -> Beat:
+        """The next sign of life. It does not stay away for an error in what it would tell: this member lives."""
+        try:
+            beat = self._handlers.beat()
+            paced = self._pacing.since_last(self._knows.view, self._me.id, time.monotonic())
+        except Exception as error:
+            if not self._said_that_beats_fail:
+                log.error("the signs of life tell nothing more", exc_info=error)
+            self._said_that_beats_fail = True
+            return Beat()
+        return msgspec.structs.replace(beat, paced=paced) if paced else beat
 
     def _sample(self) -> None:
         failed = False
@@ -283,6 +293,18 @@ class CoordinatorLink:
                 self._channel.send_message(sample)
 
     def _receive_all(self) -> None:
+        try:
+            self._receive_and_rejoin()
+        except Exception as fault:  # else this thread would end unseen: a member that lives and hears nothing
+            log.error("the link to the coordinator has failed", exc_info=fault)
+            with self._lock:
+                self._admitted = False
+            self._forget()
+            self._channel.close()
+            if not self._closed.is_set():
+                self._handlers.on_lost(ProtocolError(f"the link to it has failed: {fault!r}"))
+
+    def _receive_and_rejoin(self) -> None:
         while True:
             try:
                 self._receive_some()

@@ -171,7 +171,10 @@ class Supervisor:
         due = [command for at, command in self._start_at if at <= now]
         self._start_at = [(at, command) for at, command in self._start_at if at > now]
         for command in due:
-            self._start(command)
+            try:
+                self._start(command)
+            except RallypointError as error:  # for want of processes or files, which may be free again soon
+                self._start_again(command, str(error), 0.0)
 
     def _ended(self, child: _Child, how: Exit) -> None:
         command, now = child.process.command, time.monotonic()
@@ -183,12 +186,15 @@ class Supervisor:
             elif command.role == "coordinator":
                 self._coordinators_status = how.status
             return
-        pause = self._upkeep.died(command.role, now - child.started)
+        self._start_again(command, f"{command.name} {how}", now - child.started, how.status)
+
+    def _start_again(self, command: Command, why: str, ran_s: float, status: int = 1) -> None:
+        now, pause = time.monotonic(), self._upkeep.died(command.role, ran_s)
         if pause is None:
-            self._say(f"{command.name} {how}; it is not started again: too many died soon")
-            self._status, self._ended_at = how.status, now
+            self._say(f"{why}; it is not started again: too many died soon")
+            self._status, self._ended_at = status, now
             return
-        self._say(f"{command.name} {how}: starting another")
+        self._say(f"{why}: starting another")
         self._start_at.append((now + pause, self._next(command)))
 
     def _next(self, command: Command) -> Command:

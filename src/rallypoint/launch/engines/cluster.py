@@ -37,12 +37,14 @@ class Exit:
         signal: the signal's name; "" when the process ended by itself.
         reason: what else the cluster knows, as a phrase ("out of memory", "preempted"); often "".
         again: it has asked for another process in its place (`StartAgain`).
+        started: False if it could not be started; the reason says why.
     """
 
     status: int
     signal: str = ""
     reason: str = ""
     again: bool = False
+    started: bool = True
 
     @property
     def died(self) -> bool:
@@ -57,6 +59,7 @@ class Exit:
     def __str__(self) -> str:
         """Return the end of a sentence that begins with the process's name."""
         what = f"was killed ({self.signal})" if self.signal else f"ended with status {self.status}"
+        what = what if self.started else "could not be started"
         return f"{what}: {self.reason}" if self.reason else what
 
 

@@ -55,13 +55,18 @@ class LocalProcess:
             )  # fmt: skip
         except OSError as error:
             raise UsageError(f"{command.name} cannot be started: {command.argv[0]}: {error.strerror}") from None
-        guard.watch(self.process.pid)
         self._ended_at: float | None = None  # when it was found to have ended
         self._passing = self._given_up = False  # lines are being passed on; its last ones are not waited for any more
         self._late = 0  # chunks of output that were read after its end
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name=f"output of {command.name}", daemon=True)
-        self._reader.start()
+        try:
+            self._reader.start()
+        except RuntimeError as error:  # for want of threads
+            self.process.kill()
+            self.process.communicate()
+            raise UsageError(f"{command.name} cannot be started: {error}") from None
+        guard.watch(self.process.pid)
 
     def exit(self) -> Exit | None:
         """Return None while the process runs, and while its last lines are being passed on; see `Handle.exit`."""

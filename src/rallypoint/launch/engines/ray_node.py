@@ -142,7 +142,7 @@ class NodeProcess:
 
     def _refuse(self, why: str) -> None:
         self._lines.append(f"error: {why}")
-        self._exit = Exit(_NOT_STARTED)
+        self._exit = Exit(_NOT_STARTED, started=False)
 
     def _print(self, line: str) -> None:
         with self._changed:

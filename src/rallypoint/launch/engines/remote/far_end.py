@@ -83,7 +83,7 @@ class Remote:
         try:
             process = self._cluster.start(command, lambda text: self._send(Line(run.number, text)))
         except RallypointError as error:
-            self._send(Ended(run.number, 127, reason=str(error)))
+            self._send(Ended(run.number, 127, reason=str(error), started=False))
             return
         self._processes[run.number] = process
         thread = threading.Thread(target=self._wait, args=(run.number, process), name=f"end of {run.name}")

@@ -247,7 +247,7 @@ class HostLink:
                     process.output(text)
             case Ended():
                 if (process := self._processes.pop(message.process, None)) is not None:
-                    process.ended(Exit(message.status, message.signal, message.reason))
+                    process.ended(Exit(message.status, message.signal, message.reason, started=message.started))
 
     def _is_up(self) -> None:
         with self._lock:

@@ -81,6 +81,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     status: int
     signal: str = ""
     reason: str = ""
+    started: bool = True
 
 
 ToHost = Begin | Unpack | Run | Signal
