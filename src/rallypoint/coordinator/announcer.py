@@ -14,6 +14,7 @@ from rallypoint.coordinator.acts import Act, Log, Record, Send
 from rallypoint.coordinator.claims import Early
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, tally_for
+from rallypoint.coordinator.recording.comparable import Comparable, of_threads
 from rallypoint.coordinator.recording.samples import Samples
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.deciding.decisions import reductions_at
@@ -66,6 +67,7 @@ class Announcer:
         planned: the message that describes the job; None before the record is known.
         config: the job's settings; the defaults before the record is known.
         last_news: the time of the last message that was not a `Say`.
+        comparable: compares what workers propose with what the job has.
     """
 
     def __init__(self, machine: ClusterMachine, now: float, members: Mapping[str, Connection]) -> None:
@@ -78,7 +80,7 @@ class Announcer:
         self.config = JobConfig()
         self._late, self._early = Lateness(), Early[Report](_EARLY)
         self._early_digests = Early[tuple[str, Fingerprint]](_EARLY_DIGESTS)
-        self._skipped, self._samples = Once(), Samples()
+        self._skipped, self._samples, self.comparable = Once(), Samples(), Comparable()
         self._allowances: dict[str, Allowance] = {}  # by member with a part in the job; "": all others
         self._announced: Members | None = None
         self._said_idle = False
@@ -184,7 +186,10 @@ class Announcer:
             loss="never" if Feature.KEYED in config.features else "said" if config.order == "own" else "always",
         )  # fmt: skip
         members = (*view.workers, *view.servers, *view.aggregators)
-        said = [] if taking_over else [*self._machine.terms.topology.nowhere(members), *self._placed(view)]
+        said = [*self._machine.terms.topology.nowhere(members), *self._placed(view), *of_threads(record)]
+        if taking_over:
+            self.comparable.taken_over(view)
+            said = []
         return [*self.announce(self.planned, now), *(act for text in said for act in self.announce(Say(text), now))]
 
     def _placed(self, view: View) -> list[str]:
@@ -206,7 +211,17 @@ class Announcer:
         if told == self._announced:
             return []
         self._announced = told
-        return [*self.announce(told, now), *self._idle_workers(told, now)]
+        return [*self.announce(told, now), *self._idle_workers(told, now), *self._compared(view, now)]
+
+    def _compared(self, view: View, now: float) -> list[Act]:
+        """Say which first weights the job has, and what of a worker is not as in the job."""
+        course = self._machine.course
+        if course.record is None:
+            return []
+        said = self.comparable.said(
+            course.record, view, self._members, first=not view.origin and course.furthest < 0
+        )
+        return [act for text in said for act in self.announce(Say(text), now)]
 
     def _idle_workers(self, members: Members, now: float) -> list[Act]:
         """Say once that there are more workers than replicas, beside those that were to stand by."""

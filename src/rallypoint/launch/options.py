@@ -117,6 +117,10 @@ class CoordinatorOptions:
         "--measure-links", metavar=None, panel=_CLUSTER,
         help="Measure the links of servers by what goes through them, and move shards away from slow ones.",
     )] = False  # fmt: skip
+    threads: Annotated[int | None, option(
+        min=1, metavar="N", panel=_CLUSTER, show_default=False,
+        help="Intra-op threads of each worker and server: another number, other bytes. Default: 1, or as before.",
+    )] = None  # fmt: skip
     bind: Bind = _ON_LOOPBACK
     advertise: Advertise = ""
     snapshot_seconds: Annotated[float | None, option(
@@ -201,9 +205,6 @@ class RunOptions(CoordinatorOptions):
     ranks: Annotated[int, option(
         min=1, metavar="N", panel=_CLUSTER,
         help="Processes of each worker, which share the model: FSDP2, tensor or pipeline parallel.",
-    )] = 1  # fmt: skip
-    threads: Annotated[int, option(
-        min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
     )] = 1  # fmt: skip
     engine: Annotated[str, option(
         metavar="NAME", panel=_CLUSTER,

@@ -46,6 +46,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         watch: the run's page is served while it goes on: see `launch.observing.page`.
         track: where the run's figures go, each ``KIND:FOLDER``: see `watch.tracking.kinds`.
         report_after: seconds without a step until the run leaves a report; 0: it leaves none.
+        threads: the intra-op threads of workers and servers; None: nobody has said it, so the coordinator decides when
+            it knows whether a job goes on: see `CoordinatorService`.
         topology, measure_links: see `Terms`.
         snapshot_seconds: how often to take snapshots; None: nobody has said it, so SNAPSHOT_SECONDS, or what the job
             finds (`tune="auto"`).
@@ -63,7 +65,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat: float = 3.0
     hang_after: float = 60.0
     backup_tasks: bool = False
-    threads: int = 1
+    threads: int | None = None
     bind: str = "127.0.0.1:0"
     advertise: str = ""
     folder: str = ""
@@ -92,6 +94,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     track: tuple[str, ...] = ()
     topology: Topology = Topology()
     measure_links: bool = False
+
+    @property
+    def threads_at_first(self) -> int:
+        """The intra-op threads with which a process starts, until it has joined the job."""
+        return self.threads or 1
 
 
 def parse_workers(text: str) -> tuple[tuple[int, int], int]:
@@ -191,7 +198,7 @@ def join_info_of(plan: Launch) -> dict[str, Any]:
     first, last = plan.trace_steps if plan.trace else (0, 0)
     return {
         "overrides": plan.overrides, "folder": str(Path(plan.folder).resolve()), "trace": [first, last],
-        "snapshots": plan.snapshots, "compression": plan.compression,
+        "snapshots": plan.snapshots, "compression": plan.compression, "threads": plan.threads or 0,
         "retention": msgspec.to_builtins(plan.retention),
     }  # fmt: skip
 

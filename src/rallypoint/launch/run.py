@@ -394,7 +394,6 @@ def _environment(name: str, address: str, plan: Launch) -> dict[str, str]:
         **({environment.COORDINATOR: address} if address else {}),
         environment.ID: name, environment.TRANSPORT: plan.transport,
         environment.WORKERS: str(plan.workers_start),
-        "OMP_NUM_THREADS": str(plan.threads),
-        "MKL_NUM_THREADS": str(plan.threads),
+        **environment.with_threads(plan.threads_at_first),
         "PYTHONUNBUFFERED": "1",
     }  # fmt: skip

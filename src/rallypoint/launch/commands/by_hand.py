@@ -161,6 +161,9 @@ def _start_of(resume: str, about: JoinInfo) -> tuple[Resumed | None, list[Change
         return None, []
     record, changes = changed_record(manifest.job, about.overrides, manifest.version)
     print(f"going on from snapshot {manifest.id}", flush=True)
+    if about.threads and record.threads and about.threads != record.threads:
+        changes = [*changes, Change("threads", record.threads, about.threads)]
+        record = msgspec.structs.replace(record, threads=about.threads)
     stop, decided = manifest.stop, manifest.decided
     if any(change.key == "steps" for change in changes):
         stop, decided = None, decided.going_on()
@@ -255,8 +258,8 @@ def end_process(status: int) -> NoReturn:
 
 
 def start_worker(
-    command: Sequence[str], *, coordinator: str, token_file: str, id: str, threads: int, health: str = "",
-    tls: str = "", ranks: int = 1,
+    command: Sequence[str], *, coordinator: str, token_file: str, id: str, health: str = "", tls: str = "",
+    ranks: int = 1,
 ) -> None:  # fmt: skip
     """Replace this process by a program that joins the job at `coordinator` with `rallypoint.join`.
 
@@ -274,7 +277,7 @@ def start_worker(
     print(f"{name} runs {command[0]} for the job at {address}", flush=True)
     env = {
         **os.environ, environment.COORDINATOR: address, environment.ID: name, environment.TOKEN: access.token,
-        "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+        **environment.with_threads(environment.threads_of(os.environ) or 1),
     }  # fmt: skip
     env.pop(environment.TOKEN_FILE, None)  # it may hold the job's token, which is no worker's business
     if tls:
