@@ -54,6 +54,10 @@ _BURST, _SENTENCE_S = 100, 1.0  # sentences that a member may say at once; then 
 Told = Say | Skipped | Accounted | Fingerprint | Sampled | ScriptAt  # what members say for observers and the log
 _UNHEARD = 64  # messages that are kept for a launcher that is not connected yet, or not again
 _KEPT = Say | Skipped | Metrics | Snapshotted | Accounted | Held | Ordered | RateScaled
+_TWO_COPIES = (
+    "every shard is on two servers, so one of them may die without a step lost; each server's link carries as much "
+    "more as a worker sends (--replication 1 spares that; a server's death costs all steps since the last snapshot)"
+)
 SCRIPT_S = 1.0  # how often observers are told how far the scripts of a job of sums are
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
 
@@ -187,6 +191,7 @@ class Announcer:
         )  # fmt: skip
         members = (*view.workers, *view.servers, *view.aggregators)
         said = [*self._machine.terms.topology.nowhere(members), *self._placed(view), *of_threads(record)]
+        said += [_TWO_COPIES] if self._machine.course.doubled else []
         if taking_over:
             self.comparable.taken_over(view)
             said = []

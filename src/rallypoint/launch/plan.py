@@ -48,7 +48,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         report_after: seconds without a step until the run leaves a report; 0: it leaves none.
         threads: the intra-op threads of workers and servers; None: nobody has said it, so the coordinator decides when
             it knows whether a job goes on: see `CoordinatorService`.
-        topology, measure_links: see `Terms`.
+        replication, topology, measure_links: see `Terms`.
         snapshot_seconds: how often to take snapshots; None: nobody has said it, so SNAPSHOT_SECONDS, or what the job
             finds (`tune="auto"`).
         changes: sentences that say which settings were changed when the run went on, and from which step.
@@ -61,7 +61,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     standby: int = 0
     servers: int = 2
     aggregators: int = 0
-    replication: int = 1
+    replication: int = 0
     heartbeat: float = 3.0
     hang_after: float = 60.0
     backup_tasks: bool = False

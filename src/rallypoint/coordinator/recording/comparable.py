@@ -45,11 +45,12 @@ class Comparable:
                 "them count): the script does not seed them, so each run has others, and ends with other bytes. Call "
                 "torch.manual_seed(0) before the model is made"
             )
-        apart = [worker for worker, (_, threads) in new.items() if record.threads and threads not in (0, record.threads)]
+        usual = (0, record.threads)
+        apart = [worker for worker, (_, threads) in new.items() if record.threads and threads not in usual]
         if apart:
             sentences.append(
-                f"{_named(apart)} computes with {new[apart[0]][1]} intra-op threads, the job with {record.threads}: its "
-                "bytes depend on who computes what. Leave torch.set_num_threads out of the script: --threads says it"
+                f"{_named(apart)} computes with {new[apart[0]][1]} intra-op threads, the job with {record.threads}: "
+                "its bytes depend on who computes what. Leave torch.set_num_threads out of the script; give --threads"
             )
         kept = (worker for worker in self._proposed if worker in connected or worker == view.uploader)
         self._proposed = {worker: self._proposed[worker] for worker in kept}

@@ -74,7 +74,7 @@ class ClusterMachine:
 
     def __post_init__(self) -> None:
         epoch = 1 + max(self.terms.earlier, 0 if self.recovered is None else self.recovered.epoch)
-        self.course = course = Course(self.terms, ViewSequence(epoch, self.terms.replication))
+        self.course = course = Course(self.terms, ViewSequence(epoch, 1))
         self.course.workers_max = self.terms.workers_max
         self._snapshots = Snapshots(self.course, SnapshotDuty(self.terms, epoch))
         self._ending = LastSnapshot(self.course, self._snapshots)
