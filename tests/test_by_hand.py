@@ -122,8 +122,8 @@ def test_a_program_gets_where_the_coordinator_may_be_and_its_role_s_token_alone(
     (tmp_path / "job.token").write_text(JOB)
     show = "import os; print(*(os.environ.get(name) for name in os.environ['SHOWN'].split()))"
     names = "RALLYPOINT_COORDINATOR RALLYPOINT_ID RALLYPOINT_TOKEN RALLYPOINT_TOKEN_FILE OMP_NUM_THREADS"
-    env = {**ENV, "RALLYPOINT_TOKEN_FILE": "job.token", "RALLYPOINT_TOKEN": "", "SHOWN": names}
-    options = ["--coordinator", "a:1,b:2", "--id", "w7", "--threads", "3"]
+    env = {**ENV, "RALLYPOINT_TOKEN_FILE": "job.token", "RALLYPOINT_TOKEN": "", "SHOWN": names, "OMP_NUM_THREADS": "3"}
+    options = ["--coordinator", "a:1,b:2", "--id", "w7"]
     status, said = run_program(
         ["-m", "rallypoint.cli", "worker", *options, "--", sys.executable, "-c", show], tmp_path / "output", env=env,
         cwd=tmp_path,

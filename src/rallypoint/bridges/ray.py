@@ -54,7 +54,7 @@ class RallypointTrainer:
 
     def __init__(
         self, train_loop_per_worker: Callable[..., Any], *, train_loop_config: Mapping[str, Any] | None = None,
-        scaling_config: Any = None, run_config: Any = None, servers: int = 2, replication: int = 2, standby: int = 0,
+        scaling_config: Any = None, run_config: Any = None, servers: int = 2, replication: int = 0, standby: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Take what a `TorchTrainer` takes, and what Rallypoint needs besides.

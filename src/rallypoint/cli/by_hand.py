@@ -150,9 +150,6 @@ def worker(
     )] = "",
     coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This worker's name; by default RALLYPOINT_ID, or worker-PID.")] = "",
-    threads: Annotated[int, typer.Option(
-        min=1, metavar="N", help="Intra-op threads: as many as the other workers have, or the bytes differ.",
-    )] = 1,
     ranks: Annotated[int, typer.Option(
         min=1, metavar="N", help="Processes of this worker, which share the model (FSDP2, tensor, pipeline parallel).",
     )] = 1,
@@ -163,8 +160,8 @@ def worker(
     Start as many as the coordinator was told to wait for, at any time, before it or after it; more stand by and take
     over. One that has died is replaced by another, under any name. On SIGTERM it hands its replicas over and ends.
 
-    The program gets the coordinator's places, the worker's token and name, and the number of threads in its
-    environment.
+    The program gets the coordinator's places, and the worker's token and name, in its environment. With how many
+    intra-op threads it computes is a part of the job: --threads of `rallypoint coordinator`.
 
     Example: [bold]rallypoint worker --coordinator 10.0.0.7:4700 --token-file worker.token train.py --my-option 3[/bold]
 
@@ -178,8 +175,8 @@ def worker(
     if transport:
         os.environ[environment.TRANSPORT] = transport  # the program's
     start_worker(
-        (program, *context.args), coordinator=coordinator, token_file=token_file, id=id, threads=threads,
-        health=health, tls=tls, ranks=ranks,
+        (program, *context.args), coordinator=coordinator, token_file=token_file, id=id, health=health, tls=tls,
+        ranks=ranks,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from rallypoint.launch.options import (
     with_options,
 )
 
-_CHAOS = RunOptions(standby=1, replication=2, snapshot_seconds=10.0)
+_CHAOS = RunOptions(standby=1, snapshot_seconds=10.0)
 _FAULTS = "Faults"
 
 

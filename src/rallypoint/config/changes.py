@@ -65,7 +65,7 @@ def changed_record(record: JobRecord, overrides: Mapping[str, Any], version: int
         raise ConfigError(f"steps is {config.steps}, but the job has made {steps} already: use a higher number")
     if not changes and not _fewer(record.config, msgspec.to_builtins(config)):
         return record, []
-    new = record_of(config, record.layout, record.frozen, data=record.data, tied=record.tied)
+    new = record_of(config, record.layout, record.frozen, data=record.data, tied=record.tied, threads=record.threads)
     # As if it came from a worker (lists for tuples): members compare configurations
     return msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=JobRecord), changes
 

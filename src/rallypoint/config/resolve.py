@@ -58,13 +58,14 @@ def parse(data: Mapping[str, Any]) -> JobConfig:
 
 def record_of(
     config: JobConfig, layout: Layout, frozen: Mapping[str, str] | None = None, *,
-    data: DataIdentity | None = None, tied: Mapping[str, str] | None = None,
+    data: DataIdentity | None = None, tied: Mapping[str, str] | None = None, threads: int = 0,
 ) -> JobRecord:  # fmt: skip
     """Return what the members of the job must agree on. Raises ConfigError when the model does not fit the settings."""
     features = tuple(sorted(features_with(config, layout), key=list(Feature).index))
     return JobRecord(
         msgspec.to_builtins(config), layout, config.rounds, dict(frozen or {}), config.steps_per_round,
         cadence_of(config, layout.shards).written, config.mode, features, data or DataIdentity(), dict(tied or {}),
+        threads,
     )  # fmt: skip
 
 

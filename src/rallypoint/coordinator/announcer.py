@@ -14,6 +14,7 @@ from rallypoint.coordinator.acts import Act, Log, Record, Send
 from rallypoint.coordinator.claims import Early
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, tally_for
+from rallypoint.coordinator.recording.comparable import Comparable, of_threads
 from rallypoint.coordinator.recording.samples import Samples
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.deciding.decisions import reductions_at
@@ -53,6 +54,10 @@ _BURST, _SENTENCE_S = 100, 1.0  # sentences that a member may say at once; then 
 Told = Say | Skipped | Accounted | Fingerprint | Sampled | ScriptAt  # what members say for observers and the log
 _UNHEARD = 64  # messages that are kept for a launcher that is not connected yet, or not again
 _KEPT = Say | Skipped | Metrics | Snapshotted | Accounted | Held | Ordered | RateScaled
+_TWO_COPIES = (
+    "every shard is on two servers, so one of them may die without a step lost; each server's link carries as much "
+    "more as a worker sends (--replication 1 spares that; a server's death costs all steps since the last snapshot)"
+)
 SCRIPT_S = 1.0  # how often observers are told how far the scripts of a job of sums are
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
 
@@ -66,6 +71,7 @@ class Announcer:
         planned: the message that describes the job; None before the record is known.
         config: the job's settings; the defaults before the record is known.
         last_news: the time of the last message that was not a `Say`.
+        comparable: compares what workers propose with what the job has.
     """
 
     def __init__(self, machine: ClusterMachine, now: float, members: Mapping[str, Connection]) -> None:
@@ -78,7 +84,7 @@ class Announcer:
         self.config = JobConfig()
         self._late, self._early = Lateness(), Early[Report](_EARLY)
         self._early_digests = Early[tuple[str, Fingerprint]](_EARLY_DIGESTS)
-        self._skipped, self._samples = Once(), Samples()
+        self._skipped, self._samples, self.comparable = Once(), Samples(), Comparable()
         self._allowances: dict[str, Allowance] = {}  # by member with a part in the job; "": all others
         self._announced: Members | None = None
         self._said_idle = False
@@ -184,7 +190,11 @@ class Announcer:
             loss="never" if Feature.KEYED in config.features else "said" if config.order == "own" else "always",
         )  # fmt: skip
         members = (*view.workers, *view.servers, *view.aggregators)
-        said = [] if taking_over else [*self._machine.terms.topology.nowhere(members), *self._placed(view)]
+        said = [*self._machine.terms.topology.nowhere(members), *self._placed(view), *of_threads(record)]
+        said += [_TWO_COPIES] if self._machine.course.doubled else []
+        if taking_over:
+            self.comparable.taken_over(view)
+            said = []
         return [*self.announce(self.planned, now), *(act for text in said for act in self.announce(Say(text), now))]
 
     def _placed(self, view: View) -> list[str]:
@@ -206,7 +216,17 @@ class Announcer:
         if told == self._announced:
             return []
         self._announced = told
-        return [*self.announce(told, now), *self._idle_workers(told, now)]
+        return [*self.announce(told, now), *self._idle_workers(told, now), *self._compared(view, now)]
+
+    def _compared(self, view: View, now: float) -> list[Act]:
+        """Say which first weights the job has, and what of a worker is not as in the job."""
+        course = self._machine.course
+        if course.record is None:
+            return []
+        said = self.comparable.said(
+            course.record, view, self._members, first=not view.origin and course.furthest < 0
+        )
+        return [act for text in said for act in self.announce(Say(text), now)]
 
     def _idle_workers(self, members: Members, now: float) -> list[Act]:
         """Say once that there are more workers than replicas, beside those that were to stand by."""

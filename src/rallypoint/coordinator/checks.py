@@ -44,6 +44,7 @@ from rallypoint.net.sharing.messages import Offers
 from rallypoint.net.views.messages import Reached
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
+MOST_THREADS = 1 << 16  # as in `Welcome`
 _AGE_S = 1e9  # no wait is longer
 
 _MAY_SAY: dict[str, tuple[type, ...]] = {
@@ -101,9 +102,12 @@ def checked(message: Message, sender: Hello) -> Message:
             raise ProtocolError(f"a job record whose settings are not resolved: {missing[0]} is missing")
         try:
             record = message.record
-            resolved = record_of(parse(config), record.layout, record.frozen, data=record.data, tied=record.tied)
+            kept = {"data": record.data, "tied": record.tied, "threads": record.threads}
+            resolved = record_of(parse(config), record.layout, record.frozen, **kept)
         except ConfigError as error:
             raise ProtocolError(str(error)) from None
+        if not 0 <= record.threads <= MOST_THREADS:
+            raise ProtocolError(f"a job record of {record.threads} intra-op threads")
         if msgspec.structs.replace(resolved, config=config) != message.record:
             raise ProtocolError("a job record that says something else than its settings do")
     return message

@@ -57,6 +57,7 @@ class JoinInfo(msgspec.Struct, frozen=True):
         snapshots: URL of the snapshots.
         compression: how snapshot files are compressed.
         retention: which old snapshots are kept.
+        threads: the intra-op threads of workers and servers; 0: as many as the job that goes on has had, or 1.
     """
 
     overrides: dict[str, Any] = {}
@@ -65,6 +66,7 @@ class JoinInfo(msgspec.Struct, frozen=True):
     snapshots: str = ""
     compression: str = "none"
     retention: Retention = Retention()
+    threads: int = 0
 
 
 class CoordinatorService:
@@ -224,6 +226,7 @@ class CoordinatorService:
             about.compression, self._terms.heartbeat, self._terms.workers_start, self._terms.servers,
             min((host.link_mbit for host in self._terms.topology.hosts.values() if host.link_mbit), default=0.0),
             -1 if record is None else int(record.config.get("shard_bytes", -1)),
+            about.threads or (0 if record is None else record.threads) or 1,
         )  # fmt: skip
 
     def _refusal(self, hello: Hello) -> str:

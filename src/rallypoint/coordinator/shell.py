@@ -52,6 +52,7 @@ from rallypoint.net.messages import (
     Message,
     Metrics,
     Prepare,
+    Propose,
     Release,
     Report,
     Resize,
@@ -220,6 +221,8 @@ class CoordinatorShell:
             told = (message.unreachable, message.waited, message.activity, message.evaluating, message.paced)
             return self._drive(cluster_events.Beat(hello.id, *told))
         acts = self._drive(cluster_events.Heard(hello.id))
+        if isinstance(message, Propose):
+            self.announcer.comparable.propose(hello.id, message)
         match message:
             case Knows(view=view):
                 return [*acts, *self._knows(hello, view)]

@@ -41,6 +41,8 @@ class JobRecord(msgspec.Struct, frozen=True):
         features: the features that the configuration and the model use.
         data: identifies the data set.
         tied: other names of tensors that are in the layout once: other name -> name in the layout.
+        threads: the intra-op threads of its workers: torch cuts sums by them, so another number is another rounding.
+            0: not known (an older record). Workers that have others may join: see `coordinator.recording.comparable`.
     """
 
     config: dict[str, Any]
@@ -53,6 +55,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     features: tuple[Feature, ...] = ()
     data: DataIdentity = DataIdentity()
     tied: dict[str, str] = {}
+    threads: int = 0
 
     def version_at(self, shard: int, round: int) -> int | None:
         """The shard's own version in a snapshot of `round`; None in streaming modes, where a snapshot stores each shard

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 
 COORDINATOR = "RALLYPOINT_COORDINATOR"
 TOKEN = "RALLYPOINT_TOKEN"
@@ -35,7 +36,19 @@ IMPORT = "RALLYPOINT_IMPORT"  # the file with the task of an import: see `launch
 ANNOUNCE = "RALLYPOINT_ANNOUNCE"
 ANSWERS_AT = "health checks are answered at "  # the beginning of the line in which a process says where
 JOB_FAILED = "the job failed: "  # the beginning of the line in which a coordinator says why, as JSON
+_THREADS = "OMP_NUM_THREADS"  # read by OpenMP
 LISTENS_AT = "the coordinator listens at "  # the beginning of the line that a coordinator prints when it is ready
+
+
+def with_threads(number: int) -> dict[str, str]:
+    """Return what gives a process so many intra-op threads before it has joined a job, which says how many it has."""
+    return {_THREADS: str(number), "MKL_NUM_THREADS": str(number)}
+
+
+def threads_of(env: Mapping[str, str]) -> int:
+    """Return how many intra-op threads OMP_NUM_THREADS asks for; 0: it does not."""
+    text = env.get(_THREADS, "").partition(",")[0].strip()
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def failure_line(why: str) -> str:

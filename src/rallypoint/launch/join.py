@@ -13,6 +13,7 @@ import time
 import traceback
 from types import TracebackType
 
+from rallypoint.coordinator.service import JoinInfo
 from rallypoint.errors import JobAborted, RallypointError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
@@ -59,7 +60,9 @@ def join() -> Job | RankJob:
     if not coordinator:
         if (place := place_of(os.environ)) is not None:
             enter(place)  # this process becomes the supervisor of one that runs the script with an address
-        return _closed_at_exit(EmbeddedJob(console=RunConsole()))
+        return _closed_at_exit(EmbeddedJob(
+            console=RunConsole(), about=JoinInfo(threads=environment.threads_of(os.environ))
+        ))  # fmt: skip
     by_hand = not hold_lifeline()
     keep_stacks("worker")
     sys.excepthook = _one_sentence

@@ -94,10 +94,10 @@ class CoordinatorOptions:
     servers: Annotated[int, option(
         "--servers", "-s", min=1, metavar="N", panel=_CLUSTER, help="Server processes; they own the parameters.",
     )] = 2  # fmt: skip
-    replication: Annotated[int, option(
-        min=1, max=2, metavar="1|2", panel=_CLUSTER,
+    replication: Annotated[int | None, option(
+        min=1, max=2, metavar="1|2", panel=_CLUSTER, show_default="2 with two servers",
         help="2: every shard is on two servers, and either may die without a step lost.",
-    )] = 1  # fmt: skip
+    )] = None  # fmt: skip
     heartbeat: Annotated[float, option(
         min=0.5, metavar="S", panel=_CLUSTER, help="Seconds without a sign of life until a process is given up.",
     )] = 3.0  # fmt: skip
@@ -117,6 +117,10 @@ class CoordinatorOptions:
         "--measure-links", metavar=None, panel=_CLUSTER,
         help="Measure the links of servers by what goes through them, and move shards away from slow ones.",
     )] = False  # fmt: skip
+    threads: Annotated[int | None, option(
+        min=1, metavar="N", panel=_CLUSTER, show_default="1",
+        help="Intra-op threads of each worker and server, the same for the whole job: another number, other bytes.",
+    )] = None  # fmt: skip
     bind: Bind = _ON_LOOPBACK
     advertise: Advertise = ""
     snapshot_seconds: Annotated[float | None, option(
@@ -162,7 +166,7 @@ class CoordinatorOptions:
         where = self.snapshots or str((Path(folder) / SNAPSHOTS).resolve())
         if self.compression not in _COMPRESSIONS:
             raise ConfigError(f"'{self.compression}' is no compression: choose zstd, zstd-planes or none")
-        if self.replication > self.servers:
+        if (self.replication or 1) > self.servers:
             raise ConfigError("--replication 2 needs at least two servers: add --servers 2")
         if self.best_is not in ("min", "max"):
             raise ConfigError(f"--best-is {self.best_is}: it must be min or max")
@@ -180,7 +184,7 @@ class CoordinatorOptions:
                 best_is="max" if self.best_is == "max" else "min",
             ),
             topology=Topology() if self.topology is None else read_topology(self.topology),
-            **same,
+            replication=self.replication or 0, **same,
         )  # fmt: skip
 
 
@@ -201,9 +205,6 @@ class RunOptions(CoordinatorOptions):
     ranks: Annotated[int, option(
         min=1, metavar="N", panel=_CLUSTER,
         help="Processes of each worker, which share the model: FSDP2, tensor or pipeline parallel.",
-    )] = 1  # fmt: skip
-    threads: Annotated[int, option(
-        min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
     )] = 1  # fmt: skip
     engine: Annotated[str, option(
         metavar="NAME", panel=_CLUSTER,
@@ -336,7 +337,7 @@ class RunOptions(CoordinatorOptions):
 
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
-    "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
+    "standby", "servers", "aggregators", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
     "advertise", "engine", "address", "gpus", "ranks", "snapshot_steps", "snapshot_seconds", "compression",
     "report_after", "measure_links",
 }  # fmt: skip

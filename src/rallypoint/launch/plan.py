@@ -49,7 +49,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         watch: the run's page is served while it goes on: see `launch.observing.page`.
         track: where the run's figures go, each ``KIND:FOLDER``: see `watch.tracking.kinds`.
         report_after: seconds without a step until the run leaves a report; 0: it leaves none.
-        topology, measure_links: see `Terms`.
+        threads: the intra-op threads of workers and servers; None: nobody has said it, so the coordinator decides when
+            it knows whether a job goes on: see `CoordinatorService`.
+        replication, topology, measure_links: see `Terms`.
         snapshot_seconds: how often to take snapshots; None: nobody has said it, so SNAPSHOT_SECONDS, or what the job
             finds (`tune="auto"`).
         changes: sentences that say which settings were changed when the run went on, and from which step.
@@ -62,11 +64,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     standby: int = 0
     servers: int = 2
     aggregators: int = 0
-    replication: int = 1
+    replication: int = 0
     heartbeat: float = 3.0
     hang_after: float = 60.0
     backup_tasks: bool = False
-    threads: int = 1
+    threads: int | None = None
     bind: str = "127.0.0.1:0"
     advertise: str = ""
     folder: str = ""
@@ -95,6 +97,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     track: tuple[str, ...] = ()
     topology: Topology = Topology()
     measure_links: bool = False
+
+    @property
+    def threads_at_first(self) -> int:
+        """The intra-op threads with which a process starts, until it has joined the job."""
+        return self.threads or 1
 
 
 def parse_workers(text: str) -> tuple[tuple[int, int], int]:
@@ -210,7 +217,7 @@ def join_info_of(plan: Launch) -> dict[str, Any]:
     first, last = plan.trace_steps if plan.trace else (0, 0)
     return {
         "overrides": plan.overrides, "folder": str(Path(plan.folder).resolve()), "trace": [first, last],
-        "snapshots": plan.snapshots, "compression": plan.compression,
+        "snapshots": plan.snapshots, "compression": plan.compression, "threads": plan.threads or 0,
         "retention": msgspec.to_builtins(plan.retention),
     }  # fmt: skip
 
@@ -253,7 +260,6 @@ def environment_of(name: str, address: str, plan: Launch) -> dict[str, str]:
         **({environment.COORDINATOR: address} if address else {}),
         environment.ID: name, environment.TRANSPORT: plan.transport,
         environment.WORKERS: str(plan.workers_start),
-        "OMP_NUM_THREADS": str(plan.threads),
-        "MKL_NUM_THREADS": str(plan.threads),
+        **environment.with_threads(plan.threads_at_first),
         "PYTHONUNBUFFERED": "1",
     }  # fmt: skip

@@ -69,8 +69,9 @@ class Welcome(AnyMessage, frozen=True):
     `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
     steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
     may be silent. `workers` and `servers` are how many the job begins with, `link_mbit` what the slowest link that was
-    told carries (0: none was), `shard_bytes` the size of the job's shards (-1: there are none yet). `payloads` is the
-    Hello's, if both sides use it from here on, else "".
+    told carries (0: none was), `shard_bytes` the size of the job's shards (-1: there are none yet). `threads` is how
+    many intra-op threads a worker or a server computes with. `payloads` is the Hello's, if both sides use it from here
+    on, else "".
     """
 
     overrides: dict[str, Any] = {}
@@ -83,6 +84,7 @@ class Welcome(AnyMessage, frozen=True):
     servers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
     link_mbit: Mbit = 0.0
     shard_bytes: Annotated[int, msgspec.Meta(ge=-1, le=1 << 32)] = -1
+    threads: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
     payloads: str = ""
 
 

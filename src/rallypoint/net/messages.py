@@ -36,10 +36,12 @@ from rallypoint.observe.lines import printable
 
 
 class Propose(AnyMessage, frozen=True):
-    """A worker's model and settings. `kernels` is the digest of its probe in a job with audits, else empty."""
+    """A worker's model and settings; `kernels`: the digest of its probe in a job with audits; `first`: of its weights.
+    """
 
     record: JobRecord
     kernels: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+    first: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class Beat(AnyMessage, frozen=True):

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from rallypoint.config import parse
 from rallypoint.core.job import JobRecord
 from rallypoint.core.shard import clip
@@ -191,6 +193,7 @@ class ServerService:
     def _prepare(self, record: JobRecord) -> None:
         if self._reducer is not None:
             return  # repeated when this server joins again
+        torch.set_num_threads(self._link.welcome.threads)  # a norm is a sum, which torch cuts by them
         about, job = self._link.welcome, ServerJob(record, parse(record.config))
         writer = None
         if about.snapshots:

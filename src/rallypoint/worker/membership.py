@@ -70,6 +70,7 @@ class Member:
     _view: View | None
     _record: JobRecord | None
     _kernels: bytes
+    _first: bytes
     _finished: bool
     _leaving: bool
     _lead: str
@@ -123,7 +124,7 @@ class Member:
         with self._changed:
             record, script = self._record, self._script
         if record is not None:
-            self._link.send(Propose(record, self._kernels))
+            self._link.send(Propose(record, self._kernels, self._first))
         if script is not None:
             self._link.send(script)
         self._sharing.repeat()

@@ -19,7 +19,7 @@ from rallypoint.core.cluster.recovery import Recovery
 from rallypoint.core.cluster.state import ClusterState, Failing, Origin, Phase
 from rallypoint.core.cluster.storing.tuned_period import TunedPeriod
 from rallypoint.core.cluster.strategies import Strategies, strategies_for
-from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
+from rallypoint.core.cluster.terms import SnapshotPeriod, Terms, copies_of
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.deciding.decisions import Rules
 from rallypoint.core.job import JobRecord
@@ -98,10 +98,17 @@ class Course:
         if record is not None and Feature.SUMS in record.features:
             self.terms = msgspec.structs.replace(self.terms, snapshots=False)
         self.record, self.strategies = record, Strategies() if record is None else strategies_for(record, self.terms)
-        self.views.replication = self.recovery.replication(self.terms.replication)
+        supported = record is not None and record.supports(Feature.REPLICATION)
+        copies = copies_of(self.terms.replication, self.terms.servers, supported=supported)
+        self.views.replication = self.recovery.replication(copies)
         self.views.aggregates, self.views.uplinks.told = self.strategies.aggregates, self.terms.topology.uplinks
         if self.view is not None:  # of an earlier coordinator
             self.pins = pins_after(self.pins, self.view)
+
+    @property
+    def doubled(self) -> bool:
+        """True if every shard is on two servers, and nobody has said so."""
+        return not self.terms.replication and self.views.replication > 1
 
     def changed(self) -> None:
         """Raise `revision`: something has changed that the next coordinator needs."""

@@ -74,7 +74,7 @@ class ClusterMachine:
     def __post_init__(self) -> None:
         before = (self.terms.earlier, *(known.epoch for known in (self.recovered, self.resume) if known is not None))
         epoch = 1 + max(before)
-        self.course = course = Course(self.terms, ViewSequence(epoch, self.terms.replication))
+        self.course = course = Course(self.terms, ViewSequence(epoch, 1))
         course.workers_max, course.begun_by = self.terms.workers_max, self.terms.begun_by
         self._snapshots = Snapshots(self.course, SnapshotDuty(self.terms, epoch))
         self._ending = LastSnapshot(self.course, self._snapshots)

@@ -232,12 +232,12 @@ class Succession:
             course.phase, course.begun = Phase.RUNNING, False  # nothing is computed: the first weights come once more
             return self.new_generation("")
         course.phase = Phase.RUNNING
+        said = Say(f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}")
         course.furthest = event.version - 1
         course.views.stop = course.views.stop or event.stop  # the journal may have had no room for it
         course.views.scales = merged(course.views.scales, event.scales)
         course.evaluations.go_back_to(event.decided)
         self.snapshots.duty.last = (event.version, course.now)
-        said = Say(f"going on from snapshot {event.snapshot}: version {event.version}")
         return [said, *self.new_generation(event.snapshot)]
 
     def begin(self) -> list[Effect]:
@@ -312,3 +312,14 @@ class Succession:
         if view is None or self.course.recovery.workers_store:
             return set()
         return {*view.primary.values(), *view.backup.values()}
+
+
+def _lost(course: Course, version: int) -> str:
+    """What it costs to go back to `version`, and which option would spare it."""
+    assert course.record is not None
+    steps = course.record.steps_at(course.furthest + 1) - course.record.steps_at(version)
+    if steps <= 0:
+        return ""
+    again = f"; {steps} step{'s are' if steps > 1 else ' is'} computed again"
+    spared = course.views.replication < 2 and not course.recovery.workers_store
+    return f"{again}. With two servers and --replication 2 a server's death costs none" if spared else again

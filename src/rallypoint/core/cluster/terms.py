@@ -8,6 +8,15 @@ from rallypoint.core.modes import Feature
 from rallypoint.core.topology.told import Topology
 
 
+def copies_of(said: int, servers: int, *, supported: bool = True) -> int:
+    """On how many servers each shard is, where `said` is what the user asked for (0: nothing).
+
+    Nothing said, it is 2 where a job begins with two servers or more, and its mode supports that: then any one server
+    may die without a step lost. `supported`: see `JobRecord.supports`.
+    """
+    return said or (2 if servers > 1 and supported else 1)
+
+
 class SnapshotPeriod(msgspec.Struct, frozen=True):
     """A snapshot is taken every so many steps of training, and every so many seconds; 0: not by that."""
 
@@ -23,7 +32,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         workers_min: the job waits while fewer workers are here.
         workers_max: the most workers that compute; more stand by.
         servers: the job begins when so many servers are here.
-        replication: 2 keeps every shard on a second server too (I4).
+        replication: 2 keeps every shard on a second server too (I4); 0: nobody has said it, see `copies_of`.
         heartbeat: seconds without a sign of life after which a member is given up.
         hang_after: seconds after which a worker whose main thread does nothing is given up, if all others wait for it;
             at least ten times the median step. 0: never.

@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console
 
 from rallypoint.config import batch_at, parse
+from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Bytes, Feature
 from rallypoint.errors import ConfigError, JobAborted
@@ -189,9 +190,11 @@ def chaos(
     undisturbed = _undisturbed(plan, console, overwrite=overwrite)
     job = _job_of(undisturbed)
     config = parse(job.config)
-    if plan.replication > 1 and (why := job.refusal_of({Feature.REPLICATION})):
+    why = job.refusal_of({Feature.REPLICATION})
+    copies = copies_of(plan.replication, plan.servers)
+    if copies > 1 and why:
         console.print(f"every shard is on one server ({why})")
-        plan = msgspec.structs.replace(plan, replication=1)
+    plan = msgspec.structs.replace(plan, replication=1 if why else copies)
     console.rule(f"and now with {len(faults)} faults")
     driver = Chaos(faults, config.steps, seed)
     status = _under(plan, driver, console, overwrite=overwrite)

@@ -59,6 +59,9 @@ def start_of(resume: str, about: JoinInfo, command: str) -> tuple[Resumed | None
     snapshot = f"{place}/{manifest.id}" if is_elsewhere else manifest.id
     record, changes = changed_record(manifest.job, about.overrides, manifest.version)
     say(f"going on from snapshot {snapshot}")
+    if about.threads and record.threads and about.threads != record.threads:
+        changes = [*changes, Change("threads", record.threads, about.threads)]
+        record = msgspec.structs.replace(record, threads=about.threads)
     stop, decided = manifest.stop, manifest.decided
     if any(change.key == "steps" for change in changes):
         stop, decided = None, decided.going_on()

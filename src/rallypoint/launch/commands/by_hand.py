@@ -245,8 +245,8 @@ def end_process(status: int) -> NoReturn:
 
 
 def start_worker(
-    command: Sequence[str], *, coordinator: str, token_file: str, id: str, threads: int, health: str = "",
-    tls: str = "", ranks: int = 1,
+    command: Sequence[str], *, coordinator: str, token_file: str, id: str, health: str = "", tls: str = "",
+    ranks: int = 1,
 ) -> None:  # fmt: skip
     """Replace this process by a program that joins the job at `coordinator` with `rallypoint.join`.
 
@@ -264,7 +264,7 @@ def start_worker(
     say(f"{name} runs {command[0]} for the job at {address}")
     env = {
         **os.environ, environment.COORDINATOR: address, environment.ID: name, environment.TOKEN: access.token,
-        "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+        **environment.with_threads(environment.threads_of(os.environ) or 1),
     }  # fmt: skip
     env.pop(environment.TOKEN_FILE, None)  # it may hold the job's token, which is no worker's business
     if tls:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.coordinator.journal import kept_state
+from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.cost.workload import SENT_BYTES, Layer, Workload
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Layout
+from rallypoint.core.modes import Feature
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.plan import read_plan
 from rallypoint.watch.follow import EVENTS, Follower
@@ -74,7 +76,7 @@ def measured_run(folder: Path) -> MeasuredRun:
     return MeasuredRun(
         name=folder.resolve().name, sizes=sizes_of(record.layout), workload=_workload_of(record),
         replicas=int(record.config.get("replicas", 1)), workers=counts["computing"] or 1,
-        servers=counts["server"] or 1, replication=_replication_of(folder), step=seen.times.quantile(0.5),
+        servers=counts["server"] or 1, replication=_replication_of(folder, record), step=seen.times.quantile(0.5),
         computed=statistics.median(seen.computed) if seen.computed else 0.0,
         paced=bool(record.config.get("pace_mbit")), by_port=record.config.get("pacing") == "auto",
         busiest=_busiest(seen),
@@ -125,9 +127,10 @@ def _bytes_of(codec: Any) -> float:
     return SENT_BYTES.get(kind, 4.0)
 
 
-def _replication_of(folder: Path) -> int:
+def _replication_of(folder: Path, record: JobRecord) -> int:
     try:
-        return read_plan(folder).replication
+        plan = read_plan(folder)
+        return copies_of(plan.replication, plan.servers, supported=record.supports(Feature.REPLICATION))
     except RallypointError:
         return 1  # a run by hand
 

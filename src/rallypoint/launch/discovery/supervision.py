@@ -134,8 +134,8 @@ class Supervisor:
         return self._command(f"worker{self._duties.place.rank}", "worker", self._duties.worker)
 
     def _command(self, name: str, role: str, argv: tuple[str, ...]) -> Command:
-        threads = os.environ.get("OMP_NUM_THREADS", "1")
-        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", environment.ID: name}
+        threads = environment.with_threads(environment.threads_of(os.environ) or 1)
+        env = {**threads, "PYTHONUNBUFFERED": "1", environment.ID: name}
         env |= {environment.COORDINATOR: self._address} if self._address else {}
         env |= {environment.TOKEN: role_token(self._token, role), environment.TOKEN_FILE: ""}
         return Command(name=name, role=role, argv=argv, env=env)

@@ -55,7 +55,7 @@ def cluster_of(plan: Launch, say: Callable[[str], None]) -> Iterator[Cluster]:
 
             with RayCluster(
                 plan.address or "auto", folder=plan.folder, snapshots=plan.snapshots, servers=plan.servers,
-                cpus=plan.threads, gpus=plan.gpus, say=say,
+                cpus=plan.threads_at_first, gpus=plan.gpus, say=say,
             ) as nodes:  # fmt: skip
                 yield nodes
         case "ssh":

@@ -95,7 +95,7 @@ def entrypoint(shape: Shape) -> str:
     """Return the command that runs on the head."""
     return shlex.join([
         "rallypoint", "run", "--engine=ray", "--address=auto", f"--workers={shape.workers}",
-        f"--servers={shape.servers}", f"--folder={FOLDER}/{shape.name}", f"--threads={shape.threads}",
+        f"--servers={shape.servers}", f"--folder={FOLDER}/{shape.name}",
         *([f"--gpus={shape.worker.gpus}"] if shape.worker.gpus else []),
         *([f"--snapshots={shape.snapshots}"] if shape.snapshots else []), *shape.options, *shape.script,
     ])  # fmt: skip

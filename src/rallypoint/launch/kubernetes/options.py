@@ -47,9 +47,6 @@ class RenderOptions(CoordinatorOptions):
         "--send-script", panel=_JOB,
         help="Put the script itself into the manifest: an image with rallypoint is enough.",
     )] = False  # fmt: skip
-    threads: Annotated[int, _option(
-        help="Intra-op threads of each worker.", panel=_PODS, metavar="N", min=1,
-    )] = 1  # fmt: skip
     cpu: Annotated[str, _option(
         help="Processors of each worker: 4 or 500m; by default as many as --threads.", panel=_PODS, metavar="N",
     )] = ""  # fmt: skip
@@ -107,7 +104,7 @@ class RenderOptions(CoordinatorOptions):
         return Shape(
             name=self.name, namespace=self.namespace, image=self.image, pull_policy=self.pull_policy,
             script=(self._path(script), *arguments), code=self._text(script), workers=self.workers,
-            servers=self.servers, options=tuple(self._passed_on()), threads=self.threads, snapshots=self.snapshots,
+            servers=self.servers, options=tuple(self._passed_on()), threads=self.threads or 1, snapshots=self.snapshots,
             claim=self.claim, storage=self.storage, storage_class=self.storage_class,
             worker=Size(cpu=self.cpu, memory=self.memory, gpus=self.gpus),
             server=Size(cpu=self.server_cpu, memory=self.server_memory), spot=(key, value), grace=self.grace,

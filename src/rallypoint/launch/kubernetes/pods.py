@@ -90,8 +90,7 @@ class Pods:
         """Return a worker's pod, whose container has this name. The script is its `args`."""
         shape = self.shape
         command = (
-            "rallypoint", "worker", f"--coordinator={self.host}:{COORDINATOR_PORT}", f"--threads={shape.threads}",
-            *self._access(),
+            "rallypoint", "worker", f"--coordinator={self.host}:{COORDINATOR_PORT}", *self._access(),
         )  # fmt: skip
         container = self._container("worker", command, size=shape.size_of("worker"))
         container = replace(container, name=name, args=[literal(word) for word in shape.script])

@@ -11,6 +11,7 @@ from typing import Any
 
 from rallypoint.coordinator.journal import kept_state
 from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
+from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.job import JobRecord
 from rallypoint.errors import DataError, RallypointError
 from rallypoint.launch.plan import Launch, read_plan
@@ -57,7 +58,7 @@ def _settings(plan: Launch) -> dict[str, str]:
     said = {
         "command": shlex.join(plan.worker), "engine": plan.engine,
         "workers": str(most) if fewest == most else f"{fewest} to {most}", "servers": str(plan.servers),
-        "replication": str(plan.replication),
+        "replication": str(copies_of(plan.replication, plan.servers)),
         "snapshots": plan.snapshots or "none",
     }  # fmt: skip
     return {**said, **dict(_flat(plan.overrides))}

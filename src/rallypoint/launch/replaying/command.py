@@ -113,7 +113,7 @@ def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
             scales=merged(() if state is None else state.scales, manifest.scales),
             answer=str(Path(folder) / "answer.json"), debug=wanted.debug, probe=spike is not None,
         )  # fmt: skip
-        answer = _computed(argv, task, plan.threads, wanted)
+        answer = _computed(argv, task, manifest.job.threads or plan.threads_at_first, wanted)
         return _compared(run, task, manifest, answer, spike)
 
 
@@ -191,7 +191,7 @@ def _computed(argv: tuple[str, ...], task: Task, threads: int, wanted: Wanted) -
     order = Path(task.folder) / "task.json"
     order.write_bytes(msgspec.json.encode(task))
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}
-    ours |= {environment.REPLAY: str(order), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    ours |= {environment.REPLAY: str(order), **environment.with_threads(threads)}
     if wanted.on_cpu:
         ours["CUDA_VISIBLE_DEVICES"] = ""
     sys.stdout.flush()

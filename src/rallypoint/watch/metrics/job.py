@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.cluster.terms import Terms, copies_of
 from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
@@ -153,7 +153,7 @@ class JobFigures:
         terms = self._terms
         yield Reading("rallypoint_job_running", float(self._running))
         yield Reading("rallypoint_job_start_timestamp_seconds", self._began)
-        yield Reading("rallypoint_replication", terms.replication)
+        yield Reading("rallypoint_replication", copies_of(terms.replication, terms.servers))
         yield Reading("rallypoint_snapshot_period_seconds", self._period.seconds if terms.snapshots else 0.0)
         yield Reading("rallypoint_snapshot_period_steps", self._period.steps if terms.snapshots else 0)
         yield Reading("rallypoint_last_step_timestamp_seconds", self._moved)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+import xxhash
 
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.view import View
@@ -18,6 +19,19 @@ Words = Callable[[int, int], torch.Tensor]
 States = Callable[[Shard], ShardRecord]
 
 _UNDER_WAY = 16  # shards that are copied and not sent yet
+_AT_ONCE = 1 << 20  # words that are digested at once
+
+
+def digest_of(layout: Layout, words: Words) -> bytes:
+    """Return the digest (XXH3-128) of the first weights, wherever shards are cut; of tables, which servers make, not.
+
+    `words` as in `push_initial`.
+    """
+    digest = xxhash.xxh3_128()
+    for entry in layout.entries:
+        for start in range(entry.start, entry.stop, _AT_ONCE):
+            digest.update(bytes_of(words(start, min(start + _AT_ONCE, entry.stop))))
+    return digest.digest()
 
 
 def push_initial(

@@ -40,6 +40,9 @@ class Loop(Protocol):
     def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
         """The script logs figures of one micro-batch."""
 
+    def backward_at(self) -> str:
+        """Return where the script has called backward() itself in this micro-batch, as ``train.py:31``; "": nowhere."""
+
     def carried_micro(self, micro: Micro) -> Carry:
         """Return what the micro-batch's replica carries."""
 
@@ -99,6 +102,8 @@ class Micro:
             self.abandoned = True
         else:
             begun = "" if self.losses is None else ": the last backward pass has no more=True"
+            own = self._run.backward_at()
+            begun = begun or (own and f": {own} calls backward() itself, which the job does not see")
             raise UsageError(f"{self._where}: the micro-batch ended without micro.backward(loss){begun}")
 
     def backward(

@@ -13,6 +13,7 @@ from rallypoint.net.messages import Say
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
 from rallypoint.worker.carried import Carried, Carry
+from rallypoint.worker.habits import Habits
 from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
@@ -41,6 +42,8 @@ class Passes:
         self._activations = Activations(parts.model, parts.config, parts.tensors.device)
         self._streamed, self._carried = parts.streamed, parts.tensors.carried
         self._own = parts.config.order == "own"
+        tables = [one.weight for same in parts.tensors.tables for one in same]
+        self._habits = Habits([*(placed.tensor for placed in parts.tensors.parameters), *tables])
         self.ledger = _ledger_of(parts)
         self._new_losses = losses_of(parts.staging, parts.config, parts.say)
         self.begin(0)
@@ -63,6 +66,7 @@ class Passes:
 
     def remove(self) -> None:
         """The run is over: the model computes as before."""
+        self._habits.leave()
         self._activations.remove()
 
     def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
@@ -79,7 +83,8 @@ class Passes:
         It makes no check: `__exit__` could not swallow an error of `__enter__`.
         """
         self._early.inside = self._exchange.rows.in_micro = True
-        if not self._own:
+        if not self._own:  # else the script's optimizer is what steps, and its calls are right
+            self._habits.enter(micro)
             seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
         self.autocast.enter()
         self._activations.enter()
@@ -95,6 +100,10 @@ class Passes:
             self._carried.keep()
         self.autocast.leave()
         self._early.inside = self._exchange.rows.in_micro = False
+
+    def backward_at(self) -> str:
+        """Where the script has called backward() itself in this micro-batch (called by Micro)."""
+        return self._habits.backward_at
 
     def carried_micro(self, micro: Micro) -> Carry:
         """What the micro-batch's replica carries (called by Micro)."""
@@ -132,7 +141,8 @@ class Passes:
             loss = loss / self._config.accumulate if self._config.accumulate > 1 else loss
             scale = self._parts.tensors.loss_scale
             scaled = loss if scale is None else loss * scale[0]
-            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            with self._habits.by_the_job():
+                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._parts.source.end_backward()
         if last and self.ledger is not None:
             self.ledger.used(micro.replica)
@@ -176,10 +186,11 @@ class Passes:
     def _check_no_gradient(self, micro: Micro) -> None:
         for placed in self._parts.tensors.parameters:
             if placed.tensor.grad is not None:
+                at = f" ({self._habits.backward_at})" if self._habits.backward_at else ""
                 raise UsageError(
                     f"parameter {placed.entry.spec.name} has a gradient before micro.backward at step {micro.step}: "
-                    "the script has called backward() itself. Give micro.backward the sum of all losses, or each of "
-                    "them, all but the last with more=True; torch.autograd.grad leaves no gradient behind"
+                    f"the script has called backward() itself{at}. Give micro.backward the sum of all losses, or each "
+                    "of them, all but the last with more=True; torch.autograd.grad leaves no gradient behind"
                 )
 
     def ends_round(self, step: int) -> bool:

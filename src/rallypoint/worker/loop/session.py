@@ -42,6 +42,7 @@ from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.initial import digest_of
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.keys.exchange import KeyExchange
 from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape, declared, first_values
@@ -97,6 +98,7 @@ class Job(Member):
         self._view: View | None = None
         self._record: JobRecord | None = None
         self._kernels = b""  # the digest of this worker's probe, in a job with audits
+        self._first = b""  # the digest of its first weights
         self._finished = self._leaving = False
         self._lead = self._captured = ""
         self._wanted: Capture | None = None  # the last snapshot that the coordinator asked for
@@ -115,6 +117,7 @@ class Job(Member):
         self._sharing = Sharing(self._transport, self._link)
         self._stopping, self._reports = Stopping(self._link.send), EvaluationReports(self._link.send)
         self._link.start()
+        torch.set_num_threads(self._link.welcome.threads)
         self.welcome, self.stopping, self.started = self._link.welcome, self._stopping, self._link.welcome.workers
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
 
@@ -163,7 +166,12 @@ class Job(Member):
         )  # fmt: skip
         optimizer = worker_optimizer(tensors, config, own, schedules)
         identity = identity_of(data.dataset)
-        record = record_of(config, tensors.layout, tensors.frozen_hashes(), data=identity, tied=tensors.tied)
+        record = record_of(
+            config, tensors.layout, tensors.frozen_hashes(), data=identity, tied=tensors.tied,
+            threads=torch.get_num_threads(),
+        )  # fmt: skip
+        whole = lead is None and config.parameters != "streamed"
+        self._first = digest_of(tensors.layout, tensors.part) if whole else b""
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
         first = self.id == min(one.id for one in exchange.view.workers)
@@ -227,7 +235,7 @@ class Job(Member):
     def _propose(self, record: JobRecord) -> None:
         with self._changed:
             self._record = record
-        self._link.send(Propose(record, self._kernels))
+        self._link.send(Propose(record, self._kernels, self._first))
         self._wait_for_view()
 
     def _on_admitted(self, new: bool) -> None:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Unpack
 
 import msgspec
+import torch
 
 from rallypoint.config import JobConfig, parse
 from rallypoint.data.loader import MicroBatches
@@ -26,10 +27,12 @@ from rallypoint.worker.ranks.tensors import in_order, layout_of
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What the leader tells the other ranks before a run: the resolved configuration and the run's folder."""
+    """What the leader tells the other ranks before a run: the resolved configuration, the run's folder, and with how
+    many intra-op threads each rank computes."""
 
     config: dict[str, Any]
     folder: str
+    threads: int
 
 
 class RankJob:
@@ -99,10 +102,11 @@ class RankJob:
 
 def told(group: RankGroup, config: JobConfig, folder: str) -> None:
     """On the leader: tell the other ranks the configuration."""
-    group.all_bytes(msgspec.msgpack.encode(Start(msgspec.to_builtins(config), folder)))
+    group.all_bytes(msgspec.msgpack.encode(Start(msgspec.to_builtins(config), folder, torch.get_num_threads())))
 
 
 def heard(group: RankGroup) -> tuple[JobConfig, Path]:
     """On another rank: return what the leader tells."""
     start = msgspec.msgpack.decode(group.all_bytes(b"")[0], type=Start)
+    torch.set_num_threads(start.threads)
     return parse(start.config), Path(start.folder or ".")

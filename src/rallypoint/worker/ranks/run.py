@@ -205,6 +205,10 @@ class RankRun:
                 retain_graph=retain_graph
             )
 
+    def backward_at(self) -> str:
+        """Nowhere: only the leader looks (called by Micro)."""
+        return ""
+
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
         """The script has back-propagated one micro-batch by itself."""
         self._count(loss, weight)

@@ -1,0 +1,189 @@
+"""Calls of a plain PyTorch loop that do nothing in a job's loop, or the wrong thing: each is an error at its line."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import rallypoint
+from rallypoint.errors import UsageError
+
+_Call = Callable[..., Any]
+_NOT_THE_SCRIPT = tuple(str(Path(str(package.__file__)).parent) for package in (rallypoint, torch))
+
+
+class InMicro(Protocol):
+    """The micro-batch that the script is in."""
+
+    step: int
+    index: int
+    losses: torch.Tensor | None
+
+
+class Habits:
+    """Watches what the script's thread calls, from the first ``with micro:`` to the end of the run.
+
+    Torch's functions are replaced once in the process, while any run watches, and put back by the last that `leave`s.
+    Other threads, and the job's own backward passes, are let through.
+
+    Attributes:
+        backward_at: where the script has back-propagated to the job's parameters itself in this micro-batch, before
+            `micro.backward`; "": nowhere. That is an error if it leaves gradients.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._known = {id(parameter) for parameter in parameters}
+        self._thread = 0  # the script's; 0: it is not watched
+        self._micro: InMicro | None = None
+        self.backward_at, self._ours = "", False
+
+    def enter(self, micro: InMicro) -> None:
+        """The script enters ``with micro:``."""
+        self._micro, self.backward_at = micro, ""
+        if not self._thread:
+            self._thread = threading.get_ident()
+            _watch(self._thread, self)
+
+    @contextmanager
+    def by_the_job(self) -> Iterator[None]:
+        """In the body the job back-propagates."""
+        self._ours = True
+        try:
+            yield
+        finally:
+            self._ours = False
+
+    def leave(self) -> None:
+        """The run is over."""
+        if self._thread:
+            _unwatch(self._thread, self)
+            self._thread = 0
+
+    def clips(self, name: str, parameters: list[torch.Tensor]) -> None:
+        """The script calls ``clip_grad_norm_`` or ``clip_grad_value_``."""
+        if any(id(parameter) in self._known for parameter in parameters):
+            raise UsageError(
+                f"{script_line()}: {name} finds no gradients of the job's parameters: they have left when "
+                "micro.backward returns, and are clipped where they are added up. Give job.train clip=1.0 (a norm), "
+                "and take the call out (events.jsonl has each step's norm)"
+            )
+
+    def scales(self, scaler: torch.amp.GradScaler) -> None:
+        """The script calls ``GradScaler.scale``."""
+        if scaler.is_enabled():
+            raise UsageError(
+                f"{script_line()}: a GradScaler scales the loss, and nobody would unscale the gradients: the servers "
+                'step. Take it out, and give job.train precision="fp16" (the servers have the scale) or "bf16", which '
+                "needs none"
+            )
+
+    def back_propagates(self, losses: Iterable[torch.Tensor]) -> None:
+        """The script calls ``backward`` itself."""
+        if self._ours or not reaches(losses, self._known):
+            return
+        self.backward_at = script_line()
+        micro = self._micro
+        if micro is not None and (micro.index > 0 or micro.losses is not None):
+            raise UsageError(
+                f"{self.backward_at}: backward() is called by the script, beside micro.backward at step {micro.step}: "
+                "give micro.backward the sum of all losses, or each of them, all but the last with more=True; "
+                "torch.autograd.grad leaves no gradient behind"
+            )
+
+
+def script_line() -> str:
+    """Return where the script is, as ``train.py:31``: the newest call that is neither ours nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def reaches(losses: Iterable[torch.Tensor], known: set[int]) -> bool:
+    """True if gradients of these losses go to one of the tensors whose ids are `known`."""
+    waiting: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, torch.Tensor)]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in known:
+            return True
+        waiting += [function for function, _ in node.next_functions]
+    return False
+
+
+# ---- torch's functions: replaced while any run of this process watches ----
+
+_changing = threading.Lock()
+_watched: dict[int, Habits] = {}  # by the script's thread
+_restore: list[Callable[[], None]] = []
+
+
+def _watch(thread: int, habits: Habits) -> None:
+    with _changing:
+        _watched[thread] = habits
+        if not _restore:
+            _replace()
+
+
+def _unwatch(thread: int, habits: Habits) -> None:
+    with _changing:
+        if _watched.get(thread) is habits:
+            del _watched[thread]
+        while not _watched and _restore:
+            _restore.pop()()
+
+
+def _here() -> Habits | None:
+    return _watched.get(threading.get_ident())
+
+
+def _replace() -> None:
+    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        _replace_wrapped(clip)
+    scale = torch.amp.GradScaler.scale
+    backward = torch.autograd.backward
+
+    def scaled(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        if (habits := _here()) is not None:
+            habits.scales(self)
+        return scale(self, outputs)
+
+    def back_propagated(tensors: Any, *args: Any, **named: Any) -> None:
+        if (habits := _here()) is not None:
+            habits.back_propagates([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        backward(tensors, *args, **named)
+
+    _set(torch.amp.GradScaler, "scale", scaled)
+    _set(torch.autograd, "backward", back_propagated)  # Tensor.backward calls it by this name
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    _restore.append(lambda: setattr(owner, name, before))
+
+
+def _replace_wrapped(clip: _Call) -> None:
+    """Replace what torch's wrapper `clip` calls: a script may have imported the wrapper itself by name."""
+    inner = getattr(clip, "__wrapped__", None)
+    cell = next((cell for cell in clip.__closure__ or () if cell.cell_contents is inner), None)  # type: ignore[attr-defined]
+    if inner is None or cell is None:
+        return
+
+    def clipped(parameters: Any, *args: Any, **named: Any) -> Any:
+        if (habits := _here()) is not None:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            habits.clips(clip.__name__, parameters)
+        return inner(parameters, *args, **named)
+
+    cell.cell_contents = clipped
+    _restore.append(lambda: setattr(cell, "cell_contents", inner))

@@ -1,0 +1,65 @@
+"""On how many servers each shard is where nobody has said it; what is said of it, and of going back to a snapshot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_shell import Play
+
+from rallypoint.coordinator import inbox
+from rallypoint.core.cluster.terms import copies_of
+from rallypoint.launch.options import CoordinatorOptions, RunOptions
+from rallypoint.launch.plan import terms_of
+from rallypoint.net.messages import Propose, Say
+
+DOUBLED = "every shard is on two servers"
+AT_ONCE = {"type": "async", "fold": 4}
+
+
+def begun(servers: int, settings: dict[str, Any] | None = None, **terms: Any) -> Play:
+    play = Play(settings=settings, servers=servers, snapshots=True, **terms)
+    play.join(*(f"s{n}" for n in range(servers)), "w0")
+    play.say("w0", Propose(play.record))
+    return play
+
+
+def said(play: Play) -> list[str]:
+    return [say.text for say in play.logged(Say)]
+
+
+@pytest.mark.parametrize(("wanted", "servers", "copies"), [(0, 1, 1), (0, 2, 2), (0, 5, 2), (1, 2, 1), (2, 3, 2)])
+def test_shards_are_on_two_servers_where_there_are_two_unless_told_otherwise(
+    wanted: int, servers: int, copies: int
+) -> None:
+    play = begun(servers, replication=wanted)
+    assert copies_of(wanted, servers) == copies
+    assert bool(play.view.backup) == (copies == 2)
+    assert any(DOUBLED in text for text in said(play)) == (copies == 2 and not wanted)
+
+
+@pytest.mark.parametrize("settings", [{"sync": {"type": "all-reduce"}}, {"sync": AT_ONCE}], ids=["all-reduce", "fold"])
+def test_a_mode_without_backups_gets_none_and_is_not_refused(settings: dict[str, Any]) -> None:
+    play = begun(2, settings, replication=0)
+    assert not play.view.backup
+    assert not any(DOUBLED in text for text in said(play))
+
+
+@pytest.mark.parametrize("kind", [RunOptions, CoordinatorOptions])
+def test_every_command_leaves_it_to_the_coordinator(kind: type[CoordinatorOptions]) -> None:
+    assert terms_of(kind(servers=2).plan([], folder="x"))["replication"] == 0
+    assert terms_of(kind(servers=2, replication=1).plan([], folder="x"))["replication"] == 1
+
+
+def test_going_back_says_how_many_steps_are_lost_and_what_would_spare_them() -> None:
+    play = begun(1)
+    play.store()
+    play.steps(0, 5)
+    play.lose_the_server()
+    (wanted,) = [text for text in said(play) if "going back" in text]
+    assert wanted == "parameters are lost with their servers: going back to the last snapshot"
+    play.take(inbox.SnapshotFound("step-0", 0))
+    assert said(play)[-1] == (
+        "going on from snapshot step-0: version 0; 5 steps are computed again. With two servers and --replication 2 a "
+        "server's death costs none"
+    )
