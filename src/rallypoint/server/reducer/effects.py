@@ -141,6 +141,9 @@ class Effects:
                 owned.abandon()
             case shard_effects.Choose():
                 desk.replication.send_choice(index, effect)
+            case shard_effects.Prove(version=version):
+                desk.at_rest.check(index)
+                desk.replication.ask(index, version)
             case shard_effects.Fill(version=version):
                 desk.at_rest.check(index)
                 desk.replication.send_state(owned.state(version, self._clocks(index), wires=True))
@@ -149,8 +152,9 @@ class Effects:
                 desk.followers.tell(follower, wait, urgent=True)
             case shard_effects.Accepted() | shard_effects.Disputed():
                 desk.audits.found(index, effect)
-            case shard_effects.CaughtUp():
-                desk.context.say(CaughtUp({index: desk.shell.machine.caught_up[index]}))
+            case shard_effects.CaughtUp(incoming=incoming):
+                machines = desk.shell.machine
+                desk.context.say(CaughtUp({index: (machines.arrived if incoming else machines.caught_up)[index]}))
             case shard_effects.Capture(version=version, missed=missed):
                 assert desk.capture is not None
                 if missed:
