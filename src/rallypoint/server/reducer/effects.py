@@ -144,9 +144,10 @@ class Effects:
             case shard_effects.Prove(version=version):
                 desk.at_rest.check(index)
                 desk.replication.ask(index, version)
-            case shard_effects.Fill(version=version):
+            case shard_effects.Fill(version=version, incoming=incoming):
                 desk.at_rest.check(index)
-                desk.replication.send_state(owned.state(version, self._clocks(index), wires=True))
+                state = owned.state(version, self._clocks(index), wires=True)
+                desk.replication.send_state(state, incoming=incoming)
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
                 wait = Header(Kind.WAIT, shard=index, base=clock, wants=wants(replica))
                 desk.followers.tell(follower, wait, urgent=True)

@@ -1,9 +1,8 @@
-"""With `replication=2` the loss of one server never rolls back: each shard has two copies at any moment, but for windows
-that are declared here, each with its reason.
+"""With `replication=2` the loss of one server never rolls back: at any moment each shard has two copies that count.
 
-After each event at the coordinator the watcher asks which shards have a backup that has caught up. One that has none any
-more must have lost a server, or be in a window. When the job goes back to a snapshot because shards are lost, each of
-them must have lost both servers, or one of them and the other in a window.
+After each event at the coordinator the watcher asks which shards have a backup that has caught up. One that has none
+any more must have lost a server, or be in one of the `WINDOWS` that are declared here. When the job goes back to a
+snapshot because shards are lost, each of them must have lost both servers, or one while it was in a window.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from rallypoint.core.view import View
 LOSS = "a server was lost, and its shards' new backups are being filled"
 WINDOWS = {
     "begin": "a generation has just begun: no shard has been copied yet",
-    "coordinator": "a coordinator was lost, and the journal had no room: servers have still to say which backups hold all",
+    "coordinator": "a coordinator was lost while the journal had no room: servers say again which backups hold all",
     "few": "only one server is to stay: there is nowhere to copy to",
     "apart": "a server that holds the job up is set apart: nothing waits for what it holds",
-    "hurry": "shards moved in the middle of a step, as a worker did not say in time that it holds a version, or always "
-    "(streaming modes): the new primary may be at another version than the others",
+    "hurry": "shards moved in the middle of a step (a worker did not say in time that it holds the version; in the "
+    "streaming modes there is no moment between two steps): the new primary may be at another version than the others",
 }
 
 
@@ -87,10 +86,11 @@ class CopiesWatch:
         if len(course.members.staying) < 2:
             return "few"
         moved = view.primary[shard] != before.primary[shard]
-        assert moved and not self._settled, (
+        if moved and not self._settled:
+            return "hurry"
+        raise AssertionError(
             f"shard {shard} on {before.primary[shard]} and {before.backup[shard]} in view {before.number} has one copy "
             f"in view {view.number}, on {view.primary[shard]}, although both servers are here"
         )
-        return "hurry"
 
 
