@@ -154,6 +154,18 @@ def test_what_a_round_takes_beside_computing_no_assignment_makes_shorter() -> No
         assert len(following_assignments(assigned, ["w0", "w1"], 4, 5, speeds, seconds)) == assignments
 
 
+def test_a_cut_of_more_blocks_has_to_pay_for_what_it_pushes() -> None:
+    """Of 8 replicas 4 + 4 are two blocks, and 5 + 3 are four: a worker that is a little faster gets no fifth one."""
+    assigned = {"w0": (0, 1, 2, 3), "w1": (4, 5, 6, 7)}
+    speeds, workers = _speeds(w0=1.0, w1=1.4), ["w0", "w1"]  # 5.6 seconds of computing would become 5
+    for beside, moves in ((0.0, True), (0.04, True), (0.1, False), (0.5, False)):
+        found = following_assignments(assigned, workers, 8, 5, speeds, 5.6 + beside, adds_up=True)
+        assert (len(found) == 2) == moves, beside
+        assert len(following_assignments(assigned, workers, 8, 5, speeds, 5.6 + beside)) == 2  # each is pushed alone
+    slow = _speeds(w0=1.0, w1=4.0)  # 16 seconds would become 7: that pays for much
+    assert len(following_assignments(assigned, workers, 8, 5, slow, 16.0 + 2.0, adds_up=True)) == 2
+
+
 # ---- news ----
 
 

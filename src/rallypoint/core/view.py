@@ -329,7 +329,7 @@ def assign_replicas(
     """
     shares = shares_of(replicas, workers, speeds or {})
     orders = shares, dict(sorted(shares.items(), key=lambda share: share[1]))
-    runs = min((_runs(range(replicas), order) for order in orders), key=lambda found: _pushes(found, replicas))
+    runs = min((_runs(range(replicas), order) for order in orders), key=lambda found: pushes(found, replicas))
     return {worker: runs[worker] for worker in workers}
 
 
@@ -349,8 +349,8 @@ def shares_of(replicas: int, workers: Sequence[str], speeds: Mapping[str, float]
     return shares
 
 
-def _pushes(assigned: Mapping[str, tuple[int, ...]], replicas: int) -> int:
-    """How many blocks the workers push."""
+def pushes(assigned: Mapping[str, tuple[int, ...]], replicas: int) -> int:
+    """How many blocks the workers push in a step. Example: of 8 replicas, 4 + 4 are two blocks, 5 + 3 are four."""
     return sum(len(blocks_of(own, replicas)) for own in assigned.values())
 
 

@@ -128,7 +128,9 @@ class Succession:
         if len(course.view.assignments) > 1 and course.view.assignments[-1].start > course.furthest:
             return []  # the last new assignment has not started yet
         assigned = course.view.assigned(course.furthest + 1)
-        better = self.assigner.better(assigned, ready(course)[0], course.replicas, course.furthest, course.now)
+        better = self.assigner.better(
+            assigned, ready(course)[0], course.replicas, course.furthest, course.now, adds_up=course.record.adds_up
+        )
         if better is None:
             return []
         why, assignments = better

@@ -25,6 +25,7 @@ from rallypoint.core.view import (
     View,
     ViewNumber,
     assign_replicas,
+    pushes,
     reassign_orphans,
     shares_of,
 )
@@ -273,7 +274,7 @@ def _backups(
 
 def following_assignments(
     assigned: Mapping[str, tuple[int, ...]], workers: Sequence[str], replicas: int, furthest: int, speeds: Speeds,
-    round: float = 0.0,
+    round: float = 0.0, *, adds_up: bool = False,
 ) -> tuple[Assignment, ...]:  # fmt: skip
     """Assign the replicas to `workers` (at least one). `assigned` is the assignment of the next step; {} if none.
 
@@ -281,7 +282,8 @@ def following_assignments(
     fair assignment follows, from step `furthest` + AHEAD on.
 
     `round` is how long a round takes, in seconds; 0 if not known. The part of it that is not computing stays the same
-    under any assignment, so a long one makes a move less worth it.
+    under any assignment, so a long one makes a move less worth it. Where workers add up neighbouring replicas
+    (`adds_up`), it becomes longer with the blocks that they push: 5 + 3 replicas are four blocks, and 4 + 4 are two.
     """
     rates = speeds.rates(workers)
     if not assigned:
@@ -289,7 +291,21 @@ def following_assignments(
     now = reassign_orphans(assigned, workers, rates)
     if not _is_uneven(now, workers, replicas, rates, speeds, round):
         return (Assignment(0, now),)
-    return (Assignment(0, now), Assignment(furthest + AHEAD, assign_replicas(replicas, sorted(workers), rates)))
+    fair = assign_replicas(replicas, sorted(workers), rates)
+    if adds_up and not _pays_for_pushes(now, fair, replicas, speeds, rates, round):
+        return (Assignment(0, now),)
+    return (Assignment(0, now), Assignment(furthest + AHEAD, fair))
+
+
+def _pays_for_pushes(
+    now: Mapping[str, tuple[int, ...]], fair: Mapping[str, tuple[int, ...]], replicas: int, speeds: Speeds,
+    rates: Mapping[str, float], round: float,
+) -> bool:  # fmt: skip
+    """True if a step with the fair assignment is shorter by more than it takes to push its blocks, if there are more of
+    them. All of a round that is not computing counts as pushing."""
+    computing, done = speeds.makespan(now, rates), speeds.makespan(fair, rates)
+    beside, more = max(0.0, round - computing), pushes(fair, replicas) / max(1, pushes(now, replicas))
+    return computing + beside > (done + beside * max(1.0, more)) * _WORTH_IT
 
 
 def _is_uneven(
