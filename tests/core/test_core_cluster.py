@@ -134,10 +134,12 @@ class _Job:
         return self.play(Reached(worker, version, view.generation))
 
     def all_caught_up(self) -> list[Effect]:
-        """Every backup has been filled."""
-        effects = []
+        """Every backup has been filled, and every third server."""
+        effects, thirds = [], self.view.incoming
         for shard in sorted(self.view.backup):
             effects += self.caught_up(shard)
+        for shard in sorted(thirds):
+            effects += self.caught_up(shard, thirds[shard].paired)
         return effects
 
     def caught_up(self, shard: int, paired: ViewNumber | None = None, by: str = "") -> list[Effect]:
@@ -534,15 +536,58 @@ def test_a_server_that_was_told_to_go_is_let_go_once_all_of_its_shards_are_elsew
     assert job.view.generation == generation  # nothing was rolled back
 
 
-def test_a_server_that_was_told_to_go_gets_no_backups_either() -> None:
+def test_a_server_that_was_told_to_go_keeps_its_copies_until_others_have_them_and_gets_no_more() -> None:
     job = _begun(_terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1"))
     job.step(0)
     job.all_caught_up()
-    effects = job.play(Leaving("s1"))
+    held = {shard for shard in SHARDS if "s1" in job.view.holders_of(shard)}
+    effects, views = job.play(Leaving("s1")), [job.view]
     while not _of(Dismiss, effects):
-        assert "s1" not in {job.view.backup[s] for s in SHARDS if job.view.primary[s] != "s1"}
+        assert {shard for shard in SHARDS if "s1" in job.view.holders_of(shard)} <= held
+        assert job.machine.exposed == 0
         effects = job.all_caught_up()
-    assert "s1" not in {*job.view.primary.values(), *job.view.backup.values()}
+        views.append(job.view)
+    assert "s1" not in job.view.holders
+    promoted = {shard: views[0].backup[shard] for shard in views[0].shards_of("s1")}
+    assert promoted.items() <= job.view.primary.items()  # who had a copy already
+    assert job.machine.exposed == 0
+
+
+@pytest.mark.parametrize("killed", ["s0", "s1", "s2"])
+@pytest.mark.parametrize("happening", ["leaves", "joins"])
+def test_with_a_backup_one_loss_rolls_nothing_back_whatever_moves(happening: str, killed: str) -> None:
+    """Each server is killed at each moment while s1 hands its shards over, or while s3 gets some."""
+    for moment in range(100):
+        job = _begun(_terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1"), record=_record(width=200))
+        job.step(0)
+        job.all_caught_up()
+        assert job.machine.exposed == 0
+        generation = job.view.generation
+        job.play(Leaving("s1")) if happening == "leaves" else job.come("s3")
+        for _ in range(moment):
+            if not _one_more(job):
+                break
+        else:
+            assert job.machine.exposed == 0
+            assert _of(FindSnapshot, job.play(Left(killed, "its connection ended"))) == []
+            assert (job.machine.phase, job.view.generation) == (Phase.RUNNING, generation)
+            continue
+        return
+    pytest.fail("they move for ever")
+
+
+def _one_more(job: _Job) -> bool:
+    """One more shard has caught up, or one more worker holds the version before which shards move. False if all is
+    done."""
+    view, views = job.view, job.machine.course.views
+    behind = [(shard, view.paired[shard]) for shard in sorted(view.backup.keys() - views.caught_up)]
+    behind += [(shard, view.incoming[shard].paired) for shard in sorted(view.incoming.keys() - views.arrived)]
+    for shard, paired in behind[:1]:
+        job.play(CaughtUp(view.primary[shard], {shard: paired}))
+    late = [w for w in view.assigned(0) if job.machine.course.handover.reached.get(w, -1) < (view.handover or -1)]
+    for worker in late[:1] if not behind else ():
+        job.reached(worker)
+    return bool(behind or late)
 
 
 def test_a_server_that_is_killed_once_its_shards_have_moved_loses_nothing() -> None:
@@ -888,7 +933,7 @@ def test_a_new_server_is_filled_as_a_backup_before_shards_move_to_it(replication
     job.come("s2")
     before = job.view
     assert _load(before)["s2"] == 0
-    moving = [shard for shard, backup in before.backup.items() if backup == "s2"]
+    moving = [shard for shard in before.primary if "s2" in before.holders_of(shard)]
     assert moving
     effects = job.all_caught_up()
     assert _of(FindSnapshot, effects) == []
@@ -935,9 +980,9 @@ def test_shards_move_when_a_server_that_was_away_is_back() -> None:
     job.play(Unlinked("s0", "its connection broke"))
     job.come("s2")
     assert _load(job.view)["s2"] == 0
-    assert "s2" not in job.view.backup.values()
+    assert "s2" not in job.view.holders
     job.play(Joined(s0, "server"))
-    assert "s2" in job.view.backup.values()
+    assert "s2" in job.view.holders
 
 
 def test_a_new_home_that_dies_before_shards_have_moved_costs_nothing() -> None:
@@ -1008,15 +1053,33 @@ def test_a_word_from_before_a_roll_back_says_nothing() -> None:
     assert job.machine.state().caught_up == (kept[0],)
 
 
-def test_a_demoted_primary_has_not_caught_up_before_it_has_been_filled() -> None:
+def _swapped(*, in_time: bool) -> tuple[_Job, list[int], View]:
+    """Shards that s0 and s1 have, and that have changed their primary from s0 to s1. `in_time`: before a step."""
     job = _begun(_terms(2, 1, replication=2), ("s0", "w0", "w1"))
     job.come("s1")
     before = job.view
-    job.all_caught_up()
+    for shard in sorted(before.backup):
+        job.play(CaughtUp("s0", {shard: before.paired[shard]}))
+    job.reached("w0")
+    job.reached("w1") if in_time else job.tick(3.0)
     swapped = [s for s in SHARDS if job.view.primary[s] == before.backup[s] and job.view.backup[s] == before.primary[s]]
     assert swapped
+    return job, swapped, before
+
+
+def test_a_demoted_primary_is_a_backup_that_has_caught_up_where_no_update_can_be_on_its_way() -> None:
+    job, swapped, before = _swapped(in_time=True)
+    assert all(job.view.paired[shard] == before.paired[shard] for shard in swapped)
+    assert all(job.view.proven(shard) for shard in swapped)
+    assert job.machine.exposed == 0
+    assert _of(FindSnapshot, job.play(Left("s1", "x"))) == []
+
+
+def test_a_demoted_primary_that_may_be_at_another_version_has_not_caught_up_before_it_has_been_filled() -> None:
+    job, swapped, before = _swapped(in_time=False)
     for shard in swapped:
         assert job.view.paired[shard] == job.view.number > before.paired[shard]
+        assert not job.view.proven(shard)
         assert job.caught_up(shard, before.paired[shard]) == []
     assert not set(swapped) & set(job.machine.state().caught_up)
     assert FindSnapshot() in job.play(Left("s1", "x"))

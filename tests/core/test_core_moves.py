@@ -59,10 +59,12 @@ class Cluster:
                 self.play(events.Progress(worker, step, replica, 0.1, self.view.generation))
 
     def catch_up(self) -> None:
-        """All backups of the view that is in force now have been filled."""
+        """All backups and third servers of the view that is in force now have been filled."""
         paired, homes = dict(self.view.paired), dict(self.view.primary)
-        for server in sorted(set(homes.values())):
-            self.play(events.CaughtUp(server, {shard: of for shard, of in paired.items() if homes[shard] == server}))
+        thirds = {shard: one.paired for shard, one in self.view.incoming.items()}
+        for known in (paired, thirds):
+            for server in sorted(set(homes.values())):
+                self.play(events.CaughtUp(server, {shard: of for shard, of in known.items() if homes[shard] == server}))
 
     def tick(self, now: float) -> None:
         for name in (*self.machine.course.members.workers, *self.machine.course.members.servers):

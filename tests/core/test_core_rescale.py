@@ -21,7 +21,8 @@ from rallypoint.core.shard.clip import Rule, Verdict
 from rallypoint.core.shard.effects import Apply, Finish
 from rallypoint.core.shard.events import Contribute, Initialise, Loaded, Replicated
 from rallypoint.core.shard.ordering.hold import RateAwaited as Awaited
-from rallypoint.core.shard.server import Effect, On, Plan, ServerMachine
+from rallypoint.core.shard.plan import Plan
+from rallypoint.core.shard.server import Effect, On, ServerMachine
 from rallypoint.core.view import Member, Scale, View, ViewNumber
 from rallypoint.net.messages import decode, encode
 from rallypoint.net.ordering.messages import LearningRate, Ordered

@@ -12,8 +12,23 @@ from hypothesis import strategies as st
 
 from rallypoint.core.policy import Async, Policy, Sync
 from rallypoint.core.shard.clip import Measure, Rule, Tell, Verdict
-from rallypoint.core.shard.effects import Abandon, Apply, Capture, CaughtUp, Fill, Finish, Install, Publish, Reply, Take
-from rallypoint.core.shard.events import Acked, Contribute, Initialise, Loaded, Replicated
+from rallypoint.core.shard.effects import (
+    Abandon,
+    Apply,
+    Capture,
+    CaughtUp,
+    Drop,
+    Fill,
+    Finish,
+    Install,
+    Prove,
+    Publish,
+    Reply,
+    Take,
+)
+from rallypoint.core.shard.events import Acked, Compared, Contribute, Initialise, Loaded, Replicated
+from rallypoint.core.shard.machine import ShardMachine
+from rallypoint.core.shard.plan import Plan
 from rallypoint.core.shard.replication import Proofs
 from rallypoint.core.shard.server import (
     FILLS_AT_ONCE,
@@ -22,13 +37,12 @@ from rallypoint.core.shard.server import (
     Effect,
     On,
     Own,
-    Plan,
     Report,
     Restore,
     ServerMachine,
 )
-from rallypoint.core.shard.shell import ServerShell
-from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.shard.shell import Answer, ServerShell
+from rallypoint.core.view import Incoming, Member, View, ViewNumber
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 FIRST = ViewNumber(1, 1)
@@ -299,7 +313,7 @@ def test_a_demoted_primary_gives_up_its_version_and_is_filled_by_the_new_one() -
 def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_backups(data: st.DataObject) -> None:
     servers, shards = ["s0", "s1", "s2"], 5
     machine, linked = ServerMachine("s0", _plan(shards, decides=True)), set[str]()
-    filling: dict[int, str] = {}
+    filling: dict[tuple[int, bool], str] = {}
     newest = _view(0, {})
     for count in range(1, data.draw(st.integers(2, 15))):
         primary = {shard: data.draw(st.sampled_from(servers)) for shard in range(shards)}
@@ -313,13 +327,21 @@ def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_
                 newest.backup.get(s)) == (primary[s], b)
         }  # fmt: skip
         paired = {s: together.get(s, count) for s in backup}
-        newest = view = _view(count, primary, backup, generation=generation, origin="step-3", paired=paired)
+        third = {
+            s: Incoming(one, ViewNumber(1, count)) for s, b in backup.items()
+            if (one := data.draw(others)) not in ("", b, primary[s])
+        }  # fmt: skip
+        same = {s for s in third if (newest.primary.get(s), newest.generation.count) == (primary[s], generation)}
+        third |= {s: newest.incoming[s] for s in same & newest.incoming.keys() if newest.incoming[s].server ==
+                  third[s].server}  # fmt: skip
+        view = _view(count, primary, backup, generation=generation, origin="step-3", paired=paired)
+        newest = view = msgspec.structs.replace(view, incoming=third)
         if data.draw(st.integers(0, 3)) == 0:
             continue  # this server does not hear of it
-        before = machine.caught_up
+        before = {*machine.caught_up.items(), *machine.arrived.items()}
         effects = machine.adopt(view)
-        assert machine.caught_up.items() <= before.items()
-        assert machine.held == sorted(s for s in primary if "s0" in (primary[s], backup.get(s)))
+        assert {*machine.caught_up.items(), *machine.arrived.items()} <= before
+        assert machine.held == sorted(s for s in primary if "s0" in view.holders_of(s))
         owned = [effect.shard for effect in effects if isinstance(effect, Own)]
         assert len(owned) == len(set(owned))
         for index in machine.held:
@@ -334,15 +356,18 @@ def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_
         for index in machine.held:
             if machine.is_primary(index) and machine.machine(index).version < 0:  # type: ignore[union-attr]
                 effects += machine.handle(index, Loaded(3))
-        for index in [index for index in sorted(machine._filling) if data.draw(st.booleans())]:
-            effects += machine.handle(index, Acked(machine.machine(index).version))  # type: ignore[union-attr]
+        for index, incoming in [copy for copy in sorted(machine._filling) if data.draw(st.booleans())]:
+            version = machine.machine(index).version  # type: ignore[union-attr]
+            effects += machine.handle(index, Acked(version, incoming=incoming))
         filled = _on(effects, Fill)
         assert len(machine._filling) <= FILLS_AT_ONCE
-        for index, _ in filled:
-            filling[index] = backup.get(index, "")
-        for index in list(machine._filling):
-            assert backup[index] == filling[index]
+        for index, fill in filled:
+            filling[index, fill.incoming] = third[index].server if fill.incoming else backup[index]
+        for index, incoming in machine._filling:
+            assert (third[index].server if incoming else backup[index]) in filling.values()
         assert machine.caught_up.items() <= {s: view.paired[s] for s in backup if primary[s] == "s0"}.items()
+        assert machine.arrived.items() <= {s: third[s].paired for s in third if primary[s] == "s0"}.items()
+        machine.validate()
 
 
 # ---- decisions ----
@@ -549,7 +574,7 @@ def _filled() -> tuple[ServerShell[_Link], _Link]:
     link = _Link()
     shell.peer_linked(view.server("s1"), link)
     shell.machine.handle(0, Initialise(1))
-    assert shell.fill(0, 0, b"version 0") is link
+    assert shell.fill(0, "s1", 0, b"version 0") is link
     return shell, link
 
 
@@ -577,13 +602,141 @@ def test_an_acknowledgement_of_what_was_never_sent_proves_nothing(version: int) 
 
 def test_each_version_has_its_own_proof() -> None:
     proofs = Proofs()
-    proofs.filled(0, 3, b"three")
+    proofs.filled(0, "s1", 3, b"three")
     for version in (4, 5):
-        proofs.sent(0, version, bytes([version]))
-    assert proofs.check(1, 3, b"three") is None
-    assert proofs.check(0, 4, b"three") is False
-    assert proofs.check(0, 5, bytes([5])) is True
-    assert proofs.check(0, 4, bytes([4])) is None, "of an earlier version, which it has been told since"
-    assert proofs.check(0, 5, bytes([5])) is True, "said again"
-    proofs.filled(0, 7, b"seven")
-    assert proofs.check(0, 5, bytes([5])) is None, "another state was sent since"
+        proofs.sent(0, "s1", version, bytes([version]))
+    assert proofs.check(1, "s1", 3, b"three") is None
+    assert proofs.check(0, "s2", 4, bytes([4])) is None, "of another server"
+    assert proofs.check(0, "s1", 4, b"three") is False
+    assert proofs.check(0, "s1", 5, bytes([5])) is True
+    assert proofs.check(0, "s1", 4, bytes([4])) is None, "of an earlier version, which it has been told since"
+    assert proofs.check(0, "s1", 5, bytes([5])) is True, "said again"
+    proofs.filled(0, "s1", 7, b"seven")
+    assert proofs.check(0, "s1", 5, bytes([5])) is None, "another state was sent since"
+    proofs.keep(["s2"])
+    assert proofs.check(0, "s1", 7, b"seven") is None, "it is gone"
+
+
+# ---- three copies, and a primary that becomes a backup -----------------------------------------------------------
+
+
+class _Servers:
+    """s0, s1 and s2 with one shard, of which s0 is the primary at first. Frames are told by hand."""
+
+    def __init__(self, *, third: bool = False) -> None:
+        self.shells: dict[str, ServerShell[_Link]] = {}
+        self.links: dict[tuple[str, str], _Link] = {}
+        incoming = {0: Incoming("s2", FIRST)} if third else {}
+        self.view = msgspec.structs.replace(_view(1, {0: "s0"}, {0: "s1"}), homed={0: FIRST}, incoming=incoming)
+        for name in ("s0", "s1", "s2"):
+            self.shells[name] = ServerShell(ServerMachine(name, _plan(1)))
+            self.shells[name].adopt(self.view)
+        for shell in self.shells.values():
+            for other in self.view.servers:
+                if other.id != shell.machine.me:
+                    link = self.links[shell.machine.me, other.id] = _Link()
+                    shell.peer_linked(other, link)
+
+    def machine(self, name: str) -> ShardMachine:
+        found = self.shells[name].machine.machine(0)
+        assert found is not None
+        return found
+
+    def adopt(self, view: View) -> dict[str, list[Effect]]:
+        self.view = view
+        return {name: list(shell.adopt(view)) for name, shell in self.shells.items()}
+
+    def fill(self, to: str, version: int) -> None:
+        """s0 sends its state at that version, and `to` loads it."""
+        self.shells["s0"].fill(0, to, version, f"at {version}".encode())
+        self.shells[to].replicated(_Link(), 0, Loaded(version))
+
+    def acks(self, who: str, version: int, digest: bytes | None = None, *, by: str = "s0") -> list[Effect]:
+        """`who` tells the primary `by` that it has that version."""
+        digest = f"at {version}".encode() if digest is None else digest
+        return list(self.shells[by].acked(who, self.links[by, who], 0, Acked(version), self.view.number, digest))
+
+    def swapped(self) -> View:
+        """The view in which s1 is the primary, and s0 a backup that is known to hold all."""
+        number = ViewNumber(1, self.view.number.count + 1)
+        return msgspec.structs.replace(
+            self.view, number=number, primary={0: "s1"}, backup={0: "s0"}, homed={0: number}, incoming={}
+        )
+
+
+def _begun(*, third: bool = False) -> _Servers:
+    servers = _Servers(third=third)
+    servers.shells["s0"].machine.handle(0, Initialise(1))
+    servers.fill("s1", 0)
+    servers.acks("s1", 0)
+    assert servers.shells["s0"].machine.caught_up == {0: FIRST}
+    return servers
+
+
+def test_a_demoted_primary_keeps_its_state_and_proves_by_a_digest_that_it_holds_it() -> None:
+    servers = _begun()
+    effects = servers.adopt(servers.swapped())
+    assert servers.machine("s0").version == 0
+    assert _on(effects["s1"], Prove) == [(0, Prove(0))]
+    assert _on(effects["s1"], Publish) == []  # it publishes nothing that its backup may not have
+    assert servers.shells["s1"].machine.caught_up == {0: FIRST}
+    servers.shells["s1"].fill(0, "s0", 0, b"at 0")
+    (answer,) = servers.shells["s0"].replicated(_Link(), 0, Compared(0, same=True))
+    assert isinstance(answer, Answer)
+    assert (answer.version, answer.differs) == (0, False)
+    assert servers.acks("s0", 0, by="s1") == [On(0, Publish(0))]
+
+
+@pytest.mark.parametrize("digest", [b"", b"something else"])
+def test_a_demoted_primary_that_holds_something_else_is_filled_and_is_no_liar(digest: bytes) -> None:
+    servers = _begun()
+    servers.adopt(servers.swapped())
+    servers.shells["s1"].fill(0, "s0", 0, b"at 0")
+    (answer,) = servers.shells["s0"].replicated(_Link(), 0, Compared(0, same=False))
+    assert isinstance(answer, Answer)
+    assert answer.differs
+    assert servers.machine("s0").version == 0  # all that was published is in it: it is kept until it is filled
+    assert servers.machine("s0").handle(Replicated(0, False, 7)) == [Drop(7)]
+    assert _on(servers.acks("s0", 0, digest, by="s1"), Fill) == [(0, Fill(0))]
+    assert servers.shells["s1"].machine.caught_up == {0: FIRST}
+    assert servers.machine("s1").published == -1
+    servers.shells["s1"].fill(0, "s0", 0, b"at 0")
+    servers.shells["s0"].replicated(_Link(), 0, Loaded(0))
+    assert servers.acks("s0", 0, by="s1") == [On(0, Publish(0))]
+    assert servers.acks("s0", 0, b"made up", by="s1") == [Disproved(0, 0, FIRST)]  # now it is one
+
+
+def test_a_frame_from_before_its_sender_became_the_primary_does_not_count() -> None:
+    servers = _begun()
+    servers.adopt(servers.swapped())
+    assert servers.shells["s0"].takes_from(0, "s1", servers.view.number)
+    assert not servers.shells["s0"].takes_from(0, "s1", FIRST)
+
+
+def test_with_a_third_server_nothing_is_published_that_one_of_the_two_does_not_hold() -> None:
+    servers = _begun(third=True)
+    primary = servers.machine("s0")
+    assert primary.published == 0
+    servers.fill("s2", 0)
+    assert servers.acks("s2", 0) == [On(0, CaughtUp(incoming=True))]
+    assert servers.shells["s0"].machine.arrived == {0: FIRST}
+    done = servers.shells["s0"].machine.handle(0, Contribute(0, 0, 1.0, 9))
+    assert [(apply.version, apply.replicate) for _, apply in _on(done, Apply)] == [(1, True)]
+    assert servers.shells["s0"].copies_of(0) == ["s1", "s2"]
+    for name in ("s1", "s2"):
+        servers.shells["s0"].replicate(0, name, 1, b"at 1")
+    assert servers.acks("s1", 1) == []
+    assert servers.acks("s2", 1) == [On(0, Publish(1))]
+
+
+def test_a_third_server_that_takes_the_backup_s_place_is_not_filled_again() -> None:
+    servers = _begun(third=True)
+    servers.fill("s2", 0)
+    servers.acks("s2", 0)
+    number = ViewNumber(1, 2)
+    view = msgspec.structs.replace(servers.view, number=number, backup={0: "s2"}, paired={0: FIRST}, incoming={})
+    effects = servers.adopt(view)
+    assert _on(effects["s0"], Fill) == []
+    assert servers.shells["s0"].machine.caught_up == {0: FIRST}
+    assert servers.shells["s0"].copies_of(0) == ["s2"]
+    assert effects["s1"] == [Disown(0)]

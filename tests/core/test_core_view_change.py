@@ -77,10 +77,11 @@ def test_a_backup_is_promoted_only_if_it_has_caught_up_and_is_the_same_process()
 def test_shards_move_to_a_new_server_by_way_of_backups_and_all_at_once(replication: int) -> None:
     view = _view(_servers("a"), replication)
     servers = _servers("a", "b")
-    primary, backup = rebalanced(view, view.primary, LAYOUT.shards, servers, frozenset(), replication)
+    primary, backup, third = rebalanced(view, view.primary, LAYOUT.shards, servers, frozenset(), replication)
+    assert third == {}  # no backup has caught up that it could come beside
     assert primary == view.primary  # nothing has moved yet
     filling = msgspec.structs.replace(view, servers=tuple(servers.values()), backup=backup)
-    wanted, _ = rebalanced(filling, primary, LAYOUT.shards, servers, frozenset(backup), replication)
+    wanted, *_ = rebalanced(filling, primary, LAYOUT.shards, servers, frozenset(backup), replication)
     moved = {shard for shard in SHARDS if wanted[shard] == "b"}
     assert moved
     assert moved <= backup.keys()
@@ -95,7 +96,8 @@ def test_a_meeting_lasts_while_primary_and_backup_are_the_same_processes() -> No
     view = msgspec.structs.replace(before, number=ViewNumber(1, 2), servers=tuple(servers.values()))
     reborn = {s for s in SHARDS if "c" in (before.primary[s], before.backup[s])}
     assert 0 < len(reborn) < len(SHARDS)
-    assert pairings(view, before) == {s: ViewNumber(1, 2 if s in reborn else 1) for s in SHARDS}
+    view = msgspec.structs.replace(view, paired=pairings(view, before))
+    assert view.paired == {s: ViewNumber(1, 2 if s in reborn else 1) for s in SHARDS}
     assert still_caught_up(view, before, frozenset(SHARDS)) == set(SHARDS) - reborn
 
 
@@ -150,6 +152,18 @@ def test_what_a_round_takes_beside_computing_no_assignment_makes_shorter() -> No
         w1=3.0)  # six seconds of computing would become three
     for seconds, assignments in ((0.0, 2), (6.0, 2), (32.9, 2), (33.1, 1), (60.0, 1)):
         assert len(following_assignments(assigned, ["w0", "w1"], 4, 5, speeds, seconds)) == assignments
+
+
+def test_a_cut_of_more_blocks_has_to_pay_for_what_it_pushes() -> None:
+    """Of 8 replicas 4 + 4 are two blocks, and 5 + 3 are four: a worker that is a little faster gets no fifth one."""
+    assigned = {"w0": (0, 1, 2, 3), "w1": (4, 5, 6, 7)}
+    speeds, workers = _speeds(w0=1.0, w1=1.4), ["w0", "w1"]  # 5.6 seconds of computing would become 5
+    for beside, moves in ((0.0, True), (0.04, True), (0.1, False), (0.5, False)):
+        found = following_assignments(assigned, workers, 8, 5, speeds, 5.6 + beside, adds_up=True)
+        assert (len(found) == 2) == moves, beside
+        assert len(following_assignments(assigned, workers, 8, 5, speeds, 5.6 + beside)) == 2  # each is pushed alone
+    slow = _speeds(w0=1.0, w1=4.0)  # 16 seconds would become 7: that pays for much
+    assert len(following_assignments(assigned, workers, 8, 5, slow, 16.0 + 2.0, adds_up=True)) == 2
 
 
 # ---- news ----

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children imp
 
 from jobs import CASES, bytes_pushed
 
-STEPS = 10
+STEPS = 5  # replicas are not assigned by the workers' speeds before step 6: see `core.assignment.trial`
 
 
 def _settings(replicas: int, **more: object) -> dict[str, object]:
@@ -48,5 +48,4 @@ def test_so_many_vectors_are_pushed_in_a_step_and_the_bytes_are_those_of_the_ref
         results = cluster.run(bytes_pushed, settings)
     assert {result.hash for result in results} == {_reference(settings)}
     whole = results[0].whole * STEPS
-    # a few pushes may be repeats: a view that came late made a replica be computed twice
-    assert vectors * whole <= sum(result.pushed for result in results) <= 1.02 * vectors * whole
+    assert sum(result.pushed for result in results) == vectors * whole

@@ -27,7 +27,7 @@ from rallypoint.net.transport import Connection
 
 FROM_WORKERS = (Kind.PUSH, Kind.INITIAL, Kind.STATE, Kind.FOLLOW, Kind.UNFOLLOW, Kind.FETCH, Kind.WANT, Kind.PULL_ROWS,
                 Kind.CODEC_STATE, Kind.RECALL, Kind.PULL_WORDS)  # fmt: skip
-FROM_SERVERS = (Kind.REPLICATE, Kind.MEASURES, Kind.CHOICE, Kind.STATE, Kind.ACK)
+FROM_SERVERS = (Kind.REPLICATE, Kind.MEASURES, Kind.CHOICE, Kind.PROVE, Kind.STATE, Kind.ACK)
 ENDS_THE_JOB = ("GiveUp", "Leaving", "Release")  # a member that is believed may say so
 PATIENCE_S = 20.0
 _BURST = 60  # frames over one connection, at most

@@ -17,7 +17,7 @@ from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import JobAborted, LinkError
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.messages import Aborted, Applied, Finished, Report, Skipped, Snapshotted, SnapshotWanted
+from rallypoint.net.messages import Aborted, Applied, Finished, Members, Report, Skipped, Snapshotted, SnapshotWanted
 from rallypoint.server.service import ServerService, run_servers
 from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.store import retry
@@ -82,6 +82,36 @@ def test_a_server_that_joins_is_given_shards_and_outlives_the_one_it_took_them_f
         assert worker.result() == undisturbed
         assert swap.done
         assert set(view(cluster).primary.values()) == {"server2"}
+
+
+def test_a_server_that_hands_over_leaves_no_shard_with_one_copy_and_who_took_over_may_die(undisturbed: str) -> None:
+    """Its shards go to those who have them already, it is their backup until server2 is, and no byte differs."""
+    with gathering(3, replication=2, workers_start=2, workers_max=2) as cluster:
+        exposed: list[int] = []
+
+        def go() -> None:
+            until(lambda: cluster.coordinator._shell.machine.exposed == 0)
+            exposed.append(len(announced(cluster)))
+            cluster.servers[0].leave()
+
+        def lose() -> None:
+            until(lambda: not view(cluster).has_shards("server0"), "server0 still has shards")
+            exposed[:] = announced(cluster)[exposed[0] :]
+            safely_lose(cluster, 1)
+
+        told, lost = Once(2, 1, go), Once(7, 1, lose)
+        for _ in range(2):
+            cluster.add_worker(lambda *where: [once(*where) for once in (told, lost)] and None)
+        assert [worker.result() for worker in cluster.workers] == [undisturbed] * 2
+        assert told.done
+        assert lost.done
+        assert set(exposed) == {0}
+        assert not [said for said in cluster.sentences() if "going back" in said]
+
+
+def announced(cluster: Gathering) -> list[int]:
+    """How many shards had one copy, in each view that was announced."""
+    return [message.exposed for message in cluster.heard(Members)]
 
 
 def view(cluster: Gathering) -> Any:

@@ -85,7 +85,7 @@ class Claims:
         """Can the server hold that shard: does it in the view in force? (A copy elsewhere is claimed there too.)"""
         if view is None or claim.generation != view.generation:
             return False
-        return server in (view.primary.get(claim.shard), view.backup.get(claim.shard))
+        return server in view.holders_of(claim.shard)
 
     def may_evaluate(self, worker: str, claim: Metrics | Evaluated, view: View | None) -> bool:
         """Can the worker have evaluated in the view in force or an earlier one of its generation?

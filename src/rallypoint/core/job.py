@@ -89,6 +89,13 @@ class JobRecord(msgspec.Struct, frozen=True):
         return self.mode.name is ModeName.SYNC and not part.intersection(self.features)
 
     @property
+    def adds_up(self) -> bool:
+        """True if a worker adds up its neighbouring replicas before it sends them (I3), where it has the memory."""
+        alone = {Feature.CODEC, Feature.STREAMED}.intersection(self.features) or self.mode.pace is not Pace.ROUNDS
+        quorum = self.config.get("sync", {}).get("quorum")
+        return not alone and quorum is None and bool(self.config.get("presum_bytes", 1))
+
+    @property
     def audits(self) -> bool:
         """True if some contributions are computed by two workers: each tells what its kernels give for a probe."""
         return bool(self.config.get("audit"))

@@ -89,6 +89,13 @@ class Dispute(msgspec.Struct, frozen=True):
     third: str = ""
 
 
+class Incoming(msgspec.Struct, frozen=True, array_like=True):
+    """A third `server` is being filled with a shard, beside its primary and its backup; `paired`: see `View.paired`."""
+
+    server: str
+    paired: ViewNumber = ViewNumber()
+
+
 class Tried(msgspec.Struct, frozen=True, array_like=True):
     """The value of a setting that is tuned while the job runs.
 
@@ -111,9 +118,12 @@ class View(msgspec.Struct, frozen=True):
         assignments: by ascending `start`. The last one whose `start` is not above a step counts for that step.
         primary, backup: shard index -> server id. A backup may not have caught up yet.
         paired: for each shard with a backup, the number of the view in which these two servers became primary and
-            backup. What either said of an earlier pair is stale.
+            backup. What either said of an earlier pair is stale. If both held all that was published when the shard
+            changed its primary, the number of the pair before them stays: it is lower than `homed` (`proven`).
         homed: for each shard, the number of the view in which this process became its primary. A worker may miss views
             in which the shard went to another server and came back: what it had sent to it was dropped.
+        incoming: for each shard that moves while its backup has caught up, the server that is to have it: it is filled
+            beside the backup, and takes its place, or the primary's, when it has caught up.
         origin: the snapshot from which this generation starts, ``NAME`` or, in another store than the job's,
             ``URL/NAME``; "" if it starts from what `uploader` uploads.
         uploader: the worker that uploads the state with which this generation starts, if `origin` is "".
@@ -171,6 +181,7 @@ class View(msgspec.Struct, frozen=True):
     tuned: dict[str, Tried] = {}
     handover: int | None = None
     warming: tuple[str, ...] = ()
+    incoming: dict[int, Incoming] = {}
 
     def last(self, rounds: int) -> int:
         """The job's last version, where it would have so many rounds."""
@@ -261,9 +272,33 @@ class View(msgspec.Struct, frozen=True):
         """The shards whose primary is `server`, ascending."""
         return sorted(shard for shard, home in self.primary.items() if home == server)
 
+    @property
+    def holders(self) -> set[str]:
+        """The servers that hold shards: as primaries, as backups, or because they are being filled."""
+        return {*self.primary.values(), *self.backup.values(), *(one.server for one in self.incoming.values())}
+
     def has_shards(self, server: str) -> bool:
-        """True if `server` is the primary or the backup of a shard."""
-        return server in self.primary.values() or server in self.backup.values()
+        """True if `server` is the primary or the backup of a shard, or is being filled with one."""
+        return server in self.holders
+
+    def holders_of(self, shard: int) -> tuple[str, ...]:
+        """The servers that hold the shard: its primary, its backup, and the one that is being filled."""
+        incoming = self.incoming.get(shard)
+        named = (self.primary.get(shard), self.backup.get(shard), None if incoming is None else incoming.server)
+        return tuple(server for server in named if server is not None)
+
+    def beside(self, shard: int, paired: ViewNumber) -> str:
+        """The server that was paired with the shard's primary in the view of that number; "" if that was another pair.
+        """
+        third = self.incoming.get(shard)
+        if third is not None and third.paired == paired:
+            return third.server
+        return self.backup.get(shard, "") if self.paired.get(shard) == paired else ""
+
+    def proven(self, shard: int) -> bool:
+        """True if the shard's backup held all that was published when its primary became that: the primary publishes
+        nothing before the backup has proved that it holds the same, or is filled."""
+        return shard in self.paired and self.paired[shard] < self.homed.get(shard, self.paired[shard])
 
     def aggregator(self, worker: str) -> Member | None:
         """The aggregator that `worker` may use; None if it has none."""
@@ -295,7 +330,7 @@ def assign_replicas(
     """
     shares = shares_of(replicas, workers, speeds or {})
     orders = shares, dict(sorted(shares.items(), key=lambda share: share[1]))
-    runs = min((_runs(range(replicas), order) for order in orders), key=lambda found: _pushes(found, replicas))
+    runs = min((_runs(range(replicas), order) for order in orders), key=lambda found: pushes(found, replicas))
     return {worker: runs[worker] for worker in workers}
 
 
@@ -315,8 +350,8 @@ def shares_of(replicas: int, workers: Sequence[str], speeds: Mapping[str, float]
     return shares
 
 
-def _pushes(assigned: Mapping[str, tuple[int, ...]], replicas: int) -> int:
-    """How many blocks the workers push."""
+def pushes(assigned: Mapping[str, tuple[int, ...]], replicas: int) -> int:
+    """How many blocks the workers push in a step. Example: of 8 replicas, 4 + 4 are two blocks, 5 + 3 are four."""
     return sum(len(blocks_of(own, replicas)) for own in assigned.values())
 
 

@@ -65,6 +65,7 @@ class Kind(enum.IntEnum):
     CONTROL = 5
     MEASURES = 6
     CHOICE = 7  # a primary tells its backup which contributions make an update
+    PROVE = 8  # a primary asks its backup whether it holds the same state
 
     INITIAL = 16
     PUSH = 17
@@ -98,6 +99,7 @@ _LIMITS = {
     Kind.CONTROL: 64 << 20,
     Kind.MEASURES: 16 << 20,
     Kind.CHOICE: 1 << 20,
+    Kind.PROVE: 16,  # of the digest of the state
     Kind.INITIAL: 64 << 20,
     Kind.PUSH: 64 << 20,
     Kind.VERSION: 64 << 20,

@@ -87,6 +87,8 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _homes(view: View, shard: int) -> str:
     backup = f", backup {view.backup[shard]}" if shard in view.backup else ""
+    if shard in view.incoming:
+        backup += f", {view.incoming[shard].server} is filled"
     return f"primary {view.primary.get(shard, 'nobody')}{backup}, generation {view.generation}"
 
 

@@ -55,8 +55,9 @@ class Assigner:
         return following_assignments(assigned, workers, replicas, furthest, speeds)
 
     def better(
-        self, assigned: Assigned, workers: Sequence[str], replicas: int, furthest: int, now: float
-    ) -> tuple[str, tuple[Assignment, ...]] | None:
+        self, assigned: Assigned, workers: Sequence[str], replicas: int, furthest: int, now: float, *,
+        adds_up: bool = False,
+    ) -> tuple[str, tuple[Assignment, ...]] | None:  # fmt: skip
         """(why, assignments) if the same workers should have other replicas; None if nothing should change.
 
         The new assignment follows the speeds, if the present one is uneven for them; or it is the former one, if the
@@ -73,7 +74,11 @@ class Assigner:
         of = (self._speeds.revision, seconds, replicas, tuple(workers), assigned)
         if of == self._even:  # asked with each tick, and a tick takes long if there are many workers
             return None
-        assignments = self._by_speed(assigned, workers, replicas, furthest, seconds)
+        assignments: tuple[Assignment, ...] = ()
+        if self._speeds.known(assigned):
+            assignments = following_assignments(
+                assigned, workers, replicas, furthest, self._speeds, seconds, adds_up=adds_up
+            )
         if len(assignments) < 2:
             self._even = of
             return None
@@ -81,14 +86,6 @@ class Assigner:
         shares = ", ".join(f"{worker} {len(own)}" for worker, own in sorted(assignments[-1].replicas.items()))
         why = f"workers are not equally fast: from step {start} on replicas are assigned by speed ({shares})"
         return why, assignments
-
-    def _by_speed(
-        self, assigned: Assigned, workers: Sequence[str], replicas: int, furthest: int, seconds: float
-    ) -> tuple[Assignment, ...]:
-        """The assignments that follow from the workers' speeds; none while some are not known."""
-        if not self._speeds.known(assigned):
-            return ()
-        return following_assignments(assigned, workers, replicas, furthest, self._speeds, seconds)
 
     def straggler(
         self, assigned: Assigned, furthest: int, workers: Sequence[str], now: float

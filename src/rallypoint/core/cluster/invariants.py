@@ -20,6 +20,8 @@ def check_course(course: Course, before: View | None) -> None:
     _check_order(course.view, before)
     strange = course.views.caught_up - course.view.backup.keys()
     assert not strange, f"shards {sorted(strange)} have caught up, and no backup"
+    strange = course.views.arrived - course.view.incoming.keys()
+    assert not strange, f"shards {sorted(strange)} have caught up on a third server, and have none"
     if course.phase is Phase.RUNNING:
         _check_presence(course, course.view)
 
@@ -70,6 +72,11 @@ def _check_view(view: View, replicas: int, shards: set[int]) -> None:
         assert home in servers, f"the primary of shard {shard} is {home}, who is not in view {view.number}"
         assert backup is None or backup in servers, f"the backup of shard {shard} is {backup}, who is not in the view"
         assert backup != home, f"the primary and the backup of shard {shard} are both {home}"
+    for shard, third in view.incoming.items():
+        assert third.server in servers, f"shard {shard} goes to {third.server}, who is not in view {view.number}"
+        assert view.backup.get(shard), f"shard {shard} goes to {third.server} beside no backup"
+        twice = third.server in (view.primary[shard], view.backup[shard])
+        assert not twice, f"shard {shard} goes to {third.server}, who has it"
 
 
 def _check_presence(course: Course, view: View) -> None:

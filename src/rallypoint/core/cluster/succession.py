@@ -14,6 +14,7 @@ from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, Find
 from rallypoint.core.cluster.evaluating.leases import lease_noted, rolled_back, wanted_lease, wanted_limit
 from rallypoint.core.cluster.ordering.rate import settled
 from rallypoint.core.cluster.placing.between import moves_before, ready
+from rallypoint.core.cluster.placing.between import settled as settled_now
 from rallypoint.core.cluster.placing.links import said_of
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.state import Phase
@@ -54,7 +55,7 @@ class Succession:
         course.views.limit = wanted_limit(course, course.views.lease)
         view = course.views.following(
             course.record.layout.shards, course.members, assignments, ending=ending, moves_before=moves_before(course),
-            warming=ready(course)[1],
+            warming=ready(course)[1], settled=settled_now(course),
         )
         if view is None:  # shards are lost
             return self.recover()
@@ -127,7 +128,9 @@ class Succession:
         if len(course.view.assignments) > 1 and course.view.assignments[-1].start > course.furthest:
             return []  # the last new assignment has not started yet
         assigned = course.view.assigned(course.furthest + 1)
-        better = self.assigner.better(assigned, ready(course)[0], course.replicas, course.furthest, course.now)
+        better = self.assigner.better(
+            assigned, ready(course)[0], course.replicas, course.furthest, course.now, adds_up=course.record.adds_up
+        )
         if better is None:
             return []
         why, assignments = better
@@ -165,6 +168,8 @@ class Succession:
         if not views.uplinks.told or course.view is None or not members.awaited.isdisjoint(members.servers):
             return []
         if course.storing_first_weights or course.view.ending or course.view.backup.keys() - views.caught_up:
+            return []
+        if course.view.incoming:
             return []
         why = views.uplinks.look(views.situation(members, course.view.assignments), course.now)
         return [Say(why), *self.advance()] if why else []
@@ -311,7 +316,7 @@ class Succession:
         view = self.course.view
         if view is None or self.course.recovery.workers_store:
             return set()
-        return {*view.primary.values(), *view.backup.values()}
+        return view.holders
 
 
 def _lost(course: Course, version: int) -> str:

@@ -9,14 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from rallypoint.core.assignment.speeds import Speeds
+from rallypoint.core.cluster.placing.copies import Copies
 from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, place_backups
 from rallypoint.core.topology.weights import weights_of
-from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans, shares_of
+from rallypoint.core.view import (
+    Assignment,
+    Incoming,
+    Member,
+    View,
+    ViewNumber,
+    assign_replicas,
+    pushes,
+    reassign_orphans,
+    shares_of,
+)
 
 AHEAD = 2  # a new assignment starts so many steps after the furthest one seen: no worker has begun that step yet
 _WORTH_IT = 1.1  # replicas move if a step takes more than this times as long as with a fair assignment
@@ -37,6 +49,9 @@ class Placing:
         hold: one of the servers may be dead. Nothing moves, because a backup that moves could be the last copy; only
             shards without a backup get one.
         stay: no shard changes its primary now, also if its new home has caught up.
+        apart: servers that hold the job up: nothing waits for what they hold.
+        arrived: the shards whose third server (`View.incoming`) has caught up.
+        settled: no update is on its way: who has all that was published is at the same version as the primary.
     """
 
     homes: Callable[..., dict[int, str]] = place
@@ -45,6 +60,17 @@ class Placing:
     racks: Mapping[str, float] = field(default_factory=dict)
     hold: bool = False
     stay: bool = False
+    apart: AbstractSet[str] = frozenset()
+    arrived: AbstractSet[int] = frozenset()
+    settled: bool = False
+
+
+class Homes(NamedTuple):
+    """Shard -> its primary, its backup, and the third server that is filled beside them."""
+
+    primary: dict[int, str]
+    backup: dict[int, str]
+    incoming: dict[int, str]
 
 
 def first_homes(
@@ -81,49 +107,95 @@ def surviving_primaries(
 def rebalanced(
     view: View, primary: Mapping[int, str], shards: Sequence[Shard], servers: Mapping[str, Member],
     caught_up: AbstractSet[int], replication: int, how: Placing = Placing(),
-) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
-    """Primary and backup of every shard for an even load on the servers that stay, by default all `servers`.
+) -> Homes:  # fmt: skip
+    """Where each shard is to be for an even load on the servers that stay, by default all `servers`.
 
-    `primary` are the surviving homes. A shard moves in two views: its new home is its backup first, and becomes its
-    primary when the backups of all moving shards have caught up. Links that are not alike, by what is told of
+    `primary` are the surviving homes. A shard moves in two views: its new home is filled first, and becomes its primary
+    when the new homes of all moving shards have caught up. A backup that has caught up stays until then; where the
+    primary is to leave, it is the new home itself (`placing.copies`). Links that are not alike, by what is told of
     servers and by `view.speeds`, get loads in proportion.
     """
-    alive = _alive(view, servers)
-    homes = dict(primary)
     staying = servers if how.staying is None else how.staying
     weights = weights_of(staying, view.speeds, how.racks)
+    copies = _copies(view, primary, _alive(view, servers), caught_up, how.arrived)
     if how.hold:
-        held = {s: b for s, b in view.backup.items() if b in alive and b != homes[s]}
-        new = _backups(how, shards, staying, homes, held, weights) if replication >= 2 else {}
-        return homes, new | held
-    kept = {s: b for s, b in view.backup.items() if b in alive and b in staying and b != homes[s]}
-    wanted = how.homes(shards, list(staying), homes, weights)
-    moving = {s for s, home in wanted.items() if home != homes[s]}
-    if moving and not how.stay and all(kept.get(s) == wanted[s] and s in caught_up for s in moving):
-        homes = {s: wanted[s] if s in moving else home for s, home in homes.items()}
-        kept = {s: b for s, b in kept.items() if s not in moving}
-        moving = set()
-    kept |= {s: wanted[s] for s in moving}
+        held = {s: one.backup for s, one in copies.items() if one.backup}
+        new = _backups(how, shards, staying, primary, held, weights) if replication >= 2 else {}
+        return Homes(dict(primary), new | held, {s: one.incoming for s, one in copies.items() if one.incoming})
+    leaving = replication >= 2 and len(staying) > 1  # a server may leave when others have the copies that it has
+    for one in copies.values():
+        if one.backup not in staying and (not one.whole or not leaving or one.backup in how.apart):
+            one.backup, one.whole = "", False
+        one.incoming = one.incoming if one.incoming in staying and one.whole else ""
+    wanted = how.homes(shards, list(staying), _held(copies, staying), weights)
+    moving = {s: home for s, home in wanted.items() if home != copies[s].home}
+    if moving and not how.stay and all(copies[s].may_move(home) for s, home in moving.items()):
+        for shard, home in moving.items():
+            one = copies[shard]
+            one.move(home, servers, staying, leaving=leaving and how.settled and one.home not in how.apart)
+        moving = {}
+    homes = {s: one.home for s, one in copies.items()}
     if replication < 2:
-        return homes, {s: b for s, b in kept.items() if s in moving}
-    backups = _backups(how, shards, staying, homes, kept, weights)
-    return homes, backups | {s: wanted[s] for s in moving}  # a moving shard needs its new home also if one server stays
+        return Homes(homes, moving, {})
+    kept = {s: b for s, one in copies.items() for b in (one.incoming, one.backup) if b in staying}
+    for shard, server in (_backups(how, shards, staying, homes, kept | moving, weights) | moving).items():
+        copies[shard].fill(server, moves=shard in moving)
+    backups = {s: one.backup for s, one in copies.items() if one.backup}
+    return Homes(homes, backups, {s: one.incoming for s, one in copies.items() if one.incoming})
 
 
-def still_caught_up(view: View, before: View, caught_up: AbstractSet[int]) -> set[int]:
-    """The shards of `caught_up` whose primary and backup are the same processes in `view` as in `before`."""
-    now, then = _pairs(view), _pairs(before)
-    return {shard for shard in caught_up if now[shard] == then[shard]}
+def still_caught_up(
+    view: View, before: View, caught_up: AbstractSet[int], arrived: AbstractSet[int] = frozenset()
+) -> set[int]:
+    """The shards of `caught_up` whose backup in `view` holds all that was published: the pair is the same as in
+    `before`, or it has the same copies; and of `arrived` those whose third server is the backup now."""
+    now = view.paired
+    stayed = {shard for shard in caught_up if shard in now and now[shard] == before.paired[shard]}
+    return stayed | {shard for shard in arrived if shard in now and now[shard] == before.incoming[shard].paired}
 
 
-def pairings(view: View, before: View | None) -> dict[int, ViewNumber]:
-    """`View.paired` for `view`: shard -> the number of the view in which this primary and backup became a pair."""
+def pairings(view: View, before: View | None, whole: AbstractSet[int] = frozenset()) -> dict[int, ViewNumber]:
+    """`View.paired` for `view`: shard -> the number of the view in which this primary and backup became a pair.
+
+    `whole`: the shards whose new primary and backup both hold all that was published (`View.proven`).
+    """
     if before is None:
         return dict.fromkeys(view.backup, view.number)
     if (view.servers, view.primary, view.backup) == (before.servers, before.primary, before.backup):
         return {s: before.paired[s] for s in view.backup}
-    now, then = _pairs(view), _pairs(before)
-    return {s: before.paired[s] if now[s] == then[s] else view.number for s in view.backup}
+    now, then, third = _pairs(view, view.backup), _pairs(before, before.backup), _pairs(before, _thirds(before))
+    return {
+        s: before.paired[s] if now[s] == then[s] or s in whole
+        else before.incoming[s].paired if s in third and now[s] == third[s] else view.number
+        for s in view.backup
+    }
+
+
+def carried(view: View, before: View, caught_up: AbstractSet[int], arrived: AbstractSet[int]) -> set[int]:
+    """The shards with another primary than in `before`, whose old one is here, and whose new primary and backup both
+    hold all that was published."""
+    here = set(view.servers)
+    members = {member.id: member for member in before.servers if member in here}
+    moved = [s for s in caught_up if view.primary[s] != before.primary[s] and before.primary[s] in members]
+    return {
+        s for s in moved
+        if {view.primary[s], view.backup.get(s)} <= (
+            {before.primary[s], before.backup[s], *((before.incoming[s].server,) if s in arrived else ())}
+            & members.keys()
+        )
+    }  # fmt: skip
+
+
+def incomings(view: View, before: View | None, incoming: Mapping[int, str]) -> dict[int, Incoming]:
+    """`View.incoming` for `view`, with these third servers."""
+    known = {} if before is None else before.incoming
+    if before is None or not known:
+        return {s: Incoming(server, view.number) for s, server in incoming.items()}
+    now, then = _pairs(view, incoming), _pairs(before, _thirds(before))
+    return {
+        s: known[s] if s in known and now[s] == then[s] else Incoming(server, view.number)
+        for s, server in incoming.items()
+    }  # fmt: skip
 
 
 def homings(view: View, before: View | None) -> dict[int, ViewNumber]:
@@ -142,12 +214,42 @@ def _alive(view: View, servers: Mapping[str, Member]) -> set[str]:
     return {id for id, member in servers.items() if incarnations.get(id) == member.incarnation}
 
 
-def _pairs(view: View) -> dict[int, list[Member]]:
-    """Every shard's primary and backup as members: id and incarnation."""
+def _pairs(view: View, beside: Mapping[int, str]) -> dict[int, list[Member]]:
+    """Every shard's primary and the server `beside` it as members: id and incarnation."""
     members = {member.id: member for member in view.servers}
     return {
-        shard: [members[name] for name in (home, view.backup.get(shard)) if name in members]
+        shard: [members[name] for name in (home, beside.get(shard)) if name in members]
         for shard, home in view.primary.items()
+    }
+
+
+def _thirds(view: View) -> dict[int, str]:
+    return {shard: one.server for shard, one in view.incoming.items()}
+
+
+def _copies(
+    view: View, primary: Mapping[int, str], alive: AbstractSet[str], caught_up: AbstractSet[int],
+    arrived: AbstractSet[int],
+) -> dict[int, Copies]:  # fmt: skip
+    """Every shard's copies that are left, with these surviving primaries."""
+    found: dict[int, Copies] = {}
+    for shard, home in primary.items():
+        same = home == view.primary[shard]  # else what is said of a backup was said of another primary's
+        one = found[shard] = Copies(home)
+        backup, third = view.backup.get(shard, ""), view.incoming.get(shard)
+        if backup in alive and backup != home:
+            one.backup, one.whole = backup, same and shard in caught_up
+        if third is not None and third.server in alive:
+            one.incoming, one.arrived = third.server, same and shard in arrived
+        one.succeed()
+    return found
+
+
+def _held(copies: Mapping[int, Copies], staying: Mapping[str, Member]) -> dict[int, str]:
+    """Who has each shard, for its next placing: where the primary leaves, a backup that has caught up."""
+    return {
+        s: one.backup if one.whole and one.home not in staying and one.backup in staying else one.home
+        for s, one in copies.items()
     }
 
 
@@ -172,7 +274,7 @@ def _backups(
 
 def following_assignments(
     assigned: Mapping[str, tuple[int, ...]], workers: Sequence[str], replicas: int, furthest: int, speeds: Speeds,
-    round: float = 0.0,
+    round: float = 0.0, *, adds_up: bool = False,
 ) -> tuple[Assignment, ...]:  # fmt: skip
     """Assign the replicas to `workers` (at least one). `assigned` is the assignment of the next step; {} if none.
 
@@ -180,7 +282,8 @@ def following_assignments(
     fair assignment follows, from step `furthest` + AHEAD on.
 
     `round` is how long a round takes, in seconds; 0 if not known. The part of it that is not computing stays the same
-    under any assignment, so a long one makes a move less worth it.
+    under any assignment, so a long one makes a move less worth it. Where workers add up neighbouring replicas
+    (`adds_up`), it becomes longer with the blocks that they push: 5 + 3 replicas are four blocks, and 4 + 4 are two.
     """
     rates = speeds.rates(workers)
     if not assigned:
@@ -188,7 +291,21 @@ def following_assignments(
     now = reassign_orphans(assigned, workers, rates)
     if not _is_uneven(now, workers, replicas, rates, speeds, round):
         return (Assignment(0, now),)
-    return (Assignment(0, now), Assignment(furthest + AHEAD, assign_replicas(replicas, sorted(workers), rates)))
+    fair = assign_replicas(replicas, sorted(workers), rates)
+    if adds_up and not _pays_for_pushes(now, fair, replicas, speeds, rates, round):
+        return (Assignment(0, now),)
+    return (Assignment(0, now), Assignment(furthest + AHEAD, fair))
+
+
+def _pays_for_pushes(
+    now: Mapping[str, tuple[int, ...]], fair: Mapping[str, tuple[int, ...]], replicas: int, speeds: Speeds,
+    rates: Mapping[str, float], round: float,
+) -> bool:  # fmt: skip
+    """True if a step with the fair assignment is shorter by more than it takes to push its blocks, if there are more of
+    them. All of a round that is not computing counts as pushing."""
+    computing, done = speeds.makespan(now, rates), speeds.makespan(fair, rates)
+    beside, more = max(0.0, round - computing), pushes(fair, replicas) / max(1, pushes(now, replicas))
+    return computing + beside > (done + beside * max(1.0, more)) * _WORTH_IT
 
 
 def _is_uneven(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -14,10 +15,12 @@ from rallypoint.core.cluster.placing.uplinks import Situation, Uplinks
 from rallypoint.core.cluster.remembered import Remembered
 from rallypoint.core.cluster.view_change import (
     Placing,
+    carried,
     contributing,
     contributors,
     first_homes,
     homings,
+    incomings,
     pairings,
     rebalanced,
     still_caught_up,
@@ -41,6 +44,7 @@ class ViewSequence:
         aggregates: workers may use aggregators; else views give them none.
         view: the view in force; None before the first.
         caught_up: the shards whose backup holds all that was published: that backup may become primary.
+        arrived: the shards whose third server (`View.incoming`) does.
         complete: every view of earlier coordinators that had an effect is known.
         stop: the job ends before its last round; the next view says it to everybody.
         lease: the evaluation lease that the next view of this generation has.
@@ -57,6 +61,7 @@ class ViewSequence:
     aggregates: bool = True
     view: View | None = None
     caught_up: set[int] = field(default_factory=set)
+    arrived: set[int] = field(default_factory=set)
     complete: bool = False
     stop: Stop | None = None
     lease: Lease | None = None
@@ -116,11 +121,12 @@ class ViewSequence:
 
     def following(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, ending: bool,
-        moves_before: int | None = None, warming: Sequence[str] = (),
+        moves_before: int | None = None, warming: Sequence[str] = (), settled: bool = False,
     ) -> View | None:  # fmt: skip
         """Make the view that follows the one in force, from the members that are here; None if a shard is lost.
 
         `moves_before`: shards that could change their primary stay, and move before this step (`View.handover`).
+        `settled`: no update is on its way, so a shard's primary and backup are at the same version.
         """
         assert self.view is not None
         before, servers = msgspec.structs.replace(self.view, speeds=self._speeds(members)), members.servers
@@ -129,12 +135,15 @@ class ViewSequence:
             return None
         away = not members.awaited.isdisjoint(servers)
         racks = self.uplinks.factors(self.situation(members, assignments))
-        how = replace(self._placing, staying=members.staying, racks=racks, hold=away)
+        how = replace(
+            self._placing, staying=members.staying, racks=racks, hold=away, apart=members.apart, arrived=self.arrived,
+            settled=settled,
+        )  # fmt: skip
         known = before, surviving, shards, servers, self.caught_up, self.replication
-        primary, backup = rebalanced(*known, how)
+        primary, backup, incoming = rebalanced(*known, how)
         stays = primary != surviving and moves_before is not None
         if stays:
-            primary, backup = rebalanced(*known, replace(how, stay=True))
+            primary, backup, incoming = rebalanced(*known, replace(how, stay=True))
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
@@ -143,7 +152,8 @@ class ViewSequence:
             tuned=dict(self.tuned), handover=moves_before if stays else None, warming=tuple(warming),
             **self._aggregation(members, assignments),
         )  # fmt: skip
-        return self._completed(view, before)
+        view = msgspec.structs.replace(view, incoming=incomings(view, before, incoming))
+        return self._completed(view, before, carried(view, before, self.caught_up, self.arrived) if settled else set())
 
     def with_backup_task(self, worker: str, replica: int) -> View | None:
         """Make the view in which `worker`, and its aggregator, may also contribute `replica`; None if it may already.
@@ -178,23 +188,26 @@ class ViewSequence:
         """Put `view` in force."""
         goes_on = self.view is not None and self.view.generation == view.generation
         before = self.view if goes_on else None
-        self.caught_up = set() if before is None else still_caught_up(view, before, self.caught_up)
+        self.caught_up = set() if before is None else still_caught_up(view, before, self.caught_up, self.arrived)
+        here = {} if before is None else before.incoming
+        self.arrived = {shard for shard in self.arrived if view.incoming.get(shard) == here.get(shard)}
         self.view, self._last, self.disputes, self.speeds = view, view.number, view.disputes, dict(view.speeds)
 
     def backups_caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> bool:
         """Note that `server` says that the backups of these shards have caught up. Returns True if any is new.
 
-        `backups`: shard -> the view in which the two were paired. A claim counts only if `server` is the shard's
-        primary and the pair is still the same.
+        `backups`: shard -> the view in which the two were paired, or in which a third server came beside them. A claim
+        counts only if `server` is the shard's primary and the pair is still the same.
         """
         assert self.view is not None
         view = self.view
-        new = {
-            shard for shard, paired in backups.items() if view.primary.get(shard) == server and view.paired.get(shard)
-            == paired
-        } - self.caught_up
+        own = {shard: paired for shard, paired in backups.items() if view.primary.get(shard) == server}
+        third = {shard: one.paired for shard, one in view.incoming.items()}
+        new = {shard for shard, paired in own.items() if view.paired.get(shard) == paired} - self.caught_up
+        came = {shard for shard, paired in own.items() if third.get(shard) == paired} - self.arrived
         self.caught_up |= new
-        return bool(new)
+        self.arrived |= came
+        return bool(new or came)
 
     def situation(self, members: Membership, assignments: Sequence[Assignment]) -> Situation:
         """What matters for uplinks, of the members that are here."""
@@ -215,11 +228,12 @@ class ViewSequence:
         """What was measured of the servers that are here."""
         return {server: self.speeds[server] for server in sorted(self.speeds.keys() & members.servers.keys())}
 
-    def _completed(self, view: View, before: View | None) -> View:
-        """The view with all that follows from it and from the one before, in the same generation."""
+    def _completed(self, view: View, before: View | None, whole: AbstractSet[int] = frozenset()) -> View:
+        """The view with all that follows from it and from the one before, in the same generation. `whole`: see
+        `pairings`."""
         may = contributors(view, before, self._contributing)
         return msgspec.structs.replace(
-            view, paired=pairings(view, before), homed=homings(view, before), contributors=may
+            view, paired=pairings(view, before, whole), homed=homings(view, before), contributors=may
         )
 
     def _next_number(self) -> ViewNumber:

@@ -108,8 +108,8 @@ class Apply:
     """Apply the finished mean gradient, times `scale`; the result is `version`. None: leave the parameters unchanged.
 
     `step` is the position in the learning-rate schedule; `rate` multiplies the schedule's rate. Keep the wire copies
-    from version `oldest` on, and that of `pinned`. With `replicate`, also send the scaled gradient to the backup, as
-    `replica`'s. The schedule's rate is reduced `reductions` times (`ReduceOnPlateau`).
+    from version `oldest` on, and that of `pinned`. With `replicate`, also send the scaled gradient to who has a copy
+    (`Copies.replicating`), as `replica`'s. The schedule's rate is reduced `reductions` times (`ReduceOnPlateau`).
     """
 
     version: int
@@ -163,14 +163,22 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Send the whole state, at `version`, to the backup."""
+    """Send the whole state, at `version`, to the backup (or to the third server)."""
+
+    version: int
+    incoming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prove:
+    """Ask the backup whether it holds the state at `version` already: whether its digest is the same."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Choose:
-    """Tell the backup which contributions are in the finished sum of `step`, in the order of adding."""
+    """Tell who has a copy which contributions are in the finished sum of `step`, in the order of adding."""
 
     step: int
     replicas: tuple[int, ...]
@@ -179,15 +187,21 @@ class Choose:
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
     """Tell the primary that this backup has `version`; with `chosen`, also the choice of contributions to the next one.
+
+    `differs`: it was asked whether it has it, and does not.
     """
 
     version: int
     chosen: bool = False
+    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Report that the backup has all published versions and will have each later one first: it may be promoted."""
+    """Report that the backup (or the third server) has all published versions and will have each later one first: it
+    may be promoted."""
+
+    incoming: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,5 +236,5 @@ class Disputed:
 
 Effect = (
     Install | Take | Merge | Discard | OnTime | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Reply | Wait
-    | Gather | Choose | Fill | Acknowledge | CaughtUp | Capture | Accepted | Disputed
+    | Gather | Choose | Fill | Prove | Acknowledge | CaughtUp | Capture | Accepted | Disputed
 )  # fmt: skip

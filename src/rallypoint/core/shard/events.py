@@ -111,27 +111,47 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """The backup acknowledged `version`; with `chosen`, also the choice of contributions that make the next one."""
+    """The backup acknowledged `version`; with `chosen`, also the choice of contributions that make the next one.
+
+    `incoming`: not the backup but the third server did, which is filled beside it (`View.incoming`).
+    """
 
     version: int
     chosen: bool = False
+    incoming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The primary asked whether this backup holds its state at `version`: the digests were the `same`, or not."""
+
+    version: int
+    same: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
     """A new view says whether this server is the shard's primary and whether there is a backup.
 
-    `fresh` is True if that backup is new and has no state yet.
+    `fresh` is True if that backup is new and has no state yet. `proven`: it, or this server if it is the backup, holds
+    all that was published (`View.proven`). `arrived`: it was the third server until now. `incoming`: there is a third
+    server; `incoming_fresh`: it is new.
     """
 
     primary: bool
     backup: bool
     fresh: bool
+    proven: bool = False
+    arrived: bool = False
+    incoming: bool = False
+    incoming_fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FillBackup:
-    """Send the backup the whole state now (only a few backups are filled at once)."""
+    """Send the backup (or the third server) the whole state now. Only a few are filled at once."""
+
+    incoming: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,5 +169,5 @@ class CaptureAt:
 
 Event = (
     Initialise | Contribute | Want | Unfollowed | Fold | Decide | Loaded | Replicated | Chosen | Acked | Assigned
-    | FillBackup | CaptureAt | GoOn
+    | Compared | FillBackup | CaptureAt | GoOn
 )  # fmt: skip

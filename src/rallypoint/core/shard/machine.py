@@ -37,6 +37,7 @@ from rallypoint.core.shard.choice import Choice
 from rallypoint.core.shard.clocks import Clocks
 from rallypoint.core.shard.effects import (
     Abandon,
+    Acknowledge,
     Apply,
     CaughtUp,
     Choose,
@@ -47,10 +48,12 @@ from rallypoint.core.shard.effects import (
     Gather,
     Hold,
     Install,
+    Prove,
     Publish,
     Take,
 )
-from rallypoint.core.shard.replication import Replication
+from rallypoint.core.shard.invariants import check_shard
+from rallypoint.core.shard.replication import Copies, Replication
 from rallypoint.core.shard.summing import Chain, SumInProgress, TreeSum
 from rallypoint.core.shard.tally import Tally
 from rallypoint.core.shard.wants import Wants
@@ -85,10 +88,11 @@ class ShardMachine:
     chosen: tuple[int, ...] = ()  # the round in progress takes these, as an earlier primary had chosen; empty: any
     clocks: Clocks = field(default_factory=Clocks)  # none under an aligned policy
     tally: Tally = field(default_factory=Tally)
-    replication: Replication = field(default_factory=Replication)
+    copies: Copies = field(default_factory=Copies)
+    differs: bool = False  # this backup holds other bytes than its primary, and waits to be filled
     wants: Wants = field(default_factory=Wants)
     _capture: CapturePoint = field(default_factory=CapturePoint)
-    _fill_next: bool = False
+    _fill_next: set[bool] = field(default_factory=set)  # whom to fill after the sum in progress: see `Fill.incoming`
     _choice: Choice = field(default_factory=Choice)
     _decision: events.Decide | None = None  # arrived before the sum was finished (possible for buffers)
     _sum: SumInProgress = field(init=False)
@@ -97,6 +101,11 @@ class ShardMachine:
     def __post_init__(self) -> None:
         self.clocks = Clocks.at((), self.policy.clocks(self.expected), self.version)
         self._sum = TreeSum(self.expected, self.lowest) if self.policy.tree else Chain(self.expected)
+
+    @property
+    def replication(self) -> Replication:
+        """The backup, as this primary sees it."""
+        return self.copies.backup
 
     # ---- what a policy reads (`core.policy.Ledger`) ----
 
@@ -146,8 +155,10 @@ class ShardMachine:
                 return self._loaded(event)
             case events.Assigned():
                 return self._assigned(event)
-            case events.FillBackup():
-                return self._fill()
+            case events.FillBackup(incoming=incoming):
+                return self._fill(incoming=incoming)
+            case events.Compared():
+                return self._compared(event)
             case events.CaptureAt(version=at):
                 free = event.any_version or bool(self.clocks)
                 return [*self._capture.ask(at, self.version, primary=self.primary, any_version=free)]
@@ -211,12 +222,12 @@ class ShardMachine:
         if not self._sum.added or self.awaiting or self._choice.pending or self.version >= self.waits_at:
             return []
         bad = self._sum.losses or self._sum.gradients
-        alone = self.clocks and (self.replication.replicating or (self.skips and bad))
+        alone = self.clocks and (self.copies.replicating or (self.skips and bad))
         if alone or self.policy.complete(self):
-            if not (self.chooses and self.replication.limits):
+            if not (self.chooses and self.copies.limits):
                 return self._finish()
             self._choice.pending = True  # without a link it is told with the state, once the link is up again
-            return [self._choice.tell(self.version, self._sum.contributions)] if self.replication.replicating else []
+            return [self._choice.tell(self.version, self._sum.contributions)] if self.copies.replicating else []
         return [Gather()] if self.clocks else []
 
     def _finish(self) -> list[Effect]:
@@ -242,7 +253,7 @@ class ShardMachine:
         rate = self._count(skipped=scale is None)
         applied = Apply(
             self.version + 1, self.clocks.mean if self.clocks else self.version, scale, self._oldest, rate=rate,
-            replica=self._sum.first, replicate=self.replication.replicating, pinned=self.pinned,
+            replica=self._sum.first, replicate=self.copies.replicating, pinned=self.pinned,
         )  # fmt: skip
         done = self._sum.contributions
         self._sum.clear()
@@ -252,9 +263,9 @@ class ShardMachine:
         for contribution in done if self.clocks else ():
             self.clocks.tick(contribution.replica, self.version)
         effects: list[Effect] = [applied, *self._capture.reached(self.version), *self._publish()]
-        if self._fill_next:
-            self._fill_next = False
-            effects += self._fill()
+        for incoming in sorted(self._fill_next):
+            effects += self._fill(incoming=incoming)
+        self._fill_next.clear()
         if self.clocks:
             effects += [*self._take_held(), *self._finish_when_complete()]
         return effects
@@ -278,43 +289,46 @@ class ShardMachine:
 
     def _publish(self) -> list[Effect]:
         """Publish the newest durable version, unless it is published already."""
-        if (durable := self.replication.durable(self.version)) <= self.published:
+        if (durable := self.copies.durable(self.version)) <= self.published:
             return []
         self.published = durable
         return self.wants.serve(self) if self.clocks else [Publish(durable)]
 
-    def _fill(self) -> list[Effect]:
-        if not (self.primary and self.replication.needs_sync and self.version >= 0):
+    def _fill(self, *, incoming: bool) -> list[Effect]:
+        copy = self.copies.of(incoming)
+        if not (self.primary and copy.needs_sync and self.version >= 0):
             return []
         if self.clocks and self._sum.added and self.decides:
-            self._fill_next = True  # once the sum in progress is decided
+            self._fill_next.add(incoming)  # once the sum in progress is decided
             return [] if self.awaiting else self._finish()
         effects: list[Effect] = []
         while self.clocks and self._sum.added:
             # The backup hears of one contribution per update, so finish the sum in progress before sending the state.
             effects += self._finish()
-        self.replication.filled()
+        copy.filled()
         if self.chooses and (self._choice.pending or self.awaiting):
             effects.append(self._choice.tell(self.version, self._sum.contributions))
         elif self.chosen:
             effects.append(Choose(self.version, self.chosen))  # an earlier primary has told its norm perhaps
-        return [*effects, Fill(self.version)]  # after the choice: with the state the backup may be promoted
+        state = Prove(self.version) if copy.asks else Fill(self.version, incoming)
+        return [*effects, state]  # after the choice: with the state the backup may be promoted
 
     def _acknowledged(self, event: events.Acked) -> list[Effect]:
-        if not (self.primary and self.replication.replicating) or event.version > self.version:
+        copy = self.copies.of(event.incoming)
+        if not (self.primary and copy.replicating) or event.version > self.version:
             return []
-        self.replication.acknowledged(event.version)
+        copy.acknowledged(event.version, chosen=event.chosen)
         effects = self._publish()
-        if self.replication.catches_up(self.published):
-            effects.append(CaughtUp())
-        if self._choice.pending and event == events.Acked(self.version, chosen=True):
+        if copy.catches_up(self.published):
+            effects.append(CaughtUp(event.incoming))
+        if self._choice.pending and self.copies.chose(self.version):
             effects += self._finish()
         return effects
 
     # ---- the backup ----
 
     def _replicated(self, event: events.Replicated) -> list[Effect]:
-        if self.primary or self.version < event.step:
+        if self.primary or self.differs or self.version < event.step:
             return [Drop(event.ticket)]  # from a replaced primary, or sent before this backup had the state
         if self.version > event.step:
             return [Drop(event.ticket), self._choice.acknowledge(self.version)]
@@ -326,10 +340,17 @@ class ShardMachine:
             self.clocks.tick(event.replica, self.version)
         return [Take(event.ticket, 1.0), applied, self._choice.acknowledge(self.version)]
 
+    def _compared(self, event: events.Compared) -> list[Effect]:
+        if self.primary:
+            return []
+        self.differs = not event.same  # it keeps what it holds until it is filled: that may have been published
+        return [Acknowledge(event.version, differs=True) if self.differs else self._choice.acknowledge(self.version)]
+
     # ---- either ----
 
     def _loaded(self, event: events.Loaded) -> list[Effect]:
         self.version = self.first = event.version
+        self.differs = False
         if self.clocks:
             self.clocks = Clocks.at(event.clocks, self.expected, event.version)
         if not self.primary:
@@ -345,17 +366,18 @@ class ShardMachine:
         self.primary = event.primary
         effects: list[Effect] = self._forget_step() if promoted or demoted else []
         if demoted:
-            self.version = self.published = -1  # the new primary will send its state
-            self.clocks = Clocks.at((), self.expected, -1) if self.clocks else self.clocks
-        if event.fresh or not event.backup or promoted:
-            self.replication.assigned(backup=event.primary and event.backup)
+            self.published = -1
+        if demoted and not event.proven:  # else the new primary asks what is here; now it sends its state
+            self.version, self.clocks = -1, Clocks.at((), self.expected, -1) if self.clocks else self.clocks
+        self.copies.assigned(event, promoted=promoted)
         if promoted:
+            self.differs = False
             self.chosen = self._choice.known(self.version)
             self.published = -1
             self.tally.restart(self.version)
         if event.primary and self.version >= 0:
             effects += self._publish()
-        if self._choice.pending and not self.replication.limits:
+        if self._choice.pending and self.copies.chose(self.version):
             effects += self._finish()  # the backup that was to know the choice is gone
         return effects
 
@@ -364,35 +386,15 @@ class ShardMachine:
         self._held.clear()
         self.wants.clear()
         self._sum.clear()
-        self.awaiting, self._decision, self._fill_next = False, None, False
+        self.awaiting, self._decision = False, None
+        self._fill_next.clear()
         self._choice.pending, self.chosen = False, ()
         self._capture = CapturePoint()
         return [*effects, Abandon()]
 
-    # ---- invariants ----
-
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
-        assert self.published <= self.version, f"publishes version {self.published} at version {self.version}"
-        summing = self.added > 0
-        assert not self.awaiting or (self.decides and summing), "a decision is awaited for a sum that there is not"
-        assert self.primary or not (summing or self._held or self.wants), "a backup sums, holds or answers"
-        assert not self._choice.pending or (summing and not self.awaiting), "a choice is told for a finished sum"
-        assert self.primary or not self.chosen, "a backup takes contributions"
-        assert self.version >= 0 or not (summing or self._held), "there are contributions before any version"
-        self._sum.validate()
-        assert not any(map(self._sum.knows, self._held)), f"replicas {sorted(self._held)} are held, and in the sum"
-        assert all(0 <= replica < self.expected for replica in self._held), f"{self._held}: of {self.expected}"
-        if self.clocks:
-            self.clocks.validate(self.expected, self.version)
-        else:
-            steps = {contribution.step for contribution in self._sum.contributions}
-            assert steps <= {self.version}, f"contributions to steps {sorted(steps)} at version {self.version}"
-            assert not (self._held and self.policy.tree), "a tree holds nothing back"
-            counted = self.tally.applied + self.tally.dropped
-            assert counted % self.expected == 0, f"{self.tally}: {self.expected} are counted with each update"
-        self.replication.validate(self.version, self.published, primary=self.primary)
-        self.tally.validate()
+        check_shard(self)
 
 
 def summed(machine: ShardMachine) -> list[tuple[int, int]]:

@@ -6,67 +6,23 @@ in order. `server/reducer/` runs them on tensors, `testing/simulation/` on names
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from rallypoint.core.audits.choice import Audits
 from rallypoint.core.audits.shard import AuditedShard
-from rallypoint.core.cadence import TOGETHER, Cadence
-from rallypoint.core.policy import Policy
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
-from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, Tell, Verdict
+from rallypoint.core.shard.clip import ClipMachine, Measure, Tell, Verdict
+from rallypoint.core.shard.invariants import check_server
 from rallypoint.core.shard.machine import ShardMachine, summed
 from rallypoint.core.shard.ordering.hold import RateAwaited as RateAwaited
 from rallypoint.core.shard.ordering.hold import RateHold
+from rallypoint.core.shard.plan import Plan
 from rallypoint.core.view import View, ViewNumber
 
 FILLS_AT_ONCE = 2  # whole states in transit to backups at a time: limits their share of bandwidth and memory
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the machine needs to know of the job.
-
-    `expected[i]` replicas contribute to shard i, `rounds` times each; staggered, as often as `cadence` says. To the
-    `carried` (shards of carried state) only the named one does. `measured` shards count in the global norm
-    (parameters), `decides` wait for a decision that all servers take together. Where the `rule` examines, every other
-    shard is decided by its own server.
-    """
-
-    policy: Policy
-    expected: Sequence[int]
-    measured: frozenset[int]
-    decides: frozenset[int]
-    rule: Rule = field(default_factory=Rule)
-    rounds: int = 0
-    buffer_policy: Policy | None = None  # None: the same as for the parameters
-    compensates: bool = False
-    cadence: Cadence = TOGETHER
-    audits: Audits | None = None
-    carried: Mapping[int, int] = field(default_factory=dict)
-    keyed: bool = False  # each shard counts its own updates, and any worker may begin it
-
-    def rounds_of(self, index: int) -> int:
-        """The shard's own version at the end of the job."""
-        return self.rounds if self.cadence.together else self.cadence.updates(index)
-
-    def clip(self, generation: ViewNumber) -> ClipMachine | None:
-        """A new machine for what all servers decide together in this generation; None if they decide nothing."""
-        decided = sorted(self.decides)
-        return ClipMachine(decided, frozenset(), self.rule, generation, self.cadence) if decided else None
-
-    def machine(self, index: int, *, primary: bool) -> ShardMachine:
-        """A new machine for the shard."""
-        policy = self.policy if self.buffer_policy is None or index in self.measured else self.buffer_policy
-        kind = ShardMachine if self.audits is None else AuditedShard
-        return kind(
-            policy, self.expected[index], index in self.decides or self.rule.examines, primary=primary,
-            rounds=self.rounds_of(index), chooses=policy.chooses and index in self.decides, skips=self.rule.examines,
-            compensates=self.compensates and index in self.measured, lowest=self.carried.get(index, 0),
-        )  # fmt: skip
 
 
 # ---- effects beside those of a shard ---------------------------------------------------------------------------
@@ -111,6 +67,10 @@ class Disproved:
     paired: ViewNumber
 
 
+_Copy = tuple[int, bool]  # a shard, and whether its backup is meant or its third server
+_Pair = tuple[str, ViewNumber, ViewNumber]  # the other server, and in which views we became a pair, and we the primary
+
+
 @dataclass(frozen=True, slots=True)
 class On:
     """An effect on one shard."""
@@ -131,9 +91,9 @@ class ServerMachine:
     view: View | None = None
     incarnation: int = -1
     _machines: dict[int, ShardMachine] = field(default_factory=dict)
-    _backups: dict[int, tuple[str, ViewNumber]] = field(default_factory=dict)  # the server, and the view that paired us
+    _pairs: dict[_Copy, _Pair] = field(default_factory=dict)
     _clip: ClipMachine | None = None
-    _filling: set[int] = field(default_factory=set)
+    _filling: set[_Copy] = field(default_factory=set)
     _linked: set[str] = field(default_factory=set)
     _refused: Verdict | None = None  # the verdict that stops the job
     _rates: RateHold = field(default_factory=RateHold)
@@ -150,18 +110,32 @@ class ServerMachine:
     @property
     def caught_up(self) -> dict[int, ViewNumber]:
         """The shards whose backup may be promoted, and for each the view that paired it with this server."""
-        return {i: self._backups[i][1] for i, one in sorted(self._machines.items()) if one.replication.caught_up}
+        return self._caught_up(incoming=False)
+
+    @property
+    def arrived(self) -> dict[int, ViewNumber]:
+        """The shards whose third server may be promoted, and for each the view in which it came beside the backup."""
+        return self._caught_up(incoming=True)
+
+    def _caught_up(self, *, incoming: bool) -> dict[int, ViewNumber]:
+        of = sorted(self._machines.items())
+        return {index: self._pairs[index, incoming][1] for index, one in of if one.copies.of(incoming).caught_up}
 
     def is_primary(self, index: int) -> bool:
         """Is this server the shard's primary?"""
         return (machine := self._machines.get(index)) is not None and machine.primary
 
     def takes_from(self, index: int, sender: str) -> bool:
-        """Is `sender` the shard's primary and this server its backup, in the current view? (I10)"""
+        """Is `sender` the shard's primary, and has this server a copy, in the current view? (I10)"""
         return (
             self.view is not None and self.view.primary.get(index) == sender
-            and self.view.backup.get(index) == self.me and index in self._machines
+            and self.me in self.view.holders_of(index)[1:] and index in self._machines
         )  # fmt: skip
+
+    def copies_of(self, index: int) -> list[tuple[bool, str]]:
+        """The servers to which each update of the shard is sent: whether it is the third one, and its id."""
+        machine = self._machines[index]
+        return [(i, self._pairs[index, i][0]) for i in (False, True) if machine.copies.of(i).replicating]
 
     # ---- events ----
 
@@ -171,11 +145,12 @@ class ServerMachine:
         effects: list[Effect] = [On(index, effect) for effect in machine.handle(event)]
         if isinstance(event, (shard_events.Initialise, shard_events.Loaded)):
             effects += self._fill_some([index])  # only now there is a state to send
-        elif isinstance(event, shard_events.Acked) and index in self._filling:  # the first one after a fill
-            self._filling.discard(index)
+        elif isinstance(event, shard_events.Acked) and (index, event.incoming) in self._filling:
+            self._filling.discard((index, event.incoming))  # the first one after a fill
             effects += self._fill_some(self.held)
-        elif any(isinstance(effect, On) and isinstance(effect.effect, shard_effects.Fill) for effect in effects):
-            self._filling.add(index)  # its sum in progress had to be decided first
+        else:  # its sum in progress had to be decided first
+            fills = [e.effect for e in effects if isinstance(e, On) and isinstance(e.effect, shard_effects.Fill)]
+            self._filling |= {(index, fill.incoming) for fill in fills}
         return effects
 
     def capture(self, version: int) -> list[Effect]:
@@ -206,6 +181,11 @@ class ServerMachine:
     def unfollowed(self, follower: str) -> list[Effect]:
         """A follower disconnected."""
         return self._all_primaries(shard_events.Unfollowed(follower))
+
+    def refuted(self, index: int, *, incoming: bool) -> list[Effect]:
+        """The backup (or third server) was asked whether it holds the shard's state, and does not: fill it."""
+        self._machines[index].copies.of(incoming).refuted()
+        return self._fill_some([index])
 
     def _all_primaries(self, event: shard_events.Event) -> list[Effect]:
         return [e for index in self.held if self.is_primary(index) for e in self.handle(index, event)]
@@ -265,10 +245,10 @@ class ServerMachine:
     def peer_lost(self, server: str) -> list[Effect]:
         """The link to another server broke. Everything in transit on it is lost."""
         self._linked.discard(server)
-        for index, (backup, _) in self._backups.items():
-            if backup == server:
-                self._machines[index].replication.link_lost()
-                self._filling.discard(index)
+        for (index, incoming), (other, *_) in self._pairs.items():
+            if other == server:
+                self._machines[index].copies.of(incoming).link_lost()
+                self._filling.discard((index, incoming))
         return self._fill_some(self.held)  # its fills have ended, so others may begin
 
     def adopt(self, view: View) -> list[Effect]:
@@ -290,7 +270,7 @@ class ServerMachine:
         rolled_back = before is None or before.generation != view.generation
         if reborn or rolled_back:
             return self._new_generation(view, restore=rolled_back)
-        held = {s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))}
+        held = self._held(view)
         effects: list[Effect] = [self._disown(index) for index in sorted(self._machines.keys() - held)]
         for index in sorted(held):
             effects += self._assign(index, view)
@@ -302,7 +282,7 @@ class ServerMachine:
         self._filling.clear()
         self._refused = None
         self._clip = self.plan.clip(view.generation)
-        for index in sorted(s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))):
+        for index in sorted(self._held(view)):
             effects += self._assign(index, view)
         effects += self._share(view)
         own = tuple(view.shards_of(self.me))
@@ -310,25 +290,44 @@ class ServerMachine:
             effects.append(Restore(own, view.origin))
         return effects
 
+    def _held(self, view: View) -> set[int]:
+        thirds = {shard for shard, one in view.incoming.items() if one.server == self.me}
+        return thirds | {s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))}
+
+    def _paired(self, index: int, view: View, *, primary: bool) -> tuple[bool, bool, bool]:
+        """Note the shard's pairs in `view`. Returns whether the backup is new, was the third server, and whether there
+        is a new third server."""
+        homed, third = view.homed.get(index, view.generation), view.incoming.get(index)
+        backup = (view.backup[index], view.paired[index], homed) if primary and index in view.backup else None
+        new = {
+            (index, False): backup,
+            (index, True): (third.server, third.paired, homed) if primary and third is not None else None,
+        }
+        before = {copy: self._pairs.pop(copy, None) for copy in new}
+        self._pairs |= {copy: pair for copy, pair in new.items() if pair is not None}
+        arrived = backup is not None and before[index, True] == backup
+        filling = {copy for copy in new if copy in self._filling and new[copy] == before[copy]}
+        if arrived and (index, True) in self._filling:
+            filling = {(index, False)}
+        self._filling = (self._filling - new.keys()) | filling
+        fresh, third_fresh = (new[copy] is not None and new[copy] != before[copy] for copy in new)
+        return fresh and not arrived, arrived, third_fresh
+
     def _assign(self, index: int, view: View) -> list[Effect]:
         primary = view.primary[index] == self.me
         effects: list[Effect] = []
         if index not in self._machines:
             self._machines[index] = self.plan.machine(index, primary=primary)
             effects.append(Own(index))
-        server = view.backup.get(index) if primary else None
-        backup = None if server is None else (server, view.paired[index])
-        fresh = backup is not None and self._backups.get(index) != backup
-        if backup is None or fresh:
-            self._backups.pop(index, None)
-            self._filling.discard(index)
-        if backup is not None:
-            self._backups[index] = backup
+        fresh, arrived, third_fresh = self._paired(index, view, primary=primary)
         machine = self._machines[index]
         if isinstance(machine, AuditedShard):
             machine.opinions.view = view
         machine.pinned = -1 if view.lease is None else self.plan.cadence.updates_before(index, view.lease.version)
-        done = machine.handle(shard_events.Assigned(primary, backup is not None, fresh))
+        backup, third = (index, False) in self._pairs, (index, True) in self._pairs
+        done = machine.handle(
+            shard_events.Assigned(primary, backup, fresh, view.proven(index), arrived, third, third_fresh)
+        )
         round = self.plan.cadence.round_of(index, machine.version)
         verdict = self._clip.verdict(round) if self._clip is not None else None
         if verdict is not None and index in self.plan.decides and not verdict.stops:
@@ -337,8 +336,9 @@ class ServerMachine:
 
     def _disown(self, index: int) -> Disown:
         del self._machines[index]
-        self._backups.pop(index, None)
-        self._filling.discard(index)
+        for copy in ((index, False), (index, True)):
+            self._pairs.pop(copy, None)
+            self._filling.discard(copy)
         return Disown(index)
 
     def _share(self, view: View) -> list[Effect]:
@@ -352,46 +352,23 @@ class ServerMachine:
         """Begin to send the whole state to some more of these shards' backups, at most FILLS_AT_ONCE at a time."""
         effects: list[Effect] = []
         begun = len(self._filling)
-        for index in indices:
-            if begun >= FILLS_AT_ONCE:
-                break
-            machine = self._machines[index]
-            if not machine.replication.needs_sync or self._backups[index][0] not in self._linked:
+        for index, incoming in ((index, third) for index in indices for third in (False, True)):
+            copy = self._machines[index].copies.of(incoming)
+            if not copy.needs_sync or self._pairs[index, incoming][0] not in self._linked:
                 continue
-            if filled := machine.handle(shard_events.FillBackup()):
-                begun += 1
-                if machine.replication.replicating:
-                    self._filling.add(index)
+            if begun >= FILLS_AT_ONCE and not copy.asks:  # (what is asked is short)
+                continue
+            asks = copy.asks
+            if filled := self._machines[index].handle(shard_events.FillBackup(incoming)):
+                begun += not asks
+                if copy.replicating and not asks:
+                    self._filling.add((index, incoming))
                 effects += [On(index, effect) for effect in filled]
         return effects
 
-    # ---- invariants ----
-
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the server or a shard is in a state that it can never reach."""
-        view, me = self.view, self.me
-        if view is None:
-            assert not self._machines, f"{me} holds shards {self.held} before any view"
-            return
-        named = {shard for shard in view.primary if me in (view.primary[shard], view.backup.get(shard))}
-        assert self._machines.keys() == named, f"{me} holds shards {self.held}, and view {view.number} says {named}"
-        for index, machine in self._machines.items():
-            assert machine.primary == (view.primary[index] == me), f"{me}, shard {index}: primary in no view"
-            backup = view.backup.get(index) if machine.primary else None
-            assert self._backups.get(index, (None,))[0] == backup, f"{me}, shard {index}: not the view's backup"
-            try:
-                machine.validate()
-            except AssertionError as error:
-                raise AssertionError(f"{me}, shard {index}: {error}") from None
-        self._rates.validate(self._machines)
-        assert len(self._filling) <= FILLS_AT_ONCE, f"{me} fills {sorted(self._filling)} at once"
-        for index in self._filling:
-            assert self._machines[index].replication.replicating, f"{me} fills shard {index}, which does not replicate"
-        if self._clip is not None:
-            own = frozenset(view.shards_of(me)) & self.plan.decides
-            assert self._clip.own == own, f"{me} measures shards {sorted(self._clip.own)} instead of {sorted(own)}"
-            assert self._clip.generation == view.generation, f"{me} decides for a generation that is over"
-            self._clip.validate()
+        check_server(self, FILLS_AT_ONCE)
 
 
 def _for_shard(index: int, verdict: Verdict, plan: Plan) -> shard_events.Decide:

@@ -2,14 +2,13 @@
 
 It knows who follows, who asks, and which link leads to which server, and it decides which incoming frames reach the
 machine. `server/reducer/` runs it over TCP channels, `testing/simulation/server.py` over simulated links. Its methods
-return the machine's effects, in order. To find an effect's receiver, ask `followers`, `workers`, `peers` or
-`backup_link`.
+return the machine's effects, in order. To find an effect's receiver, ask `followers`, `workers` or `peers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from rallypoint.core.shard import effects as shard_effects
@@ -33,12 +32,16 @@ L = TypeVar("L", bound=Link)
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[L]):
-    """Acknowledge `version` on the link on which the update came; with `chosen`, also the choice of contributions."""
+    """Acknowledge `version` on the link on which the update came; with `chosen`, also the choice of contributions.
+
+    `differs`: say that this version is not held here.
+    """
 
     link: L
     shard: int
     version: int
     chosen: bool = False
+    differs: bool = False
 
 
 @dataclass(slots=True)
@@ -56,7 +59,7 @@ class ServerShell(Generic[L]):
     followers: list[L] = field(default_factory=list)
     workers: dict[str, L] = field(default_factory=dict)
     peers: dict[str, L] = field(default_factory=dict)
-    _filled_under: dict[int, ViewNumber] = field(default_factory=dict)
+    _filled_under: dict[tuple[int, str], ViewNumber] = field(default_factory=dict)  # shard and server
     _proofs: Proofs = field(default_factory=Proofs)
 
     # ---- the coordinator ----
@@ -68,15 +71,18 @@ class ServerShell(Generic[L]):
             return []
         stayed = {member.id for member in view.servers if before is not None and member in before.servers}
         self.peers = {id: link for id, link in self.peers.items() if id in stayed}
+        self._filled_under = {copy: number for copy, number in self._filled_under.items() if copy[1] in stayed}
+        self._proofs.keep(stayed)
         return self.machine.adopt(view)
 
-    def say_again(self, *, new: bool) -> Mapping[int, ViewNumber]:
-        """The coordinator admitted this server: returns the shards whose backup is caught up, to report them again.
+    def say_again(self, *, new: bool) -> list[Mapping[int, ViewNumber]]:
+        """The coordinator admitted this server: returns the shards whose backup is caught up, and those whose third
+        server is, to report them again.
 
         A coordinator that was restarted may not know them. Returns nothing if this server is `new` to it: then what the
         server held before does not count.
         """
-        return {} if new else self.machine.caught_up
+        return [] if new else [known for known in (self.machine.caught_up, self.machine.arrived) if known]
 
     # ---- workers ----
 
@@ -184,42 +190,56 @@ class ServerShell(Generic[L]):
         del self.peers[peer]
         return self.machine.peer_lost(peer)
 
-    def backup_link(self, shard: int) -> L:
-        """The link to the shard's backup."""
-        assert self.machine.view is not None
-        return self.peers[self.machine.view.backup[shard]]
+    def copies_of(self, shard: int) -> list[str]:
+        """The servers to which each update of the shard is sent."""
+        return [server for _, server in self.machine.copies_of(shard)]
 
-    def fill(self, shard: int, version: int, digest: Digest) -> L:
-        """The caller sends the shard's whole state now, on the returned link to the backup.
+    def filled(self, shard: int, *, incoming: bool) -> str:
+        """The server that is to be filled with the shard, or asked: the backup, or the third server."""
+        view = self.machine.view
+        assert view is not None
+        return view.incoming[shard].server if incoming else view.backup[shard]
+
+    def fill(self, shard: int, server: str, version: int, digest: Digest) -> L:
+        """The caller sends the shard's whole state now, on the returned link to that server; or asks it whether it
+        holds the state.
 
         `digest` is that of the state, at `version`. From now on, acknowledgements that were sent under an older view
         are ignored.
         """
-        self._filled_under[shard] = self.fence.number
-        self._proofs.filled(shard, version, digest)
-        return self.backup_link(shard)
+        self._filled_under[shard, server] = self.fence.number
+        self._proofs.filled(shard, server, version, digest)
+        return self.peers[server]
 
-    def replicate(self, shard: int, version: int, digest: Digest) -> L:
+    def replicate(self, shard: int, server: str, version: int, digest: Digest) -> L:
         """The caller sends the update that makes `version` now, on the returned link. `digest` is the version's."""
-        self._proofs.sent(shard, version, digest)
-        return self.backup_link(shard)
+        self._proofs.sent(shard, server, version, digest)
+        return self.peers[server]
 
     def takes_from(self, shard: int, sender: str, number: ViewNumber) -> bool:
-        """Does a frame of `sender` for the shard, sent under view `number`, count at this backup?"""
-        return not self.fence.is_stale(number) and self.machine.takes_from(shard, sender)
+        """Does a frame of `sender` for the shard, sent under view `number`, count at this backup? Not if it was sent
+        before the sender became the primary that it is."""
+        view = self.machine.view
+        since = self.fence.generation if view is None else view.homed.get(shard, view.generation)
+        return number >= since and self.machine.takes_from(shard, sender)
+
+    def holds(self, shard: int, version: int) -> bool:
+        """Is the shard at that version here?"""
+        machine = self.machine.machine(shard)
+        return machine is not None and machine.version == version
 
     def replicated(
-        self, link: L, shard: int, event: events.Replicated | events.Loaded | events.Chosen
+        self, link: L, shard: int, event: events.Replicated | events.Loaded | events.Chosen | events.Compared
     ) -> Sequence[Effect | Answer[L]]:
-        """A primary's update, state or choice arrived. Call `takes_from` first.
+        """A primary's update, state, choice or question arrived. Call `takes_from` first.
 
         The effects contain an Answer for each acknowledgement, on the link on which the frame came.
         """
         effects: list[Effect | Answer[L]] = []
         for effect in self.machine.handle(shard, event):
             match effect:
-                case On(effect=shard_effects.Acknowledge(version=version, chosen=chosen)):
-                    effects.append(Answer(link, shard, version, chosen))
+                case On(effect=shard_effects.Acknowledge(version=version, chosen=chosen, differs=differs)):
+                    effects.append(Answer(link, shard, version, chosen, differs))
                 case _:
                     effects.append(effect)
         return effects
@@ -232,16 +252,20 @@ class ServerShell(Generic[L]):
         Ignored if it was sent under an older view than the last `fill`: it may be about a state that the backup has
         released.
         """
-        view = self.machine.view
-        current = self.peers.get(peer) is link and view is not None and view.backup.get(shard) == peer
-        newest_state = self._filled_under.get(shard, self.fence.number)
-        if view is None or not current or not self.machine.is_primary(shard) or number < newest_state:
+        view, machine = self.machine.view, self.machine.machine(shard)
+        current = self.peers.get(peer) is link and view is not None and peer in view.holders_of(shard)[1:]
+        newest_state = self._filled_under.get((shard, peer), self.fence.number)
+        if view is None or machine is None or not current or not machine.primary or number < newest_state:
             return []
-        match self._proofs.check(shard, acked.version, digest):
+        incoming = view.backup.get(shard) != peer
+        match self._proofs.check(shard, peer, acked.version, digest):
             case True:
-                return self.machine.handle(shard, acked)
+                return self.machine.handle(shard, replace(acked, incoming=True) if incoming else acked)
+            case False if machine.copies.of(incoming).asks:
+                return self.machine.refuted(shard, incoming=incoming)
             case False:
-                return [Disproved(shard, acked.version, view.paired[shard])]
+                paired = view.incoming[shard].paired if incoming else view.paired[shard]
+                return [Disproved(shard, acked.version, paired)]
             case None:
                 return []
 

@@ -17,13 +17,13 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 
 from rallypoint.core.typed import build_now
-from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Incoming, Member, View, ViewNumber
 
 _K = TypeVar("_K", int, str)
 _V = TypeVar("_V")
 _DIGEST_BYTES = 16
 _MEMBERS = ("workers", "servers", "aggregators")
-_ENTRIES = ("primary", "backup", "paired", "homed", "contributors", "aggregator_of", "speeds")
+_ENTRIES = ("primary", "backup", "paired", "homed", "contributors", "aggregator_of", "speeds", "incoming")
 _LARGE: dict[str, Any] = {"assignments": (), **dict.fromkeys(_MEMBERS, ()), **{name: {} for name in _ENTRIES}}
 
 
@@ -61,8 +61,8 @@ class ViewDifference(msgspec.Struct, frozen=True):
         rest: the other view, without its members and its tables.
         digest: of the whole other view: see `digest_of`.
         assignments: all of the other view, as changes.
-        workers, servers, aggregators, primary, backup, paired, homed, contributors, aggregator_of, speeds: the changes
-            of these.
+        workers, servers, aggregators, primary, backup, paired, homed, contributors, aggregator_of, speeds, incoming:
+            the changes of these.
     """
 
     base: ViewNumber
@@ -79,6 +79,7 @@ class ViewDifference(msgspec.Struct, frozen=True):
     contributors: Entries[str, tuple[int, ...]]
     aggregator_of: Entries[str, str]
     speeds: Entries[str, float]
+    incoming: Entries[int, Incoming] = Entries()
 
 
 build_now(ViewDifference)

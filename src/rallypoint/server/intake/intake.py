@@ -52,6 +52,11 @@ class Intake:
                 replicas = self._checks.choice(header, channel.receive_bytes(header))
                 if self._counts(header):
                     self._put(inbox.Chosen(channel, sender, header, replicas))
+            case Kind.PROVE:
+                self._checks.place(header)
+                sealed = bytes(channel.receive_bytes(header))
+                if self._counts(header):
+                    self._put(inbox.Asked(channel, sender, header, sealed))
             case Kind.STATE:
                 state = self._checks.record(header, channel.receive_bytes(header))
                 if self._counts(header):

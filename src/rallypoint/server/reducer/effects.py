@@ -141,16 +141,21 @@ class Effects:
                 owned.abandon()
             case shard_effects.Choose():
                 desk.replication.send_choice(index, effect)
-            case shard_effects.Fill(version=version):
+            case shard_effects.Prove(version=version):
                 desk.at_rest.check(index)
-                desk.replication.send_state(owned.state(version, self._clocks(index), wires=True))
+                desk.replication.ask(index, version)
+            case shard_effects.Fill(version=version, incoming=incoming):
+                desk.at_rest.check(index)
+                state = owned.state(version, self._clocks(index), wires=True)
+                desk.replication.send_state(state, incoming=incoming)
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
                 wait = Header(Kind.WAIT, shard=index, base=clock, wants=wants(replica))
                 desk.followers.tell(follower, wait, urgent=True)
             case shard_effects.Accepted() | shard_effects.Disputed():
                 desk.audits.found(index, effect)
-            case shard_effects.CaughtUp():
-                desk.context.say(CaughtUp({index: desk.shell.machine.caught_up[index]}))
+            case shard_effects.CaughtUp(incoming=incoming):
+                machines = desk.shell.machine
+                desk.context.say(CaughtUp({index: (machines.arrived if incoming else machines.caught_up)[index]}))
             case shard_effects.Capture(version=version, missed=missed):
                 assert desk.capture is not None
                 if missed:

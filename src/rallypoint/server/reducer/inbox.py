@@ -170,6 +170,16 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A primary asks this backup whether it holds the state whose digest is `sealed`."""
+
+    channel: Channel
+    sender: str
+    header: Header
+    sealed: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Acked:
     """A backup acknowledged a version, with the digest of what it holds."""
 
@@ -247,6 +257,6 @@ class Wake:
 
 Event = (
     Linked | Gone | Followed | Unfollowed | Wanted | Fetched | Pulled | Initial | Pushed | StateGiven | StateRecalled
-    | PeerLinked | PeerLost | Replicated | Filled | Chosen | Acked | Told | Viewed | Admitted | CaptureWanted
+    | PeerLinked | PeerLost | Replicated | Filled | Chosen | Asked | Acked | Told | Viewed | Admitted | CaptureWanted
     | Decided | Restored | RestoreFailed | Wake
 )  # fmt: skip

@@ -141,6 +141,7 @@ class Reducer:
             inbox.Replicated: lambda e: run(self._replication.updated(e)),
             inbox.Filled: lambda e: run(self._replication.filled(e)),
             inbox.Chosen: lambda e: run(self._replication.chosen(e)),
+            inbox.Asked: lambda e: run(self._replication.asked(e)),
             inbox.Acked: lambda e: run(shell.acked(e.peer, e.channel, e.shard, e.acked, e.number, e.digest)),
             inbox.Told: lambda e: run(shell.told(e.step, e.measures, e.number)),
             inbox.Decided: lambda e: run(shell.decided(e.verdict)),
@@ -171,7 +172,7 @@ class Reducer:
         self._effects.run(self.shell.adopt(view))
 
     def _admitted(self, event: inbox.Admitted) -> None:
-        if shards := self.shell.say_again(new=event.new):
+        for shards in self.shell.say_again(new=event.new):
             self._context.say(CaughtUp(dict(shards)))
         if not event.new:
             self._ledger.repeat()

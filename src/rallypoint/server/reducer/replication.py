@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -14,7 +15,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import AUDITED, SKIP, Header, Kind
 from rallypoint.net.pool import Buffer
 from rallypoint.server.reducer.audits import ServerAudits
-from rallypoint.server.reducer.inbox import Chosen, Filled, Replicated
+from rallypoint.server.reducer.inbox import Asked, Chosen, Filled, Replicated
 from rallypoint.server.reducer.ledger import Ledger
 from rallypoint.server.reducer.tickets import Tickets
 from rallypoint.server.shards.held import HeldShard
@@ -31,21 +32,33 @@ class Replication:
         self._shell, self._tickets, self._ledger, self._owned = shell, tickets, ledger, owned
         self._audits = audits
         self._choices = msgspec.msgpack.Encoder()
-        self._digests: dict[int, tuple[int, bytes]] = {}  # shard -> version, and the digest of what is held at it
+        # Shard and server ("": this one, as a backup) -> version, and the digest of what is held at it. A part of a
+        # table is digested from the state on that was sent to that server.
+        self._digests: dict[tuple[int, str], tuple[int, bytes]] = {}
 
     # ---- the primary's side ----
 
-    def send_state(self, record: ShardRecord) -> None:
-        """Send a shard's whole state to its backup."""
+    def send_state(self, record: ShardRecord, *, incoming: bool) -> None:
+        """Send a shard's whole state to its backup, or to the third server."""
+        server = self._shell.filled(record.shard, incoming=incoming)
         data = encode_record(record, "none")
         header = Header(
             Kind.STATE, self._shell.fence.number, shard=record.shard, step=record.version, length=len(data)
         )
-        digest = self._digest_of_state(record.shard, record.version)
-        self._shell.fill(record.shard, record.version, digest).send(header, memoryview(data))
+        digest = self._digest_of_state(record.shard, server, record.version)
+        self._shell.fill(record.shard, server, record.version, digest).send(header, memoryview(data))
+
+    def ask(self, shard: int, version: int) -> None:
+        """Ask the shard's backup whether it holds this version. It is sent no digest that it could repeat."""
+        server = self._shell.filled(shard, incoming=False)
+        digest = self._digest_of_state(shard, server, version)
+        data = memoryview(sealed(digest))
+        header = Header(Kind.PROVE, self._shell.fence.number, shard=shard, step=version, length=len(data))
+        self._shell.fill(shard, server, version, digest).send(header, data)
 
     def send_update(self, shard: int, update: Apply, gradient: tuple[Buffer, int]) -> None:
-        """Send the backup the finished gradient of an update that was just applied here, or that it changed nothing."""
+        """Send who has a copy the finished gradient of an update that was just applied here, or that it changed
+        nothing."""
         buffer, nbytes = gradient
         skip, audited = update.scale is None, self._audits.rest.audited(shard, update.version)
         header = Header(
@@ -53,15 +66,18 @@ class Replication:
             flags=SKIP * skip | AUDITED * audited,
             length=0 if skip else nbytes, replica=update.replica, weight=update.rate, base=self._ledger.added(shard),
         )  # fmt: skip
-        payload = None if skip else buffer.bytes[:nbytes]
-        digest = self._digest_of_update(shard, update.version)
-        self._shell.replicate(shard, update.version, digest).send(header, payload, sent=buffer.release)
+        payload, servers = None if skip else buffer.bytes[:nbytes], self._shell.copies_of(shard)
+        done = buffer.release if len(servers) == 1 else after(len(servers), buffer.release)
+        for server in servers:
+            digest = self._digest_of_update(shard, server, update.version)
+            self._shell.replicate(shard, server, update.version, digest).send(header, payload, sent=done)
 
     def send_choice(self, shard: int, choice: Choose) -> None:
-        """Tell the backup which contributions make an update. Nobody hears its norm before the backup knows them."""
+        """Tell who has a copy which contributions make an update. Nobody hears its norm before they know them."""
         data = memoryview(self._choices.encode(choice.replicas))
         header = Header(Kind.CHOICE, self._shell.fence.number, shard=shard, step=choice.step, length=len(data))
-        self._shell.backup_link(shard).send(header, data, urgent=True)
+        for server in self._shell.copies_of(shard):
+            self._shell.peers[server].send(header, data, urgent=True)
 
     # ---- the backup's side ----
 
@@ -85,7 +101,7 @@ class Replication:
         if not self._shell.takes_from(record.shard, event.sender, event.number):
             return []
         self._owned[record.shard].load(record)
-        self._digest_of_state(record.shard, record.version)
+        self._digest_of_state(record.shard, "", record.version)
         loaded = events.Loaded(record.version, record.clocks)
         return self._shell.replicated(event.channel, record.shard, loaded)
 
@@ -96,9 +112,19 @@ class Replication:
             return []
         return self._shell.replicated(event.channel, header.shard, events.Chosen(header.step, event.replicas))
 
+    def asked(self, event: Asked) -> Sequence[Effect | Answer[Channel]]:
+        """The primary asks whether this backup holds a version."""
+        header = event.header
+        if not self._shell.takes_from(header.shard, event.sender, header.view):
+            return []
+        if same := self._shell.holds(header.shard, header.step):
+            self._audits.check(header.shard)
+            same = sealed(self._digest_of_state(header.shard, "", header.step)) == event.sealed
+        return self._shell.replicated(event.channel, header.shard, events.Compared(header.step, same))
+
     def acknowledge(self, answer: Answer[Channel]) -> None:
-        """Tell the primary that this backup has a version, and prove it."""
-        digest = self._digest_of_update(answer.shard, answer.version)
+        """Tell the primary that this backup has a version, and prove it; or that it does not have it."""
+        digest = b"" if answer.differs else self._digest_of_update(answer.shard, "", answer.version)
         header = Header(
             Kind.ACK, self._shell.fence.number, shard=answer.shard, step=answer.version, base=int(answer.chosen),
             length=len(digest),
@@ -107,16 +133,29 @@ class Replication:
 
     # ---- either ----
 
-    def _digest_of_state(self, shard: int, version: int) -> bytes:
+    def _digest_of_state(self, shard: int, server: str, version: int) -> bytes:
+        peers = ("", *self._shell.peers)
+        self._digests = {copy: known for copy, known in self._digests.items() if copy[1] in peers}
         digest = self._owned[shard].digest(b"")
-        self._digests[shard] = (version, digest)
+        self._digests[shard, server] = (version, digest)
         self._audits.loaded(shard, version)
         return self._audits.proof(shard, version, digest)
 
-    def _digest_of_update(self, shard: int, version: int) -> bytes:
+    def _digest_of_update(self, shard: int, server: str, version: int) -> bytes:
         """The digest after the update that made `version`, computed once."""
-        known, digest = self._digests[shard]
+        known, digest = self._digests[shard, server]
         if known != version:
             digest = self._owned[shard].digest(digest)
-            self._digests[shard] = (version, digest)
+            self._digests[shard, server] = (version, digest)
         return self._audits.proof(shard, version, digest)
+
+
+def sealed(digest: bytes) -> bytes:
+    """16 bytes that say whether another digest is the same, and from which it cannot be had."""
+    return hashlib.blake2b(digest, digest_size=16).digest()
+
+
+def after(times: int, call: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls `call` when it is called for the last of so many times. Threads may call it at once."""
+    left = iter(range(times - 1, -1, -1))
+    return lambda: None if next(left) else call()

@@ -154,13 +154,16 @@ class BigCluster:
         self._handle([events.Applied(server.id, number, generation) for server in self.view.servers], "Applied")
 
     def catch_up(self) -> None:
-        """All backups that have not caught up by now have."""
-        view, lacking = self.view, self.view.backup.keys() - self.machine.course.views.caught_up
-        said: dict[str, dict[int, ViewNumber]] = {}
-        for shard in sorted(lacking):
-            said.setdefault(view.primary[shard], {})[shard] = view.paired[shard]
-        for server, backups in said.items():
-            self.handle(events.CaughtUp(server, backups))
+        """All backups, and all third servers, that have not caught up by now have."""
+        view, views = self.view, self.machine.course.views
+        lacking = {shard: view.paired[shard] for shard in sorted(view.backup.keys() - views.caught_up)}
+        thirds = {shard: view.incoming[shard].paired for shard in sorted(view.incoming.keys() - views.arrived)}
+        for among in (lacking, thirds):
+            said: dict[str, dict[int, ViewNumber]] = {}
+            for shard, paired in among.items():
+                said.setdefault(view.primary[shard], {})[shard] = paired
+            for server, backups in said.items():
+                self.handle(events.CaughtUp(server, backups))
 
     # ---- what there is ----
 

@@ -15,6 +15,7 @@ from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Aborted, Finished, Hello, Message, Metrics, Report, Say
+from rallypoint.testing.simulation.failures.copies import CopiesWatch
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.network import Node, Wire, World
@@ -34,7 +35,7 @@ class Disk:
 
 @dataclass
 class Outcome:
-    """How the job ended. `paused`: before which step, in which generation."""
+    """How the job ended. `paused`: before which step, in which generation. `copies`: of each shard, on servers."""
 
     finished: bool = False
     aborted: str = ""
@@ -43,6 +44,7 @@ class Outcome:
     evaluated: list[tuple[int, float]] = field(default_factory=list)
     leased: set[int] = field(default_factory=set)
     paused: set[tuple[ViewNumber, int]] = field(default_factory=set)
+    copies: CopiesWatch = field(default_factory=CopiesWatch)
 
 
 class SimulatedCoordinator:
@@ -99,6 +101,7 @@ class SimulatedCoordinator:
 
     def _handle(self, event: inbox.Event) -> None:
         todo = self.shell.handle(event, self._time)
+        self.outcome.copies.look(self.machine)
         if (view := self.machine.view) is not None and view.lease is not None:
             self.outcome.leased.add(view.lease.version)
         if view is not None and view.paused is not None:
@@ -139,8 +142,7 @@ class SimulatedCoordinator:
         view, members = self.machine.view, self.machine.course.members
         assert view is not None
         assert server in members.leaving, f"{server} is dismissed, and was not told to go"
-        homes = {*view.primary.values(), *view.backup.values()}
-        held = server in homes and not self.job.stateful_workers
+        held = server in view.holders and not self.job.stateful_workers
         assert not held, f"{server} is dismissed, and has shards in view {view.number}"
 
     def _note(self, message: object) -> None:

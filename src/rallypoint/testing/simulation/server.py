@@ -70,7 +70,7 @@ class SimulatedServer:
     # ---- the coordinator's words ----
 
     def _on_admitted(self, new: bool) -> None:
-        if shards := self.shell.say_again(new=new):
+        for shards in self.shell.say_again(new=new):
             self.membership.send(("in step", shards))
         if not new:
             for entry in self._ledger:  # a restarted coordinator may not have them
@@ -186,6 +186,9 @@ class SimulatedServer:
                     self._run(shell.replicated(wire, shard, update))
             case ("choice", number, shard, step, replicas) if shell.takes_from(shard, who, number):
                 self._run(shell.replicated(wire, shard, shard_events.Chosen(step, replicas)))
+            case ("prove", number, shard, version, seal) if shell.takes_from(shard, who, number):
+                same = shell.holds(shard, version) and hash(self._digest(shard)) == seal
+                self._run(shell.replicated(wire, shard, shard_events.Compared(version, same)))
             case ("state", number, shard, version, master, wires, clocks) if shell.takes_from(shard, who, number):
                 self.held[shard].master = master
                 self.held[shard].wire = dict(wires)
@@ -222,7 +225,8 @@ class SimulatedServer:
             match effect:
                 case Answer(link=wire, shard=shard, version=version, chosen=chosen):
                     acked = shard_events.Acked(version, chosen)
-                    wire.send(1, ("ack", shard, acked, self.shell.fence.number, self._digest(shard)))
+                    digest = "differs" if effect.differs else self._digest(shard)
+                    wire.send(1, ("ack", shard, acked, self.shell.fence.number, digest))
                 case machine.Disproved():
                     self.membership.send(Disproved(effect.shard, effect.version, effect.paired))
                 case machine.RateAwaited(number=number, at=at):
@@ -315,13 +319,18 @@ class SimulatedServer:
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
                 self.shell.workers[follower].send(1, ("wait", self.shell.fence.number, replica, clock))
             case shard_effects.Choose(step=step, replicas=replicas):
-                self.shell.backup_link(index).send(0, ("choice", self.shell.fence.number, index, step, replicas))
-            case shard_effects.Fill(version=version):
+                for server in self.shell.copies_of(index):
+                    self.shell.peers[server].send(0, ("choice", self.shell.fence.number, index, step, replicas))
+            case shard_effects.Prove(version=version):
+                link = self.shell.fill(index, self.shell.filled(index, incoming=False), version, held.master)
+                link.send(0, ("prove", self.shell.fence.number, index, version, hash(held.master)))
+            case shard_effects.Fill(version=version, incoming=incoming):
                 state = (version, held.master, tuple(held.wire.items()), self._clocks(index))
-                link = self.shell.fill(index, version, held.master)
+                link = self.shell.fill(index, self.shell.filled(index, incoming=incoming), version, held.master)
                 link.send(0, ("state", self.shell.fence.number, index, *state))
-            case shard_effects.CaughtUp():
-                self.membership.send(("in step", {index: self.machine.caught_up[index]}))
+            case shard_effects.CaughtUp(incoming=incoming):
+                known = self.machine.arrived if incoming else self.machine.caught_up
+                self.membership.send(("in step", {index: known[index]}))
             case shard_effects.Capture(version=version, missed=True):
                 self.membership.send(("snapshot lost", self._snapshot, "too late", version))
             case shard_effects.Capture(version=version):
@@ -363,8 +372,9 @@ class SimulatedServer:
             held.master = Mean(None)
         if apply.replicate:
             update = (apply.version - 1, apply.scale is None, held.parts[0], apply.replica, apply.rate)
-            link = self.shell.replicate(index, apply.version, held.master)
-            link.send(0, ("replicate", self.shell.fence.number, index, *update))
+            for server in self.shell.copies_of(index):
+                link = self.shell.replicate(index, server, apply.version, held.master)
+                link.send(0, ("replicate", self.shell.fence.number, index, *update))
         held.keep(apply.version, apply.oldest, apply.pinned)
 
     def _send_version(self, wire: Wire, index: int, version: int, *, newest: bool = False) -> None:

@@ -42,17 +42,19 @@ def check_published(server: SimulatedServer, index: int, version: int) -> None:
     server.job.check_whole(index, version, content)
     if not isinstance(content, Mean):
         server.job.check_version(index, version, content.content if isinstance(content, State) else content)
-    view = server.machine.view
-    if view is None or index not in server.machine.caught_up:
+    view, machines = server.machine.view, server.machine
+    if view is None:
         return
-    backup = server.node.world.acceptors.get(view.backup[index])
-    if isinstance(backup, type(server)):
-        theirs = backup.machine.machine(index)
-        if backup.node.alive and theirs is not None and backup.machine.view == view:
-            assert theirs.version >= version, (
-                f"{server.node.name} publishes version {version} of shard {index} while its backup "
-                f"{backup.node.name} is at version {theirs.version}"
-            )
+    beside = [view.backup[index]] if index in machines.caught_up else []
+    beside += [view.incoming[index].server] if index in machines.arrived else []
+    for backup in map(server.node.world.acceptors.get, beside):
+        if isinstance(backup, type(server)):
+            theirs = backup.machine.machine(index)
+            if backup.node.alive and theirs is not None and backup.machine.view == view:
+                assert theirs.version >= version, (
+                    f"{server.node.name} publishes version {version} of shard {index} while its backup "
+                    f"{backup.node.name} is at version {theirs.version}"
+                )
 
 
 def _is_stale(server: SimulatedServer) -> bool:

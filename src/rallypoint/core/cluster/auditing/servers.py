@@ -51,8 +51,8 @@ def disputed(event: Disproved, course: Course, left: Left, recover: Callable[[st
     view = course.view
     if course.record is None or not course.record.audits_servers or view is None:
         return disproved(event, course, left)
-    a, b, shard = event.server, view.backup.get(event.shard, ""), event.shard
-    stale = view.primary.get(shard) != a or view.paired.get(shard) != event.paired or b not in course.members.servers
+    a, b, shard = event.server, view.beside(event.shard, event.paired), event.shard
+    stale = view.primary.get(shard) != a or b not in course.members.servers
     if course.phase is not Phase.RUNNING or stale:
         return []
     what = (

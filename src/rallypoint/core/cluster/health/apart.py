@@ -42,8 +42,8 @@ def disproved(event: Disproved, course: Course, left: Callable[[str, str], list[
     view = course.view
     if view is None or course.phase is not Phase.RUNNING or view.primary.get(event.shard) != event.server:
         return []
-    backup = view.backup.get(event.shard, "")
-    if view.paired.get(event.shard) != event.paired or backup not in course.members.servers:
+    backup = view.beside(event.shard, event.paired)
+    if backup not in course.members.servers:
         return []
     why = (
         f"it acknowledged version {event.version} of shard {event.shard}, and does not hold what {event.server} sent "

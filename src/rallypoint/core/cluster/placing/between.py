@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.state import Phase
+from rallypoint.core.view import View
 
 
 def ready(course: Course) -> tuple[list[str], list[str]]:
@@ -24,8 +25,34 @@ def moves_before(course: Course) -> int | None:
     if view is None or course.record is None or not course.strategies.hands_over or not course.begun:
         return None
     stuck = not course.members.apart.isdisjoint(view.primary.values())  # no step ends before these shards move
-    here = course.members.workers
-    computing = [worker for worker, own in view.assigned(course.known + 1).items() if own and worker in here]
-    if view.ending or stuck or not computing or course.handover.hurries(view, course.members.leaving, course.now):
+    computing = _computing(course, view)
+    exposed = course.members.leaving if course.views.replication < 2 else _would_lose(course, view)
+    if view.ending or stuck or not computing or course.handover.hurries(view, exposed, course.now):
         return None
-    return course.handover.before(view, course.known, computing, (course.views.paused, course.last), course.now)
+    return course.handover.before(view, course.known, computing, _ends(course), course.now)
+
+
+def settled(course: Course) -> bool:
+    """True if no update can be on its way: the primary and the backup of each shard are at the same version, or will
+    be when the backup has got what was sent to it."""
+    view = course.view
+    if view is None or course.record is None or not course.strategies.hands_over or not course.begun:
+        return False
+    computing = _computing(course, view)
+    return view.ending or not computing or course.handover.all_there(view, computing, _ends(course))
+
+
+def _computing(course: Course, view: View) -> list[str]:
+    """The workers that compute the next step."""
+    here = course.members.workers
+    return [worker for worker, own in view.assigned(course.known + 1).items() if own and worker in here]
+
+
+def _ends(course: Course) -> tuple[int | None, int | None]:
+    """Steps that will not be computed for now: a pause, the job's end."""
+    return course.views.paused, course.last
+
+
+def _would_lose(course: Course, view: View) -> set[str]:
+    """The servers that leave and with which shards would be lost: the others' death would cost a step at the most."""
+    return {home for s, home in view.primary.items() if s not in course.views.caught_up} & course.members.leaving

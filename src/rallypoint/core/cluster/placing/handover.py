@@ -86,6 +86,13 @@ class Handover:
         late = self._first is not None and self._first[0] == at and now >= self._first[1] + _PATIENCE_S
         return None if len(there) == len(computing) or (there and late) else at
 
+    def all_there(self, view: View, computing: Sequence[str], ends: Sequence[int | None]) -> bool:
+        """True if shards are to move before a step, and all workers that compute hold its version."""
+        if view.handover is None:
+            return False
+        at = min([view.handover, *(end for end in ends if end is not None)])
+        return all(self.reached.get(worker, -1) >= at for worker in computing)
+
     def cold(self, active: Sequence[str], assigned: Mapping[str, tuple[int, ...]], known: int) -> list[str]:
         """The active workers that are to fetch a version before they get replicas. `assigned`: who has which now;
         `known`: the highest step that is known to be reached.

@@ -48,7 +48,7 @@ class Links:
         `servers` are those on which shards may be, `caught_up` the shards whose backups hold them. `racks`: see
         `weights_of`.
         """
-        if view.primary != self._homes or view.backup.keys() - caught_up:
+        if view.primary != self._homes or view.backup.keys() - caught_up or view.incoming:
             self._homes, self._wished = view.primary, None
             self.speeds.clear()  # shards have moved, or do now: what was measured was of other traffic
             return None

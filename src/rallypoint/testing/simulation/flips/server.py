@@ -93,6 +93,16 @@ class AuditedServer(SimulatedServer):
         if self.changed is not None:
             self._waiting_frames.append((wire, who, message))
             return
+        match message:
+            case ("prove", number, shard, version, _) if self.shell.takes_from(shard, who, number):
+                if self.shell.holds(shard, version):
+                    try:
+                        self._check(shard)
+                    except _ChangedAtRest as changed:
+                        self._is_wrong(changed)
+                        return
+                    self.rest.also(shard, version)
+                    self._made(shard, version)
         super()._take(wire, who, message)
         match message:
             case ("state", number, shard, version, *_) if self.shell.takes_from(shard, who, number):
@@ -112,15 +122,18 @@ class AuditedServer(SimulatedServer):
             try:
                 super()._run((effect,))
             except _ChangedAtRest as changed:
-                view = self.machine.view
-                generation = ViewNumber() if view is None else view.generation
-                self.changed = StateChanged(changed.shard, changed.version, generation)
-                self.membership.send(self.changed)
+                self._is_wrong(changed)
             self._running = depth + 1
         self._running = depth
         if self.changed is None:
             self._store_proven()
             super()._run(())
+
+    def _is_wrong(self, found: _ChangedAtRest) -> None:
+        view = self.machine.view
+        generation = ViewNumber() if view is None else view.generation
+        self.changed = StateChanged(found.shard, found.version, generation)
+        self.membership.send(self.changed)
 
     def check_tickets(self) -> None:
         """No payload is forgotten. (What came while it knew that it is wrong goes with the shards.)"""
@@ -135,7 +148,7 @@ class AuditedServer(SimulatedServer):
                     self._write(index, self._unproven.pop(index), {})
                 super()._run_on(index, held, effect)
                 self._made(index, version)
-            case shard_effects.Fill(version=version):
+            case shard_effects.Fill(version=version) | shard_effects.Prove(version=version):
                 self._check(index)
                 super()._run_on(index, held, effect)
                 self.rest.also(index, version)
