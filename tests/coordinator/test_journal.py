@@ -16,7 +16,7 @@ import pytest
 
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator import journal as journal_module
-from rallypoint.coordinator.journal import JOURNAL, Journal, Persistence
+from rallypoint.coordinator.journal import JOURNAL, Journal, Persistence, kept_state
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
@@ -25,7 +25,8 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import DataError
-from rallypoint.store import closing
+from rallypoint.store import closing, disks
+from rallypoint.store.disks import ROLLBACK, WAL
 
 WAIT_S = 20.0
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
@@ -36,8 +37,9 @@ RECORD = msgspec.json.decode(  # lists, as from the wire
 WRITER = """
 import sys
 import msgspec
-from rallypoint.coordinator.journal import Journal
-journal = Journal(sys.argv[1])
+from rallypoint.coordinator import journal as module
+module.journal_mode = lambda path: sys.argv[2]
+journal = module.Journal(sys.argv[1])
 state = journal.load()
 while True:
     state = msgspec.structs.replace(state, incarnations=state.incarnations + 1, furthest=state.incarnations + 1)
@@ -59,6 +61,61 @@ def state(count: int = 1, *, last_word: Finish | Abort | None = None) -> Cluster
         RECORD, view(count), (0, 1), incarnations=3, epoch=2, begun=True, furthest=count, workers_max=2,
         last_word=last_word,
     )
+
+
+MOUNTS = r"""
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 22 0:40 / /mnt/data rw - nfs4 store:/data rw,vers=4.2
+31 30 0:41 / /mnt/data/fast rw - xfs /dev/sdb rw
+32 22 0:42 / /mnt/of\040us rw - fuse.sshfs me@there: rw
+33 22 0:43 / /mnt/data/twice rw - tmpfs tmpfs rw
+34 22 0:44 / /mnt/data/twice rw - lustre lustre rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "mode"),
+    [
+        ("/home/me/run", "ext4", WAL), ("/mnt/data/run", "nfs4", ROLLBACK), ("/mnt/data/fast/run", "xfs", WAL),
+        ("/mnt/of us/run", "fuse.sshfs", ROLLBACK), ("/mnt/data/twice/run", "lustre", ROLLBACK),
+        ("/mnt/database", "ext4", WAL),
+    ],
+)  # fmt: skip
+def test_on_a_file_system_of_a_network_no_memory_is_shared(
+    path: str, kind: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's folder on a volume that hosts share: the next coordinator may be on another one."""
+    assert disks.kind_of(Path(path), MOUNTS) == kind
+    monkeypatch.setattr(disks, "_MOUNTS", tmp_path / "mounts")
+    (tmp_path / "mounts").write_text(MOUNTS)
+    assert disks.journal_mode(Path(path)) == mode
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "journal_mode", lambda path: ROLLBACK)
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_journal_on_such_a_file_system_is_read_while_it_is_written(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    for count in (1, 2):
+        journal.save(state(count))
+        assert kept_state(tmp_path) == state(count)
+    assert not {f"{JOURNAL}-wal", f"{JOURNAL}-shm"} & {path.name for path in tmp_path.iterdir()}
+    journal.close()
+    assert kept_state(tmp_path) == state(2)
+
+
+def test_a_journal_goes_on_that_was_on_another_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was copied, or an earlier version wrote it there."""
+    for count, mode in enumerate((WAL, ROLLBACK, WAL), 1):
+        monkeypatch.setattr(journal_module, "journal_mode", lambda path, mode=mode: mode)
+        journal = Journal(str(tmp_path))
+        assert journal.load() == (state(count - 1) if count > 1 else None)
+        journal.save(state(count))
+        journal.close()
+    assert kept_state(tmp_path) == state(3)
 
 
 def test_a_new_journal_knows_nothing(tmp_path: Path) -> None:
@@ -122,14 +179,15 @@ def test_without_a_folder_nothing_is_kept() -> None:
     forgetful.close()
 
 
-def test_a_writer_that_is_killed_loses_nothing_that_it_had_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [WAL, ROLLBACK])
+def test_a_writer_that_is_killed_loses_nothing_that_it_had_saved(tmp_path: Path, mode: str) -> None:
     journal = Journal(str(tmp_path))
     journal.save(state())
     journal.close()
     saved = state().incarnations
     for _ in range(3):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=os.environ
+            [sys.executable, "-c", WRITER, str(tmp_path), mode], stdout=subprocess.PIPE, text=True, env=os.environ
         )
         assert writer.stdout is not None
         lines = [writer.stdout.readline() for _ in range(25)]

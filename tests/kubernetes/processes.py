@@ -123,7 +123,7 @@ class Kubelet:
             word = re.sub(rf"(?<![\w/]){re.escape(path)}(?![\w-])", str(folder), word)
         for other in self.pods:
             word = word.replace(other.host, other.ip)
-        return word.replace("0.0.0.0", pod.ip)
+        return word.replace("[::]", pod.ip)
 
 
 def _expanded(word: str, env: Mapping[str, str]) -> str:

@@ -128,7 +128,7 @@ def test_every_pod_is_probed_and_may_do_little(manifests: list[Manifest]) -> Non
         }  # fmt: skip
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert {get["port"] for get in paths.values()} <= ports.keys()
-        assert f"--health=0.0.0.0:{ports['health']}" in container["command"]
+        assert f"--health=[::]:{ports['health']}" in container["command"]
         assert (spec["automountServiceAccountToken"], spec["securityContext"]["runAsNonRoot"]) == (False, True)
         assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         assert spec["shareProcessNamespace"]  # as process 1 it would ignore SIGTERM until it has a handler
@@ -183,10 +183,37 @@ def test_only_workers_go_to_nodes_that_may_be_taken_away() -> None:
         spec = pod_of(job)["spec"]
         if name == "worker":
             assert spec["nodeSelector"] == {"pool": "spot"}
-            (toleration,) = spec["tolerations"]
-            assert toleration == {"key": "pool", "operator": "Equal", "value": "spot", "effect": "NoSchedule"}
+            assert spec["tolerations"][0] == {
+                "key": "pool", "operator": "Equal", "value": "spot", "effect": "NoSchedule",
+            }  # fmt: skip
         else:
-            assert not spec.keys() & {"nodeSelector", "tolerations"}
+            assert "nodeSelector" not in spec
+            assert "pool" not in {toleration["key"] for toleration in spec["tolerations"]}
+
+
+def test_the_pods_of_a_node_that_is_lost_are_replaced_after_half_a_minute(manifests: list[Manifest]) -> None:
+    """By default Kubernetes waits for five minutes, and only then makes other pods."""
+    for job in the("JobSet", manifests)["spec"]["replicatedJobs"]:
+        tolerated = {one["key"]: one for one in pod_of(job)["spec"]["tolerations"]}
+        for taint in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
+            assert tolerated[taint]["effect"] == "NoExecute"
+            assert tolerated[taint]["tolerationSeconds"] == 30
+
+
+def test_members_go_on_until_the_coordinator_of_a_lost_node_is_back(manifests: list[Manifest]) -> None:
+    """It tells them for how long: that its node is lost takes Kubernetes longer to find than members wait elsewhere."""
+    for name, job in jobs_of(the("JobSet", manifests)["spec"]).items():
+        given = {item["name"]: item.get("value") for item in container_of(job)["env"]}
+        assert given.get("RALLYPOINT_LIVING") == ("600" if name == "coordinator" else None)
+
+
+@pytest.mark.parametrize(("workers", "mebibytes"), [("1", 512), ("2000", 1240 * 10**6 / 2**20)])
+def test_the_coordinator_has_memory_for_its_members(workers: str, mebibytes: float) -> None:
+    """docs/scale.md: 1,240 MB at the first view of 2,000 members."""
+    job = jobs_of(the("JobSet", rendered(workers=workers, servers=1))["spec"])["coordinator"]
+    resources = container_of(job)["resources"]
+    assert int(resources["limits"]["memory"].removesuffix("Mi")) > mebibytes
+    assert resources["limits"]["memory"] == resources["requests"]["memory"]
 
 
 def test_resources_are_asked_for_and_memory_and_gpus_are_limited() -> None:
@@ -213,7 +240,7 @@ def test_what_the_user_writes_is_not_replaced_by_kubernetes() -> None:
     jobs = jobs_of(the("JobSet", manifests)["spec"])
     assert container_of(jobs["worker"])["args"] == ["train.py", "--cost", "$$(POD_IP) $$$$ $$5"]
     assert "--keep-best=$$(POD_IP)" in container_of(jobs["coordinator"])["command"]
-    assert "--advertise=$(POD_IP):4701" in container_of(jobs["server"])["command"]
+    assert "--advertise=[$(POD_IP)]:4701" in container_of(jobs["server"])["command"]
 
 
 def test_all_pods_share_the_folder_unless_snapshots_have_a_url() -> None:
@@ -277,9 +304,9 @@ def test_a_script_can_travel_in_the_manifest(tmp_path: Any) -> None:
         ({"namespace": "ml\nx: y"}, r"--namespace 'ml\nx: y': a name has small letters"),
         ({"secret": "a\n# b"}, r"--secret 'a\n# b': a name has small letters, digits, '-' and '.'"),
         ({"tls": "a\nkubectl"}, "--tls 'a"),
-        ({"tls": "My_Secret"}, "--tls 'My_Secret'"),
-        ({"claim": "a b"}, "--claim 'a b'"),
-        ({"storage_class": "a/b"}, "--storage-class 'a/b'"),
+        ({"tls": "My_Secret"}, "--tls My_Secret"),
+        ({"claim": "a b"}, "--claim a b"),
+        ({"storage_class": "a/b"}, "--storage-class a/b"),
         ({"image": "me/train:1\nx: y"}, "an image's name has no spaces"),
         ({"pull_policy": "always"}, "--pull-policy 'always': choose of Always"),
         ({"spot": "a b=true"}, "--spot 'a b=true' is no label of a node"),
@@ -317,7 +344,7 @@ def test_a_secret_s_name_is_checked_before_it_is_printed(name: str, tmp_path: Pa
 
 def test_a_script_that_is_sent_has_a_name_that_a_manifest_can_have(tmp_path: Path) -> None:
     (tmp_path / "my train.py").write_text("pass\n")
-    with pytest.raises(UsageError, match="'my train.py' cannot be the name of a file in a manifest"):
+    with pytest.raises(UsageError, match=r"'my train\.py' cannot be the name of a file in a manifest"):
         rendered(str(tmp_path / "my train.py"), send_script=True)
 
 

@@ -125,7 +125,7 @@ def test_on_one_machine_a_job_has_a_folder_and_snapshots_and_stays_on_loopback()
 def test_on_several_machines_there_are_snapshots_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordination, "own_address", lambda place: "10.0.0.7")
     assert options(PLACE, "") == {
-        "--workers": "8", "--servers": "2", "--folder": "/fresh", "--snapshots": "none", "--bind": "0.0.0.0:0",
+        "--workers": "8", "--servers": "2", "--folder": "/fresh", "--snapshots": "none", "--bind": "[::]:0",
         "--advertise": "10.0.0.7",
     }  # fmt: skip
     assert options(PLACE, "--folder=/shared/run")["--snapshots"] == "/shared/run/snapshots"

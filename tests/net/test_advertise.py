@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import signal
+import socket
 from typing import Any
 
 import pytest
@@ -14,7 +17,9 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import LinkError, UsageError
 from rallypoint.launch import lifeline
 from rallypoint.launch.commands import by_hand
+from rallypoint.launch.health import answering
 from rallypoint.net.advertise import advertised
+from rallypoint.net.places.binding import EVERYWHERE
 from rallypoint.net.tcp import TcpTransport, split_address
 from rallypoint.server import service
 from rallypoint.server.service import ServerService
@@ -88,6 +93,37 @@ def test_a_wildcard_is_told_as_an_address_of_its_own_family(bound: str, towards:
         except LinkError:
             pytest.skip("this machine has no IPv6")
     assert advertised(bound, towards=towards) == told
+
+
+@pytest.mark.parametrize(("advertise", "told"), [
+    ("[10.0.0.7]:4701", "10.0.0.7:4701"), ("[10.0.0.7]", "10.0.0.7:4700"), ("[fd00::1:2]:4701", "[fd00::1:2]:4701"),
+])  # fmt: skip
+def test_brackets_may_stand_around_an_address_of_either_family(advertise: str, told: str) -> None:
+    """A manifest is written before anybody knows of which family the pods' addresses are."""
+    assert advertised("[::]:4700", advertise) == told
+
+
+def test_who_listens_everywhere_is_reached_by_both_families() -> None:
+    with contextlib.closing(TcpTransport().listen(f"{EVERYWHERE}:0")) as listener:
+        port = listener.address.rpartition(":")[2]
+        for host in ("127.0.0.1", "[::1]") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
+            TcpTransport().connect(f"{host}:{port}", 10.0).close()
+            listener.accept().close()
+
+
+def test_who_listens_everywhere_does_so_on_a_system_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with contextlib.closing(TcpTransport().listen(f"{EVERYWHERE}:0")) as listener:
+        assert listener.address.startswith("0.0.0.0:")
+
+
+def test_health_checks_are_answered_everywhere() -> None:
+    with answering(f"{EVERYWHERE}:0") as health:
+        port = health.address.rpartition(":")[2]
+        for host in ("127.0.0.1", "::1") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
+            with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=10)) as connection:
+                connection.request("GET", "/healthz")
+                assert connection.getresponse().status in (200, 503)
 
 
 def test_no_way_to_the_coordinator_is_a_link_error() -> None:

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from samples import same
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, UsageError
-from rallypoint.store.manifest import Compression
-from rallypoint.store.manifest import most_bytes
+from rallypoint.store.manifest import Compression, most_bytes
 from rallypoint.store.record import MAX_ARRAY_BYTES, ShardRecord, decode_record, encode_record
 
 COMPRESSIONS = get_args(Compression)

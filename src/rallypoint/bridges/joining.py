@@ -25,6 +25,8 @@ from rallypoint.errors import JobAborted, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.join import join as join_cluster
 from rallypoint.net.advertise import advertised
+from rallypoint.net.places.binding import EVERYWHERE, family_of
+from rallypoint.net.tcp import split_address
 from rallypoint.observe.lines import printable_lines
 from rallypoint.own_files import opened, read_file
 from rallypoint.worker.collective.sums import Sums
@@ -102,8 +104,8 @@ def _meeting(job: Job, rank: int, coordinator: str, run: str) -> tuple[str, int]
     """Where torch's processes meet: rank 0 chooses a port, and the others read it in the run's folder."""
     file = Path(job.welcome.folder or ".") / MEETING
     if rank == 0:
-        host = advertised("0.0.0.0:0", towards=coordinator).rpartition(":")[0]
-        with socket.create_server((host, 0)) as free:
+        host = split_address(advertised(f"{EVERYWHERE}:0", towards=coordinator))[0]
+        with socket.create_server((host, 0), family=family_of(host)[0]) as free:
             port = free.getsockname()[1]
         with opened(file.parent, make=True) as folder:
             folder.write(MEETING, json.dumps({"job": run, "host": host, "port": port}).encode(), mode=0o644)

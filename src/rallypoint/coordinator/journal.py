@@ -23,6 +23,7 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError
 from rallypoint.net.keys import KEY_BYTES
 from rallypoint.store import closing
+from rallypoint.store.disks import WAL, is_over, journal_mode
 
 log = logging.getLogger("rallypoint")
 
@@ -54,12 +55,11 @@ def opened_to_read(path: Path) -> sqlite3.Connection:
     Nothing is written but SQLite's own index (``-shm``) of what a run that was killed, or goes on, has in its ``-wal``.
     Raises OSError or sqlite3.Error.
     """
-    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+    for name in (path.name, *(f"{path.name}-{beside}" for beside in ("wal", "shm", "journal"))):
         beside = path.with_name(name)
         if os.path.lexists(beside) and not stat.S_ISREG(beside.lstat().st_mode):
             raise OSError(errno.EINVAL, f"{name} is not a regular file")
-    over = not path.with_name(f"{path.name}-wal").exists()  # else SQLite would leave files of its own beside it
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable={over:d}", uri=True)
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable={is_over(path):d}", uri=True)
 
 
 def kept_state(folder: Path) -> ClusterState | None:
@@ -109,7 +109,7 @@ class Journal:
         except (sqlite3.DatabaseError, OSError) as error:
             raise DataError(f"the journal {path} cannot be opened ({error}): is its folder there, and yours?") from None
         try:
-            self._db.execute("pragma journal_mode=wal")
+            self._db.execute(f"pragma journal_mode={journal_mode(Path(path)) if folder else WAL}")
             self._db.execute("pragma synchronous=full")  # views are rare; the number of a lost one would be used twice
             self._db.executescript(_SCHEMA)
             self.secret = self._secret()

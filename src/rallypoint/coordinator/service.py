@@ -187,7 +187,7 @@ class CoordinatorService:
             about.snapshots if self._terms.snapshots or self._resume is not None else "",
             about.compression, self._terms.heartbeat, self._terms.workers_start, self._terms.servers,
             min((host.link_mbit for host in self._terms.topology.hosts.values() if host.link_mbit), default=0.0),
-            -1 if record is None else int(record.config.get("shard_bytes", -1)),
+            -1 if record is None else int(record.config.get("shard_bytes", -1)), living=self._terms.living,
         )  # fmt: skip
 
     def _refusal(self, hello: Hello) -> str:

@@ -246,7 +246,7 @@ def clear(folder: Path) -> str:
         _refuse_others_code(folder)
         return ""
     elsewhere = _snapshots_elsewhere(folder)
-    databases = [f"{name}{end}" for name in (JOURNAL, FINGERPRINTS) for end in ("", "-wal", "-shm")]
+    databases = [f"{name}{end}" for name in (JOURNAL, FINGERPRINTS) for end in ("", "-wal", "-shm", "-journal")]
     for name in (RUN_FILE, CLUSTER_FILE, _EVENTS, *databases, CONSOLE, CONSOLE_BEFORE):
         (folder / name).unlink(missing_ok=True)
     for file in (*folder.glob("trace-*.json"), *folder.glob("tracked-*.json")):

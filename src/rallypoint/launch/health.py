@@ -26,6 +26,7 @@ from typing import Any
 from rallypoint.errors import AddressInUse, LinkError
 from rallypoint.launch.environment import ANSWERS_AT, HEALTH
 from rallypoint.launch.observing.metrics import PATH, Answer, Metrics, metrics_token
+from rallypoint.net.places.binding import both_families, family_of
 from rallypoint.net.tcp import split_address
 
 MOST_ASKED_AT_ONCE = 8  # connections; for the next one the oldest is cut off
@@ -118,7 +119,7 @@ class _Server(ThreadingMixIn, HTTPServer):
     def __init__(self, at: str, health: Health) -> None:
         host, port = split_address(at)
         self.health = health
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.address_family, host = family_of(host)
         self._open: dict[socket.socket, float] = {}  # until when each connection may last; the oldest first
         self._ending: set[socket.socket] = set()  # those that were cut off for others
         self._lock = threading.Lock()
@@ -133,6 +134,7 @@ class _Server(ThreadingMixIn, HTTPServer):
     def server_bind(self) -> None:
         """Bind. (The base class looks up this host's name in DNS, which may take long.)"""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        both_families(self.socket, str(self.server_address[0]))
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = "", self.server_address[1]

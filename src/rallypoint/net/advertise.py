@@ -13,7 +13,8 @@ def wanted(bound: str, advertise: str) -> str:
     """What a process that listens at `bound` tells others, if its user has asked for `advertise`.
 
     `advertise` is ``host`` or ``host:port``. An IPv6 address stands in brackets, unless it cannot be one with a port:
-    ``fd00::1``, but not ``fd00::1:4700``. With "" it is `bound` itself. UsageError if nobody could connect there.
+    ``fd00::1``, but not ``fd00::1:4700``; one of IPv4 may. With "" it is `bound` itself. UsageError if nobody could
+    connect there.
     """
     if not advertise:
         _refuse_link_local(bound)
@@ -28,6 +29,8 @@ def wanted(bound: str, advertise: str) -> str:
     host, colon, own_port = advertise.rpartition(":")
     named = colon and own_port.isdigit() and host
     address = advertise if named else f"{advertise}:{bound.rpartition(':')[2]}"
+    if (ip := _ip(address)) is not None and ip.version == 4:
+        address = f"{ip}:{address.rpartition(':')[2]}"  # it may stand in brackets: who writes it knows not which it is
     if _is_wildcard(address):
         raise UsageError(f"nobody can connect to {address}: give --advertise an address that others can reach")
     _refuse_link_local(address)

@@ -70,7 +70,8 @@ class Welcome(AnyMessage, frozen=True):
     steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
     may be silent. `workers` and `servers` are how many the job begins with, `link_mbit` what the slowest link that was
     told carries (0: none was), `shard_bytes` the size of the job's shards (-1: there are none yet). `payloads` is the
-    Hello's, if both sides use it from here on, else "".
+    Hello's, if both sides use it from here on, else "". `living` is how many seconds a member goes on without a
+    coordinator.
     """
 
     overrides: dict[str, Any] = {}
@@ -84,6 +85,7 @@ class Welcome(AnyMessage, frozen=True):
     link_mbit: Mbit = 0.0
     shard_bytes: Annotated[int, msgspec.Meta(ge=-1, le=1 << 32)] = -1
     payloads: str = ""
+    living: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)] = 60.0
 
 
 class Refused(Shown, frozen=True):

@@ -19,6 +19,7 @@ import time
 
 from rallypoint.core.tuning.port import Sent
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
+from rallypoint.net.places.binding import socket_for
 from rallypoint.net.sampling.kernel import (
     ENDED,
     UNSENT_BYTES,
@@ -331,8 +332,7 @@ class TcpTransport:
 
     def listen(self, address: str) -> TcpListener:
         host, port = split_address(address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock, host = socket_for(host)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             choose_cubic(sock)  # accepted sockets inherit it, and it must be set before they exist

@@ -19,6 +19,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError
 from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
 from rallypoint.store import closing
+from rallypoint.store.disks import journal_mode
 
 log = logging.getLogger("rallypoint")
 
@@ -168,7 +169,7 @@ def opened(path: Path) -> sqlite3.Connection:
     """Open the file to write; create it if there is none. Raises OSError or sqlite3.Error."""
     own(path)
     kept = sqlite3.connect(path, isolation_level="IMMEDIATE")
-    kept.execute("pragma journal_mode=wal")
+    kept.execute(f"pragma journal_mode={journal_mode(path)}")
     kept.execute("pragma synchronous=normal")
     kept.executescript(_SCHEMA)
     return kept

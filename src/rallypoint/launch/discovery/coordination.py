@@ -10,6 +10,7 @@ from rallypoint.errors import LinkError
 from rallypoint.launch.discovery.place import Place
 from rallypoint.launch.plan import SNAPSHOTS, is_loopback
 from rallypoint.net.advertise import advertised
+from rallypoint.net.places.binding import EVERYWHERE
 
 _SOMEWHERE = "192.0.2.1:9"  # an address of no machine (RFC 5737): the way to it is the way out of this one
 
@@ -25,7 +26,7 @@ def coordinator_arguments(place: Place, servers: int, given: str, fresh_folder: 
     snapshots = _value(own, "--snapshots")
     if not snapshots:
         snapshots = str(Path(folder or fresh_folder) / SNAPSHOTS) if folder or place.one_machine else "none"
-    bind, host = ("127.0.0.1:0", "") if place.one_machine else ("0.0.0.0:0", own_address(place))
+    bind, host = ("127.0.0.1:0", "") if place.one_machine else (f"{EVERYWHERE}:0", own_address(place))
     return (
         "--workers", str(place.world), "--servers", str(servers), "--folder", folder or fresh_folder,
         "--snapshots", snapshots, *(["--resume", "latest"] if snapshots != "none" else []),
@@ -51,7 +52,7 @@ def own_address(place: Place) -> str:
     """Return the address of this machine that the others can connect to: that of its way to torchrun's store, or out.
     """
     try:
-        host = advertised("0.0.0.0:0", towards=place.master or _SOMEWHERE).rpartition(":")[0]
+        host = advertised(f"{EVERYWHERE}:0", towards=place.master or _SOMEWHERE).rpartition(":")[0]
     except LinkError:
         return ""
     if is_loopback(host) and place.master:  # the store is here: the others know its name

@@ -34,6 +34,7 @@ from rallypoint.launch.interrupts import noted
 from rallypoint.launch.plan import is_loopback
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import role_token
+from rallypoint.net.places.binding import EVERYWHERE
 from rallypoint.own_files import opened
 
 _POLL_S = 0.05
@@ -116,7 +117,7 @@ class Supervisor:
 
     def _server(self, name: str) -> Command:
         host = self._address.rpartition(":")[0]
-        where: tuple[str, ...] = ("--bind", "127.0.0.1:0") if is_loopback(host) else ("--bind", "0.0.0.0:0")
+        where: tuple[str, ...] = ("--bind", "127.0.0.1:0") if is_loopback(host) else ("--bind", f"{EVERYWHERE}:0")
         if self._duties.found is None and not is_loopback(host):
             where = (*where, "--advertise", host)  # the coordinator's machine is ours
         return self._command(name, "server", (*_CLI, "server", *where))

@@ -165,6 +165,7 @@ class Toleration(Part):
     operator: str = ""
     value: str = ""
     effect: str = ""
+    toleration_seconds: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,16 +19,22 @@ from rallypoint.launch.kubernetes.shape import (
     Shape,
     Size,
 )
+from rallypoint.net.places.binding import EVERYWHERE
 from rallypoint.net.tls.files import CA, CERTIFICATE, KEY
 
 LEFT_STATUS = 143  # of who was told to go: 128 + SIGTERM. With 0 its pod would count as done, and nobody replace it
 GPU = "nvidia.com/gpu"
 JOB = "job"  # the volume with the job's folder
 USER = 1000  # the image's user: see Dockerfile
-_HEALTH = f"0.0.0.0:{HEALTH_PORT}"
+_HEALTH = f"{EVERYWHERE}:{HEALTH_PORT}"
 _STARTS_WITHIN_S = 1800  # a script may load its data before it joins
 _FAREWELL_S = 30
-_SMALL = Size(cpu="250m", memory="512Mi")
+_LIVING_S = 600  # members go on without a coordinator: its node is found lost, and its pod replaced, within minutes
+_AWAY_S = 30  # a node that does not answer for so long is lost: by default Kubernetes waits for 300 s
+_AWAY = tuple(
+    k.Toleration(key=f"node.kubernetes.io/{what}", operator="Exists", effect="NoExecute", toleration_seconds=_AWAY_S)
+    for what in ("not-ready", "unreachable")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +65,23 @@ class Pods:
         snapshots = literal(shape.snapshots) or f"{FOLDER}/{begun_by or self.name}/snapshots"
         command = (
             "rallypoint", "coordinator",
-            f"--bind=0.0.0.0:{COORDINATOR_PORT}", f"--advertise={self.host}:{COORDINATOR_PORT}",
+            f"--bind={EVERYWHERE}:{COORDINATOR_PORT}", f"--advertise={self.host}:{COORDINATOR_PORT}",
             f"--workers={shape.workers}", f"--servers={shape.servers}",
             f"--folder={FOLDER}/{self.name}", f"--snapshots={snapshots}",
             *([f"--resume={literal(snapshot)}"] if snapshot else []), f"--linger={shape.save}", *self._access(),
             *(literal(word) for word in shape.options),
         )  # fmt: skip
-        container = self._container("coordinator", command, port=COORDINATOR_PORT, size=_SMALL)
+        container = self._container(
+            "coordinator", command, port=COORDINATOR_PORT, size=shape.size_of("coordinator"),
+            more=[k.Env(name=environment.LIVING, value=str(_LIVING_S))],
+        )  # fmt: skip
         return self._template("coordinator", container, restart="Never", grace=_FAREWELL_S)
 
     def server(self) -> k.PodTemplate:
         """Return a server's pod. It advertises the pod's own address, which nobody has to look up."""
         command = (
-            "rallypoint", "server", f"--coordinator={self.host}:{COORDINATOR_PORT}", f"--bind=0.0.0.0:{SERVER_PORT}",
-            f"--advertise=$(POD_IP):{SERVER_PORT}", *self._access(),
+            "rallypoint", "server", f"--coordinator={self.host}:{COORDINATOR_PORT}",
+            f"--bind={EVERYWHERE}:{SERVER_PORT}", f"--advertise=[$(POD_IP)]:{SERVER_PORT}", *self._access(),
         )  # fmt: skip
         container = self._container("server", command, port=SERVER_PORT, size=self.shape.size_of("server"))
         return self._template("server", container, restart="OnFailure", grace=self.shape.grace)
@@ -92,7 +101,9 @@ class Pods:
         tls = (f"--tls={CERTIFICATES}",) if self.shape.tls else ()
         return f"--token-file={TOKEN_FILE}", *tls, f"--health={_HEALTH}"
 
-    def _container(self, role: str, command: tuple[str, ...], *, size: Size, port: int = 0) -> k.Container:
+    def _container(
+        self, role: str, command: tuple[str, ...], *, size: Size, port: int = 0, more: Sequence[k.Env] = (),
+    ) -> k.Container:  # fmt: skip
         gpus = {GPU: str(size.gpus)} if size.gpus else {}
         asked = {what: much for what, much in (("cpu", size.cpu), ("memory", size.memory)) if much}
         # No limit of processor time: a process that is held back for moments holds all others up.
@@ -103,7 +114,7 @@ class Pods:
                 *self.env,
                 k.Env(name=environment.ID, value_from=field("metadata.name")),
                 k.Env(name="POD_IP", value_from=field("status.podIP")),
-                k.Env(name=environment.LEFT_STATUS, value=str(LEFT_STATUS)),
+                k.Env(name=environment.LEFT_STATUS, value=str(LEFT_STATUS)), *more,
             ],
             ports=[
                 *([k.Port(name=role, container_port=port)] if port else []),
@@ -121,6 +132,7 @@ class Pods:
     def _template(self, role: str, container: k.Container, *, restart: str, grace: int) -> k.PodTemplate:
         volumes, mounts = self._volumes(role)
         key, value = self.shape.spot if role == "worker" else ("", "")
+        spot = [k.Toleration(key=key, operator="Equal", value=value, effect="NoSchedule")] if key else []
         apart = k.Spread(
             max_skew=1, topology_key="kubernetes.io/hostname", when_unsatisfiable="ScheduleAnyway",
             label_selector=k.LabelSelector(match_labels=self.shape.labels(role)),
@@ -136,7 +148,7 @@ class Pods:
                     run_as_non_root=True, fs_group=USER, seccomp_profile=k.Seccomp(type="RuntimeDefault")
                 ),
                 node_selector={key: value} if key else {},
-                tolerations=[k.Toleration(key=key, operator="Equal", value=value, effect="NoSchedule")] if key else [],
+                tolerations=[*spot, *_AWAY],
                 topology_spread_constraints=[apart] if role == "server" else [],
                 volumes=volumes,
             ),

@@ -15,6 +15,7 @@ TOKEN_FILE = "/run/rallypoint/token/token"
 CERTIFICATES = "/run/rallypoint/tls"
 CODE = "/code"  # where a script that travels in the manifest is mounted
 COORDINATOR_PORT, SERVER_PORT, HEALTH_PORT = 4700, 4701, 4780
+_COORDINATOR_MIB, _MEMBER_MIB = 512, 1  # of memory: docs/scale.md has what 2,000 members need
 LONGEST_NAME = 63  # of whatever becomes part of a DNS name
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_SUBDOMAIN = 253
@@ -111,7 +112,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         if _IMAGE.fullmatch(self.image) is None and self.image:
             raise UsageError(f"--image {self.image!r}: an image's name has no spaces: write NAME:TAG")
         if self.code and _FILE.fullmatch(name := PurePosixPath(self.script[0]).name) is None:
-            raise UsageError(f"--send-script: {name!r} cannot be the name of a file in a manifest: letters, digits, -._")
+            raise UsageError(
+                f"--send-script: {name!r} cannot be the name of a file in a manifest: letters, digits, -._"
+            )
         if self.pull_policy not in ("", *_PULL_POLICIES):
             raise UsageError(f"--pull-policy {self.pull_policy!r}: choose of {', '.join(_PULL_POLICIES)}")
         key, value = self.spot
@@ -145,10 +148,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return self.threads - (-self.servers // least)
 
     def size_of(self, role: str) -> Size:
-        """What a pod of this role asks for: "worker", "server", or "node", which is both.
+        """What a pod of this role asks for: "coordinator", "worker", "server", or "node", which is both.
 
         Each asks for some processor time: a pod that asks for nothing is the first to be ended when its node is full.
+        The coordinator's memory is mostly the views that it sends: twice what was measured with many members.
         """
+        if role == "coordinator":
+            return Size(cpu="250m", memory=f"{_COORDINATOR_MIB + _MEMBER_MIB * (self.most + self.servers)}Mi")
         if role == "server":
             return msgspec.structs.replace(self.server, cpu=self.server.cpu or "1")
         return msgspec.structs.replace(
@@ -165,8 +171,8 @@ def check_name(text: str, option: str) -> None:
     """Raise UsageError unless `text` is a DNS subdomain (RFC 1123), as names of Secrets, claims and classes are."""
     if len(text) > _LONGEST_SUBDOMAIN or _SUBDOMAIN.fullmatch(text) is None:
         raise UsageError(
-            f"{option} {text!r}: a name has small letters, digits, '-' and '.', begins and ends with a letter or a "
-            f"digit, and has at most {_LONGEST_SUBDOMAIN} of them"
+            f"{option} {_shown(text)}: a name has small letters, digits, '-' and '.', begins and ends with a letter or "
+            f"a digit, and has at most {_LONGEST_SUBDOMAIN} of them"
         )
 
 
@@ -174,6 +180,10 @@ def check_label(text: str, option: str) -> None:
     """Raise UsageError unless `text` is a DNS label (RFC 1035), as names in Kubernetes must be."""
     if len(text) > LONGEST_NAME or _LABEL.fullmatch(text) is None:
         raise UsageError(
-            f"{option} {text if text.isprintable() else repr(text)}: a name has small letters, digits and '-', begins with a letter and ends with a letter "
-            f"or a digit, and has at most {LONGEST_NAME} of them"
+            f"{option} {_shown(text)}: a name has small letters, digits and '-', begins "
+            f"with a letter and ends with a letter or a digit, and has at most {LONGEST_NAME} of them"
         )
+
+
+def _shown(text: str) -> str:
+    return text if text.isprintable() else repr(text)
