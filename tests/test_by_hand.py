@@ -19,8 +19,9 @@ from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.effects import Finish
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.cluster.terms import LIVING_S, Terms
 from rallypoint.errors import ConfigError, UsageError
+from rallypoint.launch import environment
 from rallypoint.launch.commands.by_hand import _argv_of, decoded, described
 from rallypoint.launch.options import CoordinatorOptions
 from rallypoint.net.keys import role_token
@@ -155,6 +156,17 @@ def test_the_options_of_a_coordinator_by_hand_are_those_of_a_run() -> None:
     terms, about = described(options.plan([], folder=""))
     assert (terms.workers_start, terms.workers_min, terms.workers_max, terms.servers) == (2, 2, 8, 3)
     assert about == JoinInfo(overrides={"steps": 5}, snapshots="memory://x")
+
+
+def test_a_coordinator_is_told_for_how_long_members_go_on_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = CoordinatorOptions().plan([], folder="")
+    assert described(plan)[0].living == LIVING_S
+    monkeypatch.setenv(environment.LIVING, "600")
+    assert described(plan)[0].living == 600.0
+    for text in ("ten", "0", "-5", "nan", "inf"):
+        monkeypatch.setenv(environment.LIVING, text)
+        with pytest.raises(UsageError, match=f"RALLYPOINT_LIVING={text}: give the seconds"):
+            described(plan)
 
 
 def test_the_commands_are_in_the_help(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from test_core_cluster import RECORD, _again, _begun, _Job, _of, _terms
 
 from rallypoint.core.cluster.effects import Admit, Capture, Effect, FindSnapshot, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.events import Joined, Left, Proposed, SnapshotWanted, Tick, Unlinked
-from rallypoint.core.cluster.health.silence import LIVING_S, RETURN_S
+from rallypoint.core.cluster.health.silence import RETURN_S
+from rallypoint.core.cluster.terms import LIVING_S
 from rallypoint.core.view import Member
 
 HEARTBEAT = 2.0
@@ -75,9 +76,10 @@ def test_who_comes_back_last_has_time_to_come_back() -> None:
     assert [refuse.member for refuse in refused] == ["w1"]
 
 
-def test_nobody_is_waited_for_longer_than_members_live_without_a_coordinator() -> None:
-    job = _job()
-    assert _of(Refuse, _silence(job, LIVING_S)) == []
+@pytest.mark.parametrize("living", [LIVING_S, 600.0])
+def test_nobody_is_waited_for_longer_than_members_live_without_a_coordinator(living: float) -> None:
+    job = _job(living=living)
+    assert _of(Refuse, _silence(job, living)) == []
     assert len(_of(Refuse, _silence(job, HEARTBEAT + 0.5))) == 4
 
 

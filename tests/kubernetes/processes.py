@@ -69,7 +69,7 @@ class Kubelet:
         mounts = self._mounts(pod)
         env = {name: self._at_home(value, pod, mounts) for name, value in self._env(pod).items()}
         words = [*pod.container["command"], *pod.container.get("args", [])]
-        argv = [self._at_home(_expanded(word, env), pod, mounts) for word in words]
+        argv = [self._at_home(expanded(word, env), pod, mounts) for word in words]
         assert argv[0] == "rallypoint"
         # The variables of a pod, and of this process only what it takes to run.
         inherited = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
@@ -94,7 +94,7 @@ class Kubelet:
         env: dict[str, str] = {}
         for item in pod.container["env"]:
             if "value" in item:
-                env[item["name"]] = _expanded(item["value"], env)
+                env[item["name"]] = expanded(item["value"], env)
                 continue
             path = item["valueFrom"]["fieldRef"]["fieldPath"]
             label = re.fullmatch(r"metadata\.labels\['(.+)'\]", path)
@@ -126,7 +126,7 @@ class Kubelet:
         return word.replace("[::]", pod.ip)
 
 
-def _expanded(word: str, env: Mapping[str, str]) -> str:
+def expanded(word: str, env: Mapping[str, str]) -> str:
     """The word with ``$(NAME)`` as Kubernetes has it: what is unknown stays, and ``$$`` is a dollar."""
     return re.sub(r"\$\$|\$\((\w+)\)", lambda found: "$" if found[0] == "$$" else env.get(found[1], found[0]), word)
 

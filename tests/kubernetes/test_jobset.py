@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,17 @@ from manifests import (
     text_of,
     the,
 )
+from processes import expanded
 
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch.commands.by_hand import FAILED
 from rallypoint.launch.kubernetes.beside import certificates, new_secret
 from rallypoint.launch.kubernetes.objects import plain
 from rallypoint.net.tls.making import make_certificates
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from odd_words import WORDS
 
 EVERYTHING: dict[str, Any] = {
     "workers": "2:8", "servers": 3, "replication": 2, "namespace": "ml", "threads": 2, "cpu": "4", "memory": "16Gi",
@@ -200,6 +206,13 @@ def test_the_pods_of_a_node_that_is_lost_are_replaced_after_half_a_minute(manife
             assert tolerated[taint]["tolerationSeconds"] == 30
 
 
+def test_members_go_on_until_the_coordinator_of_a_lost_node_is_back(manifests: list[Manifest]) -> None:
+    """It tells them for how long: that its node is lost takes Kubernetes longer to find than members wait elsewhere."""
+    for name, job in jobs_of(the("JobSet", manifests)["spec"]).items():
+        given = {item["name"]: item.get("value") for item in container_of(job)["env"]}
+        assert given.get("RALLYPOINT_LIVING") == ("600" if name == "coordinator" else None)
+
+
 @pytest.mark.parametrize(("workers", "mebibytes"), [("1", 512), ("2000", 1240 * 10**6 / 2**20)])
 def test_the_coordinator_has_memory_for_its_members(workers: str, mebibytes: float) -> None:
     """docs/scale.md: 1,240 MB at the first view of 2,000 members."""
@@ -234,6 +247,23 @@ def test_what_the_user_writes_is_not_replaced_by_kubernetes() -> None:
     assert container_of(jobs["worker"])["args"] == ["train.py", "--cost", "$$(POD_IP) $$$$ $$5"]
     assert "--keep-best=$$(POD_IP)" in container_of(jobs["coordinator"])["command"]
     assert "--advertise=[$(POD_IP)]:4701" in container_of(jobs["server"])["command"]
+
+
+def test_a_script_gets_odd_words_as_they_are_written() -> None:
+    """From the command line, through the YAML and what the kubelet replaces, to the container's arguments."""
+    manifests = rendered("my train.py", *WORDS, keep_best="$(POD_IP) `x`")
+    jobs = jobs_of(the("JobSet", manifests)["spec"])
+    env = {"POD_IP": "10.0.0.7", "HOME": "/root"}
+    assert [expanded(word, env) for word in container_of(jobs["worker"])["args"]] == ["my train.py", *WORDS]
+    command = [expanded(word, env) for word in container_of(jobs["coordinator"])["command"]]
+    assert "--keep-best=$(POD_IP) `x`" in command
+
+
+def test_a_script_that_is_sent_has_odd_words_in_it_as_they_are_written(tmp_path: Path) -> None:
+    text = "".join(f"{word!r}  # {word}\n" for word in WORDS)
+    (tmp_path / "train.py").write_text(text)
+    manifests = rendered(str(tmp_path / "train.py"), send_script=True)
+    assert the("ConfigMap", manifests)["data"] == {"train.py": text}
 
 
 def test_all_pods_share_the_folder_unless_snapshots_have_a_url() -> None:

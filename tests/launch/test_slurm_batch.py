@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,12 +12,19 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import UsageError
+from rallypoint.launch.code import kept
 from rallypoint.launch.engines.remote.hosts import Host
+from rallypoint.launch.engines.remote.link import FAR_END
 from rallypoint.launch.engines.slurm.allocation import hosts_of_job, node_and_component, tasks_per_node
 from rallypoint.launch.engines.slurm.batch import Batch, script_of
 from rallypoint.launch.engines.slurm.cluster import srun_command
+from rallypoint.launch.engines.ssh import ssh_command
 from rallypoint.launch.options import RunOptions, arguments_of
 from rallypoint.testing.programs import run_program
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from odd_words import WORDS
 
 SERVERS = ("coordinator", "server", "aggregator")
 
@@ -134,6 +142,36 @@ def test_a_newline_on_the_command_line_does_not_end_the_comment_that_quotes_it(t
     assert done.stdout == "two\nlines\n"
     assert not list(tmp_path.iterdir())
     assert "#SBATCH -x" not in text.splitlines()
+
+
+def test_a_script_gets_odd_words_as_they_are_written(tmp_path: Path) -> None:
+    """From the job script, which a shell reads."""
+    tell = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))", *WORDS]
+    text = script_of(Batch(name="j", workers=1, servers=1), ["rallypoint", *WORDS], tell)
+    done = subprocess.run(["bash"], input=text, text=True, timeout=120, check=True, capture_output=True, cwd=tmp_path)
+    assert json.loads(done.stdout) == list(WORDS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_python_in_an_odd_place_is_started_by_ssh_s_shell(tmp_path: Path) -> None:
+    place = tmp_path / "it's $(echo executed) `x` \"a b\""
+    place.mkdir()
+    python = place / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    command = ssh_command("ssh", Host("n1", python=str(python)))
+    assert command[-2] == "n1"  # sshd has the user's shell run the rest
+    done = subprocess.run(["sh", "-c", command[-1]], text=True, timeout=120, check=True, capture_output=True)
+    assert done.stdout == f"-m {FAR_END}\n"
+
+
+def test_the_kept_copy_of_a_script_gets_odd_words_as_they_are_written(tmp_path: Path) -> None:
+    script = tmp_path / "my $(x) train.py"
+    script.write_text("import json, sys; print(json.dumps(sys.argv[1:]))\n")
+    kept.keep(str(script), tmp_path / "run")
+    argv = kept.worker_argv([sys.executable, str(script), *WORDS], str(script), tmp_path / "run")
+    done = subprocess.run(argv, text=True, timeout=120, check=True, capture_output=True)
+    assert json.loads(done.stdout) == list(WORDS)
 
 
 def test_what_slurm_reads_is_quoted_where_it_must_be() -> None:

@@ -57,16 +57,19 @@ class Coordinator:
     token: str = TOKEN
     heartbeat: float = LONG
     joined: queue.SimpleQueue[tuple[Channel, Hello]] = field(default_factory=queue.SimpleQueue)
+    living: float = 60.0
     heard: queue.SimpleQueue[Message] = field(default_factory=queue.SimpleQueue)
     ended: queue.SimpleQueue[Channel] = field(default_factory=queue.SimpleQueue)
     reads: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.reads.set()
-        welcome = Welcome(heartbeat=self.heartbeat)
         me = Identity("coordinator", "", self.token, secret=SECRET)
-        self.gate = Gate(self.transport, self.address, me, lambda hello: welcome, self._serve)
+        self.gate = Gate(self.transport, self.address, me, self._welcome, self._serve)
         self.address = self.gate.address
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        return Welcome(heartbeat=self.heartbeat, living=self.living)
 
     def member(self) -> tuple[Channel, Hello]:
         return self.joined.get(timeout=PATIENCE_S)
@@ -374,10 +377,17 @@ def test_a_refusal_before_the_admission_is_handed_over(coordinator: Coordinator,
     assert me.messages.get(timeout=PATIENCE_S).reason == "the id worker0 is taken"  # type: ignore[union-attr]
 
 
-def test_who_must_not_come_back_is_told_so_once(
-    coordinator: Coordinator, me: Member, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(member, "RETURN_TIMEOUT_S", 0.1)
+@pytest.fixture
+def impatient(coordinator: Coordinator) -> Iterator[Member]:
+    """A member that the coordinator has told to go on without one for a moment only."""
+    coordinator.living = 0.1
+    me = Member(coordinator)
+    yield me
+    me.link.close()
+
+
+def test_who_must_not_come_back_is_told_so_once(coordinator: Coordinator, impatient: Member) -> None:
+    me = impatient
     admit(coordinator, me, incarnation=1)
     coordinator.close()
     other = Coordinator(coordinator.transport, coordinator.address, token="the token of another job")
@@ -388,13 +398,10 @@ def test_who_must_not_come_back_is_told_so_once(
     other.close()
 
 
-def test_a_coordinator_that_stays_away_is_given_up(
-    coordinator: Coordinator, me: Member, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(member, "RETURN_TIMEOUT_S", 0.1)
-    admit(coordinator, me, incarnation=1)
+def test_a_coordinator_that_stays_away_is_given_up(coordinator: Coordinator, impatient: Member) -> None:
+    admit(coordinator, impatient, incarnation=1)
     coordinator.close()
-    assert isinstance(me.lost.get(timeout=PATIENCE_S), LinkError)
+    assert isinstance(impatient.lost.get(timeout=PATIENCE_S), LinkError)
 
 
 def test_a_corrupt_frame_is_no_farewell_it_comes_back_before_it_closes(coordinator: Coordinator, me: Member) -> None:

@@ -24,7 +24,6 @@ from rallypoint.coordinator.recording.fingerprints import FingerprintLog
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.cluster.effects import Abort
-from rallypoint.core.cluster.health.silence import LIVING_S
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import AddressInUse
@@ -96,8 +95,8 @@ class CoordinatorService:
     def start(self) -> None:
         """Begin to listen; return once the address is open.
 
-        Raises AddressInUse when another process listens there (a coordinator that follows an earlier one tries for 60 s
-        first), DataError when the journal cannot be read, UsageError when the token is not the job's own.
+        Raises AddressInUse when another process listens there (a coordinator that follows an earlier one tries for
+        as long as members wait first), DataError when the journal cannot be read, UsageError when the token is not the job's own.
         """
         me = Identity("coordinator", "", role_token(self._token, "coordinator"))
         self._journal = Journal(self._join_info.folder)
@@ -136,7 +135,7 @@ class CoordinatorService:
     def _listen(self, me: Identity) -> Connections:
         """Listen. The members of an earlier coordinator come back to this address alone: while another process has the
         port, try again for as long as they do."""
-        until = time.monotonic() + (LIVING_S if self._is_later else 0.0)
+        until = time.monotonic() + (self._terms.living if self._is_later else 0.0)
         said = Once()
         while True:
             try:
@@ -148,7 +147,7 @@ class CoordinatorService:
                 if time.monotonic() >= until:
                     raise
                 if said.is_new("in use"):
-                    log.warning("%s. The members come back to it: trying again for %.0f s", error, LIVING_S)
+                    log.warning("%s. The members come back to it: trying again for %.0f s", error, self._terms.living)
                 self._over.wait(_TRY_AGAIN_S)
 
     @property
@@ -226,7 +225,7 @@ class CoordinatorService:
             about.compression, self._terms.heartbeat, self._terms.workers_start, self._terms.servers,
             min((host.link_mbit for host in self._terms.topology.hosts.values() if host.link_mbit), default=0.0),
             -1 if record is None else int(record.config.get("shard_bytes", -1)),
-            about.threads or (0 if record is None else record.threads) or 1,
+            about.threads or (0 if record is None else record.threads) or 1, living=self._terms.living,
         )  # fmt: skip
 
     def _refusal(self, hello: Hello) -> str:

@@ -25,6 +25,7 @@ HEALTH = "RALLYPOINT_HEALTH"  # where a process answers health checks and tells 
 METRICS_TOKEN = "RALLYPOINT_METRICS_TOKEN"  # what who asks for metrics has to show: see `launch.observing.metrics`
 METRICS_TOKEN_FILE = "RALLYPOINT_METRICS_TOKEN_FILE"
 LEFT_STATUS = "RALLYPOINT_LEFT_STATUS"  # the exit status of a member that was told to go while its job goes on; 0
+LIVING = "RALLYPOINT_LIVING"  # of a coordinator that is started by hand: see `Terms.living`
 SERVERS = "RALLYPOINT_SERVERS"  # under torchrun or mpirun: how many servers, or beside which ranks
 OPTIONS = "RALLYPOINT_OPTIONS"  # there too: options of `rallypoint coordinator`
 FOLDER = "RALLYPOINT_FOLDER"  # under mpirun: a folder that all machines see

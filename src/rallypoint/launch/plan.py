@@ -133,10 +133,11 @@ def resized(plan: Launch, workers: int, servers: int) -> Launch:
 def with_whole_paths(plan: Launch) -> Launch:
     """Return the plan with whole paths: it will be read in another folder, where the same words mean other files."""
     script = os.path.abspath(plan.script) if plan.script else ""
-    at = plan.worker.index(plan.script) if script else 0
+    known = bool(script) and plan.script in plan.worker
+    at = plan.worker.index(plan.script) if known else 0
     local = bool(plan.snapshots) and "://" not in plan.snapshots
     return msgspec.structs.replace(
-        plan, script=script, worker=(*plan.worker[:at], script, *plan.worker[at + 1 :]) if script else plan.worker,
+        plan, script=script, worker=(*plan.worker[:at], script, *plan.worker[at + 1 :]) if known else plan.worker,
         snapshots=os.path.abspath(plan.snapshots) if local else plan.snapshots,
         trace=os.path.abspath(plan.trace) if plan.trace else "",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from rallypoint.core.cluster.health.silence import LIVING_S
+from rallypoint.core.cluster.terms import LIVING_S
 from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import transport_of

@@ -71,7 +71,7 @@ class Welcome(AnyMessage, frozen=True):
     may be silent. `workers` and `servers` are how many the job begins with, `link_mbit` what the slowest link that was
     told carries (0: none was), `shard_bytes` the size of the job's shards (-1: there are none yet). `threads` is how
     many intra-op threads a worker or a server computes with. `payloads` is the Hello's, if both sides use it from here
-    on, else "".
+    on, else "". `living` is how many seconds a member goes on without a coordinator.
     """
 
     overrides: dict[str, Any] = {}
@@ -86,6 +86,7 @@ class Welcome(AnyMessage, frozen=True):
     shard_bytes: Annotated[int, msgspec.Meta(ge=-1, le=1 << 32)] = -1
     threads: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
     payloads: str = ""
+    living: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)] = 60.0
 
 
 class Refused(Shown, frozen=True):

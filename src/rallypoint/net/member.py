@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rallypoint.core.cluster.health.silence import LIVING_S
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
 from rallypoint.net.advertise import advertised
 from rallypoint.net.channel import Channel
@@ -31,7 +30,6 @@ from rallypoint.net.views.receiver import ViewReceiver
 log = logging.getLogger("rallypoint")
 
 JOIN_TIMEOUT_S = 30.0
-RETURN_TIMEOUT_S = LIVING_S  # seconds that a member continues without a coordinator before it ends
 _CONNECT_S = 1.0  # for one attempt: in a longer one TCP waits longer and longer before it tries again
 _RETRY_S = 0.05
 _SLOW_RETRY_S = 1.0  # the longest pause between attempts while somebody else listens there
@@ -224,7 +222,7 @@ class CoordinatorLink:
         """Connect again. LinkError if no coordinator answers in time, AccessDenied if it refuses."""
         if self._closed.is_set():
             return
-        channel = self._join_patiently(RETURN_TIMEOUT_S)
+        channel = self._join_patiently(self.welcome.living)
         if self._me.role != "observer" and self.incarnation:
             channel.send_message(self._knows)  # before anything else: the coordinator may be another one
         self._channel = channel

@@ -82,7 +82,7 @@ class ClusterMachine:
         self._completion = Completion(self.course, self._snapshots, self._succession)
         self._deciding = Deciding(self.course, self._completion)
         self._ordering, self._auditing = Ordering(course, self._succession), Auditing(course, self._succession)
-        self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
+        self._silence, self._reach = Silence(self.terms.heartbeat, self.terms.living), Reach(self.course)
         if self.resume is not None:
             course.describe(self.resume.record)
             begin_from(self.resume.origin, self._snapshots)

@@ -7,6 +7,8 @@ import msgspec
 from rallypoint.core.modes import Feature
 from rallypoint.core.topology.told import Topology
 
+LIVING_S = 60.0  # seconds for which members go on without a coordinator, if nobody says otherwise
+
 
 def copies_of(said: int, servers: int, *, supported: bool = True) -> int:
     """On how many servers each shard is, where `said` is what the user asked for (0: nothing).
@@ -36,6 +38,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         heartbeat: seconds without a sign of life after which a member is given up.
         hang_after: seconds after which a worker whose main thread does nothing is given up, if all others wait for it;
             at least ten times the median step. 0: never.
+        living: seconds for which members go on without a coordinator; then they end by themselves.
         aggregators: how many aggregators the job is started with. Nobody waits for them.
         backup_tasks: ask an idle worker for a straggler's replica too.
         snapshot_steps: take a snapshot every so many steps of training; 0: not by steps.
@@ -59,6 +62,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     replication: int = 1
     heartbeat: float = 3.0
     hang_after: float = 60.0
+    living: float = LIVING_S
     backup_tasks: bool = False
     aggregators: int = 0
     snapshot_steps: int = 0

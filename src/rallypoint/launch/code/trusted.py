@@ -67,8 +67,8 @@ def refuse_others_script(plan: Launch, doing: str, instead: str) -> None:
             continue  # who reads it says what is missing
         if (why := not_ours(about)) and not is_alone_in_group(about):
             raise UsageError(
-                f"{looked} {why}, and {doing} this run runs {plan.script} as it is now: {instead}; or look at it, and "
-                "let nobody else write it"
+                f"{looked} {why}, and {doing} this run runs {plan.script} as it is now: {instead}; or look at it, make "
+                "it yours, and let nobody else write it"
             )
 
 

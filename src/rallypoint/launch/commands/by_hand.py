@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 FAILED = 3  # the exit status of a coordinator and of servers whose job has failed
 _LAST_WORD_S = 2.0  # seconds in which the end of the job may arrive at the console
 _MOMENT_S = 1.0  # seconds in which threads that are about to end may do so
+_LONGEST_LIFE_S = 86_400.0  # for which members go on without a coordinator
 _MANY, _ASK_FOR_LOCK_S = 100, 0.1  # members; see `share_lock_among_many`
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -75,7 +77,20 @@ def described(plan: Launch) -> tuple[Terms, JoinInfo]:
         about, folder=about.folder if plan.folder else "",
         snapshots=str(Path(plan.snapshots).resolve()) if local else plan.snapshots,
     )  # fmt: skip
-    return msgspec.convert(terms_of(plan), Terms), about
+    terms = msgspec.convert(terms_of(plan), Terms)
+    if given := os.environ.get(environment.LIVING, ""):
+        terms = msgspec.structs.replace(terms, living=_seconds(given))
+    return terms, about
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 1.0 <= seconds <= _LONGEST_LIFE_S:
+        raise UsageError(f"{environment.LIVING}={text}: give the seconds for which members go on without a coordinator")
+    return seconds
 
 
 def share_lock_among_many(terms: Terms) -> None:

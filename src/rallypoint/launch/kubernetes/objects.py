@@ -317,7 +317,7 @@ def _plain(value: object) -> Any:
         case str():
             return value or None
         case Sequence():
-            return [_plain(item) for item in value] or None
+            return [item if isinstance(item, str) else _plain(item) for item in value] or None  # "" is a word too
     return None
 
 

@@ -29,6 +29,7 @@ USER = 1000  # the image's user: see Dockerfile
 _HEALTH = f"{EVERYWHERE}:{HEALTH_PORT}"
 _STARTS_WITHIN_S = 1800  # a script may load its data before it joins
 _FAREWELL_S = 30
+_LIVING_S = 600  # members go on without a coordinator: its node is found lost, and its pod replaced, within minutes
 _AWAY_S = 30  # a node that does not answer for so long is lost: by default Kubernetes waits for 300 s
 _AWAY = tuple(
     k.Toleration(key=f"node.kubernetes.io/{what}", operator="Exists", effect="NoExecute", toleration_seconds=_AWAY_S)
@@ -69,7 +70,10 @@ class Pods:
             *([f"--resume={self._begins_with()}"] if shape.resume else []), f"--linger={shape.save}", *self._access(),
             *(literal(word) for word in shape.options),
         )  # fmt: skip
-        container = self._container("coordinator", command, port=COORDINATOR_PORT, size=shape.size_of("coordinator"))
+        container = self._container(
+            "coordinator", command, port=COORDINATOR_PORT, size=shape.size_of("coordinator"),
+            more=[k.Env(name=environment.LIVING, value=str(_LIVING_S))],
+        )  # fmt: skip
         return self._template("coordinator", container, restart="Never", grace=_FAREWELL_S)
 
     def _begins_with(self) -> str:
@@ -100,7 +104,9 @@ class Pods:
         tls = (f"--tls={CERTIFICATES}",) if self.shape.tls else ()
         return f"--token-file={TOKEN_FILE}", *tls, f"--health={_HEALTH}"
 
-    def _container(self, role: str, command: tuple[str, ...], *, size: Size, port: int = 0) -> k.Container:
+    def _container(
+        self, role: str, command: tuple[str, ...], *, size: Size, port: int = 0, more: Sequence[k.Env] = (),
+    ) -> k.Container:  # fmt: skip
         gpus = {GPU: str(size.gpus)} if size.gpus else {}
         asked = {what: much for what, much in (("cpu", size.cpu), ("memory", size.memory)) if much}
         # No limit of processor time: a process that is held back for moments holds all others up.
@@ -111,7 +117,7 @@ class Pods:
                 *self.env,
                 k.Env(name=environment.ID, value_from=field("metadata.name")),
                 k.Env(name="POD_IP", value_from=field("status.podIP")),
-                k.Env(name=environment.LEFT_STATUS, value=str(LEFT_STATUS)),
+                k.Env(name=environment.LEFT_STATUS, value=str(LEFT_STATUS)), *more,
             ],
             ports=[
                 *([k.Port(name=role, container_port=port)] if port else []),

@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.membership import Membership
+from rallypoint.core.cluster.terms import LIVING_S
 
 FEW = 4  # at most one member in so many is heard: the coordinator presumes itself cut off
-LIVING_S = 60.0  # seconds for which members go on without a coordinator; then they end by themselves
 RETURN_S = 3.0  # after a cut, TCP may wait so long before it tries again: members that come back need that time
 
 
@@ -43,10 +43,12 @@ class Silence:
 
     Attributes:
         heartbeat: seconds without a sign of life after which a member is given up.
+        living: seconds for which members go on without a coordinator.
         cut_off: the coordinator presumes itself cut off.
     """
 
     heartbeat: float
+    living: float = LIVING_S
     cut_off: bool = False
     _patient_until: float = field(default=0.0)
 
@@ -79,7 +81,7 @@ class Silence:
                 f"no sign of life from {len(members.silent(now, self.heartbeat / 2))} of {everybody} members: the "
                 "coordinator presumes that it is cut off itself, and gives nobody up"
             )
-        ended = [(id, seconds) for id, seconds in silent if seconds > LIVING_S + self.heartbeat]
+        ended = [(id, seconds) for id, seconds in silent if seconds > self.living + self.heartbeat]
         return Finding(tuple((id, _why(seconds)) for id, seconds in ended), said)
 
 
