@@ -295,6 +295,26 @@ def test_the_coordinator_gets_the_options_that_were_given_and_no_others() -> Non
     assert not [word for word in command() if word.startswith(("--heartbeat", "--replication", "--bind=127"))]
 
 
+@pytest.mark.parametrize(
+    ("options", "begins", "writes", "mounted"),
+    [
+        ({"resume": "gpt/step-1-1"}, "/rallypoint/gpt/snapshots/step-1-1", "/rallypoint/more/snapshots", True),
+        ({"resume": "more/latest"}, "/rallypoint/more/snapshots/latest", "/rallypoint/more/snapshots", True),
+        ({"resume": "s3://b/gpt/step-1-1", "snapshots": "s3://b/more"}, "s3://b/gpt/step-1-1", "s3://b/more", False),
+        ({"resume": "gpt/step-1-1", "snapshots": "s3://b/more"}, "/rallypoint/gpt/snapshots/step-1-1", "s3://b/more", True),
+        ({"resume": "s3://b/gpt/step-1-1"}, "s3://b/gpt/step-1-1", "/rallypoint/more/snapshots", True),
+    ],
+)
+def test_a_job_that_begins_with_another_ones_snapshot_writes_into_its_own_folder(
+    options: dict[str, str], begins: str, writes: str, mounted: bool
+) -> None:
+    """Servers read the other one's, so they mount the volume where it is on one."""
+    jobs = jobs_of(the("JobSet", rendered(name="more", **options))["spec"])
+    command = container_of(jobs["coordinator"])["command"]
+    assert {f"--resume={begins}", f"--snapshots={writes}"} <= set(command)
+    assert any(mount["mountPath"] == "/rallypoint" for mount in container_of(jobs["server"])["volumeMounts"]) == mounted
+
+
 def test_a_script_can_travel_in_the_manifest(tmp_path: Any) -> None:
     (tmp_path / "train.py").write_text("print('a')\n\n\nprint('b')  \n")
     manifests = rendered(str(tmp_path / "train.py"), "--x", send_script=True)
@@ -319,7 +339,10 @@ def test_a_script_can_travel_in_the_manifest(tmp_path: Any) -> None:
         ({"spot": "spot"}, "write the nodes' label as KEY=VALUE"),
         ({"snapshots": "/data"}, "--snapshots /data: give a URL"),
         ({"bind": "10.0.0.1:4700"}, "--bind has no meaning on Kubernetes"),
-        ({"resume": "step-1"}, "write JOB/SNAPSHOT"),
+        ({"resume": "step-1"}, "--resume 'step-1': write JOB/SNAPSHOT, as gpt/step-00000120-10003, or URL/SNAPSHOT of"),
+        ({"resume": "step-00000120-10003", "snapshots": "s3://bucket/gpt"}, "write JOB/SNAPSHOT"),
+        ({"resume": "gpt/"}, "--resume 'gpt/': write JOB/SNAPSHOT"),
+        ({"resume": "s3://bucket/g pt/latest"}, "write JOB/SNAPSHOT"),
         ({"resume": "gpt/step-1\nx: y"}, "write JOB/SNAPSHOT"),
         ({"resume": "../gpt/step-00000120-10003"}, "write JOB/SNAPSHOT"),
         ({"resume": "$(POD_IP)/latest"}, "write JOB/SNAPSHOT"),
@@ -351,7 +374,7 @@ def test_what_cannot_work_is_refused_with_a_sentence(options: dict[str, Any], se
         {"secret": "0.my-secrets.example", "tls": "tls.1", "claim": "claim-7", "storage_class": "csi.example.org"},
         {"spot": "cloud.google.com/gke-spot=true"}, {"spot": "Spot_1=Yes.1"}, {"image": "host:5000/me/t@sha256:0a1b"},
         {"resume": "gpt/latest"}, {"resume": "gpt-2/step-00000120-10003"},
-        {"resume": "step-00000120-10003", "snapshots": "s3://bucket/gpt"},
+        {"resume": "s3://bucket/gpt/step-00000120-10003", "snapshots": "s3://bucket/gpt2"},
     ],
 )  # fmt: skip
 def test_names_that_kubernetes_takes_are_taken(options: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,10 @@ def cluster(tmp_path: Path) -> Iterator[Kubelet]:
         yield made
 
 
+def files_in(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
 def finish(cluster: Kubelet) -> None:
     """Wait until every pod has ended, and none with a fault."""
     for name, program in cluster.running.items():
@@ -111,14 +116,28 @@ def test_a_job_goes_on_from_another_ones_snapshot_to_the_same_bytes(tmp_path: Pa
         for pod in first:
             cluster.start(pod)
         finish(cluster)
-    (snapshot,) = (tmp_path / "volumes/job/gpt/snapshots").glob("step-00000012-*")
+    theirs = tmp_path / "volumes/job/gpt/snapshots"
+    (snapshot,) = theirs.glob("step-00000012-*")
+    kept = files_in(theirs)
+    (tmp_path / "gate").unlink()
     more = {"name": "more", "claim": "gpt", "secret": "gpt-token", "resume": f"gpt/{snapshot.name}"}
     then = as_jobset(rendered("train.py", "digest", "20", **size, **more, sets=["steps=20"]))
     with kubelet(tmp_path, then, secrets()) as cluster:
         for pod in then:
             cluster.start(pod)
+        coordinator = then[0]
+        until(lambda: "20 steps" in cluster.said(coordinator), lambda: told(cluster))  # the job has begun
+        cluster.running[coordinator.name].kill()
+        assert cluster.running.pop(coordinator.name).wait(60.0) != 0
+        again = replace(coordinator, name=f"{coordinator.name}-again")  # its pod is replaced: the same command
+        cluster.pods.append(again)
+        cluster.start(again)
+        until(lambda: "which this command has begun" in cluster.said(again), lambda: told(cluster))
+        (tmp_path / "gate").touch()
         finish(cluster)
     assert (tmp_path / "volumes/job/more/digest").read_text() == wanted
+    assert files_in(theirs) == kept, "the other job's snapshots are only read"
+    assert list((tmp_path / "volumes/job/more/snapshots").glob("step-00000020-*"))
 
 
 @pytest.mark.slow

@@ -95,8 +95,9 @@ class CoordinatorService:
     def start(self) -> None:
         """Begin to listen; return once the address is open.
 
-        Raises AddressInUse when another process listens there (a coordinator that follows an earlier one tries for
-        as long as members wait first), DataError when the journal cannot be read, UsageError when the token is not the job's own.
+        Raises AddressInUse when another process listens there (a coordinator that follows an earlier one tries
+        first for as long as members wait), DataError when the journal cannot be read, UsageError when the token is not the
+        job's own.
         """
         me = Identity("coordinator", "", role_token(self._token, "coordinator"))
         self._journal = Journal(self._join_info.folder)

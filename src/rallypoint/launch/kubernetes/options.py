@@ -96,8 +96,6 @@ class RenderOptions(CoordinatorOptions):
         self.plan([], folder=FOLDER)  # it raises for what is impossible
         if self.snapshots not in ("", "none") and "://" not in self.snapshots:
             raise UsageError(f"--snapshots {self.snapshots}: give a URL that all pods reach, none, or leave it out")
-        if self.resume and not all(self.resume.rpartition("/")):
-            raise UsageError(f"--resume {self.resume}: write JOB/SNAPSHOT, or URL/SNAPSHOT of a store elsewhere")
         key, equals, value = self.spot.partition("=")
         if self.spot and not (key and equals):
             raise UsageError(f"--spot {self.spot}: write the nodes' label as KEY=VALUE")

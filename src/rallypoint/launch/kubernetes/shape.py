@@ -22,7 +22,7 @@ _LONGEST_SUBDOMAIN = 253
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_KEY = re.compile(rf"({_SUBDOMAIN.pattern}/)?{_LABEL_VALUE.pattern}")
-_SNAPSHOT = re.compile(rf"({_LABEL.pattern}/)?(latest|step-\d{{8,18}}-\d{{1,9}})")
+_SNAPSHOT = re.compile(rf"({_LABEL.pattern}|[a-z0-9]+://[!-~]+)/(latest|step-\d{{1,18}}-\d{{1,9}})")
 _FILE = re.compile(r"[-._A-Za-z0-9]{1,253}")  # as a key in a ConfigMap
 _IMAGE = re.compile(r"[!-~]+")
 _PULL_POLICIES = ("Always", "IfNotPresent", "Never")
@@ -108,7 +108,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             if name:
                 check_name(name, option)
         if self.resume and _SNAPSHOT.fullmatch(self.resume) is None:
-            raise UsageError(f"--resume {self.resume!r}: write JOB/SNAPSHOT, as gpt/step-00000120-10003")
+            raise UsageError(
+                f"--resume {self.resume!r}: write JOB/SNAPSHOT, as gpt/step-00000120-10003, or URL/SNAPSHOT of a store "
+                "elsewhere"
+            )
         if _IMAGE.fullmatch(self.image) is None and self.image:
             raise UsageError(f"--image {self.image!r}: an image's name has no spaces: write NAME:TAG")
         if self.code and _FILE.fullmatch(name := PurePosixPath(self.script[0]).name) is None:
