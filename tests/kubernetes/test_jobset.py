@@ -301,7 +301,7 @@ def test_the_coordinator_gets_the_options_that_were_given_and_no_others() -> Non
         ({"resume": "gpt/step-1-1"}, "/rallypoint/gpt/snapshots/step-1-1", "/rallypoint/more/snapshots", True),
         ({"resume": "more/latest"}, "/rallypoint/more/snapshots/latest", "/rallypoint/more/snapshots", True),
         ({"resume": "s3://b/gpt/step-1-1", "snapshots": "s3://b/more"}, "s3://b/gpt/step-1-1", "s3://b/more", False),
-        ({"resume": "gpt/step-1-1", "snapshots": "s3://b/more"}, "/rallypoint/gpt/snapshots/step-1-1", "s3://b/more", True),
+        ({"resume": "g/step-1-1", "snapshots": "s3://b/more"}, "/rallypoint/g/snapshots/step-1-1", "s3://b/more", True),
         ({"resume": "s3://b/gpt/step-1-1"}, "s3://b/gpt/step-1-1", "/rallypoint/more/snapshots", True),
     ],
 )

@@ -96,8 +96,8 @@ class CoordinatorService:
         """Begin to listen; return once the address is open.
 
         Raises AddressInUse when another process listens there (a coordinator that follows an earlier one tries
-        first for as long as members wait), DataError when the journal cannot be read, UsageError when the token is not the
-        job's own.
+        first for as long as members wait), DataError when the journal cannot be read, UsageError when the token is not
+        the job's own.
         """
         me = Identity("coordinator", "", role_token(self._token, "coordinator"))
         self._journal = Journal(self._join_info.folder)
