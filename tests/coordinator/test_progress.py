@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from rallypoint.coordinator.progress import Evaluations, Lateness, StepTally, StreamTally
@@ -58,6 +59,17 @@ def test_a_repeat_is_counted_as_work_done_twice_and_changes_nothing() -> None:
     assert tally.add(report(0, 1, loss=3.0)) == StepDone(0, 2.0, 8, again=1)
     assert tally.add(report(0, 1, loss=3.0)) is None, "of a step that is done"
     assert tally.again == 2
+
+
+def test_what_is_only_said_again_is_counted_once_and_is_no_work_done_twice() -> None:
+    """A worker says its last reports again when its link was broken: one of them may be new to the coordinator."""
+    tally = StepTally(2)
+    tally.add(report(0, 0))
+    for replica in (0, 1):
+        done = tally.add(msgspec.structs.replace(report(0, replica), repeated=True))
+    assert done == StepDone(0, 1.0, 8)
+    assert tally.add(msgspec.structs.replace(report(0, 1), repeated=True)) is None
+    assert tally.again == 0
 
 
 @pytest.mark.parametrize("replica", [-1, 2, 1 << 40])

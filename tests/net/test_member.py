@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
@@ -32,6 +33,7 @@ from rallypoint.net.messages import (
     Message,
     NewView,
     Refused,
+    Report,
     Say,
     Welcome,
     decode,
@@ -190,6 +192,34 @@ def test_it_joins_and_hands_over_what_comes_in_order(coordinator: Coordinator, m
         channel.send_message(Say(text))
     assert [me.messages.get(timeout=PATIENCE_S) for _ in "abc"] == [Say("a"), Say("b"), Say("c")]
     assert me.link.incarnation == 3
+
+
+def test_the_last_reports_are_sent_again_over_the_next_link_before_what_waits(
+    coordinator: Coordinator, me: Member
+) -> None:
+    """The link may have been broken already when they were sent."""
+    generation = ViewNumber(1, 2)
+
+    def report(step: int, replica: int = 0) -> Report:
+        return Report(step, replica, 1.0, 1.0, 1, generation=generation)
+
+    channel, _ = admit(coordinator, me, 3)
+    for said in (report(4), report(5), report(5, 1), report(6)):
+        me.link.send(said)
+        assert coordinator.hear() == said
+    channel.connection.close()
+    until_lost(me)
+    me.link.send(report(7))  # it waits
+    assert admit(coordinator, me, 3)[1] is False
+    assert coordinator.hear() == Knows()
+    again = [replace_struct(report(6), repeated=True)]
+    assert [coordinator.hear() for _ in range(2)] == [*again, report(7)]
+    channel = next(iter(coordinator.gate._open))
+    channel.close()
+    until_lost(me)
+    assert admit(coordinator, me, 4)[1] is True  # given up meanwhile: nothing of it counts
+    me.link.send(Say("the next"))
+    assert [coordinator.hear() for _ in range(2)] == [Knows(), Say("the next")]
 
 
 def test_an_error_while_it_connects_again_is_told_and_leaves_no_member_that_lives_and_hears_nothing(

@@ -298,7 +298,7 @@ class Announcer:
     def applied(self, message: Applied) -> list[Act]:
         """Write a server's ledger entry to the event log, and count how late each worker was."""
         self._late.add(message.late)
-        return [Log(message)]
+        return [Log(message)] if message.at else []  # without a time it says only what the server's state proves
 
     # ---- what is waited for ----
 

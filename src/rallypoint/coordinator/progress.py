@@ -26,7 +26,7 @@ class StepTally:
 
     Attributes:
         done: the last complete step; -1 before the first.
-        again: how many reports were repeats.
+        again: how many reports were of replicas that were computed again.
     """
 
     def __init__(self, replicas: int, enough: int | None = None) -> None:
@@ -45,7 +45,7 @@ class StepTally:
         if report.step <= self.done and self._enough < self._replicas:
             return None  # the quorum was complete without it
         if report.step <= self.done or report.replica in reports:
-            self.again += 1
+            self.again += not report.repeated
             return None
         reports[report.replica] = report
         if len(reports) < self._enough:

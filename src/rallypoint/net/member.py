@@ -21,6 +21,7 @@ from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introdu
 from rallypoint.net.messages import Admitted, Beat, GiveUp, Hello, Knows, Message, NewView, Refused
 from rallypoint.net.outbox import Backlog
 from rallypoint.net.places.whereabouts import Whereabouts
+from rallypoint.net.recording.reports import LastReports
 from rallypoint.net.sampling.pacing import Pacing
 from rallypoint.net.sampling.sampler import sampler_for, traffic_of
 from rallypoint.net.transport import Transport
@@ -73,9 +74,9 @@ class CoordinatorLink:
     LinkError when there is no coordinator in time.
 
     When the link breaks, its thread connects again, to the same or a restarted coordinator, at the same or another
-    place. Messages sent meanwhile wait. They are dropped if the coordinator has given this member up and admits it as a
-    new one. Nothing is believed of whoever listens at one of the places and does not prove that it knows the token
-    (and, once this member is admitted, its secret): the link tries again.
+    place. Messages sent meanwhile wait, and the last reports are sent again. Both are dropped if the coordinator has
+    given this member up and admits it as a new one. Nothing is believed of whoever listens at one of the places and
+    does not prove that it knows the token (and, once this member is admitted, its secret): the link tries again.
 
     `credentials` are those of this member, for its links to servers too.
     """
@@ -91,6 +92,7 @@ class CoordinatorLink:
         self._admitted = me.role == "observer"
         self._knows = Knows()  # the newest view that came
         self._unsent: deque[Message] = deque()
+        self._reports = LastReports()
         self._corrupt: Channel | None = None
         self._said_that_it_waits = self._said_that_beats_fail = False
         self._sampler, self._pacing = sampler_for(transport, handlers.waited), Pacing(traffic_of(transport))
@@ -126,6 +128,7 @@ class CoordinatorLink:
     def send(self, message: Message) -> None:
         """Send a message now, or as soon as the coordinator is back. Any thread may call it."""
         with self._lock:
+            self._reports.note(message)
             if self._admitted:
                 self._channel.send_message(message)
             else:
@@ -247,6 +250,9 @@ class CoordinatorLink:
             self._knows = Knows()
             with self._lock:
                 self._unsent.clear()  # sent by an incarnation that was given up
+                self._reports.forget()
+        with self._lock:  # first, because they are older than what waits
+            self._unsent.extendleft(reversed(self._reports.again({id(message) for message in self._unsent})))
         new = before != incarnation
         if self._handlers.on_admitted is not None:
             self._handlers.on_admitted(new)

@@ -57,8 +57,8 @@ class Beat(AnyMessage, frozen=True):
 class Report(AnyMessage, frozen=True):
     """One replica's step: its loss, weight, number of samples and seconds, and the generation it was computed in.
 
-    `settings` is a digest of the settings of the worker's own optimizer at that step; "" if it has none.
-    """
+    `settings` is a digest of the settings of the worker's own optimizer at that step; "" if it has none. `repeated`: it
+    was sent before, maybe into a link that was broken already."""
 
     step: Index
     replica: Index
@@ -69,14 +69,15 @@ class Report(AnyMessage, frozen=True):
     generation: ViewNumber = ViewNumber()
     settings: Name = ""
     figures: Figures = msgspec.field(default_factory=dict)
+    repeated: bool = False
 
 
 class Applied(AnyMessage, frozen=True):
     """For the ledger: a primary or backup of the first shard has applied `step`, with `replicas` contributions.
 
-    `at` is the unix time. `late` gives, for each worker, the seconds between the first contribution and its last one.
-    `generation` is the generation in which the step was applied. `norm` is the 2-norm of the step's mean gradient
-    before clipping, in jobs that clip; it is left out where it is not finite.
+    `at` is the unix time; 0.0: a server's state proves it, and the ledger gets no entry. `late` gives, for each worker,
+    the seconds between the first contribution and its last one, `generation` the one in which the step was applied, and
+    `norm` the 2-norm of the step's mean gradient before clipping, in jobs that clip, where it is finite.
     """
 
     step: Index

@@ -44,6 +44,21 @@ class Answer(Generic[L]):
     differs: bool = False
 
 
+def applied_in(machine: ServerMachine, shards: Iterable[int] | None = None) -> int:
+    """Return the last round that the versions of these shards here (None: of all) prove to be applied; -1: none.
+
+    A round counts as applied when its witness is (`Cadence.witness`). A server whose entries have not arrived, and one
+    that has got the shard from another, knows it by this.
+    """
+    cadence, rounds = machine.plan.cadence, [-1]
+    for index in machine.held if shards is None else shards:
+        held = machine.machine(index)
+        if held is not None and held.version > 0:
+            round = cadence.round_of(index, held.version - 1)
+            rounds += [round] if cadence.witness(round) == index else []
+    return max(rounds)
+
+
 @dataclass(slots=True)
 class ServerShell(Generic[L]):
     """One server in one job. Not thread-safe: only the owner thread calls it.

@@ -23,6 +23,7 @@ class Ledger:
         self._added: dict[int, int] = {}  # replicas in a shard's last finished sum
         self._told: dict[int, int] = {}  # the same at the primary, for shards with their backup here
         self._entries: deque[Applied] = deque(maxlen=ENTRIES)
+        self._applied = -1  # the last step that was said to be applied
 
     def arrived(self, worker: str) -> None:
         """A worker's contribution arrived, for the step that is entered next."""
@@ -51,7 +52,18 @@ class Ledger:
         added = (self._added if primary else self._told).get(shard, 0)
         entry = Applied(step, added, time.time(), late, self._fence.generation, norm)
         self._entries.append(entry)
+        self._applied = max(self._applied, step)
         self._say(entry)
+
+    def proves(self, step: int) -> None:
+        """The shards here prove that `step` is applied: say so, unless it was said.
+
+        The server that has applied it may be gone, and what it has said of that lost. Else the coordinator would wait
+        for that step for ever.
+        """
+        if step > self._applied:
+            self._applied = step
+            self._say(Applied(step, 0, 0.0, generation=self._fence.generation))
 
     def account(self, machine: ShardMachine, step: int, rounds: int) -> None:
         """Report the shard's tally every 32 updates and at the end. For modes that may fold or drop contributions."""
@@ -64,10 +76,13 @@ class Ledger:
         """Send the last entries again: a restarted coordinator may not have them."""
         for entry in self._entries:
             self._say(entry)
+        last, self._applied = self._applied, -1
+        self.proves(last)
 
     def rolled_back(self) -> None:
         """A new generation began: forget all counts and entries."""
         self._entries.clear()
+        self._applied = -1
         self._arrivals.clear()
         self._added.clear()
         self._told.clear()

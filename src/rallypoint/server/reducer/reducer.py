@@ -14,7 +14,7 @@ from rallypoint.config import paces_by_port
 from rallypoint.core.layout import forward_ranks
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.server import ServerMachine
-from rallypoint.core.shard.shell import ServerShell
+from rallypoint.core.shard.shell import ServerShell, applied_in
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header
 from rallypoint.net.messages import CaughtUp, Say
@@ -170,11 +170,13 @@ class Reducer:
         if self._codec_states is not None:
             self._codec_states.adopt(view)
         self._effects.run(self.shell.adopt(view))
+        self._ledger.proves(applied_in(self.machine))  # it may have become the primary
 
     def _admitted(self, event: inbox.Admitted) -> None:
         for shards in self.shell.say_again(new=event.new):
             self._context.say(CaughtUp(dict(shards)))
         if not event.new:
+            self._ledger.proves(applied_in(self.machine))
             self._ledger.repeat()
             self._desk.audits.repeat()
             self._effects.run(self.machine.report_again())

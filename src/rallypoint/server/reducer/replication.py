@@ -10,7 +10,7 @@ import msgspec
 from rallypoint.core.shard import events
 from rallypoint.core.shard.effects import Apply, Choose
 from rallypoint.core.shard.server import Effect
-from rallypoint.core.shard.shell import Answer, ServerShell
+from rallypoint.core.shard.shell import Answer, ServerShell, applied_in
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import AUDITED, SKIP, Header, Kind
 from rallypoint.net.pool import Buffer
@@ -103,7 +103,9 @@ class Replication:
         self._owned[record.shard].load(record)
         self._digest_of_state(record.shard, "", record.version)
         loaded = events.Loaded(record.version, record.clocks)
-        return self._shell.replicated(event.channel, record.shard, loaded)
+        answers = self._shell.replicated(event.channel, record.shard, loaded)
+        self._ledger.proves(applied_in(self._shell.machine, [record.shard]))
+        return answers
 
     def chosen(self, event: Chosen) -> Sequence[Effect | Answer[Channel]]:
         """The primary told which contributions make an update."""

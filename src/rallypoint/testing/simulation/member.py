@@ -30,6 +30,7 @@ from rallypoint.net.messages import (
     encode,
 )
 from rallypoint.net.ordering.messages import RateAwaited
+from rallypoint.net.recording.reports import LastReports
 from rallypoint.net.views.messages import ViewChange
 from rallypoint.net.views.receiver import ViewReceiver
 from rallypoint.testing.simulation.network import Node, Wire
@@ -53,16 +54,19 @@ class Membership:
         self._wire: Wire | None = None
         self._admitted = False
         self._knows, self._views = Knows(), ViewReceiver()  # the newest view that came; those of the connection
-        self._unsent: deque[Any] = deque()
+        self._unsent: deque[Message] = deque()
+        self._reports = LastReports()
         self._connect()
         self._beat()
 
     def send(self, message: Any) -> None:
         """Say something, now or when the coordinator can hear it."""
+        said = to_coordinator(message)
+        self._reports.note(said)
         if self._wire is not None and self._admitted:
-            self._wire.send(0, to_coordinator(message))
+            self._wire.send(0, said)
         else:
-            self._unsent.append(message)
+            self._unsent.append(said)
 
     def close(self) -> None:
         """Leave."""
@@ -108,9 +112,13 @@ class Membership:
                 if new:
                     self._knows = Knows()
                     self._unsent.clear()  # said by somebody who was given up
+                    self._reports.forget()
+                assert self._wire is not None
+                for report in self._reports.again({id(message) for message in self._unsent}):
+                    self._wire.send(0, report)
                 self._on_admitted(new)
                 while self._unsent:
-                    self.send(self._unsent.popleft())
+                    self._wire.send(0, self._unsent.popleft())
             case _:
                 self._on_message(from_coordinator(message))
 

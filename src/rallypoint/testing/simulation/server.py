@@ -14,10 +14,9 @@ from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.messages import Applied, Beat, Disproved, Finished
+from rallypoint.net.messages import Beat, Disproved, Finished
 from rallypoint.server.audits import AuditReports
 from rallypoint.server.plan import plan_of
-from rallypoint.server.reducer.ledger import ENTRIES
 from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.codec_states import Coded, Residual, ServerCodecStates, States
@@ -49,7 +48,7 @@ class SimulatedServer:
         self.machine = watch(ServerMachine(name, plan), name)
         self.shell: ServerShell[Wire] = ServerShell(self.machine)
         self.held: dict[int, Held] = {}
-        self._ledger = deque[Applied](maxlen=ENTRIES)
+        self._ledger = server_checks.Ledger(self)
         self.decided: dict[tuple[ViewNumber, int], tuple[int, float | None]] = {}  # shard and scale by step
         self.used: dict[tuple[ViewNumber, int, int, int], int] = {}  # generation, shard, replica, state -> step
         self._peers = PeerWires(self.node, PeerLinks(name, decides=bool(plan.decides)), self.shell, self._run)
@@ -73,8 +72,7 @@ class SimulatedServer:
         for shards in self.shell.say_again(new=new):
             self.membership.send(("in step", shards))
         if not new:
-            for entry in self._ledger:  # a restarted coordinator may not have them
-                self.membership.send(entry)
+            self._ledger.repeat()
             self._audits.repeat()
             self._run(self.machine.report_again())
 
@@ -106,6 +104,7 @@ class SimulatedServer:
         if self._codec_states is not None:
             self._codec_states.adopt(view, self.machine.view)
         self._run(self.shell.adopt(view))
+        self._ledger.proves()
         self._peers.adopt(view)
         waiting, self._waiting = self._waiting, deque()
         for number, call in waiting:
@@ -193,6 +192,7 @@ class SimulatedServer:
                 self.held[shard].master = master
                 self.held[shard].wire = dict(wires)
                 self._run(shell.replicated(wire, shard, shard_events.Loaded(version, clocks)))
+                self._ledger.proves()
 
     def _upcoming(self, shard: int, replica: int) -> int:
         """The next step of which the shard takes that replica's contribution."""
@@ -354,8 +354,7 @@ class SimulatedServer:
     def _apply(self, index: int, held: Held, apply: shard_effects.Apply) -> None:
         round = self.job.cadence.round_of(index, apply.version - 1)
         if self.job.cadence.witness(round) == index:
-            self._ledger.append(Applied(round, 1, 0.0, generation=self.shell.fence.generation))
-            self.membership.send(self._ledger[-1])
+            self._ledger.enter(round)
         if self._codec_states is not None:
             self._codec_states.complete(index, at_last=True)
         shard = self.machine.machine(index)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.core.policy import BoundedStaleness, LocalSteps
 from rallypoint.core.shard.clip import Verdict, phrase
 from rallypoint.core.shard.effects import Reply
-from rallypoint.net.messages import GiveUp
+from rallypoint.core.shard.shell import applied_in
+from rallypoint.core.view import ViewNumber
+from rallypoint.net.messages import Applied, GiveUp
+from rallypoint.server.reducer.ledger import ENTRIES
 from rallypoint.testing.simulation.codec_states import Coded
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean, State
@@ -28,6 +32,35 @@ class Held:
     def keep(self, version: int, oldest: int, pinned: int = -1) -> None:
         self.wire[version] = self.master
         self.wire = {v: content for v, content in self.wire.items() if v >= oldest or v == pinned}
+
+
+class Ledger:
+    """What a server says it has applied, as `server.reducer.ledger.Ledger` does; without times."""
+
+    def __init__(self, server: SimulatedServer) -> None:
+        self._server = server
+        self._entries = deque[Applied](maxlen=ENTRIES)
+        self._applied = (ViewNumber(), -1)  # the last round that was said to be applied, and in which generation
+
+    def enter(self, round: int) -> None:
+        """It has applied this round."""
+        self._entries.append(Applied(round, 1, 1.0, generation=self._server.shell.fence.generation))
+        self._applied = max(self._applied, (self._entries[-1].generation, round))
+        self._server.membership.send(self._entries[-1])
+
+    def proves(self) -> None:
+        """It may hold more shards now: say which round they prove, unless that was said."""
+        proven = (self._server.shell.fence.generation, applied_in(self._server.machine))
+        if proven > self._applied and proven[1] >= 0:
+            self._applied = proven
+            self._server.membership.send(Applied(proven[1], 0, 0.0, generation=proven[0]))
+
+    def repeat(self) -> None:
+        """The coordinator has admitted it again, and may be another one."""
+        for entry in self._entries:
+            self._server.membership.send(entry)
+        self._applied = (ViewNumber(), -1)
+        self.proves()
 
 
 def check_published(server: SimulatedServer, index: int, version: int) -> None:
