@@ -26,7 +26,7 @@ _GROUP_ALIGNMENT = 16  # words: a cache line, and enough for any buffer dtype to
 Role = Literal["parameters", "buffers", "rows"]
 
 _PARAMETER_DTYPES = {"float32", "float16", "bfloat16"}
-_ITEM_BYTES = {
+DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
     "complex128": 16, "complex64": 8, "complex32": 4, "uint64": 8, "uint32": 4, "uint16": 2,
@@ -160,7 +160,7 @@ def words_of(spec: TensorSpec) -> int:
     """The words of a tensor: one per element for a parameter (fp32); a buffer's bytes, rounded up to 8, over 4."""
     if spec.group >= 0:
         return spec.numel
-    return 2 * math.ceil(spec.numel * _ITEM_BYTES[spec.dtype] / _BUFFER_BYTES)
+    return 2 * math.ceil(spec.numel * DTYPE_BYTES[spec.dtype] / _BUFFER_BYTES)
 
 
 def factors_pay(rows: int, columns: int, rank: int) -> bool:
@@ -196,7 +196,7 @@ def build_layout(
         position = -(-position // _GROUP_ALIGNMENT) * _GROUP_ALIGNMENT
         start, rank = position, (ranks or {}).get(group, 0)
         for spec in reversed([s for s in specs if s.group == group]):
-            if group < 0 and _ITEM_BYTES[spec.dtype] > _BUFFER_BYTES:
+            if group < 0 and DTYPE_BYTES[spec.dtype] > _BUFFER_BYTES:
                 position = -(-position // _GROUP_ALIGNMENT) * _GROUP_ALIGNMENT
             entries.append(Entry(spec, position, position + words_of(spec)))
             whole = spec.name in matrices and spec.numel
@@ -261,7 +261,7 @@ def _check_specs(specs: Sequence[TensorSpec], tables: Sequence[TensorSpec]) -> N
         seen.add(spec.name)
         if spec.group >= 0 and spec.dtype not in _PARAMETER_DTYPES:
             raise ModelError(f"parameter {spec.name} is {spec.dtype}: servers keep fp32; cast the model to float32")
-        if spec.group < 0 and spec.dtype not in _ITEM_BYTES:
+        if spec.group < 0 and spec.dtype not in DTYPE_BYTES:
             raise ModelError(f"buffer {spec.name} is {spec.dtype}, which cannot be shared: make it persistent=False")
 
 
