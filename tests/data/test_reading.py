@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.data.loader import MicroBatches
+from rallypoint.data.loader import MicroBatches, to_device
 from rallypoint.data.reading import Reading
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError
@@ -80,3 +80,11 @@ def test_skipped_samples_are_told_and_the_rest_is_collated() -> None:
     assert indices.tolist() == [0, 1, 3]
     assert len(skipped) == 1
     assert batches.loaded(1, 0, 0)[1] == []
+
+
+def test_a_batch_that_can_move_itself_does_so() -> None:
+    """A packed sequence keeps the lengths of its steps on the CPU."""
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    moved = to_device({"x": packed, "y": [torch.ones(2)]}, torch.device("meta"))
+    assert (moved["x"].data.is_meta, moved["x"].batch_sizes.is_meta, moved["y"][0].is_meta) == (True, False, True)
+    assert to_device(packed, torch.device("cpu")).data.tolist() == packed.data.tolist()

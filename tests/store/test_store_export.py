@@ -28,7 +28,7 @@ VERSION = 3
 
 
 class Net(torch.nn.Module):
-    """Two optimizer groups, a half-precision parameter, a 0-d one, an empty one, buffers of several dtypes."""
+    """Two optimizer groups, a half-precision parameter, a 0-d one, an empty one, buffers of many dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +39,8 @@ class Net(torch.nn.Module):
         self.nothing = torch.nn.Parameter(torch.empty(0, 4))
         self.register_buffer("mask", torch.tensor([True, False, True]))
         self.register_buffer("odd", torch.tensor([float("nan"), -0.0, 1e-40], dtype=torch.float64))
+        for dtype in (torch.complex64, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2):
+            self.register_buffer(str(dtype).removeprefix("torch."), torch.arange(3.0).to(dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.stem(x)) * self.scale + self.nothing.sum()
@@ -154,7 +156,7 @@ def test_the_model_and_its_optimizer_come_back(run: Path, trained: Trained) -> N
 def test_safetensors_from_any_way_to_name_a_snapshot(run: Path, trained: Trained, tmp_path: Path, place: str) -> None:
     to = tmp_path / "new" / "model.safetensors"
     summary = export_snapshot(f"{run}{place}", to)
-    assert summary == f"wrote 13 tensors (0.8 kB) of step-00000003-1 to {to}"
+    assert summary == f"wrote 18 tensors (0.9 kB) of step-00000003-1 to {to}"
     assert_same(load_file(to), trained.model.state_dict())
     with safe_open(to, "pt") as file:
         assert file.metadata() == {"format": "pt", "version": "3", "fingerprint": trained.layout.fingerprint}

@@ -48,6 +48,16 @@ def test_what_is_given_is_carried_from_the_end_of_the_micro_batch_on() -> None:
     assert float(carried.of(0)["h"].sum()) == 0.0  # type: ignore[call-overload,index]
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
+def test_tensors_of_any_dense_type_are_carried(dtype: torch.dtype) -> None:
+    carried = Carried(torch.zeros(3).to(dtype), 2, CPU)
+    carried.give(1, torch.full((3,), 2.0).to(dtype))
+    carried.keep()
+    found = carried.of(1)
+    assert isinstance(found, torch.Tensor)
+    assert (found.dtype, found.to(torch.complex64).real.tolist()) == (dtype, [2.0] * 3)
+
+
 @pytest.mark.parametrize(("state", "says"), [
     ({"h": torch.zeros(2, 3)}, r"has no tensor carry\[1\].more\[0\]"),
     ({"h": torch.zeros(1, 3), "more": (torch.tensor(7), [torch.zeros(1)])}, r"carry\[1\].h is float32 \[1, 3\].*last"),
@@ -62,10 +72,12 @@ def test_a_state_of_another_form_is_refused(state: Carry, says: str) -> None:
 @pytest.mark.parametrize(("first", "says"), [
     ((), "has no tensor"),
     (torch.tensor([math.nan]), "not finite"),
-    (torch.zeros(2, dtype=torch.complex64), "complex64"),
+    (torch.eye(2).to_sparse(), "sparse_coo"),
+    (torch.tensor([torch.nan]).to(torch.float8_e4m3fn), "not finite"),
+    (torch.tensor([complex(0.0, torch.inf)]), "not finite"),
     (torch.zeros(MOST_BYTES // 8 + 1), "256 MiB are supported"),
     (torch.zeros(2, device="meta"), "on meta"),
-], ids=["empty", "not finite", "type", "size", "meta"])  # fmt: skip
+], ids=["empty", "not finite", "sparse", "not finite of 8 bits", "imaginary", "size", "meta"])  # fmt: skip
 def test_what_cannot_be_carried_is_refused_before_the_job(first: Carry, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Carried(first, 2, CPU)

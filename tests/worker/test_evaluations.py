@@ -242,6 +242,8 @@ def test_layers_that_stay_in_eval_mode_are_in_eval_mode_after_an_evaluation() ->
         ({"loss": torch.ones(2)}, r"returned a Tensor of shape \[2\] as 'loss': return names with one number each"),
         ({"loss": "low"}, "returned a str as 'loss'"),
         ({3: 0.5}, "returned a float as 3"),
+        ({"a\tb": 0.5}, r"returned the name 'a\\tb': a name has at most 200 characters, and each is printable"),
+        ({f"m{n}": 0.5 for n in range(1001)}, "returned 1001 figures: give at most 1000"),
     ],
     ids=str,
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,7 +46,28 @@ def test_each_step_has_its_learning_rate(tmp_path: Path) -> None:
     assert [step["lr"] for step in steps] == pytest.approx([0.1, 0.2, 0.2])
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), "much", None])
+NUMBERS = [np.float32(0.5), np.float16(0.5), np.array(0.5), Fraction(1, 2), torch.full((1, 1), 0.5)]
+
+
+@pytest.mark.parametrize("value", NUMBERS)
+def test_one_number_of_any_kind_is_logged(tmp_path: Path, value: Any) -> None:
+    steps = steps_logged(tmp_path, lambda micro: value)
+    assert [step["figures"]["figure"] for step in steps] == [0.5] * 3
+
+
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("two\nlines", r"micro\.log got the name 'two\\nlines': a name has at most 200 characters, and each is printable"),
+    ("x" * 201, r"micro\.log got a name of 201 characters, 'x{20}'\.\.\.: a name has at most 200"),
+])  # fmt: skip
+def test_a_name_that_cannot_be_shown_is_refused_as_such(name: str, sentence: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    with EmbeddedJob() as job:
+        micro = next(iter(job.train(model, DATA, batch=4, steps=3)))
+        with pytest.raises(UsageError, match=sentence):
+            micro.log(**{name: 0.5})
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), "much", None, np.str_("0.5"), np.ones(2), 1j, torch.tensor(1j)])
 def test_what_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(UsageError, match=r"micro.log\(figure=...\) got a"):
         steps_logged(tmp_path, lambda micro: value)

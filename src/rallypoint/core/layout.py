@@ -20,14 +20,17 @@ from rallypoint.errors import ModelError
 WORD_BYTES = 4
 SHARD_BYTES = 1 << 20
 MOST_SHARD_BYTES = 1 << 26  # what a frame carries
+_BUFFER_BYTES = 8  # a buffer begins at a multiple of so many bytes; one of larger elements (complex128) at a group's
 _GROUP_ALIGNMENT = 16  # words: a cache line, and enough for any buffer dtype to be viewed in place
 
 Role = Literal["parameters", "buffers", "rows"]
 
 _PARAMETER_DTYPES = {"float32", "float16", "bfloat16"}
-_ITEM_BYTES = {
+DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "complex128": 16, "complex64": 8, "complex32": 4, "uint64": 8, "uint32": 4, "uint16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
 
 
@@ -157,7 +160,7 @@ def words_of(spec: TensorSpec) -> int:
     """The words of a tensor: one per element for a parameter (fp32); a buffer's bytes, rounded up to 8, over 4."""
     if spec.group >= 0:
         return spec.numel
-    return 2 * math.ceil(spec.numel * _ITEM_BYTES[spec.dtype] / (2 * WORD_BYTES))
+    return 2 * math.ceil(spec.numel * DTYPE_BYTES[spec.dtype] / _BUFFER_BYTES)
 
 
 def factors_pay(rows: int, columns: int, rank: int) -> bool:
@@ -193,6 +196,8 @@ def build_layout(
         position = -(-position // _GROUP_ALIGNMENT) * _GROUP_ALIGNMENT
         start, rank = position, (ranks or {}).get(group, 0)
         for spec in reversed([s for s in specs if s.group == group]):
+            if group < 0 and DTYPE_BYTES[spec.dtype] > _BUFFER_BYTES:
+                position = -(-position // _GROUP_ALIGNMENT) * _GROUP_ALIGNMENT
             entries.append(Entry(spec, position, position + words_of(spec)))
             whole = spec.name in matrices and spec.numel
             if edges := [0, spec.shape[0]] if whole else _row_edges(spec, shard_words, rank):
@@ -256,7 +261,7 @@ def _check_specs(specs: Sequence[TensorSpec], tables: Sequence[TensorSpec]) -> N
         seen.add(spec.name)
         if spec.group >= 0 and spec.dtype not in _PARAMETER_DTYPES:
             raise ModelError(f"parameter {spec.name} is {spec.dtype}: servers keep fp32; cast the model to float32")
-        if spec.group < 0 and spec.dtype not in _ITEM_BYTES:
+        if spec.group < 0 and spec.dtype not in DTYPE_BYTES:
             raise ModelError(f"buffer {spec.name} is {spec.dtype}, which cannot be shared: make it persistent=False")
 
 

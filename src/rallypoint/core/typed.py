@@ -27,6 +27,18 @@ def can_name(text: str) -> bool:
     return len(text) <= LONGEST_NAME and text.isprintable()
 
 
+def unnamed(figures: Mapping[Any, object]) -> str:
+    """What is wrong with the names of these figures, or with their number, as the end of a sentence; "" if nothing."""
+    if len(figures) > MOST_METRICS:
+        return f"{len(figures)} figures: give at most {MOST_METRICS}"
+    for name in figures:
+        if isinstance(name, str) and not can_name(name):
+            long = len(name) > LONGEST_NAME
+            what = f"a name of {len(name)} characters, {name[:20]!r}...:" if long else f"the name {name!r}:"
+            return f"{what} a name has at most {LONGEST_NAME} characters, and each is printable"
+    return ""
+
+
 @cache
 def hints_of(kind: type) -> Mapping[str, Any]:
     """Return `typing.get_type_hints(kind)`, which compiles every hint anew each time it is asked."""

@@ -210,9 +210,14 @@ def one_thread() -> Iterator[None]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with every tensor on `device`, also those in nested lists, tuples and dicts."""
+    """Return the batch with every tensor on `device`, also those in nested lists, tuples and dicts.
+
+    What has a `to` of its own, as a PackedSequence, moves itself. (Batches are made on the CPU: nothing moves there.)
+    """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
+    if device.type != "cpu" and callable(getattr(batch, "to", None)):
+        return batch.to(device)
     if isinstance(batch, dict):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -151,13 +151,18 @@ class RankGroup:
 
     def _send(self, values: torch.Tensor, rank: int) -> None:
         with _others_live():
-            dist.send(values.contiguous(), rank, group=self._group)
+            dist.send(_as_bytes(values.contiguous()), rank, group=self._group)
 
     def _received(self, sizes: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
         came = torch.empty(sizes, dtype=dtype, device="cpu")
         with _others_live():
-            dist.recv(came, rank, group=self._group)
+            dist.recv(_as_bytes(came), rank, group=self._group)
         return came
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes: Gloo does not know every dtype."""
+    return values.view(-1).view(torch.uint8)
 
 
 @contextmanager

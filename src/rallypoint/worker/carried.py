@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from rallypoint.config import Settings
-from rallypoint.core.layout import TensorSpec, carried_by
+from rallypoint.core.layout import DTYPE_BYTES, TensorSpec, carried_by
 from rallypoint.errors import ConfigError, UsageError
 
 Carry = torch.Tensor | tuple["Carry", ...] | list["Carry"] | dict[str, "Carry"]
 """A tensor, or tensors in tuples, lists and dicts."""
 
 MOST_BYTES = 1 << 28  # of all replicas together: every worker gets all of it with each version
-_DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 
 
 class TrainSettings(Settings, total=False):
@@ -135,12 +134,13 @@ def _check(leaves: Mapping[str, torch.Tensor], replicas: int) -> None:
     if not leaves:
         raise ConfigError("carry= has no tensor: give what each replica begins with, or leave it out")
     for name, tensor in leaves.items():
-        if _type(tensor) not in _DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+        if _type(tensor) not in DTYPE_BYTES or tensor.layout is not torch.strided or tensor.is_meta:
             raise ConfigError(
                 f"carry{name} is {_type(tensor)}, {tensor.layout}, on {tensor.device}: a replica carries dense tensors "
-                f"of {', '.join(_DTYPES)}"
+                f"of {', '.join(DTYPE_BYTES)}"
             )
-        if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+        real = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch cannot ask this of 8-bit floats
+        if not bool(torch.isfinite(real).all()):
             raise ConfigError(f"carry{name} has values that are not finite: no replica can go on from it")
     one = sum(tensor.numel() * tensor.element_size() for tensor in leaves.values())
     if one * replicas > MOST_BYTES:

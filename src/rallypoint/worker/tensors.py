@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rallypoint.config import JobConfig, group_of, matrices_of, of_group, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
@@ -16,6 +15,7 @@ from rallypoint.core.modes import Feature, why_not
 from rallypoint.errors import ModelError
 from rallypoint.optim.rows import refusal
 from rallypoint.worker.carried import Carried, Carry
+from rallypoint.worker.model_checks import check_apart, check_kept, check_model, check_trained
 from rallypoint.worker.models import check_optimizers
 from rallypoint.worker.samples import carried_ledger
 
@@ -93,14 +93,19 @@ class ModelTensors:
     ) -> None:
         """`made` are the names of streamed parameters that have no values yet. `carry` is what each replica begins
         with, of a state that it carries from step to step."""
-        _check_model(model)
+        check_model(model)
         tables = _tables(model, config)
         check_optimizers(model, config)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables}
-        _check_parameters({name: p for name, p in trained.items() if name not in made})
+        with_values = {name: p for name, p in trained.items() if name not in made}
+        check_trained(with_values)
         self.frozen: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         kept = model.state_dict(keep_vars=True)
         shared = {name: b for name, b in model.named_buffers() if name in kept}
+        check_kept(self.frozen, shared)
+        moves = config.streamed or config.hold == "bf16"  # parameters get other memory now and then
+        views = {name: b for name, b in model.named_buffers() if moves or name in shared}
+        check_apart(with_values, {**self.frozen, **views})
         device = next((p.device for p in trained.values()), torch.device("cpu"))
         if config.precision == "fp16":
             scale = [config.loss_scale.init_scale, 0.0]
@@ -182,39 +187,6 @@ def weights_hash(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _check_model(model: object) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise ModelError(f"a {type(model).__qualname__} was given as the model: give a torch.nn.Module")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-            raise ModelError(
-                f"{name} has no shape yet (a lazy module): run one batch through the model before job.train"
-            )
-
-
-def _check_parameters(trained: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raise ModelError for a parameter without readable and writable memory of its own, or for several devices."""
-    devices: dict[torch.device, str] = {}
-    for name, parameter in trained.items():
-        if parameter.is_meta:
-            raise ModelError(
-                f"parameter {name} is on the meta device and has no values: build the model on the CPU or a GPU, or "
-                "give it memory and values first (model.to_empty(device='cpu'), then initialise); only "
-                "torch.nn.Embedding(sparse=True, device='meta') stays there, as a table"
-            )
-        if parameter.layout is not torch.strided:
-            raise ModelError(f"parameter {name} is {parameter.layout}: only dense parameters can be trained")
-        if any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True)):
-            raise ModelError(
-                f"parameter {name} is an expanded view, whose elements share memory: make it one with memory of its "
-                "own, torch.nn.Parameter(tensor.clone()), or keep the small one and expand it in forward"
-            )
-        devices.setdefault(parameter.device, name)
-    if len(devices) > 1:
-        where = " and ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ModelError(f"the model lies on several devices ({where}): a worker trains on one; move it to one device")
-
-
 def _tables(model: torch.nn.Module, config: JobConfig) -> dict[str, list[torch.nn.Embedding]]:
     """The embeddings whose rows stay on the servers, by the name of their weight."""
     names = {id(weight): name for name, weight in model.named_parameters()}
@@ -253,5 +225,5 @@ def hash_of(tensor: torch.Tensor) -> str:
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes()

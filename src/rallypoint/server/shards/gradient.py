@@ -103,20 +103,26 @@ class FloatRange(NamedTuple):
     dtype: torch.dtype
 
 
-_FLOATS = {f"float{bits}": dtype for bits, dtype in ((64, torch.float64), (32, torch.float32), (16, torch.float16))}
+_FLOATS = {
+    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "complex128": torch.float64, "complex64": torch.float32, "complex32": torch.float16,  # two of them each
+    "float8_e4m3fn": torch.float8_e4m3fn, "float8_e4m3fnuz": torch.float8_e4m3fnuz, "float8_e5m2": torch.float8_e5m2,
+    "float8_e5m2fnuz": torch.float8_e5m2fnuz, "float8_e8m0fnu": torch.float8_e8m0fnu,
+}  # fmt: skip
 
 
 def float_ranges(shard: Shard, entries: Iterable[Entry]) -> list[FloatRange]:
     """Where a shard of buffers holds floating-point numbers: whole numbers only, if the shard begins inside one."""
     found = []
     for entry in entries:
-        dtype = {**_FLOATS, "bfloat16": torch.bfloat16}.get(entry.spec.dtype)
+        dtype = _FLOATS.get(entry.spec.dtype)
         start, stop = max(entry.start, shard.start), min(entry.stop, shard.stop)
         if dtype is None or start >= stop:
             continue
         words = -(-dtype.itemsize // 4)
         start += (start - entry.start) % words
-        used = entry.start + -(-entry.spec.numel * dtype.itemsize // 4)
+        parts = 2 if entry.spec.dtype.startswith("complex") else 1
+        used = entry.start + -(-entry.spec.numel * parts * dtype.itemsize // 4)
         stop = min(stop, used) - (min(stop, used) - start) % words
         if start < stop:
             found.append(FloatRange(start - shard.start, stop - shard.start, dtype))
@@ -126,10 +132,12 @@ def float_ranges(shard: Shard, entries: Iterable[Entry]) -> list[FloatRange]:
 def first_that_became(ranges: Iterable[FloatRange], new: torch.Tensor, old: torch.Tensor) -> int:
     """The first word of `new` that is not finite where `old` was; -1 if there is none. Both fp32, of one shard."""
     for start, stop, dtype in ranges:
-        values = new[start:stop].view(dtype)
+        values, before = (vector[start:stop].view(dtype) for vector in (new, old))
+        if dtype.itemsize == 1:  # torch has no sums of these
+            values, before = values.float(), before.float()
         if all_finite(values):
             continue
-        became = torch.isfinite(old[start:stop].view(dtype)) & ~torch.isfinite(values)
+        became = torch.isfinite(before) & ~torch.isfinite(values)
         if bool(became.any()):
             return start + int(became.nonzero()[0]) * dtype.itemsize // 4
     return -1

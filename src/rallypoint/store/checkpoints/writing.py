@@ -176,8 +176,12 @@ def _save_model(model: dict[str, torch.Tensor], path: Path, about: dict[str, str
     """Write a safetensors file, the same bytes every time.
 
     The library writes metadata in any order. So this function sorts it, in the header: 8 bytes with its length, then
-    JSON, which spaces may fill up.
+    JSON, which spaces may fill up. Raises SnapshotFailed for a type that the format has not.
     """
+    for name, tensor in model.items():
+        if tensor.dtype in (torch.complex128, torch.complex32):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise SnapshotFailed(f"{name} is {kind}, which safetensors cannot hold: export to a file model.pt")
     save_file(model, path, metadata=about)
     with open(path, "r+b") as file:
         length = int.from_bytes(file.read(8), "little")

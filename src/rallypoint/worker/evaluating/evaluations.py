@@ -9,9 +9,10 @@ import torch
 
 from rallypoint.core.evaluation import is_due
 from rallypoint.core.order import derive_seed
-from rallypoint.core.typed import LONGEST_NAME, MOST_METRICS, can_name
+from rallypoint.core.typed import unnamed
 from rallypoint.data.randomness import seeded
 from rallypoint.errors import UsageError
+from rallypoint.worker.ranks.figures import is_number
 
 Evaluation = Callable[[int], dict[str, float] | None]
 Agree = Callable[[Mapping[str, float] | None], Mapping[str, float] | None]
@@ -151,15 +152,11 @@ def checked_result(values: object, step: int) -> dict[str, float]:
             f"the evaluation at step {step} returned a {type(values).__qualname__}: return a dict of numbers, such as "
             '{"val_loss": 0.5}, or None'
         )
-    if len(values) > MOST_METRICS or any(isinstance(name, str) and not can_name(name) for name in values):
-        raise UsageError(
-            f"the evaluation at step {step} returned {len(values)} figures: return at most {MOST_METRICS}, with names "
-            f"of at most {LONGEST_NAME} printable characters"
-        )
+    if why := unnamed(values):
+        raise UsageError(f"the evaluation at step {step} returned {why}")
     for name, value in values.items():
-        several = isinstance(value, torch.Tensor) and value.numel() != 1
-        if several or not isinstance(name, str) or not hasattr(value, "__float__"):
-            shape = f" of shape {list(value.shape)}" if several else ""
+        if not isinstance(name, str) or not is_number(value):
+            shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise UsageError(
                 f"the evaluation at step {step} returned a {type(value).__qualname__}{shape} as {name!r}: return names "
                 "with one number each, such as loss.mean().item()"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_buffer_registration_hook as on_buffer_registered
 from torch.nn.modules.module import register_module_module_registration_hook as on_module_registered
 from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter_registered
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_any_step
@@ -32,10 +33,10 @@ class ModelGuard:
     def of(cls, parts: Parts) -> ModelGuard | NoGuard:
         """Return the guard of a run's model. Nothing is compared of one of several ranks, or of streamed parameters."""
         compares = parts.alone and parts.streamed is None
-        return cls(parts.model, parts.tensors) if compares else NoGuard()
+        return cls(parts.model, parts.tensors) if compares else NoGuard(parts.model)
 
     def __init__(self, model: torch.nn.Module, tensors: ModelTensors) -> None:
-        self._model = model
+        self._model, self._new_buffers = model, NewBuffers(model)
         trained = {placed.entry.spec.name: placed.tensor for placed in tensors.parameters}
         self._named = {**trained, **tensors.frozen}
         self._tensors = list(self._named.values())
@@ -62,6 +63,7 @@ class ModelGuard:
     def remove(self) -> None:
         """The run is over: take the global hooks off. Results that were not read are dropped."""
         self._unread = []
+        self._new_buffers.remove()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -93,8 +95,9 @@ class ModelGuard:
         if self._registered:
             self._registered = False
             self._look_for_new(step)
+        self._new_buffers.look(step)
         for owner, leaf, tensor in self._buffers:
-            if owner._buffers.get(leaf) is not tensor:
+            if _bound(owner, leaf) is not tensor:
                 self._take_back(owner, leaf, tensor)
 
     def cast(self) -> None:
@@ -162,7 +165,7 @@ class ModelGuard:
 
     def _take_back(self, owner: torch.nn.Module, leaf: str, tensor: torch.Tensor) -> None:
         """A module has replaced a buffer by a new tensor: copy its values into the tensor that the job shares."""
-        new = owner._buffers.get(leaf)
+        new = _bound(owner, leaf)
         if new is None or new.shape != tensor.shape or new.dtype != tensor.dtype:
             raise UsageError(
                 f"buffer {leaf} of {type(owner).__qualname__} was replaced by one of another shape or type: buffers "
@@ -192,16 +195,60 @@ class ModelGuard:
             )
 
 
-class NoGuard:
-    """Compares nothing: parameters come and go while the script's code runs, by FSDP2 or because they are streamed."""
+class NewBuffers:
+    """Notices buffers that come into the model after `job.train`, as those that the first forward pass makes.
+
+    They would be in no version: each worker would have its own. Main thread only; ends with `remove`.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model, self._registered = model, False  # True: something in the model may be new
+        self._known = self._names()
+        self._hooks = [on_buffer_registered(self._on_registered), on_module_registered(self._on_registered)]
+
+    def look(self, step: int) -> None:
+        """Raise UsageError for a new buffer that is a part of the model's state, naming the step."""
+        if not self._registered:
+            return
+        self._registered = False
+        if new := self._names() - self._known:
+            raise UsageError(
+                f"buffer {min(new)} came into the model after job.train (seen at step {step}), so no version has it "
+                "and every worker would keep its own: build all buffers before job.train (one that forward makes: run "
+                "one batch first), or make it persistent=False if it can be made again at any time"
+            )
 
     def remove(self) -> None:
-        """Does nothing."""
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _names(self) -> set[str]:
+        return {name for name, _ in self._model.named_buffers()} & self._model.state_dict(keep_vars=True).keys()
+
+    def _on_registered(self, *_: Any) -> None:
+        self._registered = True
+
+
+class NoGuard:
+    """Compares no values: parameters come and go while the script's code runs, by FSDP2 or because they are streamed.
+
+    New buffers are noticed.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._new_buffers = NewBuffers(model)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        self._new_buffers.remove()
 
     @contextmanager
     def script(self, step: int, *, values: bool, late: bool = False) -> Iterator[None]:
-        """Does nothing around the body."""
+        """Look for new buffers after the body."""
         yield
+        self._new_buffers.look(step)
 
     def cast(self) -> None:
         """Does nothing."""
@@ -211,6 +258,11 @@ class NoGuard:
 
     def read(self, *, wait: bool = True) -> None:
         """Does nothing."""
+
+
+def _bound(owner: torch.nn.Module, leaf: str) -> torch.Tensor | None:
+    """The tensor that a module has as this buffer now. (TorchScript's modules have no dict of them.)"""
+    return owner._buffers[leaf] if leaf in owner._buffers else None  # noqa: SIM401
 
 
 def compares(step: int) -> bool:

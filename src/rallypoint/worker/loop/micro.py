@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import torch
 
 from rallypoint.config import JobConfig, iteration_of, updated_at
-from rallypoint.core.typed import LONGEST_NAME, MOST_METRICS, can_name
+from rallypoint.core.typed import unnamed
 from rallypoint.errors import UsageError
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.carried import Carry
 from rallypoint.worker.exchange.exchange import Rewound
+from rallypoint.worker.ranks.figures import is_number
 
 
 class Loop(Protocol):
@@ -183,15 +184,15 @@ class Micro:
 
         Raises UsageError for what is no number, for too many figures and for names that are too long.
         """
+        if why := unnamed(figures):
+            raise UsageError(f"{self._where}: micro.log got {why}")
         for name, value in figures.items():
-            one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
-            if not one or not can_name(name) or len(figures) > MOST_METRICS:
+            if not is_number(value):
                 raise UsageError(
                     f"{self._where}: micro.log({name}=...) got a {type(value).__qualname__}: give one number, or a "
-                    f"tensor of one element, for each of at most {MOST_METRICS} names of at most {LONGEST_NAME} "
-                    "characters"
+                    "tensor of one element"
                 )
-        self._run.log_micro({n: whole_of(v) if isinstance(v, torch.Tensor) else v for n, v in figures.items()})
+        self._run.log_micro({n: whole_of(v) if isinstance(v, torch.Tensor) else float(v) for n, v in figures.items()})
 
     @property
     def carry(self) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.core.layout import Shard
+from rallypoint.core.layout import DTYPE_BYTES, Shard
 from rallypoint.core.modes import Holder
 from rallypoint.errors import ConfigError, ProtocolError
 from rallypoint.store.record import ShardRecord
@@ -28,10 +28,7 @@ from rallypoint.worker.tensors import ModelTensors, Placed
 OwnOptimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 OwnSchedule = torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_scheduler.LRScheduler]
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
-)}  # fmt: skip
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 _FUNCTIONS = ("lr_lambdas", "lmbda_list")  # torch's LambdaLR: entries of its state that hold callable objects
 
 

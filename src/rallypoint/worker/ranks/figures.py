@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 import torch
 
 from rallypoint.core.typed import MOST_METRICS
@@ -21,6 +22,14 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     weight: float
     figures: dict[str, float]
     stop: str | None
+
+
+def is_number(value: object) -> bool:
+    """True for one real number: of Python, of numpy, or in a tensor of one element."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    single = hasattr(value, "__float__") and getattr(value, "shape", ()) == ()
+    return single and not isinstance(value, str) and not np.iscomplexobj(value)
 
 
 class Logged:
