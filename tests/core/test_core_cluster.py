@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rallypoint.config import JobConfig, record_of
 from rallypoint.core.assignment.trial import PAUSE_S, ROUNDS
+from rallypoint.core.cluster.course import LATE
 from rallypoint.core.cluster.effects import (
     Abort,
     Admit,
@@ -768,6 +769,23 @@ def test_a_worker_that_has_become_slow_is_assigned_less() -> None:
     assert job.tick(2.5) == []  # the change has not come to count yet
     job.rounds(later.start - 1, ROUNDS + 2, 0.4, slow=4.0)
     assert _sizes(job.view.assigned(STEPS)) == {"w0": 1, "w1": 3}, "it has paid: it stays"
+
+
+def test_what_was_assigned_for_steps_that_are_over_is_forgotten() -> None:
+    """A worker goes and another comes, again and again: servers take what was assigned lately, and no more."""
+    names = [f"w{number}" for number in range(6)]
+    job = _begun(_terms(6, workers_max=6), ("s0", "s1", *names), record=_record(replicas=48, steps=4000))
+    for number in range(6, 36):
+        for step in range(first := (number - 6) * (LATE + 6), first + LATE + 6):
+            job.step(step)
+            job.play(Applied("s0", step, job.view.generation))
+        leaver, before = sorted(job.view.assigned(step))[number % 6], job.view
+        job.play(Left(leaver, "it died"))
+        for worker, own in before.assigned(step).items():  # what is on its way now still counts
+            assert worker == leaver or job.view.takes(worker, own)
+        job.come(f"w{number}")
+        may = sum(map(len, job.view.contributors.values()))
+        assert may <= 3 * 48, f"{may} after {number - 5} losses"
 
 
 def test_an_assignment_by_speed_that_does_not_make_steps_shorter_is_taken_back_and_tried_again_much_later() -> None:

@@ -131,7 +131,8 @@ class View(msgspec.Struct, frozen=True):
         gaps: pairs (a, b): views between a and b may have been published by an earlier coordinator, and were not known
             to the one that went on from a with b. What was done in them is not part of this generation's history.
         contributors: worker (or aggregator) -> the replicas of which servers take its contributions: all that it (or
-            its workers) was assigned in this generation, and its backup tasks. So a contribution that comes late, when
+            its workers) was assigned in this generation, but for what was assigned for steps that are long over, and
+            its backup tasks. So a contribution that comes late, when
             the replica is somebody else's, is not lost: its sender counts it as delivered.
         aggregators: the aggregators that are here.
         aggregator_of: worker -> the aggregator that it may use. A worker that is not in it uses the servers.

@@ -155,6 +155,13 @@ class ViewSequence:
         view = msgspec.structs.replace(view, incoming=incomings(view, before, incoming))
         return self._completed(view, before, carried(view, before, self.caught_up, self.arrived) if settled else set())
 
+    def forgetting(self, view: View) -> View:
+        """`view`, which follows the one in force, with those contributors only that the two assign something to."""
+        assert self.view is not None
+        known = contributors(self.view, None)
+        before = msgspec.structs.replace(self.view, contributors=known)
+        return msgspec.structs.replace(view, contributors=contributors(view, before, self._contributing))
+
     def with_backup_task(self, worker: str, replica: int) -> View | None:
         """Make the view in which `worker`, and its aggregator, may also contribute `replica`; None if it may already.
         """
