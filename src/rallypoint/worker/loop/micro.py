@@ -103,7 +103,7 @@ class Micro:
         else:
             begun = "" if self.losses is None else ": the last backward pass has no more=True"
             own = self._run.backward_at()
-            begun = begun or own and f": {own} calls backward() itself, which the job does not see"
+            begun = begun or (own and f": {own} calls backward() itself, which the job does not see")
             raise UsageError(f"{self._where}: the micro-batch ended without micro.backward(loss){begun}")
 
     def backward(
