@@ -8,6 +8,8 @@ Contributor c tries mutations at step t that follow from (t, c) alone: a killed 
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 
 import rallypoint as rp
@@ -42,7 +44,8 @@ def main() -> None:
             store.push("weights", estimated_gradient(weights, step, contributor), step=step, contributor=contributor)
         weights = store.pull("weights", step=STEPS)
         if 0 in store.contributors:
-            print(f"error {error(first):.4f} before, {error(weights):.4f} after {STEPS} steps", flush=True)
+            digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]
+            print(f"error {error(first):.4f} before, {error(weights):.4f} after; weights {digest}", flush=True)
 
 
 if __name__ == "__main__":

@@ -292,7 +292,7 @@ class TestDigits:
 
 def test_without_scikit_learn_the_digits_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(DataError, match=r"pip install '\.\[recipes\]'"):
+    with pytest.raises(DataError, match="pip install 'scikit-learn"):
         load_digits()
 
 

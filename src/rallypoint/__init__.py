@@ -1,8 +1,8 @@
 """Rallypoint: data-parallel training for PyTorch with stateless workers and stateful servers.
 
-A gradient's way through the rooms: `worker.hooks` catches it during backward, `worker.exchange` and `worker.link` push
-it, `server.service` receives it, `core.shard` decides, `server.reducer` and `server.owned` add and apply, and the new
-version comes back to `worker.run`, which installs it. docs/architecture.md walks the whole way.
+A gradient's way through the code: `worker.sources.hooks` catches it during backward, `worker.exchange.link` pushes it,
+`server.service` receives it, `core.shard.machine` decides, `server.reducer.reducer` and `server.shards.owned` add and
+apply, and the new version comes back to `worker.loop.run`, which installs it. docs/architecture.md walks the whole way.
 """
 
 from __future__ import annotations

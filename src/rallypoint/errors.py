@@ -23,12 +23,26 @@
 from __future__ import annotations
 
 import difflib
+import re
+import shlex
 from collections.abc import Iterable
+from importlib import metadata
 
 NO_SNAPSHOT = (  # the coordinator says it, or a worker that is asked for first weights which it does not have any more
     "parameters were lost with their servers and there is no snapshot to go back to: set replication to 2, or "
     "snapshots to every so many seconds"
 )
+
+
+def to_install(extra: str) -> str:
+    """Return the command that installs what an extra of this package needs; no package index has rallypoint itself."""
+    try:
+        lines = metadata.requires("rallypoint") or []
+    except metadata.PackageNotFoundError:  # its source was only put on the path
+        lines = []
+    parts = [line.partition(";") for line in lines]
+    found = [what.strip() for what, _, when in parts if re.search(rf"""extra == ['"]{extra}['"]""", when)]
+    return f"pip install {shlex.join(found or [f'.[{extra}]'])}"
 
 
 def meant(word: str, known: Iterable[str]) -> str:

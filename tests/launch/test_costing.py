@@ -162,7 +162,7 @@ def test_help_teaches_with_examples() -> None:
 
 @pytest.mark.skipif(HAS_MATPLOTLIB, reason="matplotlib is installed")
 def test_without_matplotlib_a_plot_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"pip install 'rallypoint\[plots\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'matplotlib"):
         said(*MODEL, "--plot", str(tmp_path / "plan.png"))
 
 

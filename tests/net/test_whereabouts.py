@@ -134,6 +134,6 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         return known(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UsageError, match=r'needs the package dnspython: pip install "rallypoint\[dns\]"'):
+    with pytest.raises(UsageError, match=r'needs the package dnspython: pip install .dnspython'):
         Whereabouts("srv+dns://lab.test")
     assert Whereabouts("a:1").now() == ["a:1"], "who does not ask for it does not need it"

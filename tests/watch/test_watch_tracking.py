@@ -94,7 +94,7 @@ def test_tensorboard_keeps_the_contract(tmp_path: Path, check: Callable[[Make, R
 
 def test_without_its_package_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'rallypoint\[tensorboard\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'tensorboardX"):
         TensorBoard(str(tmp_path))
 
 

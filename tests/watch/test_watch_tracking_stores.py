@@ -166,7 +166,7 @@ def test_a_target_that_cannot_be_is_said_in_a_sentence(monkeypatch: pytest.Monke
         with pytest.raises(UsageError, match="KIND being one of tensorboard, wandb, mlflow"):
             parse_target(wrong)
     monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"needs alembic|needs mlflow: pip install 'rallypoint\[mlflow\]'"):
+    with pytest.raises(UsageError, match=r"needs (alembic|mlflow): pip install 'mlflow-skinny"):
         parse_target("mlflow:logs")
     monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: object())
     monkeypatch.chdir(tmp_path)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
+import contextlib
+import importlib.util
 import os
+import shlex
 import sys
+from pathlib import Path
 
 import typer
 
-from rallypoint.errors import ConfigError, UsageError, meant
+from rallypoint.errors import ConfigError, UsageError, meant, to_install
+from rallypoint.launch.plan import RUN_FILE
 
 
 def without_settings(given: list[str]) -> tuple[list[str], list[str]]:
@@ -37,10 +42,32 @@ def recipe_argv(recipe: str, arguments: list[str]) -> list[str]:
     return argv
 
 
+def options_of(recipe: str) -> list[str]:
+    """Return the names of a recipe's own options, as its source has them: to import it takes seconds."""
+    from rallypoint.recipes import RECIPES
+
+    found = importlib.util.find_spec(RECIPES[recipe])
+    source = Path(str(found and found.origin)).read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name == "_command":
+            words = [one.value for one in ast.walk(node.args) if isinstance(one, ast.Constant)]
+            named = [word for word in words if isinstance(word, str) and word.startswith("--") and " " not in word]
+            return [*named, *(f"--{argument.arg.replace('_', '-')}" for argument in node.args.args)]
+    raise AssertionError(f"the recipe {recipe} has no _command")
+
+
 def check_recipe(recipe: str, arguments: list[str]) -> None:
-    """Let a recipe check its own options before anything starts. Ends the command if they are wrong."""
+    """Check a recipe's own options before anything starts. UsageError for one that it does not have; what it checks
+    itself ends the command."""
     from rallypoint.recipes import CHECKED, RECIPES
 
+    known, before = options_of(recipe), ""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and len(name) > 2 and name not in known and before not in known:
+            listed = f"; `rallypoint train {recipe} --help` lists them"
+            raise UsageError(f"{recipe} has no option {name}{meant(name, known) or listed}")
+        before = argument
     if recipe not in CHECKED:
         return
     module = importlib.import_module(RECIPES[recipe])
@@ -55,10 +82,40 @@ def refuse_option(context: typer.Context, first: str, what: str) -> None:
         return
     name = first.partition("=")[0]
     known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("--")]
+    if what == "recipe" and (owner := _owner(name, context.args)):
+        words = [word for word in context.args if word != owner]
+        raise UsageError(f"{name} is {owner}'s: rallypoint {context.info_name} {shlex.join([owner, first, *words])}")
     raise UsageError(
         f"there is no option {name}{meant(name, known) or f'; `rallypoint {context.info_name} --help` lists them'} "
         f"(the {what}'s own options stand after it)"
     )
+
+
+def _owner(name: str, words: list[str]) -> str:
+    """Return the recipe among `words` that has an option of this name; "" if there is none."""
+    from rallypoint.recipes import RECIPES
+
+    return next((word for word in words if word in RECIPES and name in options_of(word)), "")
+
+
+def hint_at_folder(folder: str) -> None:
+    """Say it where a run's files will stand among others: the folder is there, and holds no run."""
+    path = Path(folder)
+    with contextlib.suppress(OSError):
+        others = sorted(entry.name for entry in path.iterdir())
+        if others and not (path / RUN_FILE).exists():
+            print(
+                f"hint: {folder} holds other files ({others[0]}{', ...' if others[1:] else ''}): the run's own will "
+                "stand among them; --folder runs/NAME keeps them apart", file=sys.stderr,
+            )  # fmt: skip
+
+
+def hint_at_page(watch: bool | None) -> None:
+    """Say why a run that is watched from a terminal has no page, where nobody has said whether it should."""
+    from rallypoint.launch.observing.page import missing
+
+    if watch is None and sys.stdout.isatty() and (name := missing()):
+        print(f"hint: this run has no page, which needs {name}: {to_install('watch')}", file=sys.stderr)
 
 
 def hint_at_misplaced(context: typer.Context, given: list[str], first: str) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from rallypoint.cli.app import AFTER, RUNNING, app
-from rallypoint.errors import UsageError
+from rallypoint.errors import UsageError, to_install
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.launch.observing.facts import facts_of, resolved_of
 from rallypoint.launch.observing.operating import follow
@@ -73,7 +73,7 @@ def watch(
         from rallypoint.watch.operating import Operator
         from rallypoint.watch.serve import watch as serve
     except ModuleNotFoundError as error:
-        raise UsageError(f"the page needs {error.name}: pip install 'rallypoint[watch]'") from None
+        raise UsageError(f"the page needs {error.name}: {to_install('watch')}") from None
 
     if hold_lifeline():  # of a run that serves its own page
         os.nice(_NICE)
@@ -106,7 +106,7 @@ def compare(
     try:
         from rallypoint.watch.serve import compare as serve
     except ModuleNotFoundError as error:
-        raise UsageError(f"the page needs {error.name}: pip install 'rallypoint[watch]'") from None
+        raise UsageError(f"the page needs {error.name}: {to_install('watch')}") from None
 
     names = [run.resolve().name for run in runs]
     if len(set(names)) < len(names):

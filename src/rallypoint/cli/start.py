@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from rallypoint.cli.app import AFTER, PASS_ON, START, app
-from rallypoint.cli.given import check_recipe, hint_at_misplaced, recipe_argv, refuse_option, sizes, without_settings
+from rallypoint.cli.given import (
+    check_recipe,
+    hint_at_folder,
+    hint_at_misplaced,
+    hint_at_page,
+    recipe_argv,
+    refuse_option,
+    sizes,
+    without_settings,
+)
 from rallypoint.config import overrides_from
 from rallypoint.errors import UsageError
 from rallypoint.launch.options import (
@@ -199,4 +208,6 @@ def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings:
     plan, overwrite = options.run(argv, script=script, more_settings=settings), options.overwrite
     if options.or_resume:
         plan, overwrite = going_on_or_anew(plan, lambda text: print(text, flush=True))
+    hint_at_folder(plan.folder)
+    hint_at_page(options.watch)
     raise typer.Exit(launch(plan, RunConsole(), overwrite=overwrite))

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from rallypoint.errors import DataError
+from rallypoint.errors import DataError, to_install
 
 CLASSES = 10
 CHANNELS = 1
@@ -29,7 +29,7 @@ def _read() -> tuple[Tensor, Tensor]:
         # Imported here: it takes a second, and only this recipe needs this optional package.
         from sklearn import datasets
     except ImportError as missing:
-        raise DataError("the digits come with scikit-learn: pip install '.[recipes]'") from missing
+        raise DataError(f"the digits come with scikit-learn: {to_install('recipes')}") from missing
     bunch = datasets.load_digits()
     # Stored as whole numbers 0..16.
     images = torch.from_numpy(bunch.images.astype(numpy.float32) / 16.0).unsqueeze(1)

@@ -16,12 +16,11 @@ from typing import Annotated
 
 import typer
 
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, to_install
 from rallypoint.recipes import PRECISION_HELP, Precision, choose_device, exit_status
 from rallypoint.recipes.text_files import labels_of, some_text, texts_of
 
 PROGRAM = "python -m rallypoint.recipes.finetune"
-_MISSING = "the recipe finetune needs Hugging Face's transformers: pip install 'rallypoint[huggingface]'"
 _POSITIONS = ("max_position_embeddings", "n_positions")  # how config.json names the longest window
 
 
@@ -61,7 +60,7 @@ def check(settings: Settings, *, source: Path, data: Path | None) -> None:
     without texts in `data`, or without labels where the task needs them.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(_MISSING)
+        raise ConfigError(f"the recipe finetune needs Hugging Face's transformers: {to_install('huggingface')}")
     if settings.task is Task.LABELS and data is None:
         raise ConfigError("--task labels needs --data: a folder that has one folder of text files for each label")
     if not (source / "config.json").is_file():

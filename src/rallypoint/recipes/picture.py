@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from torch import Tensor
 
-from rallypoint.errors import DataError
+from rallypoint.errors import DataError, to_install
 from rallypoint.launch.replaying.losses import recorded_losses
 from rallypoint.recipes.chart import chart
 
@@ -54,7 +54,7 @@ def _saved(
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        return "for a picture of the losses: pip install 'rallypoint[plots]'"
+        return f"for a picture of the losses: {to_install('plots')}"
     try:
         _figure(losses, measured, curves, images).savefig(path, dpi=110)
     except OSError as error:

@@ -64,7 +64,7 @@ CONFLICTS = (
         _F.ACCUMULATE: "the sum over micro-batches would take as much memory as the model; use more replicas in place "
                        "of accumulate",
         _F.CODEC: "gradients leave as they are made; use the raw codec",
-        _F.DOWN: "workers pull parts of shards, and those are not encoded; use down=rp.codec.Raw()",
+        _F.DOWN: "workers pull parts of shards, and those are not encoded; leave down= out",
         _F.TABLES: "its rows are pulled in another way; use sparse=False",
         _F.AGGREGATORS: "an aggregator passes whole versions on, and workers pull parts; leave --aggregators out",
         _F.RANKS: "ranks share whole versions among themselves; use FSDP2 with --ranks",
@@ -72,7 +72,7 @@ CONFLICTS = (
     *(Conflict(decides, other, f"{why}, or leave {decides.value} out") for decides in (_F.PLATEAU, _F.STOP_WHEN)
       for other, why in {
         _F.HOLD: "workers hold rounded versions, so none can be evaluated again; use fp32",
-        _F.DOWN: "workers get rounded versions, so none can be evaluated again; use down=rp.codec.Raw()",
+        _F.DOWN: "workers get rounded versions, so none can be evaluated again; leave down= out",
         _F.STREAMED: "a version cannot be evaluated again by a worker that holds no parameters; use parameters=local",
         _F.TABLES: "no worker holds its rows, so no version can be evaluated again; use sparse=False",
         _F.RANKS: "only one rank hears what is decided; use workers of one process",
@@ -84,7 +84,7 @@ CONFLICTS = (
         _F.RESCALE: "it counts from a step on, and each model counts its own updates; use a schedule",
         _F.HOLD: "the last version of a model that the last step does not update would stay rounded; use fp32",
         _F.DOWN: "the last version of each model goes raw, and which one that is depends on where the job ends; use "
-                 "down=rp.codec.Raw()",
+                 "leave down= out",
         _F.FP16: "the loss scale would change with each model's steps; use precision=\"bf16\"",
         _F.STREAMED: "streamed gradients leave as they are made, and those of models that a step does not update are "
                      "dropped; use parameters=local",

@@ -13,7 +13,7 @@ NOT_WITH_SUMS: Mapping[Feature, str] = {
     Feature.AVERAGE: "the script holds the parameters; use torch.optim.swa_utils.AveragedModel there",
     Feature.PLATEAU: "the script steps; use torch.optim.lr_scheduler.ReduceLROnPlateau there",
     Feature.CODEC: "sums are exact, of whatever the script sums; use the raw codec",
-    Feature.DOWN: "sums are exact, of whatever the script sums; use down=rp.codec.Raw()",
+    Feature.DOWN: "sums are exact, of whatever the script sums; leave down= out",
     Feature.FP16: "the script scales its own loss; use torch.amp.GradScaler there",
     Feature.STREAMED: "the script holds the parameters; use parameters=local",
     Feature.AUDIT: _ALONE,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rallypoint.data.cache.cache import Cache, cache_of
 from rallypoint.data.sources.remote import File, Files
 from rallypoint.data.sources.shards import Rows, ShardedDataset, Transform
-from rallypoint.errors import DataError, UsageError
+from rallypoint.errors import DataError, UsageError, to_install
 
 if TYPE_CHECKING:
     import pyarrow
@@ -249,5 +249,5 @@ def _parquet() -> Any:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise UsageError(f"rp.Parquet needs pyarrow ({error}): pip install 'rallypoint[data]'") from None
+        raise UsageError(f"rp.Parquet needs pyarrow ({error}): {to_install('data')}") from None
     return parquet

@@ -6,6 +6,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -36,7 +37,8 @@ class Ledger(msgspec.Struct, frozen=True):
     """Every round of the run, as the holders of the first shard recorded it: how often, with how many contributions.
 
     A round is one step, or several under local steps. `samples` is the number that all rounds use; `uses` how many
-    steps use each: more than one where models are updated alternately with the same samples.
+    steps use each: more than one where models are updated alternately with the same samples. `times`: when each round
+    was finished (unix time), ascending: once for each time that it was made, however many servers report it.
     """
 
     rounds: int
@@ -75,12 +77,13 @@ class _Entry(msgspec.Struct):
     step: int = -1
     replicas: int = 0
     at: float = 0.0
+    generation: Any = None
 
 
 def ledger_of(folder: Path, rounds: int, samples: int, uses: int = 1) -> Ledger:
     """Read the ledger of a run from its event log."""
     applied: dict[int, set[int]] = {}
-    times: set[float] = set()
+    times: dict[tuple[int, str], float] = {}  # by round and generation: a roll-back makes a round once more
     replicas = 0
     for line in (folder / "events.jsonl").read_bytes().splitlines():
         entry = msgspec.json.decode(line, type=_Entry)
@@ -88,10 +91,11 @@ def ledger_of(folder: Path, rounds: int, samples: int, uses: int = 1) -> Ledger:
             replicas = entry.replicas
         elif entry.type == "Applied":
             applied.setdefault(entry.step, set()).add(entry.replicas)
-            times.add(entry.at)
+            made = (entry.step, str(entry.generation))
+            times[made] = min(entry.at, times.get(made, entry.at))  # the backup of the first shard reports it later
     return Ledger(
         rounds=rounds, samples=samples, uses=uses, missing=[r for r in range(rounds) if r not in applied],
-        wrong=[r for r in range(rounds) if r in applied and applied[r] != {replicas}], times=sorted(times),
+        wrong=[r for r in range(rounds) if r in applied and applied[r] != {replicas}], times=sorted(times.values()),
     )  # fmt: skip
 
 
@@ -117,7 +121,7 @@ def longest_gap(times: Sequence[float], start: float, end: float) -> float:
 
 def typical_gap(times: Sequence[float]) -> float:
     """Return the median time between two finished steps, in seconds."""
-    gaps = sorted(b - a for a, b in itertools.pairwise(times) if b - a > 1e-3)
+    gaps = sorted(b - a for a, b in itertools.pairwise(times))
     return gaps[len(gaps) // 2] if gaps else 0.0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rallypoint.core.cost.candidates import Candidate
 from rallypoint.core.cost.verdict import called
-from rallypoint.errors import UsageError
+from rallypoint.errors import UsageError, to_install
 
 _KINDS = (".png", ".svg", ".pdf")
 _COMPUTING, _WAITING = "#4c78a8", "#f2a45c"
@@ -22,7 +22,7 @@ def check_chart(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        raise UsageError("--plot needs matplotlib: pip install 'rallypoint[plots]'") from None
+        raise UsageError(f"--plot needs matplotlib: {to_install('plots')}") from None
 
 
 def draw(candidates: Sequence[Candidate], title: str, path: Path) -> None:

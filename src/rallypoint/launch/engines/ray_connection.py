@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import UsageError, to_install
 from rallypoint.net.tcp import split_address
 
 NAMESPACE = "rallypoint"
@@ -23,7 +23,7 @@ def ray_module() -> Any:
         import ray.util
         import ray.util.placement_group
     except ImportError:
-        raise UsageError("there is no Ray here: pip install 'rallypoint[ray]'") from None
+        raise UsageError(f"there is no Ray here: {to_install('ray')}") from None
     return ray
 
 

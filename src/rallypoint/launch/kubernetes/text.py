@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import UsageError, to_install
 from rallypoint.launch.kubernetes.objects import Part, plain
 
 
@@ -13,7 +13,7 @@ def yaml_of(manifests: Iterable[Part]) -> str:
     try:
         import yaml
     except ImportError:
-        raise UsageError("manifests need PyYAML: pip install 'rallypoint[k8s]'") from None
+        raise UsageError(f"manifests need PyYAML: {to_install('k8s')}") from None
 
     class _Dumper(yaml.SafeDumper):
         """Writes texts of several lines as they stand, and no references to what stood before."""

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import UsageError, to_install
 from rallypoint.launch import environment
 from rallypoint.launch.access import read_token
 from rallypoint.net.rdma.transport import NixlTransport
@@ -22,7 +22,6 @@ from rallypoint.watch.metrics.measures import Reading
 PATH = "/metrics"
 _LEAST_TOKEN = 16
 _TEXT = "text/plain; charset=utf-8"
-_MISSING = "metrics need {}: pip install 'rallypoint[watch]'"
 
 Read = Callable[[], Iterable[Reading]]
 
@@ -66,7 +65,7 @@ class Metrics:
         try:
             from rallypoint.watch.metrics.exposition import Exposition
         except ModuleNotFoundError as error:
-            return _sentence(HTTPStatus.NOT_IMPLEMENTED, _MISSING.format(error.name))
+            return _sentence(HTTPStatus.NOT_IMPLEMENTED, f"metrics need {error.name}: {to_install('watch')}")
         return Answer(HTTPStatus.OK, *Exposition(self.read).text(header("Accept")))
 
 
@@ -75,7 +74,7 @@ def check_installed() -> None:
     try:
         import prometheus_client  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UsageError(_MISSING.format(error.name)) from None
+        raise UsageError(f"metrics need {error.name}: {to_install('watch')}") from None
 
 
 def of_process(role: str, member: str, ready: Callable[[], bool], transport: Transport, own: Read) -> Read:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import UsageError, to_install
 from rallypoint.launch.observing.companion import Companion
 
 _NEEDS = ("starlette", "uvicorn")
@@ -25,4 +25,4 @@ def missing() -> str:
 def check_page() -> None:
     """UsageError if what serves the page is not installed."""
     if name := missing():
-        raise UsageError(f"the page needs {name}: pip install 'rallypoint[watch]'")
+        raise UsageError(f"the page needs {name}: {to_install('watch')}")

@@ -45,10 +45,10 @@ def diff(one: Path, other: Path, step: int = -1) -> Difference:
         if step >= 0:
             versions = [version for version in versions if version == step + 1]
         if not versions:
-            what = f"version {step + 1}" if step >= 0 else "no version that is the same"
+            what = "have no version in common of which both recorded digests"
+            what = f"have not both recorded digests of version {step + 1}" if step >= 0 else what
             raise UsageError(
-                f"{one} and {other} have not both recorded {what}: give both runs the same fingerprints=N (versions N, "
-                "2N, ... are recorded)"
+                f"{one} and {other} {what}: give both runs the same fingerprints=N (versions N, 2N, ... are recorded)"
             )
         equal = -1
         for number in versions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rallypoint.errors import LinkError, UsageError
+from rallypoint.errors import LinkError, UsageError, to_install
 from rallypoint.net.tcp import split_address
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _resolver() -> dns.resolver.Resolver:
     try:
         import dns.resolver
     except ImportError:
-        raise UsageError(f'{_DNS} needs the package dnspython: pip install "rallypoint[dns]"') from None
+        raise UsageError(f"{_DNS} needs the package dnspython: {to_install('dns')}") from None
     try:
         return dns.resolver.get_default_resolver()
     except dns.resolver.NoResolverConfiguration as error:

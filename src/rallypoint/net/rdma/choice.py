@@ -6,13 +6,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import UsageError, to_install
 from rallypoint.net.rdma.agent import MODULES, installed
 
 TCP, NIXL, AUTO = "tcp", "nixl", "auto"
 TRANSPORTS = (TCP, NIXL, AUTO)
 DEVICES = Path("/sys/class/infiniband")  # Linux lists InfiniBand, RoCE and other RDMA cards here
-_INSTALL = "pip install 'rallypoint[rdma]'"
 
 
 def rdma_devices(folder: Path = DEVICES) -> tuple[str, ...]:
@@ -33,7 +32,7 @@ def chosen(word: str, *, secure: bool, devices: Path = DEVICES) -> str:
     if word == NIXL and secure:
         raise UsageError("--transport nixl does not encrypt, and --tls asks for that: choose one of the two")
     if word == NIXL and not installed():
-        raise UsageError(f"--transport nixl needs NIXL ({', '.join(MODULES[:2])}): {_INSTALL}")
+        raise UsageError(f"--transport nixl needs NIXL ({', '.join(MODULES[:2])}): {to_install('rdma')}")
     if word == AUTO:
         return NIXL if rdma_devices(devices) and installed() and not secure else TCP
     return word

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import UsageError, to_install
 from rallypoint.watch.tracking.tracker import Tracker
 
 _NEEDS = {
@@ -25,7 +25,7 @@ def parse_target(text: str) -> str:
         raise UsageError(f"--track {text}: not KIND:FOLDER, KIND being one of {', '.join(KINDS)}")
     for name in _NEEDS[kind]:
         if importlib.util.find_spec(name) is None:
-            raise UsageError(f"tracking with {kind} needs {name}: pip install 'rallypoint[{kind}]'")
+            raise UsageError(f"tracking with {kind} needs {name}: {to_install(kind)}")
     return f"{kind}:{os.path.abspath(folder)}"
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import UsageError, to_install
 from rallypoint.watch.tracking.tracker import RunFacts
 
 
 def check_tensorboard() -> None:
     """UsageError if what writes its files is not installed."""
     if importlib.util.find_spec("tensorboardX") is None:
-        raise UsageError("--tensorboard needs tensorboardX: pip install 'rallypoint[tensorboard]'")
+        raise UsageError(f"--tensorboard needs tensorboardX: {to_install('tensorboard')}")
 
 
 class TensorBoard:
