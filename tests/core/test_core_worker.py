@@ -226,6 +226,27 @@ def test_a_slot_may_not_be_filled_again_before_its_gradient_has_left() -> None:
     assert bench.machine.slots.unsent == []
 
 
+def test_a_step_is_torn_while_some_shards_have_all_that_this_worker_owes_them_and_others_have_not() -> None:
+    bench = _at_step_0(2, [0, 1])
+    assert (bench.machine.torn, bench.machine.unapplied) == (False, [])
+    bench.compute()
+    assert (bench.machine.torn, bench.machine.unapplied) == (False, [0, 1]), "no shard has all replicas"
+    bench.begin()
+    bench.fill(0)
+    assert bench.machine.torn
+    bench.handle(LinkLost("s0"))
+    assert (bench.machine.torn, bench.machine.unapplied) == (False, [1]), "what s0 was sent may be lost"
+    bench.handle(LinkUp("s0"))
+    bench.handle(ReplicaAbandoned())
+    bench.compute()
+    bench.compute()
+    assert (bench.machine.torn, bench.machine.unapplied) == (False, [0, 1])
+    bench.arrive(0, 1)
+    assert bench.machine.unapplied == [1]
+    bench.arrive(1, 1)
+    assert bench.machine.unapplied == []
+
+
 def test_a_buffer_shard_gets_replica_0_alone() -> None:
     lead, other = _at_step_0(2, [0, 2], buffers=[1]), _at_step_0(2, [1], buffers=[1])
     assert [(send.shard, send.replica) for send in lead.compute()] == [(0, 0), (1, 0)]

@@ -158,6 +158,15 @@ class WorkerMachine(SlotMachine):
         """The version of table rows that the replica in progress reads."""
         return max(0, self.step)
 
+    @property
+    def unapplied(self) -> list[int]:
+        return sorted(shard for shard in self.presum.sent if self._versions.newest[shard] <= self.step)
+
+    @property
+    def torn(self) -> bool:
+        owed = {s for s in range(self.shards) if any(self._owes(s, replica) for replica in self.assigned)}
+        return bool(owed) and not self.presum.sent <= owed
+
     def contributes(self, shard: int, replica: int) -> bool:
         """True if `replica` contributes to `shard` at the step in progress."""
         return SlotMachine.contributes(self, shard, replica) and self.cadence.due(shard, self.step)
@@ -303,12 +312,14 @@ class WorkerMachine(SlotMachine):
         """True if the shard's values for version `target` are here: in the model, or in the slot."""
         return not self._changes(shard, target) or self._versions.landed(shard, target)
 
+    def _owes(self, shard: int, replica: int) -> bool:
+        """True if this worker still has to send the shard this replica's contribution."""
+        newest, sent = self._versions.newest[shard], self.presum.has(shard, replica)
+        return newest <= self.step and not sent and self.contributes(shard, replica)
+
     def _needs(self, shard: int, replica: int) -> bool:
         """True if this worker still has to send the shard this replica's contribution, and can."""
-        return (
-            self._versions.newest[shard] <= self.step and not self.presum.has(shard, replica)
-            and self.contributes(shard, replica) and self._home(shard) in self._links
-        )  # fmt: skip
+        return self._owes(shard, replica) and self._home(shard) in self._links
 
     def _seek(self, only: int | None = None) -> list[Effect]:
         """Fetch the shards of `target` (or `only` that one) that exist on a server, are not here, and are not fetched.

@@ -72,13 +72,7 @@ class OverlapMachine(WorkerMachine):
 
     @property
     def _all_sent(self) -> bool:
-        return not any(
-            self._versions.newest[shard] <= self.step
-            and not self.presum.has(shard, replica)
-            and self.contributes(shard, replica)
-            for replica in self.assigned
-            for shard in range(self.shards)
-        )
+        return not any(self._owes(shard, replica) for replica in self.assigned for shard in range(self.shards))
 
     # ---- what the main thread does ----
 

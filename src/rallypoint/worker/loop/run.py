@@ -20,6 +20,7 @@ from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.errors import UsageError
 from rallypoint.net.messages import Report, Say
 from rallypoint.net.recording.messages import Contributed
+from rallypoint.worker.ending.left_loop import LeftLoop
 from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.evaluating.leased import LeasedEvaluations
 from rallypoint.worker.exchange.exchange import Rewound
@@ -65,7 +66,9 @@ class Run:
         self._leased = LeasedEvaluations(parts, self._evaluations, self._evaluating)
         self._started, self.ledger = False, list[ReadBy]()
         self._ahead: GoneAhead[Ahead] = GoneAhead()
-        self._left: tuple[int, bool] | None = None  # the loop was left in this replica; is its gradient complete?
+        self._left = LeftLoop(
+            self._source, finite=lambda: all(map(math.isfinite, self._passes.losses.read())), undo=self._early.undo
+        )
 
     # ---- what the user sees ----
 
@@ -217,23 +220,13 @@ class Run:
 
         The worker computes nothing more; others do. Raises UsageError where a mode does not support it.
         """
-        if self._left is None:
-            return
-        (replica, whole), self._left = self._left, None
         stopping, round = self._parts.stopping, self._exchange.step
-        if not self._parts.alone:
+        if self._left.known and not self._parts.alone:
             raise UsageError(LEFT_LOOP.format(rank=0))
-        if stopping.why_not:
+        if self._left.known and stopping.why_not:
             raise UsageError(f"the loop ended before the last step: {stopping.why_not}")
-        losses = self._passes.losses
-        try:
-            if not whole:
-                raise Rewound
-            self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read())))
-            self._source.end_replica(replica)
-        except Rewound:
-            self._early.undo()
-            self._source.abandon()
+        if not self._left.end_replica():
+            return
         own = self._config.order == "own"
         stopping.leave(self._exchange, f"the loop was left at step {self._config.steps_at(round)}", own=own)
         while (action := self._next_action(early=False)) is not None:
@@ -342,7 +335,7 @@ class Run:
                 try:
                     yield micro
                 except GeneratorExit:
-                    self._left = replica, last and micro.finished and self._passes.ends_round(step)
+                    self._left.left(replica, whole=last and micro.finished and self._passes.ends_round(step))
                     raise
             if micro.abandoned:
                 raise Rewound
@@ -383,6 +376,11 @@ class Run:
     def _check_forwards(self) -> None:
         if self._parts.alone:  # of several ranks none may be unwound by itself, inside of a collective
             self._checks.on()
+
+    def fails(self) -> None:
+        """The script has failed: send what is left of a replica whose backward passes are over."""
+        if self._parts.alone:
+            self._left.fails()
 
     def release_model(self) -> None:
         """Take the hooks off the model."""
