@@ -158,15 +158,6 @@ class WorkerMachine(SlotMachine):
         """The version of table rows that the replica in progress reads."""
         return max(0, self.step)
 
-    @property
-    def unapplied(self) -> list[int]:
-        return sorted(shard for shard in self.presum.sent if self._versions.newest[shard] <= self.step)
-
-    @property
-    def torn(self) -> bool:
-        owed = {s for s in range(self.shards) if any(self._owes(s, replica) for replica in self.assigned)}
-        return bool(owed) and not self.presum.sent <= owed
-
     def contributes(self, shard: int, replica: int) -> bool:
         """True if `replica` contributes to `shard` at the step in progress."""
         return SlotMachine.contributes(self, shard, replica) and self.cadence.due(shard, self.step)
@@ -312,14 +303,9 @@ class WorkerMachine(SlotMachine):
         """True if the shard's values for version `target` are here: in the model, or in the slot."""
         return not self._changes(shard, target) or self._versions.landed(shard, target)
 
-    def _owes(self, shard: int, replica: int) -> bool:
-        """True if this worker still has to send the shard this replica's contribution."""
-        newest, sent = self._versions.newest[shard], self.presum.has(shard, replica)
-        return newest <= self.step and not sent and self.contributes(shard, replica)
-
     def _needs(self, shard: int, replica: int) -> bool:
         """True if this worker still has to send the shard this replica's contribution, and can."""
-        return self._owes(shard, replica) and self._home(shard) in self._links
+        return owes(self, shard, replica) and self._home(shard) in self._links
 
     def _seek(self, only: int | None = None) -> list[Effect]:
         """Fetch the shards of `target` (or `only` that one) that exist on a server, are not here, and are not fetched.
@@ -346,6 +332,28 @@ class WorkerMachine(SlotMachine):
         assert not self._wanted or self.computing, "shards are wanted of no replica"
         assert self.step <= self._rounds, f"step {self.step} of {self.steps}"
         assert not self.presum.sent or 0 <= self.step < self._rounds, f"sent to {self.presum.sent} outside of any step"
+
+
+def owes(machine: WorkerMachine, shard: int, replica: int) -> bool:
+    """True if this worker still has to send the shard this replica's contribution."""
+    newest, sent = machine._versions.newest[shard], machine.presum.has(shard, replica)
+    return newest <= machine.step and not sent and machine.contributes(shard, replica)
+
+
+def unapplied(machine: SlotMachine) -> list[int]:
+    """The shards to which this worker has contributed at the step in progress, and whose next version is not known to
+    exist. None where there is no step that all are at."""
+    if not isinstance(machine, WorkerMachine):
+        return []
+    return sorted(shard for shard in machine.presum.sent if machine._versions.newest[shard] <= machine.step)
+
+
+def is_torn(machine: SlotMachine) -> bool:
+    """True if some shards have all that this worker owes them at the step in progress, and others have not."""
+    if not isinstance(machine, WorkerMachine):
+        return False
+    owed = {s for s in range(machine.shards) if any(owes(machine, s, replica) for replica in machine.assigned)}
+    return bool(owed) and not machine.presum.sent <= owed
 
 
 def is_between(machine: SlotMachine, before: View, view: View) -> bool:

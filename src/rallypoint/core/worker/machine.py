@@ -106,17 +106,6 @@ class SlotMachine(ABC):
         return None
 
     @property
-    def unapplied(self) -> list[int]:
-        """The shards to which this worker has contributed at the step in progress, and whose next version is not known
-        to exist. Empty where there is no step that all are at."""
-        return []
-
-    @property
-    def torn(self) -> bool:
-        """True if some shards have all that this worker owes them at the step in progress, and others have not."""
-        return False
-
-    @property
     def must_upload(self) -> bool:
         """True while the servers still need the first weights and only this worker has them."""
         return self.in_order and self._uploads_first_weights()

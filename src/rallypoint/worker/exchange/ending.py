@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.aligned import is_torn, unapplied
 from rallypoint.core.worker.ending import End
 from rallypoint.errors import RallypointError
 from rallypoint.worker.exchange.locked import LockedShell, Rewound
@@ -84,7 +85,7 @@ class JobEnd:
     def torn(self) -> bool:
         """True if of the step in progress some shards have all that they need of this worker, and others have not."""
         with self._locked.changed:
-            return self._shell.machine.torn
+            return is_torn(self._shell.machine)
 
     def wait_until_applied(self) -> None:
         """The script has failed: keep the links until what this worker has sent is in a version, or the job is over.
@@ -94,7 +95,7 @@ class JobEnd:
         shell = self._shell
         with suppress(RallypointError), self._locked.changed:
             self._locked.wait(
-                lambda: shell.over or not shell.machine.unapplied,
+                lambda: shell.over or not unapplied(shell.machine),
                 lambda: f"version {shell.machine.step + 1} to be made of the gradients that it has sent",
             )
 

@@ -45,6 +45,7 @@ class Run:
     When the loop ends, the model holds the final weights on every worker.
 
     Attributes:
+        left_loop: the replica in which the script has left the loop.
         ledger: after the loop, of ``rp.Stream(once=True)``: what each process has read of it, and the version has.
     """
 
@@ -66,7 +67,7 @@ class Run:
         self._leased = LeasedEvaluations(parts, self._evaluations, self._evaluating)
         self._started, self.ledger = False, list[ReadBy]()
         self._ahead: GoneAhead[Ahead] = GoneAhead()
-        self._left = LeftLoop(
+        self.left_loop = LeftLoop(
             self._source, finite=lambda: all(map(math.isfinite, self._passes.losses.read())), undo=self._early.undo
         )
 
@@ -221,11 +222,11 @@ class Run:
         The worker computes nothing more; others do. Raises UsageError where a mode does not support it.
         """
         stopping, round = self._parts.stopping, self._exchange.step
-        if self._left.known and not self._parts.alone:
+        if self.left_loop.known and not self._parts.alone:
             raise UsageError(LEFT_LOOP.format(rank=0))
-        if self._left.known and stopping.why_not:
+        if self.left_loop.known and stopping.why_not:
             raise UsageError(f"the loop ended before the last step: {stopping.why_not}")
-        if not self._left.end_replica():
+        if not self.left_loop.end_replica():
             return
         own = self._config.order == "own"
         stopping.leave(self._exchange, f"the loop was left at step {self._config.steps_at(round)}", own=own)
@@ -335,7 +336,7 @@ class Run:
                 try:
                     yield micro
                 except GeneratorExit:
-                    self._left.left(replica, whole=last and micro.finished and self._passes.ends_round(step))
+                    self.left_loop.left(replica, whole=last and micro.finished and self._passes.ends_round(step))
                     raise
             if micro.abandoned:
                 raise Rewound
@@ -376,11 +377,6 @@ class Run:
     def _check_forwards(self) -> None:
         if self._parts.alone:  # of several ranks none may be unwound by itself, inside of a collective
             self._checks.on()
-
-    def fails(self) -> None:
-        """The script has failed: send what is left of a replica whose backward passes are over."""
-        if self._parts.alone:
-            self._left.fails()
 
     def release_model(self) -> None:
         """Take the hooks off the model."""

@@ -336,8 +336,8 @@ class Job(Member):
             return
         generation = exchange.view.generation  # first: if a roll-back comes now, the claim is stale, and not too high
         own = self._exchange
-        if self._run is not None:
-            self._run.fails()
+        if self._run is not None and self._group is None:  # else no rank may send alone
+            self._run.left_loop.fails()
         self._link.send(GiveUp(reason, max(0, exchange.step), generation, torn=own is not None and own.end.torn))
         if own is not None:
             own.end.wait_until_applied()
