@@ -77,5 +77,5 @@ def slurm(
         server_partition=options.server_partition, lead=options.lead, lines=options.sbatch or (),
         setup=options.setup or (),
     )  # fmt: skip
-    command = [sys.executable, "-m", "rallypoint.cli", "run", *words, str(script), *context.args]
+    command = [sys.executable, "-P", "-m", "rallypoint.cli", "run", *words, str(script), *context.args]
     print(script_of(batch, ["rallypoint", *sys.argv[1:]], command), end="")

@@ -40,7 +40,7 @@ _LEAVE_S = 10.0  # seconds after SIGTERM in which a worker may hand over
 _AFTER_ERROR_S = 10.0  # seconds in which the coordinator may tell the others why a worker has failed
 _ASK_S = 0.5
 _EMPTY_S = 20.0  # seconds without any worker, after ours has ended well, until the job counts as left
-_CLI = (sys.executable, "-m", "rallypoint.cli")
+_CLI = (sys.executable, "-P", "-m", "rallypoint.cli")
 
 
 @dataclass(slots=True)
