@@ -199,4 +199,4 @@ def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings:
     plan, overwrite = options.run(argv, script=script, more_settings=settings), options.overwrite
     if options.or_resume:
         plan, overwrite = going_on_or_anew(plan, lambda text: print(text, flush=True))
-    raise typer.Exit(launch(plan, RunConsole(), overwrite=overwrite))
+    raise typer.Exit(launch(plan, RunConsole(), overwrite=overwrite, made=options.folder is None))

@@ -94,8 +94,9 @@ class Supervisor:
         if not self._token:
             self._token = new_token()
             token_file = stack.enter_context(_token_file(folder, self._token))
-        fresh = str(new_folder(Path("runs")).resolve())
-        self._coordinator = coordinator_arguments(place, self._duties.servers_in_all, given, fresh)
+        self._coordinator = coordinator_arguments(
+            place, self._duties.servers_in_all, given, lambda: str(new_folder(Path("runs")).resolve())
+        )
         self._start(self._command("coordinator", "coordinator", (*_CLI, "coordinator", *self._coordinator)))
         while not (self._address or interrupts) and (self._children or self._start_at):
             self._look()
