@@ -199,3 +199,13 @@ def test_no_name_has_to_be_learnt_where_the_field_has_a_word() -> None:
 
 def test_words_are_found_in_names_of_every_style() -> None:
     assert words("_next_deal") == words("NextDeal") == words("NEXT_DEAL") == {"next", "deal"}
+
+
+def test_no_program_of_ours_looks_into_the_working_folder() -> None:
+    """``python -m`` imports from there first: a user's token.py, queue.py or random.py would end it."""
+    bare = [
+        f"{path}: {line.strip()}"
+        for path, text in files().items() if not path.startswith("testing/")
+        for line in text.splitlines() if '"-m"' in line and '"-P", "-m"' not in line
+    ]  # fmt: skip
+    assert bare == []

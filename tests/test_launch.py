@@ -904,3 +904,18 @@ def test_a_worker_that_stands_by_fails_alone(tmp_path: Path) -> None:
     assert "worker2 is gone: it has failed: RuntimeError: only I fail" in said
     assert "worker2 ended with status 1 before it took part; the job goes on without it" in said
     assert "done: 40 steps" in said
+
+
+@pytest.mark.slow
+def test_files_of_the_working_folder_that_are_named_as_modules_of_python_s_end_nothing(tmp_path: Path) -> None:
+    """Plain ``python scripts/train.py`` does not look there either."""
+    for name in ("token", "queue", "random", "socket"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user, imported by mistake')\n")
+    script = tmp_path / "scripts" / "train.py"
+    script.parent.mkdir()
+    script.write_text("import beside\n" + LONG_RUN.replace("10**9", "2"))
+    (script.parent / "beside.py").write_text("")  # the script's own folder is where it looks first
+    argv = [str(Path(sys.executable).with_name("rallypoint")), "run", "--workers", "1", "--servers", "1", str(script)]
+    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "imported by mistake" not in ended.stdout + ended.stderr

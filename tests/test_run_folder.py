@@ -11,6 +11,8 @@ import os
 import pwd
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from rallypoint.coordinator.journal import Journal
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.errors import DataError, UsageError
+from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch import folder as folders
 from rallypoint.launch import launcher
 from rallypoint.launch.code.kept import keep
@@ -40,6 +42,7 @@ from rallypoint.launch.folder import (
     clear,
     coordinated,
     locked,
+    new_folder,
     read_where,
     refuse_a_finished_run,
     refuse_an_old_run,
@@ -233,6 +236,39 @@ def old_run(folder: Path, last_word: Finish | Abort | None, *, snapshots: str = 
     journal.close()
 
 
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    """Whoever makes the folder has it: a sweep starts many at once."""
+    together = threading.Barrier(16)
+
+    def begin(number: int) -> Path:
+        together.wait()
+        return new_folder(tmp_path / "runs")
+
+    with ThreadPoolExecutor(16) as pool:
+        folders = list(pool.map(begin, range(16)))
+    assert len(set(folders)) == 16
+    assert all(folder.is_dir() for folder in folders)
+    for folder in folders:
+        with locked(folder):
+            refuse_an_old_run(folder, str(folder / "snapshots"))
+
+
+def test_where_no_folder_can_be_made_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(UsageError, match="cannot be a run's folder: File exists; choose another --folder"):
+        new_folder(tmp_path / "runs")
+
+
+def test_options_that_cannot_be_used_make_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="no --transport pigeon"):
+        RunOptions(transport="pigeon").run(["true"])
+    with pytest.raises(ConfigError, match="is no compression"):
+        RunOptions(compression="lead").run(["true"])
+    assert list(tmp_path.iterdir()) == []
+    assert Path(RunOptions(watch=False).run(["true"]).folder).is_dir()
+
+
 def test_a_new_folder_is_anybodys(tmp_path: Path) -> None:
     refuse_an_old_run(tmp_path, "")
 
@@ -257,6 +293,12 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, others: tuple[
     with pytest.raises(UsageError, match="nosuch"):
         launcher.launch(plan, RunConsole(Console(file=io.StringIO())))
     assert (folder / "run.json").exists()  # it was the user's folder
+    made = new_folder(tmp_path / "runs")
+    with pytest.raises(UsageError, match="nosuch"):
+        launcher.launch(
+            msgspec.structs.replace(plan, folder=str(made)), RunConsole(Console(file=io.StringIO())), made=True
+        )
+    assert not made.exists()
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:

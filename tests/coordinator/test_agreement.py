@@ -24,6 +24,16 @@ def test_two_workers_with_other_settings_at_one_step_are_named() -> None:
     assert "change settings by own_schedule" in why
 
 
+def test_of_a_script_s_own_loop_it_says_what_to_do_there() -> None:
+    agreement = Agreement()
+    assert agreement.difference("w0", report(5, "a"), own_loop=True) is None
+    said = agreement.difference("w1", report(5, "b"), own_loop=True)
+    assert said is not None
+    assert said.startswith("w1 and w0 do not have the same learning rate, or another setting of their optimizers, by s")
+    assert "rp.wrap(model, optimizer, schedule=scheduler, ...)" in said
+    assert "own_schedule" not in said
+
+
 def test_two_replicas_of_one_worker_may_differ_too() -> None:
     agreement = Agreement()
     agreement.difference("w0", report(3, "a"))

@@ -19,6 +19,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.modes import Feature
+from rallypoint.core.policy import AllReduce
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.messages import (
     Aborted,
@@ -30,6 +31,7 @@ from rallypoint.net.messages import (
     Done,
     Finished,
     GiveUp,
+    Held,
     Hello,
     Knows,
     Message,
@@ -387,6 +389,18 @@ def test_a_resumed_job_has_the_steps_of_its_snapshot_behind_it() -> None:
     play.begin()
     (plan,) = play.logged(Planned)
     assert (plan.items, plan.done) == (2 * 4, 10)
+
+
+def test_workers_that_fail_because_the_job_has_ended_begin_no_other_end() -> None:
+    play = Play(snapshots=True, settings={"sync": AllReduce()}, workers_start=2)
+    play.begin("w0", "w1")
+    play.store("w0")
+    for replica, worker in enumerate(("w0", "w1")):
+        play.say(worker, Report(0, replica, 1.0, 1.0, 4, 0.1, play.view.generation, f"settings of {worker}"))
+    assert "do not have the same settings" in play.sent(Aborted)[0].reason
+    play.done.clear()
+    play.say("w0", GiveUp("ValueError: something else", 1, play.view.generation))
+    assert (play.sent(Capture), play.logged(Held)) == ([], []), "it is not said that the newest version is being stored"
 
 
 # ---- a full disk -----------------------------------------------------------------------------------------------

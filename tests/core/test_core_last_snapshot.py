@@ -52,7 +52,7 @@ def test_the_version_that_the_servers_hold_is_stored_before_the_job_ends() -> No
     capture = asked(effects)
     assert (capture.version, capture.writers) == (5, ("s0", "s1"))
     assert [said.text for said in _of(Hold, effects)] == [
-        "w0 has failed; the newest version is stored before the job ends (Ctrl-C ends it now)"
+        "w0 has failed; storing the newest version before the job ends (Ctrl-C ends it now)"
     ]
     assert _of(Abort, effects) == []
     shards = len(job.view.primary)
@@ -254,3 +254,68 @@ def test_the_next_coordinator_of_a_failing_job_believes_no_worker_that_the_job_i
 def test_workers_that_hold_the_state_store_it_without_the_one_that_failed() -> None:
     job = at_step_5(sync=AllReduce())
     assert asked(job.play(Failed("w0", WHY))).writers == ("w1",)
+
+
+# ---- a worker that has failed in the middle of a step ----------------------------------------------------------
+
+
+def torn(job: _Job, member: str = "w0", version: int = 5) -> list[Effect]:
+    return job.play(Failed(member, WHY, version, job.view.generation, torn=True))
+
+
+def test_others_compute_what_a_worker_owes_that_failed_in_a_backward_pass_and_no_later_step() -> None:
+    job = at_step_5()
+    capture = asked(torn(job))
+    assert capture.version == 5, "no shard is known to have the update of step 5"
+    effects = job.play(SnapshotLost(capture.snapshot, "s1: too late", 6))
+    capture = asked(effects)
+    (published,) = _of(Publish, effects)
+    assert (capture.version, published.view.paused) == (6, 6)
+    assert published.view.assigned(5) == {"w1": (0, 1, 2, 3)}
+    assert published.view.primary == {shard: job.view.primary[shard] for shard in published.view.primary}
+    assert _of(Abort, job.store(capture)) == ENDED
+
+
+def test_others_compute_it_at_once_if_a_server_has_applied_the_step_already() -> None:
+    job = at_step_5()
+    job.play(Applied("s0", 5, job.view.generation))
+    effects = torn(job)
+    assert asked(effects).version == 6
+    (published,) = _of(Publish, effects)
+    assert published.view.paused == 6
+    assert published.view.assigned(5) == {"w1": (0, 1, 2, 3)}
+
+
+def test_what_nobody_can_compute_any_more_is_not_waited_for() -> None:
+    job = at_step_5()
+    capture = asked(torn(job))
+    job.play(SnapshotLost(capture.snapshot, "s1: too late", 6))
+    effects = job.play(Failed("w1", "the same", 5, job.view.generation, torn=True))
+    assert _of(Abort, effects) == ENDED
+    (said,) = _of(Say, effects)
+    assert said.text.startswith("the newest version is not stored: w0 has failed in the middle of a backward pass")
+
+
+@pytest.mark.parametrize("first", ["it is gone", "a shard is further"])
+def test_others_compute_what_a_failed_worker_owes_that_is_gone_before_the_shards_are_at_one_version(first: str) -> None:
+    job = at_step_5()
+    capture = asked(job.play(Failed("w0", WHY, 5, job.view.generation)))
+    gone, further = Left("w0", "killed"), SnapshotLost(capture.snapshot, "s1: too late", 6)
+    before, after = (gone, further) if first == "it is gone" else (further, gone)
+    assert _of(Publish, job.play(before)) == []
+    (published,) = _of(Publish, job.play(after))
+    assert (published.view.paused, published.view.assigned(5)) == (6, {"w1": (0, 1, 2, 3)})
+
+
+def test_the_next_coordinator_lets_others_compute_it_too() -> None:
+    job = at_step_5()
+    job.play(Applied("s0", 5, job.view.generation))
+    torn(job)
+    follower = followed(job)
+    follower.tick(1.0, alive=())
+    for member in ("s0", "s1", "w1"):
+        follower.join(member, incarnation=job.incarnations[member])
+    effects = follower.tick(0.1, alive=())
+    assert asked(effects).version == 6
+    assert job.view.assigned(5) == {"w1": (0, 1, 2, 3)}
+    assert _of(Abort, follower.store(asked(effects))) == ENDED

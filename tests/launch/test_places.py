@@ -111,7 +111,7 @@ LOCAL = replace(PLACE, nodes=1)
 
 
 def options(place: Place, given: str) -> dict[str, str]:
-    words = coordinator_arguments(place, 2, given, "/fresh")
+    words = coordinator_arguments(place, 2, given, lambda: "/fresh")
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
@@ -140,7 +140,7 @@ def test_the_users_options_win() -> None:
 
 
 def test_the_next_coordinator_listens_where_the_first_did_and_goes_on_with_the_journal() -> None:
-    first = coordinator_arguments(LOCAL, 2, "--replication 2 --resume step-7", "/fresh")
+    first = coordinator_arguments(LOCAL, 2, "--replication 2 --resume step-7", lambda: "/fresh")
     second = again(first, "127.0.0.1:4711")
     assert "--resume" not in second
     assert second[second.index("--bind") + 1] == "127.0.0.1:4711"

@@ -73,7 +73,7 @@ def test_the_step_on_a_node_has_all_that_the_job_has_there() -> None:
     argv = srun_command(Host("n2+1", python="/py"), {})
     assert argv[0] == "srun"
     assert {"--het-group=1", "--nodelist=n2", "--nodes=1", "--ntasks=1", "--overlap"} <= set(argv)
-    assert argv[-3:-1] == ["/py", "-m"]
+    assert argv[-4:-1] == ["/py", "-P", "-m"]
     assert not any(word.startswith("--het-group") for word in srun_command(Host("n2", python="/py"), {}))
 
 
@@ -215,7 +215,7 @@ def test_the_command_writes_a_script_from_options_on_both_sides_of_the_users(tmp
     assert "--ntasks=3" in servers
     assert {"--ntasks=8", "--gpus-per-task=1", "--no-kill"} <= set(workers)
     command = text.splitlines()[-1]
-    assert command.startswith(f"exec {sys.executable} -m rallypoint.cli run --workers 2:8 --servers 3 ")
+    assert command.startswith(f"exec {sys.executable} -P -m rallypoint.cli run --workers 2:8 --servers 3 ")
     assert command.endswith("--engine slurm --or-resume train.py --lr 0.1")
     misspelt = ["-m", "rallypoint.cli", "slurm", "train.py", "--worker", "8"]
     status, text = run_program(misspelt, tmp_path / "output", env=dict(os.environ), cwd=tmp_path)

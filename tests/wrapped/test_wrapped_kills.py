@@ -141,3 +141,70 @@ def test_a_script_that_raises_an_error_fails_the_job_with_that_errors_words(tmp_
     )  # fmt: skip
     assert status != 0
     assert "failed: worker0: ValueError: no such file" in " ".join(text.split())
+
+
+# ---- loops over epochs, and what a process that is started again would do wrong in silence ----
+
+EPOCHS = """
+import os, signal, sys
+from pathlib import Path
+import torch
+sys.path.insert(0, {here!r})
+from own_loops import Net
+import rallypoint as rp
+from rallypoint.worker.tensors import weights_hash
+
+how, struck = sys.argv[1], Path("struck")
+data = torch.utils.data.TensorDataset(torch.randn(20, 6, generator=torch.Generator().manual_seed(1)))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+model = Net()
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.StepLR(inner, 3)
+given = {{}} if how == "a scheduler that is not given" else {{"schedule": schedule}}
+optimizer = rp.wrap(model, inner, steps=13, **given)
+
+
+def two_loops():
+    for epoch in range(3):
+        yield from ((epoch, batch) for batch in loader)
+
+
+for epoch, (x,) in two_loops() if how == "not asked" else optimizer.epochs(loader):
+    model(x).square().mean().backward()
+    if optimizer.run.position == 7 and optimizer.replica == 1 and how != "undisturbed" and not struck.exists():
+        struck.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+    schedule.step()
+print("weights", weights_hash(model), flush=True)
+"""
+
+
+def run_epochs(home: Path, how: str) -> tuple[int, str]:
+    home.mkdir(exist_ok=True)
+    (home / "script.py").write_text(EPOCHS.format(here=str(HERE)))
+    argv = ["-m", "rallypoint.cli", "run", "--workers", "2", "--folder", str(home / "run"), "script.py", how]
+    return run_program(argv, home / "output", env=dict(os.environ), cwd=home, timeout=240.0)
+
+
+@pytest.mark.slow
+def test_a_loop_over_epochs_goes_on_where_the_job_is(tmp_path: Path) -> None:
+    found = []
+    for how in ("undisturbed", "killed"):
+        status, text = run_epochs(tmp_path / how, how)
+        assert status == 0, text
+        found += re.findall(r"weights (\w+)", text)
+    assert len(found) == 4
+    assert len(set(found)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "said"), [
+    ("not asked", "this process begins at step 7 of the job, and its loop has not asked where"),
+    ("a scheduler that is not given", "give it to rp.wrap(model, optimizer, schedule=scheduler, ...)"),
+])  # fmt: skip
+def test_a_loop_that_would_go_on_at_the_wrong_place_is_an_error_at_once(tmp_path: Path, how: str, said: str) -> None:
+    status, text = run_epochs(tmp_path, how)
+    assert status == 1, text
+    assert said in text, text
+    assert "own_schedule" not in text

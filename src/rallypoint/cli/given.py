@@ -36,7 +36,7 @@ def recipe_argv(recipe: str, arguments: list[str]) -> list[str]:
 
     if recipe not in RECIPES:
         raise UsageError(f"there is no recipe {recipe}: choose one of {', '.join(sorted(RECIPES))}")
-    argv = [sys.executable, "-m", RECIPES[recipe], *arguments]
+    argv = [sys.executable, "-P", "-m", RECIPES[recipe], *arguments]
     if "--help" in arguments:
         os.execv(sys.executable, argv)
     return argv

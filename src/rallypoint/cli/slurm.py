@@ -68,8 +68,9 @@ def slurm(
     if options.engine != "local" or options.hosts:
         raise UsageError("a Slurm job runs on the machines that Slurm gives it: without --engine and --hosts")
     ours = replace(options, engine="slurm", or_resume=True, gpus=0.0)
+    ours = replace(ours, folder=Path(FOLDER)) if ours.folder is None else ours
     ours.run([], script=str(script))  # its options can be used
-    words = arguments_of(replace(ours, folder=Path(FOLDER)) if ours.folder is None else ours, RunOptions)
+    words = arguments_of(ours, RunOptions)
     batch = Batch(
         name=options.job_name or script.stem, workers=parse_workers(options.workers)[0][1], servers=options.servers,
         aggregators=options.aggregators, together=options.together, server_cpus=options.server_cpus,
@@ -77,5 +78,5 @@ def slurm(
         server_partition=options.server_partition, lead=options.lead, lines=options.sbatch or (),
         setup=options.setup or (),
     )  # fmt: skip
-    command = [sys.executable, "-m", "rallypoint.cli", "run", *words, str(script), *context.args]
+    command = [sys.executable, "-P", "-m", "rallypoint.cli", "run", *words, str(script), *context.args]
     print(script_of(batch, ["rallypoint", *sys.argv[1:]], command), end="")

@@ -210,4 +210,4 @@ def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings:
         plan, overwrite = going_on_or_anew(plan, lambda text: print(text, flush=True))
     hint_at_folder(plan.folder)
     hint_at_page(options.watch)
-    raise typer.Exit(launch(plan, RunConsole(), overwrite=overwrite))
+    raise typer.Exit(launch(plan, RunConsole(), overwrite=overwrite, made=options.folder is None))

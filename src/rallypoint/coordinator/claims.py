@@ -184,7 +184,7 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.RateAwaited(sender, number, at)
         case Done(generation=generation, version=version):
             return cluster_events.Done(sender, generation, version)
-        case GiveUp(reason=reason, version=version, generation=generation):
-            return cluster_events.Failed(sender, reason, version, generation)
+        case GiveUp(reason=reason, version=version, generation=generation, torn=torn):
+            return cluster_events.Failed(sender, reason, version, generation, torn)
         case _:
             raise AssertionError(f"a message that nobody takes: {message}")

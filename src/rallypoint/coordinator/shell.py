@@ -233,7 +233,8 @@ class CoordinatorShell:
                 acts += self._drive(cluster_events.Progress(*done, now=self._awake.at(self._now)))
                 acts += self.announcer.report(message, self._now)
                 current = self.machine.course.is_current(message.generation)
-                if current and (why := self._agreement.difference(hello.id, message)) is not None:
+                own = self.machine.course.strategies.pinned
+                if current and (why := self._agreement.difference(hello.id, message, own_loop=own)) is not None:
                     acts += self._end(Aborted(why))
                 return acts
             case Metrics():
@@ -377,6 +378,8 @@ class CoordinatorShell:
         if self.last_word is not None:
             return []
         self.last_word = word
+        if isinstance(word, Aborted) and self.machine.last_word is None:
+            self.machine.course.end(cluster_effects.Abort(word.reason))  # what comes later begins no other end
         told = [*self._send(word, *self.members), *self._announce(word)]
         told += [act for newcomer in self._newcomers.take_all() for act in self._opened(newcomer)]
         away = self._take_over is not None or self.machine.course.members.awaited

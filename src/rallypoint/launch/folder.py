@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shlex
 import socket
@@ -49,10 +50,23 @@ class Where(msgspec.Struct, frozen=True):
 
 
 def new_folder(parent: Path) -> Path:
-    """Return a folder for a new run, named by the time: ``runs/20260131-235959``, with a number if it exists."""
+    """Make a folder for a new run, named by the time: ``runs/20260131-235959``, with a number if it exists.
+
+    No other run gets it, also if many start in the same second: whoever makes it has it. Raises UsageError if none can
+    be made.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    candidates = (parent / (stamp if n == 0 else f"{stamp}-{n}") for n in range(10_000))
-    return next(folder for folder in candidates if not folder.exists())
+    folder = parent / stamp
+    try:
+        parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        for n in itertools.count(1):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o755)  # others may not write it: see `refuse_others_words`
+                break
+            folder = parent / f"{stamp}-{n}"
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be a run's folder: {error.strerror}; choose another --folder") from None
+    return folder
 
 
 @contextlib.contextmanager

@@ -31,16 +31,17 @@ CLOSED = 141  # the status of a process that SIGPIPE ended, when nobody reads ou
 
 def launch(
     plan: Launch, console: RunConsole, intervene: Intervene | None = None, *, overwrite: bool = False,
-    original: bool = False,
+    original: bool = False, made: bool = False,
 ) -> int:  # fmt: skip
     """Start the cluster, show its progress, restart what dies, end it. Returns the exit status.
 
     `intervene` is called repeatedly during the run and may change the cluster. `overwrite` deletes what an earlier run
     has left in the folder; without it that raises UsageError (except with `plan.resume`). With `original` a resumed run
-    uses the code that it began with, not the files as they are now.
+    uses the code that it began with, not the files as they are now. `made`: its folder was made for it (`new_folder`),
+    and goes if it cannot begin.
     """
     folder = Path(plan.folder)
-    fresh = not folder.exists()
+    fresh = made or not folder.exists()
     with locked(folder), not_begun(folder) if fresh else contextlib.nullcontext():
         if overwrite:
             if stays := clear(folder):

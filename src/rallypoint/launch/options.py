@@ -162,8 +162,6 @@ class CoordinatorOptions:
         `folder` is the run's folder; None: the one of these options, or else a new one.
         """
         limits, start = parse_workers(self.workers)
-        folder = str(self.folder or new_folder(Path("runs"))) if folder is None else folder
-        where = self.snapshots or str((Path(folder) / SNAPSHOTS).resolve())
         if self.compression not in _COMPRESSIONS:
             raise ConfigError(f"'{self.compression}' is no compression: choose zstd, zstd-planes or none")
         if (self.replication or 1) > self.servers:
@@ -176,6 +174,9 @@ class CoordinatorOptions:
         check_keys(overrides)
         check_values(overrides)
         same = {name: getattr(self, name) for name in Launch.__struct_fields__ if name in _SAME and hasattr(self, name)}
+        topology = Topology() if self.topology is None else read_topology(self.topology)
+        folder = str(self.folder or new_folder(Path("runs"))) if folder is None else folder  # the options are right
+        where = self.snapshots or str((Path(folder) / SNAPSHOTS).resolve())
         return Launch(
             worker=tuple(worker), workers=limits, workers_start=start, folder=folder,
             snapshots="" if where == "none" else where, overrides=overrides,
@@ -183,8 +184,7 @@ class CoordinatorOptions:
                 keep_last=self.keep_last, keep_every=self.keep_every, keep_best=self.keep_best,
                 best_is="max" if self.best_is == "max" else "min",
             ),
-            topology=Topology() if self.topology is None else read_topology(self.topology),
-            replication=self.replication or 0, **same,
+            topology=topology, replication=self.replication or 0, **same,
         )  # fmt: skip
 
 
@@ -269,13 +269,12 @@ class RunOptions(CoordinatorOptions):
     def run(self, worker: list[str], *, script: str = "", more_settings: list[str] | None = None) -> Launch:
         """Return the plan of a run with workers of this argv: see `plan`. `more_settings` come after the options'."""
         both = replace(self, sets=[*(self.sets or []), *(more_settings or [])])
-        steps = _steps(self.trace_steps)
-        plan = both.plan(worker)
-        return with_whole_paths(msgspec.structs.replace(
-            plan, script=script, trace=str(self.trace or ""), trace_steps=steps, tls=self._certificates(),
-            transport=self._transport(), metrics=self._targets(), watch=self._page(), track=self._tracked(),
-            **self._machines(plan),
-        ))  # fmt: skip
+        own = {
+            "script": script, "trace": str(self.trace or ""), "trace_steps": _steps(self.trace_steps),
+            "tls": self._certificates(), "transport": self._transport(), "metrics": self._targets(),
+            "watch": self._page(), "track": self._tracked(), **self._machines(),
+        }  # fmt: skip
+        return with_whole_paths(msgspec.structs.replace(both.plan(worker), **own))
 
     def _certificates(self) -> str:
         """Return where the certificates are, for the plan."""
@@ -320,12 +319,12 @@ class RunOptions(CoordinatorOptions):
             raise UsageError("--metrics is for a run on this machine: elsewhere each role has --health HOST:PORT")
         return str(self.metrics.resolve())
 
-    def _machines(self, plan: Launch) -> dict[str, Any]:
+    def _machines(self) -> dict[str, Any]:
         """Return what differs in the plan of a run that is not on this machine only."""
         check_engine(self.engine)
         if self.engine != "ray" and (self.address or self.gpus):
             raise UsageError(f"{'--address' if self.address else '--gpus'} is for --engine ray")
-        bind = f"{HERE}:0" if plan.bind == _ON_LOOPBACK else plan.bind
+        bind = f"{HERE}:0" if self.bind == _ON_LOOPBACK else self.bind
         if not self.hosts:
             if self.engine == "ssh":
                 raise UsageError("--engine ssh on which machines? give --hosts, a file with one a line or a list")

@@ -216,9 +216,9 @@ class ClusterRun:
                 self.console.holding = False  # it would say so again
                 arguments = coordinator_arguments(self.plan, self._address, self._coordinators)
                 self._coordinators += 1
-                argv = (sys.executable, "-m", "rallypoint.cli", "coordinator", *arguments)
+                argv = (sys.executable, "-P", "-m", "rallypoint.cli", "coordinator", *arguments)
             case "server" | "aggregator":
-                argv = (sys.executable, "-m", "rallypoint.cli", role, *server_arguments(self.plan))
+                argv = (sys.executable, "-P", "-m", "rallypoint.cli", role, *server_arguments(self.plan))
             case _:
                 argv = grouped(self._worker_argv(name), self.plan.ranks)
         access = {environment.TOKEN: role_token(self._token, role), environment.TLS: self._tls}

@@ -210,13 +210,14 @@ class Done(AnyMessage, frozen=True):
 class GiveUp(Shown, frozen=True):
     """This member cannot continue. `reason` is a sentence.
 
-    `version` is the newest version that it has in this `generation`; 0 if it knows of none, or of a server that can no
-    longer vouch for its shards.
+    `version` is the newest that it has in this `generation`; 0: none, or a server cannot vouch for its shards any more.
+    `torn`: a worker has sent some shards all that they need of it at that step, and others not.
     """
 
     reason: str
     version: Index = 0
     generation: ViewNumber = ViewNumber()
+    torn: bool = False
 
 
 # ---- coordinator to member -------------------------------------------------------------------------------------

@@ -117,8 +117,10 @@ class _ForkedPopen(subprocess.Popen[Any]):
 
 
 def _is_program(argv: Any) -> bool:
-    """True for ``python -m ...``, ``python -c ...`` or ``python SCRIPT ...`` without any other option of Python's."""
+    """True for ``python [-P] -m ...``, ``python -c ...`` or ``python SCRIPT ...`` without any other option."""
     given = [] if isinstance(argv, (str, bytes, os.PathLike)) else [os.fspath(word) for word in argv]
+    if given[1:2] == ["-P"]:
+        del given[1]
     return len(given) > 1 and given[0] == sys.executable and (given[1] in ("-m", "-c") or given[1][:1] != "-")
 
 
@@ -185,11 +187,12 @@ def run_program_here(arguments: list[str], env: dict[str, str]) -> None:
 
 def _status(arguments: list[str]) -> int:
     """Run the program. Returns the exit status, negative for the signal that the process must end by."""
-    first, rest = arguments[0], arguments[1:]
+    safe = arguments[0] == "-P"
+    first, *rest = arguments[safe:]
     try:
         if first == "-m":
             sys.argv = rest
-            sys.path.insert(0, os.getcwd())
+            sys.path[:0] = [] if safe else [os.getcwd()]
             sys.modules.pop(rest[0], None)
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         elif first == "-c":

@@ -209,12 +209,13 @@ class Unlinked:
 @dataclass(frozen=True, slots=True)
 class Failed:
     """A member cannot go on and says why: the job ends, if the member has a part in it. In `generation` it has got
-    `version`, if that is not 0."""
+    `version`, if that is not 0. `torn`: a worker has contributed to some shards at that step, and to others not."""
 
     member: str
     reason: str
     version: int = 0
     generation: ViewNumber = field(default_factory=ViewNumber)
+    torn: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,8 +77,8 @@ class ClusterMachine:
         self.course = course = Course(self.terms, ViewSequence(epoch, 1))
         course.workers_max, course.begun_by = self.terms.workers_max, self.terms.begun_by
         self._snapshots = Snapshots(self.course, SnapshotDuty(self.terms, epoch))
-        self._ending = LastSnapshot(self.course, self._snapshots)
         self._succession = Succession(self.course, self._snapshots, self._assigner)
+        self._ending = LastSnapshot(self.course, self._snapshots, self._succession)
         self._completion = Completion(self.course, self._snapshots, self._succession)
         self._deciding = Deciding(self.course, self._completion)
         self._ordering, self._auditing = Ordering(course, self._succession), Auditing(course, self._succession)

@@ -36,12 +36,14 @@ class Failing(msgspec.Struct, frozen=True):
     """The job ends because `member` has failed, for this `reason`, once the newest `version` is stored.
 
     `holds`: it is a server that has failed because of a step, and it can still store the version that it holds.
+    `torn`: the step at which it, a worker, has contributed to some shards and to others not; -1: there is none.
     """
 
     member: str
     reason: str
     version: int
     holds: bool = False
+    torn: int = -1
 
     @property
     def word(self) -> Abort:

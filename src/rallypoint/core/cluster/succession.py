@@ -69,6 +69,25 @@ class Succession:
         noted = lease_noted(course, before)
         return [*noted, *self._publish(view, abandon=view.primary != before.primary)]
 
+    def ends_before(self, step: int) -> list[Effect]:
+        """Of a job that fails: publish a view in which the workers that stay compute all replicas of the step in
+        progress, and none of `step` or a later one. Nothing if there are none, or if theirs cannot be computed by
+        others."""
+        course = self.course
+        if course.view is None or course.record is None or course.strategies.pinned:
+            return []
+        assignments = self._assignments(course.view)
+        ending = course.view.ending
+        if not assignments or course.recovery.needs_new_generation(
+            course.view, assignments, course.members, ending=ending
+        ):
+            return []
+        course.views.paused = step
+        view = course.views.following(
+            course.record.layout.shards, course.members, assignments, ending=ending, moves_before=step
+        )
+        return [] if view is None else self._publish(view, abandon=False)
+
     def lease(self) -> list[Effect]:
         """Publish a view with another evaluation lease, or another decision, if there is to be one."""
         course = self.course

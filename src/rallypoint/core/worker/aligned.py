@@ -305,10 +305,7 @@ class WorkerMachine(SlotMachine):
 
     def _needs(self, shard: int, replica: int) -> bool:
         """True if this worker still has to send the shard this replica's contribution, and can."""
-        return (
-            self._versions.newest[shard] <= self.step and not self.presum.has(shard, replica)
-            and self.contributes(shard, replica) and self._home(shard) in self._links
-        )  # fmt: skip
+        return owes(self, shard, replica) and self._home(shard) in self._links
 
     def _seek(self, only: int | None = None) -> list[Effect]:
         """Fetch the shards of `target` (or `only` that one) that exist on a server, are not here, and are not fetched.
@@ -335,6 +332,28 @@ class WorkerMachine(SlotMachine):
         assert not self._wanted or self.computing, "shards are wanted of no replica"
         assert self.step <= self._rounds, f"step {self.step} of {self.steps}"
         assert not self.presum.sent or 0 <= self.step < self._rounds, f"sent to {self.presum.sent} outside of any step"
+
+
+def owes(machine: WorkerMachine, shard: int, replica: int) -> bool:
+    """True if this worker still has to send the shard this replica's contribution."""
+    newest, sent = machine._versions.newest[shard], machine.presum.has(shard, replica)
+    return newest <= machine.step and not sent and machine.contributes(shard, replica)
+
+
+def unapplied(machine: SlotMachine) -> list[int]:
+    """The shards to which this worker has contributed at the step in progress, and whose next version is not known to
+    exist. None where there is no step that all are at."""
+    if not isinstance(machine, WorkerMachine):
+        return []
+    return sorted(shard for shard in machine.presum.sent if machine._versions.newest[shard] <= machine.step)
+
+
+def is_torn(machine: SlotMachine) -> bool:
+    """True if some shards have all that this worker owes them at the step in progress, and others have not."""
+    if not isinstance(machine, WorkerMachine):
+        return False
+    owed = {s for s in range(machine.shards) if any(owes(machine, s, replica) for replica in machine.assigned)}
+    return bool(owed) and not machine.presum.sent <= owed
 
 
 def is_between(machine: SlotMachine, before: View, view: View) -> bool:

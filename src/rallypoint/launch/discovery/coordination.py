@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from rallypoint.errors import LinkError
@@ -15,20 +16,21 @@ from rallypoint.net.places.binding import EVERYWHERE
 _SOMEWHERE = "192.0.2.1:9"  # an address of no machine (RFC 5737): the way to it is the way out of this one
 
 
-def coordinator_arguments(place: Place, servers: int, given: str, fresh_folder: str) -> tuple[str, ...]:
+def coordinator_arguments(place: Place, servers: int, given: str, fresh_folder: Callable[[], str]) -> tuple[str, ...]:
     """Return the arguments of ``rallypoint coordinator``: our defaults, then the user's own options, which win.
 
-    `given`: RALLYPOINT_OPTIONS. `fresh_folder`: the run's folder, unless the user names one. There are snapshots if a
-    folder is named, or if all is on one machine: others may not see the folder. It goes on from the newest, if any.
+    `given`: RALLYPOINT_OPTIONS. `fresh_folder` makes the run's folder, unless the user names one. There are snapshots
+    if a folder is named, or if all is on one machine: others may not see the folder. It goes on from the newest.
     """
     own = _words(given)
-    folder = _value(own, "--folder")
+    named = _value(own, "--folder")
+    folder = named or fresh_folder()
     snapshots = _value(own, "--snapshots")
     if not snapshots:
-        snapshots = str(Path(folder or fresh_folder) / SNAPSHOTS) if folder or place.one_machine else "none"
+        snapshots = str(Path(folder) / SNAPSHOTS) if named or place.one_machine else "none"
     bind, host = ("127.0.0.1:0", "") if place.one_machine else (f"{EVERYWHERE}:0", own_address(place))
     return (
-        "--workers", str(place.world), "--servers", str(servers), "--folder", folder or fresh_folder,
+        "--workers", str(place.world), "--servers", str(servers), "--folder", folder,
         "--snapshots", snapshots, *(["--resume", "latest"] if snapshots != "none" else []),
         "--bind", bind, *(["--advertise", host] if host and not _value(own, "--bind") else []), *own,
     )  # fmt: skip

@@ -48,7 +48,7 @@ _ASK_S = 0.5
 _LAST_WORDS_S = 2.0  # seconds for the last lines of a rank that is told to end: its launcher waits for it
 _SIGNALLED = 128  # higher statuses are of processes that a signal has ended
 _EMPTY_S = 20.0  # seconds without any worker, after ours has ended well, until the job counts as left
-_CLI = (sys.executable, "-m", "rallypoint.cli")
+_CLI = (sys.executable, "-P", "-m", "rallypoint.cli")
 
 
 @dataclass(slots=True)
@@ -103,8 +103,9 @@ class Supervisor:
         if not self._token:
             self._token = new_token()
             token_file = stack.enter_context(_token_file(folder, self._token))
-        fresh = str(new_folder(Path("runs")).resolve())
-        self._coordinator = coordinator_arguments(place, self._duties.servers_in_all, given, fresh)
+        self._coordinator = coordinator_arguments(
+            place, self._duties.servers_in_all, given, lambda: str(new_folder(Path("runs")).resolve())
+        )
         self._start(self._command("coordinator", "coordinator", (*_CLI, "coordinator", *self._coordinator)))
         while not (self._address or interrupts) and (self._children or self._start_at):
             self._look()

@@ -12,7 +12,7 @@ from rallypoint.errors import StartAgain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A process to start: ``Command(name="server0", role="server", argv=("python", "-m", ...), env={"A": "1"})``.
+    """A process to start: ``Command(name="server0", role="server", argv=("python", "-P", ...), env={"A": "1"})``.
 
     Attributes:
         name: unique among all processes of the run.

@@ -107,7 +107,7 @@ class Ranks:
 
 def grouped(argv: tuple[str, ...], ranks: int) -> tuple[str, ...]:
     """Return the command of a worker of so many ranks, each of which runs `argv`."""
-    return argv if ranks == 1 else (sys.executable, "-m", "rallypoint.launch.engines.ranks", str(ranks), *argv)
+    return argv if ranks == 1 else (sys.executable, "-P", "-m", "rallypoint.launch.engines.ranks", str(ranks), *argv)
 
 
 def _free_port() -> int:

@@ -35,5 +35,5 @@ def ssh_command(ssh: str, host: Host) -> list[str]:
     """Return the command that starts the far end on a host. `ssh`: the client, as ``ssh -F my_config``."""
     options = [word for option in OPTIONS for word in ("-o", option)]
     port = ["-p", str(host.port)] if host.port else []
-    program = shlex.join([host.python, "-m", FAR_END])
+    program = shlex.join([host.python, "-P", "-m", FAR_END])
     return [*shlex.split(ssh), "-T", *options, *port, "--", host.name, f"exec {program}"]

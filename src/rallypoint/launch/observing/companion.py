@@ -46,7 +46,7 @@ class Companion:
         if not self._wanted:
             return
         self._wanted = False
-        argv = [sys.executable, "-m", "rallypoint.cli", *self._arguments]
+        argv = [sys.executable, "-P", "-m", "rallypoint.cli", *self._arguments]
         held, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(

@@ -14,7 +14,7 @@ from rallypoint.codec.spec import CodecSpec
 from rallypoint.config.tree import DownSpec, Group, rate_of
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.policy import AllReduce, Sync
-from rallypoint.errors import ConfigError, sentence_of
+from rallypoint.errors import ConfigError, JobAborted, sentence_of
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.join import join
 from rallypoint.worker.loop.session import Job
@@ -46,7 +46,8 @@ def wrap(
 
     Call it once, where a DDP script wraps its model: after the model is built and on its device, before the loop. Each
     process is one replica. It returns when all are here, and the model holds the job's weights: the first ones, or in
-    a process that is started again those of the step in progress. Begin the loop at `WrappedOptimizer.position`.
+    a process that is started again those of the step in progress. Begin the loop at `WrappedOptimizer.position`, or let
+    it be `WrappedOptimizer.epochs`: a process that begins at a later step than 0 and steps without either is an error.
 
     `optimizer` decides who steps. A torch optimizer steps here, in every process, with the mean gradient of all: the
     script may set its rates. Rallypoint's own, as ``rp.AdamW(lr=3e-4)``, steps on the servers, which hold its state.
@@ -104,7 +105,7 @@ def _shown(model: torch.nn.Module, run: OwnRun) -> torch.optim.Optimizer:
 def _script_ends(job: Job, run: OwnRun) -> None:
     """The script ends. If the job is not over, nobody else can compute its replica: say so."""
     error = getattr(sys, "last_value", None)
-    if run.over or job.left or run.replaced or isinstance(job, EmbeddedJob):
+    if run.over or job.left or run.replaced or isinstance(job, EmbeddedJob) or isinstance(error, JobAborted):
         return
     why = sentence_of(error) if error is not None else (
         f"its script has ended at step {run.position} of {run.config.steps}: call optimizer.finish() where the loop "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.aligned import is_torn, unapplied
 from rallypoint.core.worker.ending import End
+from rallypoint.errors import RallypointError
 from rallypoint.worker.exchange.locked import LockedShell, Rewound
 
 
@@ -75,6 +78,25 @@ class JobEnd:
             self._locked.wait(
                 lambda: self._shell.over or not self._has_to_compute() or self._shell.machine.step != step,
                 lambda: f"step {step}: others compute what is left of it, because the script has left its loop here",
+            )
+
+
+    @property
+    def torn(self) -> bool:
+        """True if of the step in progress some shards have all that they need of this worker, and others have not."""
+        with self._locked.changed:
+            return is_torn(self._shell.machine)
+
+    def wait_until_applied(self) -> None:
+        """The script has failed: keep the links until what this worker has sent is in a version, or the job is over.
+
+        The step whose gradients are on their way can be its last whole one.
+        """
+        shell = self._shell
+        with suppress(RallypointError), self._locked.changed:
+            self._locked.wait(
+                lambda: shell.over or not unapplied(shell.machine),
+                lambda: f"version {shell.machine.step + 1} to be made of the gradients that it has sent",
             )
 
 

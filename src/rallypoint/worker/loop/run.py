@@ -20,6 +20,7 @@ from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.errors import UsageError
 from rallypoint.net.messages import Report, Say
 from rallypoint.net.recording.messages import Contributed
+from rallypoint.worker.ending.left_loop import LeftLoop
 from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.evaluating.leased import LeasedEvaluations
 from rallypoint.worker.exchange.exchange import Rewound
@@ -44,6 +45,7 @@ class Run:
     When the loop ends, the model holds the final weights on every worker.
 
     Attributes:
+        left_loop: the replica in which the script has left the loop.
         ledger: after the loop, of ``rp.Stream(once=True)``: what each process has read of it, and the version has.
     """
 
@@ -65,7 +67,9 @@ class Run:
         self._leased = LeasedEvaluations(parts, self._evaluations, self._evaluating)
         self._started, self.ledger = False, list[ReadBy]()
         self._ahead: GoneAhead[Ahead] = GoneAhead()
-        self._left: tuple[int, bool] | None = None  # the loop was left in this replica; is its gradient complete?
+        self.left_loop = LeftLoop(
+            self._source, finite=lambda: all(map(math.isfinite, self._passes.losses.read())), undo=self._early.undo
+        )
 
     # ---- what the user sees ----
 
@@ -217,23 +221,13 @@ class Run:
 
         The worker computes nothing more; others do. Raises UsageError where a mode does not support it.
         """
-        if self._left is None:
-            return
-        (replica, whole), self._left = self._left, None
         stopping, round = self._parts.stopping, self._exchange.step
-        if not self._parts.alone:
+        if self.left_loop.known and not self._parts.alone:
             raise UsageError(LEFT_LOOP.format(rank=0))
-        if stopping.why_not:
+        if self.left_loop.known and stopping.why_not:
             raise UsageError(f"the loop ended before the last step: {stopping.why_not}")
-        losses = self._passes.losses
-        try:
-            if not whole:
-                raise Rewound
-            self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read())))
-            self._source.end_replica(replica)
-        except Rewound:
-            self._early.undo()
-            self._source.abandon()
+        if not self.left_loop.end_replica():
+            return
         own = self._config.order == "own"
         stopping.leave(self._exchange, f"the loop was left at step {self._config.steps_at(round)}", own=own)
         while (action := self._next_action(early=False)) is not None:
@@ -342,7 +336,7 @@ class Run:
                 try:
                     yield micro
                 except GeneratorExit:
-                    self._left = replica, last and micro.finished and self._passes.ends_round(step)
+                    self.left_loop.left(replica, whole=last and micro.finished and self._passes.ends_round(step))
                     raise
             if micro.abandoned:
                 raise Rewound

@@ -316,11 +316,13 @@ class Job(Member):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
-            self._finish(self._run if error is None else None)
-        elif not isinstance(error, JobAborted):
-            self._give_up(cause_of(error, self._group))
-        self.close()
+        try:
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                self._finish(self._run if error is None else None)
+            elif not isinstance(error, JobAborted):
+                self._give_up(cause_of(error, self._group))
+        finally:
+            self.close()
         if self._group is not None and error is None:  # else other ranks may be in a collective, and wait for this one
             self._group.close()
 
@@ -342,7 +344,12 @@ class Job(Member):
             self._link.send(GiveUp(reason))
             return
         generation = exchange.view.generation  # first: if a roll-back comes now, the claim is stale, and not too high
-        self._link.send(GiveUp(reason, max(0, exchange.step), generation))
+        own = self._exchange
+        if self._run is not None and self._group is None:  # else no rank may send alone
+            self._run.left_loop.fails()
+        self._link.send(GiveUp(reason, max(0, exchange.step), generation, torn=own is not None and own.end.torn))
+        if own is not None:
+            own.end.wait_until_applied()
 
     def close(self) -> None:
         """Leave the job: take the hooks off the model, end every link and thread."""

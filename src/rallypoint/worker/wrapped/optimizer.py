@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from rallypoint.config.tree import rate_of
 from rallypoint.errors import UsageError
+from rallypoint.worker.wrapped.epochs import Batches, epochs_of
 from rallypoint.worker.wrapped.run import OwnRun
+
+_B = TypeVar("_B")
+NOT_ASKED = (
+    "this process begins at step {} of the job, and its loop has not asked where: it would train on its first batches "
+    "again (nothing of it was sent). Begin the loop there: `for epoch, batch in optimizer.epochs(loader):` in place of "
+    "the two loops over epochs and batches, or `for step in range(optimizer.position, steps):` where a batch follows "
+    "from its step"
+)
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
@@ -30,13 +39,37 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._loss: torch.Tensor | None = None
         self._figures: dict[str, float | torch.Tensor] = {}
         self._rates = [group.get("lr") for group in inner.param_groups]
+        self._begins_at = run.position
+        self._is_asked = run.position == 0  # has the loop asked where it is to begin?
 
     # ---- where the job is ----
 
     @property
     def position(self) -> int:
-        """The step that the loop is to compute next: 0 at the start, more in a process that is started again."""
+        """The step that the loop is to compute next: 0 at the start, more in a process that is started again, and in a
+        job that is resumed. Begin the loop there, or let it be `epochs`."""
+        self._is_asked = True
         return self.run.position
+
+    def epochs(self, loader: Batches[_B]) -> Iterator[tuple[int, _B]]:
+        """The (epoch, batch) pairs of the job's steps, from `position` on, until the job is over: the loop takes one
+        for each `step`.
+
+            for epoch, batch in optimizer.epochs(loader):
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        `loader` is a DataLoader, or anything with a length that gives as many batches each time it is iterated; each
+        process has its own part of the data (a DistributedSampler; its `set_epoch` is called). A process that is
+        started again goes on in mid-epoch: it loads what it drops of that epoch. A shuffled order follows from the
+        job's seed and the epoch, and so does a `generator` of the loader or its sampler.
+
+        Raises UsageError for a loader without a batch, for one that gives fewer than its length, and when the loop
+        asks for a batch without a `step` in between.
+        """
+        self._is_asked = True
+        return epochs_of(self.run, loader)
 
     @property
     def replica(self) -> int:
@@ -63,9 +96,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push the gradients, and wait for the next version of the model. Returns what `closure` returns.
 
-        Afterwards ``.grad`` is None. Raises UsageError after the last step. Ends the process (StartAgain) where its
-        loop is not at the job's step.
+        Afterwards ``.grad`` is None. Raises UsageError after the last step, and in a process that begins at a later
+        step than 0 if nothing has read `position`: its loop would train on its first batches again. Ends the process
+        (StartAgain) where its loop is not at the job's step.
         """
+        if not self._is_asked:
+            raise UsageError(NOT_ASKED.format(self._begins_at))
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -131,7 +167,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def _show_rate(self) -> None:
         for group in self.inner.param_groups:
-            group["lr"] = rate_of(self.run.config, self.position)
+            group["lr"] = rate_of(self.run.config, self.run.position)
         self._rates = [group["lr"] for group in self.inner.param_groups]
 
     def _check_rates(self) -> None:

@@ -103,7 +103,9 @@ class OwnRun(Run):
 
     def give_up(self, reason: str) -> None:
         """The script ends before the job: nobody else can compute its replica."""
-        self._parts.coordinator.send(GiveUp(reason, max(0, self.position), self._exchange.view.generation))
+        end = self._exchange.end
+        self._parts.coordinator.send(GiveUp(reason, max(0, self.position), end.generation, torn=end.torn))
+        end.wait_until_applied()
 
     def _advance(self) -> bool:
         """Go on to the next micro-batch; False if the job is over."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
@@ -10,6 +10,7 @@ from rallypoint.core.cluster.effects import Effect, Hold, Say
 from rallypoint.core.cluster.state import Failing, Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.storing.snapshots import Snapshots
+from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
 
 # So many seconds, and at least the patience of every other snapshot, it is waited for one more file. In the first of
@@ -26,12 +27,18 @@ class LastSnapshot:
 
     No version can follow the one that the servers hold, because the failed member's contributions do not come. Which
     version that is, is not certain: the servers' reports may be on their way. So a shard that is past the version asked
-    for names its own, and that one is asked for. The store may be slow: as long as files come, the end waits.
+    for names its own, and that one is asked for. The other shards come there too: a worker that fails stays until what
+    it has sent is applied. If it has sent only a part of the step (it failed in the middle of a backward pass), or is
+    gone too early, other workers compute its replicas of that step, and no later one. The store may be slow: as long
+    as files come, the end waits.
     """
 
     course: Course
     snapshots: Snapshots
+    succession: Succession
     _writers: frozenset[str] = frozenset()
+    _lost: set[str] = field(default_factory=set)  # the workers that may not have contributed all that they owe
+    _differ: bool = False  # some shards were further than others
     _until: float = 0.0  # the time (s) up to which a new coordinator waits for the members of a failing job
     _news: float = 0.0  # the time (s) of the last file, or of the failure
 
@@ -41,7 +48,8 @@ class LastSnapshot:
         if course.failing is not None:
             return self.again()  # the job fails already: an earlier coordinator said so
         holds = failed.version > 0 and failed.member in course.members.servers
-        course.failing = Failing(failed.member, failed.reason, self._newest(failed), holds)
+        torn = failed.version if failed.torn else -1
+        course.failing = Failing(failed.member, failed.reason, self._newest(failed), holds, torn)
         return self._begin(course.failing)
 
     def _begin(self, failing: Failing) -> list[Effect]:
@@ -50,10 +58,14 @@ class LastSnapshot:
         if not writers or version <= self.snapshots.duty.last[0]:
             return self.end()
         self._writers, course.phase = frozenset(writers), Phase.FAILING
+        away = member not in course.members or member in course.members.awaited
+        self._lost |= {member} if failing.torn >= 0 or away else set()
+        self._differ = 0 <= failing.torn < version
         course.changed()
         self._news = course.now
-        said = Hold(f"{member} has failed; the newest version is stored before the job ends (Ctrl-C ends it now)")
-        return [said, *self.snapshots.capture(version, writers)]
+        said = Hold(f"{member} has failed; storing the newest version before the job ends (Ctrl-C ends it now)")
+        asked = self.snapshots.capture(version, writers)
+        return [said, *asked, *(self._without_lost() if self._differ else [])]
 
     def again(self) -> list[Effect]:
         """Go on with the end that an earlier coordinator had begun, once those who store are back (at most 10 s)."""
@@ -80,7 +92,7 @@ class LastSnapshot:
                 return self.snapshots.stored(event)
             case events.SnapshotLost(snapshot=snapshot, passed=passed) if taking := duty.under_way(snapshot):
                 if passed > taking.version:
-                    return self.snapshots.capture(passed, sorted(self._writers))
+                    return self._further(passed)
                 return [Say(f"snapshot {snapshot} could not be taken: {event.reason}"), *self.end()]
             case events.Committed(snapshot=snapshot) if duty.under_way(snapshot):
                 duty.complete(course.now)
@@ -96,8 +108,31 @@ class LastSnapshot:
                 return []
             case events.Left(member=member) if member in self._writers:
                 return self._without(f"{member}, which held it, has ended too")
+            case events.Failed(member=member) | events.Left(member=member) if member in course.members.workers:
+                self._lost.add(member)
+                return self._without_lost() if self._differ else []
             case _:
                 return []
+
+    def _further(self, version: int) -> list[Effect]:
+        """A shard is at `version` already: store that one, to which the other shards come too."""
+        self._differ = True
+        return [*self.snapshots.capture(version, sorted(self._writers)), *self._without_lost()]
+
+    def _without_lost(self) -> list[Effect]:
+        """Let others compute what lost workers have not contributed to the version that is stored."""
+        course, taking = self.course, self.snapshots.duty.taking
+        if course.failing is None or taking is None or not taking.missing or not self._lost:
+            return []
+        course.members.leaving |= self._lost & course.members.workers.keys()
+        if published := self.succession.ends_before(taking.version):
+            return published
+        if course.failing.torn < 0:
+            return []
+        return self._without(
+            f"{course.failing.member} has failed in the middle of a backward pass, so some shards have that step's "
+            "update and others not, and no other worker is here that could compute it"
+        )
 
     def end(self) -> list[Effect]:
         """End the job with the failure that it has."""

@@ -46,5 +46,5 @@ def srun_command(host: Host, environ: Mapping[str, str]) -> list[str]:
         "srun", *([f"--het-group={component}"] if component else []), "--nodes=1", "--ntasks=1", f"--nodelist={node}",
         "--overlap", "--cpu-bind=none", "--mem=0", "--unbuffered", "--kill-on-bad-exit=1", "--job-name=rallypoint",
         *([f"--gpus-per-node={gpus}"] if gpus else []),
-        host.python, "-m", _STEP,
+        host.python, "-P", "-m", _STEP,
     ]  # fmt: skip
