@@ -32,6 +32,25 @@ for number in range(400):
         time.sleep(0.01)
 print(f"rank {state.rank} has all sums", flush=True)
 """
+COLLECTIVES = """
+import pathlib, time, torch
+import torch.distributed as dist
+import rallypoint.bridges.c10d
+dist.init_process_group("rallypoint")
+rank = dist.get_rank()
+for number in range(400):
+    values = torch.full((3000,), float(rank + number))
+    dist.all_reduce(values)
+    dist.broadcast(values, number % 2)
+    parts = [torch.zeros(3000) for _ in range(2)]
+    dist.all_gather(parts, values)
+    dist.barrier()
+    assert float(parts[1 - rank][-1]) == 2 * number + 1, number
+    pathlib.Path(f"at-{rank}").write_text(str(number))
+    while number == 100 and rank == 0 and not pathlib.Path("go").exists():
+        time.sleep(0.01)
+print(f"rank {rank} has all sums", flush=True)
+"""
 
 
 @pytest.mark.parametrize(("before", "after", "added", "removed"), [
@@ -89,9 +108,9 @@ def test_an_example_ends_with_gloo_s_bytes_under_both_launchers(kind: str, tmp_p
 class Killed:
     """A program that makes sums, held at sum 100 until `go`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: str = KILLED) -> None:
         self.folder = folder
-        (folder / "train.py").write_text(KILLED)
+        (folder / "train.py").write_text(script)
         self.program = Program(
             ["-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "2", "--replication", "2", "train.py"],
             folder / "out", ENV, folder,
@@ -111,11 +130,11 @@ class Killed:
         file = self.folder / f"at-{rank}"
         return file.read_text() if file.exists() else ""
 
-    def kill(self, name: str) -> None:
-        """Kill the process that the launcher has given this name."""
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send this signal to the process that the launcher has given this name."""
         for child in psutil.Process(self.program.pid).children(recursive=True):
             if child.name() == name:
-                child.send_signal(signal.SIGKILL)
+                child.send_signal(number)
                 return
         raise AssertionError(f"no {name}")
 
@@ -158,6 +177,39 @@ def test_a_killed_worker_ends_the_job_with_a_sentence_that_names_it(tmp_path: Pa
         killed.close()
     assert status == 1, text
     assert "worker1 is gone, and this script's world is fixed: start all of it again" in text
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+def test_a_killed_server_costs_the_backend_s_collectives_nothing_with_replication(tmp_path: Path) -> None:
+    killed = Killed(tmp_path, COLLECTIVES)
+    try:
+        killed.until_held()
+        killed.kill("server0")
+        status, text = killed.go_on()
+    finally:
+        killed.close()
+    assert status == 0, text
+    assert "rank 0 has all sums" in text
+    assert "rank 1 has all sums" in text
+    assert "server0 was killed (SIGKILL)" in text
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_waits_in_a_collective_for_a_worker_that_is_gone_ends_with_its_name(tmp_path: Path, number: int) -> None:
+    killed = Killed(tmp_path, COLLECTIVES)
+    try:
+        killed.until_held()
+        killed.kill("worker1", number)
+        status, text = killed.go_on()
+    finally:
+        killed.close()
+    assert status == 1, text
+    assert "worker1 is gone" in text
+    if number == signal.SIGSTOP:  # its connections are open: nothing but this wakes who waits for it
+        assert "(this script is ended in 30 s, unless it ends by itself)" in text
 
 
 EARLY_END = """

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from rallypoint.bridges import joining
 from rallypoint.bridges.c10d import FutureWork, RallypointGroup
+from rallypoint.errors import JobAborted
+from rallypoint.worker.collective.reducer import Sum
 from rallypoint.worker.collective.sums import Sums
 
 
@@ -40,6 +42,25 @@ def test_a_sum_that_is_there_is_given_also_through_its_future() -> None:
     assert work.is_success()
     assert work.get_future() is future
     assert torch.equal(work.result()[0], result[0])
+
+
+def test_ddp_raises_the_sentence_of_a_sum_that_failed_and_does_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reducer is in C++, and looks at the future itself."""
+    broken = JobAborted("worker1 is gone, and this script's world is fixed")
+    made = _NoSums(broken)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    group = RallypointGroup(cast(Sums, made), dist.HashStore(), 0, 1, timedelta(seconds=10))
+    model = torch.nn.Linear(2, 2)
+    reducer = dist.Reducer(
+        list(model.parameters()), [[0, 1]], [1 << 20], group, [False, False], 1 << 20, False, False, {}, 1 << 20, 0
+    )  # type: ignore[attr-defined]
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
+    with pytest.raises(RuntimeError, match="worker1 is gone, and this script's world is fixed"):
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(JobAborted, match="worker1 is gone"):
+        group.allreduce([torch.ones(2)]).wait()
+    group.shutdown()
 
 
 # Methods of a group that move nothing between ranks: what it is called, which backends it has.
@@ -86,7 +107,18 @@ class _Noting:
 
 
 class _NoSums:
-    world = 0
+    """Sums of one worker, each of which fails with `error`."""
+
+    told = Sums.told
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.world, self.failed, self.reducer = 1, None, self
+        self._error = error
+
+    def sum(self, *_: Any) -> Sum:
+        one = Sum()
+        one.ended(self._error)
+        return one
 
 
 def _alone() -> RallypointGroup:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rallypoint.bridges import joining, words
-from rallypoint.errors import UsageError
+from rallypoint.errors import JobAborted, UsageError
 from rallypoint.launch import environment
 from rallypoint.worker.collective.reducer import Sum
 from rallypoint.worker.collective.sums import Sums
@@ -66,3 +66,36 @@ def test_a_result_that_no_thread_can_be_started_for_is_an_error_and_no_silence(
     assert future.done()
     with pytest.raises(RuntimeError, match="can't start new thread"):
         future.wait()
+
+
+def _broken(over: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[BaseException], list[int]]:
+    """Tell a process that no sum can be made any more: with which errors it fails its job, and its exit statuses."""
+    failed, statuses = list[BaseException](), list[int]()
+    for name in ("_NOTICED_S", "_BROKEN_S"):
+        monkeypatch.setattr(joining, name, 0.01)
+    monkeypatch.setattr(joining.os, "_exit", statuses.append)
+    event = threading.Event()
+    if over:
+        event.set()
+    before = set(threading.enumerate())
+    error = JobAborted("worker1 is gone")
+    joining._end_who_waits(cast(Sums, SimpleNamespace(fail=failed.append)), event, error)
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    return failed, statuses
+
+
+def test_a_script_that_waits_without_a_sum_is_ended_once_none_can_be_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed, statuses = _broken(False, monkeypatch)
+    assert [str(error) for error in failed] == ["worker1 is gone"]
+    assert statuses == [1]
+    assert "worker1 is gone (this script is ended in" in capsys.readouterr().err
+
+
+def test_a_script_that_ends_by_itself_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _broken(True, monkeypatch) == ([], [])
+    assert capsys.readouterr().err == ""

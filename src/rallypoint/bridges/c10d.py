@@ -183,7 +183,7 @@ def _op_of(*given: Any) -> Any:
 
 
 def _asked(made: Sums, parts: Sequence[Part], result: list[torch.Tensor]) -> dist.Work:
-    return FutureWork(sum_of(made, parts, result, torch.device("cpu")))
+    return FutureWork(sum_of(made, parts, result, torch.device("cpu")), made.told)
 
 
 def _waited(works: Iterable[dist.Work], result: Tensors) -> dist.Work:
@@ -197,15 +197,18 @@ def _waited(works: Iterable[dist.Work], result: Tensors) -> dist.Work:
 
 class FutureWork(dist.Work):
     """The work of a future. `wait` raises the future's error, which the work that torch itself makes of a future does
-    not: its `wait` says True all the same (torch 2.13)."""
+    not: its `wait` says True all the same (torch 2.13). `told` makes of the future's error the one to raise."""
 
-    def __init__(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+    def __init__(
+        self, future: torch.futures.Future[list[torch.Tensor]],
+        told: Callable[[BaseException], BaseException] = lambda error: error,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._future = future
+        self._future, self._told = future, told
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the sum is there, however long that takes: who is late is said by the job."""
-        self._future.wait()
+        self.result()
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
@@ -224,8 +227,11 @@ class FutureWork(dist.Work):
             return False
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors with the result."""
-        return self._future.wait()
+        """The tensors with the result, once they are there."""
+        try:
+            return self._future.wait()
+        except RuntimeError as error:
+            raise self._told(error) from None
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> RallypointGroup:

@@ -15,8 +15,10 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -36,6 +38,8 @@ from rallypoint.worker.loop.session import Job
 MEETING = "torch-meeting.json"  # in the run's folder: where torch's processes meet
 _POLL_S = 0.05
 _PATIENCE_S = 120.0
+_NOTICED_S = 5.0  # a script whose sums are broken has noticed it by now, if it is going to
+_BROKEN_S = 30.0  # after that: time to save something, and to end
 
 _joined: list[Sums] = []
 
@@ -132,12 +136,33 @@ def _leave_groups() -> None:
             torch.distributed.destroy_process_group()
 
 
+def _end_who_waits(made: Sums, over: threading.Event, error: JobAborted) -> None:
+    """No sum can be made any more: end this process, unless its script ends by itself (`over` is set).
+
+    A script hears of it at its next sum. But one that waits in a collective over Gloo for a worker that is paused, or
+    cut off, asks for none, and nothing wakes it: Gloo waits half an hour.
+    """
+
+    def wait() -> None:
+        if over.wait(_NOTICED_S):
+            return
+        sentence = printable_lines(str(error))
+        print(f"{sentence} (this script is ended in {_BROKEN_S:.0f} s, unless it ends by itself)", file=sys.stderr)
+        if not over.wait(_BROKEN_S):
+            made.fail(error)
+            os._exit(1)
+
+    threading.Thread(target=wait, name="sums-broken", daemon=True).start()
+
+
 def _end_with_the_script(made: Sums) -> None:
     """When the script ends, so do its sums: after an error as a failure of the job, else with all other scripts."""
     errors: list[BaseException] = []
+    over = threading.Event()
     before: Callable[[type[BaseException], BaseException, TracebackType | None], object] = sys.excepthook
 
     def noted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        over.set()
         told = made.told(error)
         errors.append(told)
         before(type(told), told, trace)
@@ -148,6 +173,7 @@ def _end_with_the_script(made: Sums) -> None:
         say(f"error: {printable_lines(str(error))}", error=True)
 
     def end() -> None:
+        over.set()
         if errors:
             made.fail(errors[0])
             return
@@ -157,6 +183,7 @@ def _end_with_the_script(made: Sums) -> None:
         except JobAborted as error:  # another script is gone, or has failed
             say(error)
 
+    made.reducer.when_broken = partial(_end_who_waits, made, over)
     sys.excepthook = noted
     atexit.register(end)  # it runs before what `join` has registered
 

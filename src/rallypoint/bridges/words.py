@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -56,9 +55,18 @@ class Part:
 
 
 def sum_of(made: Sums, parts: Sequence[Part], result: T, device: torch.device) -> torch.futures.Future[T]:
-    """Ask for the sums of all `parts`; the future has `result` when all are there, or the first error."""
-    future: torch.futures.Future[T] = torch.futures.Future(devices=None if device.type == "cpu" else [device])
+    """Ask for the sums of all `parts`; the future has `result` when all are there, or the first error.
+
+    The error is one for C++ too, as a RuntimeError with the error's sentence in it: DDP's reducer looks at the future.
+    (`Future.set_exception` makes an error for Python only. C++ takes the exception for the result, and crashes.)
+    """
+    over: torch.futures.Future[None] = torch.futures.Future(devices=None if device.type == "cpu" else [device])
     lock, left, errors = threading.Lock(), [len(parts)], list[BaseException]()
+
+    def outcome(_: torch.futures.Future[None]) -> T:
+        if errors:
+            raise errors[0]
+        return result
 
     def ended(error: BaseException | None) -> None:
         if error is not None:
@@ -66,18 +74,18 @@ def sum_of(made: Sums, parts: Sequence[Part], result: T, device: torch.device) -
         with lock:
             left[0] -= 1
             errors.extend([] if error is None else [error])
-            over = left[0] == 0
-        if over:  # on a thread of its own: what a script has hung on the future may wait for the next sum
-            failed = partial(future.set_exception, errors[0] if errors else None)  # type: ignore[arg-type]
-            call = failed if errors else partial(future.set_result, result)
+            last = left[0] == 0
+        if last:  # on a thread of its own: what a script has hung on the future may wait for the next sum
             try:
-                threading.Thread(target=call, name="sums-result", daemon=True).start()
+                threading.Thread(target=over.set_result, args=(None,), name="sums-result", daemon=True).start()
             except RuntimeError as fault:  # no more threads: else the script would wait for ever
                 made.failed = made.failed or fault
-                future.set_exception(fault)  # type: ignore[arg-type]
+                errors.insert(0, fault)
+                over.set_result(None)
 
+    future = over.then(outcome)
     for part in parts:
         part.ask(made, ended)
     if not parts:
-        future.set_result(result)
+        over.set_result(None)
     return future

@@ -61,6 +61,8 @@ class Reducer:
         asked, made: how many sums were asked for, and how many are here. (The last one, with which the job ends, is
             none of them.)
         nbytes: the size of those that were asked for.
+        when_broken: called with the error when no further sum can be made, and none was under way that could raise it;
+            on the thread of the sums.
 
     Raises JobAborted, from then on and of every sum under way, when a worker is gone, when a sum is asked for after
     another worker's script has ended, or when servers have lost sums: the world is fixed, so nothing can go on.
@@ -77,6 +79,7 @@ class Reducer:
         self._cutter, self._queues = Cutter(exchange.layout), _Queues()
         self._failure: BaseException | None = None
         self._closing = False
+        self.when_broken: Callable[[JobAborted], None] | None = None
         self._ended, self._say, self._said_at = ended, say, 0.0
         self.asked = self.made = self.nbytes = 0
         self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
@@ -148,6 +151,8 @@ class Reducer:
             self._queues.by_shard.clear()
         for asked in left.values():
             asked.done(failure)
+        if self.when_broken is not None and not left and isinstance(failure, JobAborted):
+            self.when_broken(failure)
 
     def _go_on(self) -> bool:
         """Do what can be done now; first wait until there is something. Returns False when this is closed."""
