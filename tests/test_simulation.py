@@ -327,7 +327,7 @@ def _the_quickest_answer_counts(self: StreamMachine) -> int:
 
 def _wants_that_nobody_serves(self: ShardMachine) -> list[Effect]:
     """Only who asks at the right moment gets an answer."""
-    self.published = max(self.published, self.replication.durable(self.version))
+    self.published = max(self.published, self.copies.durable(self.version))
     return []
 
 

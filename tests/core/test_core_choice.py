@@ -107,7 +107,7 @@ class _Pair:
                 self.at(self.up.pop(0))
 
     def lose_link(self) -> None:
-        self.primary.replication.link_lost()
+        self.primary.copies.backup.link_lost()
         self.down.clear()
         self.up.clear()
 
@@ -116,7 +116,7 @@ def _caught_up(quorum: int = 2) -> _Pair:
     pair = _Pair(quorum)
     pair.at(FillBackup())
     pair.deliver()
-    assert pair.primary.replication.caught_up
+    assert pair.primary.copies.backup.caught_up
     return pair
 
 
@@ -285,7 +285,7 @@ def test_whenever_the_primary_dies_a_norm_that_was_told_is_that_of_its_successor
         elif what == "decide" and pair.primary.awaiting:
             pair.at(Decide(pair.primary.version, 1.0))
     new = pair.backup
-    if not pair.primary.replication.caught_up:
+    if not pair.primary.copies.backup.caught_up:
         return
     assert new.version >= pair.primary.published, "what is published is on the backup"
     new.handle(PROMOTED)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.config import JobConfig, record_of
+from rallypoint.core.assignment.lately import LATE
 from rallypoint.core.assignment.trial import PAUSE_S, ROUNDS
-from rallypoint.core.cluster.course import LATE
 from rallypoint.core.cluster.effects import (
     Abort,
     Admit,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rallypoint.core.policy import Async, Policy, Sync
 from rallypoint.core.shard.clip import Measure, Rule, Tell, Verdict
+from rallypoint.core.shard.copies.proofs import Proofs
 from rallypoint.core.shard.effects import (
     Abandon,
     Apply,
@@ -29,7 +30,6 @@ from rallypoint.core.shard.effects import (
 from rallypoint.core.shard.events import Acked, Compared, Contribute, Initialise, Loaded, Replicated
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.plan import Plan
-from rallypoint.core.shard.replication import Proofs
 from rallypoint.core.shard.server import (
     FILLS_AT_ONCE,
     Disown,
@@ -356,14 +356,14 @@ def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_
         for index in machine.held:
             if machine.is_primary(index) and machine.machine(index).version < 0:  # type: ignore[union-attr]
                 effects += machine.handle(index, Loaded(3))
-        for index, incoming in [copy for copy in sorted(machine._filling) if data.draw(st.booleans())]:
+        for index, incoming in [copy for copy in sorted(machine.pairs.filling) if data.draw(st.booleans())]:
             version = machine.machine(index).version  # type: ignore[union-attr]
             effects += machine.handle(index, Acked(version, incoming=incoming))
         filled = _on(effects, Fill)
-        assert len(machine._filling) <= FILLS_AT_ONCE
+        assert len(machine.pairs.filling) <= FILLS_AT_ONCE
         for index, fill in filled:
             filling[index, fill.incoming] = third[index].server if fill.incoming else backup[index]
-        for index, incoming in machine._filling:
+        for index, incoming in machine.pairs.filling:
             assert (third[index].server if incoming else backup[index]) in filling.values()
         assert machine.caught_up.items() <= {s: view.paired[s] for s in backup if primary[s] == "s0"}.items()
         assert machine.arrived.items() <= {s: third[s].paired for s in third if primary[s] == "s0"}.items()
@@ -589,7 +589,7 @@ def test_a_backup_that_acknowledges_what_it_does_not_hold_is_found_out(digest: b
     shell, link = _filled()
     assert shell.acked("s1", link, 0, Acked(0), FIRST, digest) == [Disproved(0, 0, FIRST)]
     assert not shell.machine.caught_up
-    replication = shell.machine.machine(0).replication  # type: ignore[union-attr]
+    replication = shell.machine.machine(0).copies.backup  # type: ignore[union-attr]
     assert replication.acked == -1, "nothing is published that it says it has"
 
 
@@ -641,6 +641,10 @@ class _Servers:
         found = self.shells[name].machine.machine(0)
         assert found is not None
         return found
+
+    def copies(self) -> list[str]:
+        """Those to whom s0 sends updates."""
+        return self.shells["s0"].machine.pairs.replicating(0, self.machine("s0"))
 
     def adopt(self, view: View) -> dict[str, list[Effect]]:
         self.view = view
@@ -722,7 +726,7 @@ def test_with_a_third_server_nothing_is_published_that_one_of_the_two_does_not_h
     assert servers.shells["s0"].machine.arrived == {0: FIRST}
     done = servers.shells["s0"].machine.handle(0, Contribute(0, 0, 1.0, 9))
     assert [(apply.version, apply.replicate) for _, apply in _on(done, Apply)] == [(1, True)]
-    assert servers.shells["s0"].copies_of(0) == ["s1", "s2"]
+    assert servers.copies() == ["s1", "s2"]
     for name in ("s1", "s2"):
         servers.shells["s0"].replicate(0, name, 1, b"at 1")
     assert servers.acks("s1", 1) == []
@@ -738,5 +742,5 @@ def test_a_third_server_that_takes_the_backup_s_place_is_not_filled_again() -> N
     effects = servers.adopt(view)
     assert _on(effects["s0"], Fill) == []
     assert servers.shells["s0"].machine.caught_up == {0: FIRST}
-    assert servers.shells["s0"].copies_of(0) == ["s2"]
+    assert servers.copies() == ["s2"]
     assert effects["s1"] == [Disown(0)]

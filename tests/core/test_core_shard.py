@@ -434,7 +434,7 @@ def _caught_up(expected: int = 1, decides: bool = False) -> _Pair:
     pair.run(Initialise(pair.ticket()))
     pair.run(FillBackup())
     pair.deliver()
-    assert pair.primary.replication.caught_up
+    assert pair.primary.copies.backup.caught_up
     return pair
 
 
@@ -442,12 +442,12 @@ def test_before_its_first_acknowledgement_a_backup_holds_nothing_up() -> None:
     pair = _Pair()
     assert pair.run(FillBackup()) == []  # there is nothing to send yet
     assert pair.run(Initialise(pair.ticket())) == [Install(1), Publish(0)]
-    assert pair.primary.replication.needs_sync
+    assert pair.primary.copies.backup.needs_sync
     assert pair.step(0)[1:] == [Finish(0, 1.0, False, (), 1), applied(0, 1.0), Publish(1)]
     assert pair.run(FillBackup()) == [Fill(1)]
     assert pair.run(FillBackup()) == []
     assert pair.step(1)[1:] == [Finish(1, 1.0, False, (), 1), applied(1, 1.0, replicate=True), Publish(2)]
-    assert not pair.primary.replication.caught_up
+    assert not pair.primary.copies.backup.caught_up
 
 
 def test_a_backup_has_caught_up_once_it_holds_all_that_has_been_published() -> None:
@@ -456,7 +456,7 @@ def test_a_backup_has_caught_up_once_it_holds_all_that_has_been_published() -> N
     pair.run(FillBackup())
     pair.step(0)
     assert pair.run(Acked(0)) == []  # version 1 has been published already
-    assert not pair.primary.replication.caught_up
+    assert not pair.primary.copies.backup.caught_up
     pair.step(1)
     assert pair.published == [0, 1]  # from the first acknowledgement on it is waited for
     assert pair.run(Acked(1)) == [CaughtUp()]
@@ -493,10 +493,10 @@ def test_whatever_happens_to_the_link_what_is_published_is_on_the_backup_that_ma
                     pair.out[lost.ticket] += 1
             pair.down.clear()
             pair.up.clear()
-            pair.primary.replication.link_lost()
+            pair.primary.copies.backup.link_lost()
         elif what == "fill":
             pair.run(FillBackup())
-        if pair.primary.replication.caught_up:
+        if pair.primary.copies.backup.caught_up:
             assert pair.backup.version >= pair.primary.published
         assert pair.backup.version <= pair.primary.version
     assert pair.published == list(range(len(pair.published)))
@@ -510,9 +510,9 @@ def test_after_a_lost_link_the_backup_gets_the_whole_state_again_and_nothing_pas
     pair = _caught_up()
     pair.step(0)
     pair.down.clear()
-    pair.primary.replication.link_lost()
-    assert pair.primary.replication.needs_sync
-    assert pair.primary.replication.caught_up  # it may still be promoted: it holds all that has been published
+    pair.primary.copies.backup.link_lost()
+    assert pair.primary.copies.backup.needs_sync
+    assert pair.primary.copies.backup.caught_up  # it may still be promoted: it holds all that has been published
     assert pair.run(Acked(1)) == []  # from the link that was lost
     assert pair.run(FillBackup()) == [Fill(1)]
     assert pair.published == [0]
@@ -523,8 +523,8 @@ def test_after_a_lost_link_the_backup_gets_the_whole_state_again_and_nothing_pas
 
 def test_a_lost_link_before_the_first_state_was_sent_changes_nothing() -> None:
     pair = _Pair()
-    pair.primary.replication.link_lost()
-    assert pair.primary.replication.needs_sync
+    pair.primary.copies.backup.link_lost()
+    assert pair.primary.copies.backup.needs_sync
     pair.run(Initialise(pair.ticket()))
     assert pair.run(FillBackup()) == [Fill(0)]
 
@@ -534,7 +534,7 @@ def test_a_new_backup_starts_from_nothing_and_holds_nothing_up() -> None:
     pair.step(0)
     assert pair.published == [0]
     assert pair.run(Assigned(primary=True, backup=True, fresh=True)) == [Publish(1)]
-    assert (pair.primary.replication.caught_up, pair.primary.replication.needs_sync) == (False, True)
+    assert (pair.primary.copies.backup.caught_up, pair.primary.copies.backup.needs_sync) == (False, True)
     assert pair.run(Acked(1)) == []  # from the one before
     assert pair.step(1)[-1] == Publish(2)
 
@@ -543,7 +543,7 @@ def test_without_a_backup_what_waited_for_it_is_published() -> None:
     pair = _caught_up()
     pair.step(0)
     assert pair.run(Assigned(primary=True, backup=False, fresh=False)) == [Publish(1)]
-    assert (pair.primary.replication.caught_up, pair.primary.replication.needs_sync) == (False, False)
+    assert (pair.primary.copies.backup.caught_up, pair.primary.copies.backup.needs_sync) == (False, False)
     assert pair.run(FillBackup()) == []
 
 
@@ -552,7 +552,7 @@ def test_a_view_that_changes_nothing_for_the_shard_changes_nothing() -> None:
     pair.run(Contribute(0, 1, 1.0, pair.ticket()))
     assert pair.run(Assigned(primary=True, backup=True, fresh=False)) == []
     assert pair.at_backup(Assigned(primary=False, backup=False, fresh=False)) == []
-    assert pair.primary.replication.caught_up
+    assert pair.primary.copies.backup.caught_up
     assert missing(pair.primary) == [0]
 
 
@@ -607,7 +607,7 @@ def test_a_promoted_backup_may_be_one_version_ahead_of_what_was_published_and_pu
     pair.at_backup(pair.down.pop(0))  # and the acknowledgement is lost with the primary
     assert pair.published == [0]
     assert pair.backup.handle(Assigned(primary=True, backup=True, fresh=True)) == [Abandon(), Publish(1)]
-    assert pair.backup.replication.needs_sync
+    assert pair.backup.copies.backup.needs_sync
     assert pair.backup.handle(Contribute(0, 0, 1.0, 9)) == [Drop(9)]  # it is sent again, and not needed
 
 
@@ -623,7 +623,7 @@ def test_a_demoted_primary_drops_its_sum_and_waits_for_the_state() -> None:
     pair.run(Contribute(0, 2, 1.0, held[0]))
     pair.run(Contribute(0, 0, 1.0, held[1]))
     assert pair.run(Assigned(primary=False, backup=False, fresh=False)) == [Abandon()]
-    assert (pair.primary.version, pair.primary.published, pair.primary.replication.caught_up) == (-1, -1, False)
+    assert (pair.primary.version, pair.primary.published, pair.primary.copies.backup.caught_up) == (-1, -1, False)
     assert missing(pair.primary) == [0, 1, 2]
     assert pair.primary.handle(Loaded(7)) == [Acknowledge(7)]
     assert pair.primary.handle(Replicated(7, False, 50)) == [Take(50, 1.0), applied(7, 1.0), Acknowledge(8)]

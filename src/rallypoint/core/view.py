@@ -278,10 +278,6 @@ class View(msgspec.Struct, frozen=True):
         """The servers that hold shards: as primaries, as backups, or because they are being filled."""
         return {*self.primary.values(), *self.backup.values(), *(one.server for one in self.incoming.values())}
 
-    def has_shards(self, server: str) -> bool:
-        """True if `server` is the primary or the backup of a shard, or is being filled with one."""
-        return server in self.holders
-
     def holders_of(self, shard: int) -> tuple[str, ...]:
         """The servers that hold the shard: its primary, its backup, and the one that is being filled."""
         incoming = self.incoming.get(shard)

@@ -4,7 +4,7 @@ A server audits some versions of its shards (`audit_servers=`). Right after the 
 takes the digest of the whole state. Right before the state is used again (for the next update, a backup or a snapshot)
 it takes another one. Where they differ, a bit has changed in this server's memory: it knows itself that it is wrong.
 
-With a backup, the two servers' digests of the same version are compared too (`core.shard.replication.Proofs`).
+With a backup, the two servers' digests of the same version are compared too (`core.shard.copies.proofs.Proofs`).
 """
 
 from __future__ import annotations

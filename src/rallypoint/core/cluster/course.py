@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rallypoint.core.assignment.lately import Lately
 from rallypoint.core.assignment.pinned import pins_after
 from rallypoint.core.audits.suspects import Suspects
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
@@ -25,10 +26,6 @@ from rallypoint.core.deciding.decisions import Rules
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
-
-LATE = 8  # steps: so late a report of a replica that its worker has no more is still believed
-_NEVER = 1 << 62
-STEADY = 10.0  # heartbeats after which a coordinator that took over knows which step is in progress
 
 
 @dataclass(slots=True)
@@ -61,8 +58,7 @@ class Course:
         ordered_period: how often an operator wants snapshots; None: as the terms say.
         tuned_period: how often snapshots are taken where nobody has said it.
         suspects: the servers that audits have found something about.
-        grew: the step until which workers may contribute what they were assigned before the newest assignment.
-        steady: the time (s) from which on the step in progress is known: a coordinator that takes over has to hear it.
+        lately: until when workers may contribute what they were assigned earlier.
         pins: where replicas stay with their workers: who has each, or had it last.
         record: the job's record; None before a worker has proposed one.
         strategies: what depends on the record: see `strategies_for`.
@@ -92,8 +88,7 @@ class Course:
     handover: Handover = field(default_factory=Handover)
     tuning: Tuning = field(default_factory=Tuning)
     suspects: Suspects = field(default_factory=Suspects)
-    grew: int = _NEVER
-    steady: float = 0.0
+    lately: Lately = field(default_factory=Lately)
     pins: dict[int, str] = field(default_factory=dict)
     record: JobRecord | None = None
     strategies: Strategies = field(default_factory=Strategies)
@@ -136,7 +131,7 @@ class Course:
     def has_applied(self, server: str, step: int) -> None:
         """A server of the view in force reports that it has applied `step`."""
         view = self.view
-        if view is not None and self.record is not None and view.has_shards(server):
+        if view is not None and self.record is not None and server in view.holders:
             self.applied = max(self.applied, min(step, self.record.rounds - 1))
             self.witnesses.add(server)
 
@@ -283,18 +278,6 @@ class Course:
         """The active workers that have replicas at the next step or later."""
         view = self.view
         return [worker for worker in self.active() if view is not None and view.takes_part(worker, self.furthest + 1)]
-
-    def published(self, view: View, before: View | None) -> None:
-        """`view` follows `before`: note until which step earlier assignments may matter."""
-        if before is None or (view.contributors, view.assignments) != (before.contributors, before.assignments):
-            last = view.assignments[-1].start if view.assignments else 0
-            self.grew = max(self.known, last) if self.now >= self.steady else _NEVER
-
-    @property
-    def forgets(self) -> bool:
-        """True if no server takes a contribution any more that was assigned before the newest assignment: each shard is
-        past those steps. (`applied` is of one shard, and the others are at most one step behind it.)"""
-        return self.strategies.in_rounds and not self.strategies.pinned and self.applied > self.grew + LATE
 
     def is_current(self, generation: ViewNumber) -> bool:
         """True if a claim made in `generation` counts; one of an older generation is stale (I10)."""

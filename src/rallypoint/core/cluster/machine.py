@@ -22,7 +22,7 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.auditing.probes import probed
 from rallypoint.core.cluster.auditing.verdicts import Auditing
 from rallypoint.core.cluster.completion import Completion
-from rallypoint.core.cluster.course import STEADY, Course, uploads
+from rallypoint.core.cluster.course import Course, uploads
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.evaluating.deciding import Deciding
 from rallypoint.core.cluster.health.apart import disagrees, set_apart
@@ -368,7 +368,7 @@ class ClusterMachine:
         first, course.now = course.now == 0.0, now
         if first:
             course.members.all_heard(now)
-            course.steady = 0.0 if self.recovered is None else now + STEADY * self.terms.heartbeat
+            course.lately.begins(now, 0.0 if self.recovered is None else self.terms.heartbeat)
             self._snapshots.duty.last = (self._snapshots.duty.last[0], now)
         if ends := self._ending.again():
             return ends

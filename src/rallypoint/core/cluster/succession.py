@@ -65,7 +65,8 @@ class Succession:
             return self.new_generation("")
         if view.assigned(course.furthest + 1).keys() != before.assigned(course.furthest + 1).keys():
             self.assigner.others_compute()
-        view = course.views.forgetting(view) if course.forgets else view
+        if course.strategies.in_rounds and not course.strategies.pinned and course.lately.over(course.applied):
+            view = course.views.forgetting(view)
         noted = lease_noted(course, before)
         return [*noted, *self._publish(view, abandon=view.primary != before.primary)]
 
@@ -307,7 +308,7 @@ class Succession:
 
     def _publish(self, view: View, *, abandon: bool) -> list[Effect]:
         course = self.course
-        course.published(view, course.view)
+        course.lately.published(view, course.view, course.known, course.now)
         course.views.adopt(view)
         course.recovery.published(view)
         course.pins = pins_after(course.pins, view)

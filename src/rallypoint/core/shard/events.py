@@ -113,12 +113,14 @@ class Chosen:
 class Acked:
     """The backup acknowledged `version`; with `chosen`, also the choice of contributions that make the next one.
 
-    `incoming`: not the backup but the third server did, which is filled beside it (`View.incoming`).
+    `incoming`: not the backup but the third server did, which is filled beside it (`View.incoming`). `differs`: it was
+    asked whether it has that version, and does not: it has to be filled.
     """
 
     version: int
     chosen: bool = False
     incoming: bool = False
+    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,15 +45,16 @@ def check_server(server: ServerMachine, fills_at_once: int) -> None:
     for index, machine in server._machines.items():
         assert machine.primary == (view.primary[index] == me), f"{me}, shard {index}: primary in no view"
         for incoming, server_id in enumerate(view.holders_of(index)[1:]):
-            known = server._pairs.get((index, bool(incoming)), ("",))[0]
+            known = server.pairs.known.get((index, bool(incoming)), ("",))[0]
             assert not machine.primary or known == server_id, f"{me}, shard {index}: not the view's backup"
         try:
             machine.validate()
         except AssertionError as error:
             raise AssertionError(f"{me}, shard {index}: {error}") from None
     server._rates.validate(server._machines)
-    assert len(server._filling) <= fills_at_once, f"{me} fills {sorted(server._filling)} at once"
-    for index, incoming in server._filling:
+    filling = server.pairs.filling
+    assert len(filling) <= fills_at_once, f"{me} fills {sorted(filling)} at once"
+    for index, incoming in filling:
         copy = server._machines[index].copies.of(incoming)
         assert copy.replicating, f"{me} fills shard {index}, which does not replicate"
     if server._clip is not None:

@@ -3,7 +3,7 @@
 The machine only decides; `server/reducer/effects.py` runs the effects. It has no lock: one thread calls it, its owner.
 
 A shard has one primary, which sums contributions and publishes versions. It may have one backup, which applies the same
-updates and acknowledges them. `core/shard/replication.py` shows the states of a backup and what is published when.
+updates and acknowledges them. `core/shard/copies/replication.py` shows a backup's states and what is published when.
 
 The path of a contribution through a primary:
 
@@ -33,8 +33,9 @@ from dataclasses import dataclass, field
 from rallypoint.core.policy import Policy, Verdict
 from rallypoint.core.shard import events
 from rallypoint.core.shard.capturing import CapturePoint
-from rallypoint.core.shard.choice import Choice
 from rallypoint.core.shard.clocks import Clocks
+from rallypoint.core.shard.copies.choice import Choice
+from rallypoint.core.shard.copies.replication import Copies
 from rallypoint.core.shard.effects import (
     Abandon,
     Acknowledge,
@@ -53,7 +54,6 @@ from rallypoint.core.shard.effects import (
     Take,
 )
 from rallypoint.core.shard.invariants import check_shard
-from rallypoint.core.shard.replication import Copies, Replication
 from rallypoint.core.shard.summing import Chain, SumInProgress, TreeSum
 from rallypoint.core.shard.tally import Tally
 from rallypoint.core.shard.wants import Wants
@@ -101,11 +101,6 @@ class ShardMachine:
     def __post_init__(self) -> None:
         self.clocks = Clocks.at((), self.policy.clocks(self.expected), self.version)
         self._sum = TreeSum(self.expected, self.lowest) if self.policy.tree else Chain(self.expected)
-
-    @property
-    def replication(self) -> Replication:
-        """The backup, as this primary sees it."""
-        return self.copies.backup
 
     # ---- what a policy reads (`core.policy.Ledger`) ----
 
@@ -157,8 +152,11 @@ class ShardMachine:
                 return self._assigned(event)
             case events.FillBackup(incoming=incoming):
                 return self._fill(incoming=incoming)
+            case events.Compared(version=version, same=same) if not self.primary:
+                self.differs = not same  # it keeps what it holds until it is filled: that may have been published
+                return [self._choice.acknowledge(version) if same else Acknowledge(version, differs=True)]
             case events.Compared():
-                return self._compared(event)
+                return []
             case events.CaptureAt(version=at):
                 free = event.any_version or bool(self.clocks)
                 return [*self._capture.ask(at, self.version, primary=self.primary, any_version=free)]
@@ -317,6 +315,9 @@ class ShardMachine:
         copy = self.copies.of(event.incoming)
         if not (self.primary and copy.replicating) or event.version > self.version:
             return []
+        if event.differs:
+            copy.refuted()
+            return []
         copy.acknowledged(event.version, chosen=event.chosen)
         effects = self._publish()
         if copy.catches_up(self.published):
@@ -339,12 +340,6 @@ class ShardMachine:
         if event.replica < len(self.clocks):
             self.clocks.tick(event.replica, self.version)
         return [Take(event.ticket, 1.0), applied, self._choice.acknowledge(self.version)]
-
-    def _compared(self, event: events.Compared) -> list[Effect]:
-        if self.primary:
-            return []
-        self.differs = not event.same  # it keeps what it holds until it is filled: that may have been published
-        return [Acknowledge(event.version, differs=True) if self.differs else self._choice.acknowledge(self.version)]
 
     # ---- either ----
 

@@ -15,6 +15,7 @@ from rallypoint.core.audits.shard import AuditedShard
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.clip import ClipMachine, Measure, Tell, Verdict
+from rallypoint.core.shard.copies.pairs import Pairs
 from rallypoint.core.shard.invariants import check_server
 from rallypoint.core.shard.machine import ShardMachine, summed
 from rallypoint.core.shard.ordering.hold import RateAwaited as RateAwaited
@@ -67,10 +68,6 @@ class Disproved:
     paired: ViewNumber
 
 
-_Copy = tuple[int, bool]  # a shard, and whether its backup is meant or its third server
-_Pair = tuple[str, ViewNumber, ViewNumber]  # the other server, and in which views we became a pair, and we the primary
-
-
 @dataclass(frozen=True, slots=True)
 class On:
     """An effect on one shard."""
@@ -91,9 +88,8 @@ class ServerMachine:
     view: View | None = None
     incarnation: int = -1
     _machines: dict[int, ShardMachine] = field(default_factory=dict)
-    _pairs: dict[_Copy, _Pair] = field(default_factory=dict)
+    pairs: Pairs = field(default_factory=Pairs)
     _clip: ClipMachine | None = None
-    _filling: set[_Copy] = field(default_factory=set)
     _linked: set[str] = field(default_factory=set)
     _refused: Verdict | None = None  # the verdict that stops the job
     _rates: RateHold = field(default_factory=RateHold)
@@ -110,16 +106,12 @@ class ServerMachine:
     @property
     def caught_up(self) -> dict[int, ViewNumber]:
         """The shards whose backup may be promoted, and for each the view that paired it with this server."""
-        return self._caught_up(incoming=False)
+        return self.pairs.caught_up(self._machines, incoming=False)
 
     @property
     def arrived(self) -> dict[int, ViewNumber]:
         """The shards whose third server may be promoted, and for each the view in which it came beside the backup."""
-        return self._caught_up(incoming=True)
-
-    def _caught_up(self, *, incoming: bool) -> dict[int, ViewNumber]:
-        of = sorted(self._machines.items())
-        return {index: self._pairs[index, incoming][1] for index, one in of if one.copies.of(incoming).caught_up}
+        return self.pairs.caught_up(self._machines, incoming=True)
 
     def is_primary(self, index: int) -> bool:
         """Is this server the shard's primary?"""
@@ -132,11 +124,6 @@ class ServerMachine:
             and self.me in self.view.holders_of(index)[1:] and index in self._machines
         )  # fmt: skip
 
-    def copies_of(self, index: int) -> list[tuple[bool, str]]:
-        """The servers to which each update of the shard is sent: whether it is the third one, and its id."""
-        machine = self._machines[index]
-        return [(i, self._pairs[index, i][0]) for i in (False, True) if machine.copies.of(i).replicating]
-
     # ---- events ----
 
     def handle(self, index: int, event: shard_events.Event) -> list[Effect]:
@@ -145,12 +132,14 @@ class ServerMachine:
         effects: list[Effect] = [On(index, effect) for effect in machine.handle(event)]
         if isinstance(event, (shard_events.Initialise, shard_events.Loaded)):
             effects += self._fill_some([index])  # only now there is a state to send
-        elif isinstance(event, shard_events.Acked) and (index, event.incoming) in self._filling:
-            self._filling.discard((index, event.incoming))  # the first one after a fill
+        elif isinstance(event, shard_events.Acked):
+            if (index, event.incoming) not in self.pairs.filling and not event.differs:
+                return effects
+            self.pairs.filling.discard((index, event.incoming))  # the first one after a fill
             effects += self._fill_some(self.held)
         else:  # its sum in progress had to be decided first
             fills = [e.effect for e in effects if isinstance(e, On) and isinstance(e.effect, shard_effects.Fill)]
-            self._filling |= {(index, fill.incoming) for fill in fills}
+            self.pairs.filling |= {(index, fill.incoming) for fill in fills}
         return effects
 
     def capture(self, version: int) -> list[Effect]:
@@ -180,15 +169,8 @@ class ServerMachine:
 
     def unfollowed(self, follower: str) -> list[Effect]:
         """A follower disconnected."""
-        return self._all_primaries(shard_events.Unfollowed(follower))
-
-    def refuted(self, index: int, *, incoming: bool) -> list[Effect]:
-        """The backup (or third server) was asked whether it holds the shard's state, and does not: fill it."""
-        self._machines[index].copies.of(incoming).refuted()
-        return self._fill_some([index])
-
-    def _all_primaries(self, event: shard_events.Event) -> list[Effect]:
-        return [e for index in self.held if self.is_primary(index) for e in self.handle(index, event)]
+        gone, own = shard_events.Unfollowed(follower), [index for index in self.held if self.is_primary(index)]
+        return [effect for index in own for effect in self.handle(index, gone)]
 
     def measured(self, step: int, measure: Measure) -> list[Effect]:
         """One of this server's shards has finished its sum, and this is what was found in it; `step`: its own version.
@@ -245,10 +227,10 @@ class ServerMachine:
     def peer_lost(self, server: str) -> list[Effect]:
         """The link to another server broke. Everything in transit on it is lost."""
         self._linked.discard(server)
-        for (index, incoming), (other, *_) in self._pairs.items():
+        for (index, incoming), (other, *_) in self.pairs.known.items():
             if other == server:
                 self._machines[index].copies.of(incoming).link_lost()
-                self._filling.discard((index, incoming))
+                self.pairs.filling.discard((index, incoming))
         return self._fill_some(self.held)  # its fills have ended, so others may begin
 
     def adopt(self, view: View) -> list[Effect]:
@@ -270,7 +252,7 @@ class ServerMachine:
         rolled_back = before is None or before.generation != view.generation
         if reborn or rolled_back:
             return self._new_generation(view, restore=rolled_back)
-        held = self._held(view)
+        held = {s for s in view.primary if self.me in view.holders_of(s)}
         effects: list[Effect] = [self._disown(index) for index in sorted(self._machines.keys() - held)]
         for index in sorted(held):
             effects += self._assign(index, view)
@@ -279,10 +261,10 @@ class ServerMachine:
     def _new_generation(self, view: View, *, restore: bool) -> list[Effect]:
         """Release everything: after a roll-back, or because the coordinator had given this server up."""
         effects: list[Effect] = [self._disown(index) for index in sorted(self._machines)]
-        self._filling.clear()
+        self.pairs.filling.clear()
         self._refused = None
         self._clip = self.plan.clip(view.generation)
-        for index in sorted(self._held(view)):
+        for index in sorted(s for s in view.primary if self.me in view.holders_of(s)):
             effects += self._assign(index, view)
         effects += self._share(view)
         own = tuple(view.shards_of(self.me))
@@ -290,41 +272,18 @@ class ServerMachine:
             effects.append(Restore(own, view.origin))
         return effects
 
-    def _held(self, view: View) -> set[int]:
-        thirds = {shard for shard, one in view.incoming.items() if one.server == self.me}
-        return thirds | {s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))}
-
-    def _paired(self, index: int, view: View, *, primary: bool) -> tuple[bool, bool, bool]:
-        """Note the shard's pairs in `view`. Returns whether the backup is new, was the third server, and whether there
-        is a new third server."""
-        homed, third = view.homed.get(index, view.generation), view.incoming.get(index)
-        backup = (view.backup[index], view.paired[index], homed) if primary and index in view.backup else None
-        new = {
-            (index, False): backup,
-            (index, True): (third.server, third.paired, homed) if primary and third is not None else None,
-        }
-        before = {copy: self._pairs.pop(copy, None) for copy in new}
-        self._pairs |= {copy: pair for copy, pair in new.items() if pair is not None}
-        arrived = backup is not None and before[index, True] == backup
-        filling = {copy for copy in new if copy in self._filling and new[copy] == before[copy]}
-        if arrived and (index, True) in self._filling:
-            filling = {(index, False)}
-        self._filling = (self._filling - new.keys()) | filling
-        fresh, third_fresh = (new[copy] is not None and new[copy] != before[copy] for copy in new)
-        return fresh and not arrived, arrived, third_fresh
-
     def _assign(self, index: int, view: View) -> list[Effect]:
         primary = view.primary[index] == self.me
         effects: list[Effect] = []
         if index not in self._machines:
             self._machines[index] = self.plan.machine(index, primary=primary)
             effects.append(Own(index))
-        fresh, arrived, third_fresh = self._paired(index, view, primary=primary)
+        fresh, arrived, third_fresh = self.pairs.adopt(index, view, primary=primary)
         machine = self._machines[index]
         if isinstance(machine, AuditedShard):
             machine.opinions.view = view
         machine.pinned = -1 if view.lease is None else self.plan.cadence.updates_before(index, view.lease.version)
-        backup, third = (index, False) in self._pairs, (index, True) in self._pairs
+        backup, third = (index, False) in self.pairs.known, (index, True) in self.pairs.known
         done = machine.handle(
             shard_events.Assigned(primary, backup, fresh, view.proven(index), arrived, third, third_fresh)
         )
@@ -336,9 +295,7 @@ class ServerMachine:
 
     def _disown(self, index: int) -> Disown:
         del self._machines[index]
-        for copy in ((index, False), (index, True)):
-            self._pairs.pop(copy, None)
-            self._filling.discard(copy)
+        self.pairs.forget(index)
         return Disown(index)
 
     def _share(self, view: View) -> list[Effect]:
@@ -351,10 +308,10 @@ class ServerMachine:
     def _fill_some(self, indices: Iterable[int]) -> list[Effect]:
         """Begin to send the whole state to some more of these shards' backups, at most FILLS_AT_ONCE at a time."""
         effects: list[Effect] = []
-        begun = len(self._filling)
+        begun = len(self.pairs.filling)
         for index, incoming in ((index, third) for index in indices for third in (False, True)):
             copy = self._machines[index].copies.of(incoming)
-            if not copy.needs_sync or self._pairs[index, incoming][0] not in self._linked:
+            if not copy.needs_sync or self.pairs.server(index, incoming=incoming) not in self._linked:
                 continue
             if begun >= FILLS_AT_ONCE and not copy.asks:  # (what is asked is short)
                 continue
@@ -362,7 +319,7 @@ class ServerMachine:
             if filled := self._machines[index].handle(shard_events.FillBackup(incoming)):
                 begun += not asks
                 if copy.replicating and not asks:
-                    self._filling.add((index, incoming))
+                    self.pairs.filling.add((index, incoming))
                 effects += [On(index, effect) for effect in filled]
         return effects
 

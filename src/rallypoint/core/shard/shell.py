@@ -14,8 +14,8 @@ from typing import Generic, Protocol, TypeVar
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events
 from rallypoint.core.shard.clip import Measure, Verdict
+from rallypoint.core.shard.copies.proofs import Digest, Proofs
 from rallypoint.core.shard.links import Fence
-from rallypoint.core.shard.replication import Digest, Proofs
 from rallypoint.core.shard.server import Disproved, Effect, On, ServerMachine
 from rallypoint.core.view import Member, View, ViewNumber
 
@@ -205,16 +205,6 @@ class ServerShell(Generic[L]):
         del self.peers[peer]
         return self.machine.peer_lost(peer)
 
-    def copies_of(self, shard: int) -> list[str]:
-        """The servers to which each update of the shard is sent."""
-        return [server for _, server in self.machine.copies_of(shard)]
-
-    def filled(self, shard: int, *, incoming: bool) -> str:
-        """The server that is to be filled with the shard, or asked: the backup, or the third server."""
-        view = self.machine.view
-        assert view is not None
-        return view.incoming[shard].server if incoming else view.backup[shard]
-
     def fill(self, shard: int, server: str, version: int, digest: Digest) -> L:
         """The caller sends the shard's whole state now, on the returned link to that server; or asks it whether it
         holds the state.
@@ -235,8 +225,8 @@ class ServerShell(Generic[L]):
         """Does a frame of `sender` for the shard, sent under view `number`, count at this backup? Not if it was sent
         before the sender became the primary that it is."""
         view = self.machine.view
-        since = self.fence.generation if view is None else view.homed.get(shard, view.generation)
-        return number >= since and self.machine.takes_from(shard, sender)
+        began = self.fence.generation if view is None else view.homed.get(shard, view.generation)
+        return number >= began and self.machine.takes_from(shard, sender)
 
     def holds(self, shard: int, version: int) -> bool:
         """Is the shard at that version here?"""
@@ -277,7 +267,7 @@ class ServerShell(Generic[L]):
             case True:
                 return self.machine.handle(shard, replace(acked, incoming=True) if incoming else acked)
             case False if machine.copies.of(incoming).asks:
-                return self.machine.refuted(shard, incoming=incoming)
+                return self.machine.handle(shard, replace(acked, incoming=incoming, differs=True))
             case False:
                 paired = view.incoming[shard].paired if incoming else view.paired[shard]
                 return [Disproved(shard, acked.version, paired)]

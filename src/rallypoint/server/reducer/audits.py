@@ -67,7 +67,7 @@ class ServerAudits:
 
     def proven(self, machine: ShardMachine | None) -> bool:
         """Does nothing speak against storing this shard's state? With audits its backup has to hold the same first."""
-        if not self.rest.every or machine is None or not machine.replication.replicating:
+        if not self.rest.every or machine is None or not machine.copies.replicating:
             return True
         return machine.published >= machine.version
 

@@ -40,7 +40,7 @@ class Replication:
 
     def send_state(self, record: ShardRecord, *, incoming: bool) -> None:
         """Send a shard's whole state to its backup, or to the third server."""
-        server = self._shell.filled(record.shard, incoming=incoming)
+        server = self._shell.machine.pairs.server(record.shard, incoming=incoming)
         data = encode_record(record, "none")
         header = Header(
             Kind.STATE, self._shell.fence.number, shard=record.shard, step=record.version, length=len(data)
@@ -50,7 +50,7 @@ class Replication:
 
     def ask(self, shard: int, version: int) -> None:
         """Ask the shard's backup whether it holds this version. It is sent no digest that it could repeat."""
-        server = self._shell.filled(shard, incoming=False)
+        server = self._shell.machine.pairs.server(shard, incoming=False)
         digest = self._digest_of_state(shard, server, version)
         data = memoryview(sealed(digest))
         header = Header(Kind.PROVE, self._shell.fence.number, shard=shard, step=version, length=len(data))
@@ -66,7 +66,7 @@ class Replication:
             flags=SKIP * skip | AUDITED * audited,
             length=0 if skip else nbytes, replica=update.replica, weight=update.rate, base=self._ledger.added(shard),
         )  # fmt: skip
-        payload, servers = None if skip else buffer.bytes[:nbytes], self._shell.copies_of(shard)
+        payload, servers = None if skip else buffer.bytes[:nbytes], self._copies(shard)
         done = buffer.release if len(servers) == 1 else after(len(servers), buffer.release)
         for server in servers:
             digest = self._digest_of_update(shard, server, update.version)
@@ -76,7 +76,7 @@ class Replication:
         """Tell who has a copy which contributions make an update. Nobody hears its norm before they know them."""
         data = memoryview(self._choices.encode(choice.replicas))
         header = Header(Kind.CHOICE, self._shell.fence.number, shard=shard, step=choice.step, length=len(data))
-        for server in self._shell.copies_of(shard):
+        for server in self._copies(shard):
             self._shell.peers[server].send(header, data, urgent=True)
 
     # ---- the backup's side ----
@@ -134,6 +134,11 @@ class Replication:
         answer.link.send(header, memoryview(digest), urgent=True)
 
     # ---- either ----
+
+    def _copies(self, shard: int) -> list[str]:
+        """The servers to which each update of the shard is sent."""
+        machine = self._shell.machine.machine(shard)
+        return [] if machine is None else self._shell.machine.pairs.replicating(shard, machine)
 
     def _digest_of_state(self, shard: int, server: str, version: int) -> bytes:
         peers = ("", *self._shell.peers)

@@ -100,6 +100,26 @@ class PeerWires:
             self._lost_at[member.id, member.incarnation] = self._node.world.now
             self._dial(member)
 
+    def choose(self, shard: int, step: int, replicas: tuple[int, ...]) -> None:
+        """Tell who has a copy which contributions make an update."""
+        for server in self._copies(shard):
+            self._shell.peers[server].send(0, ("choice", self._shell.fence.number, shard, step, replicas))
+
+    def fill(self, shard: int, version: int, digest: Any, kind: str, *state: Any, incoming: bool = False) -> None:
+        """Send the backup (or third server) a whole state, or ask whether it holds it."""
+        link = self._shell.fill(shard, self._shell.machine.pairs.server(shard, incoming=incoming), version, digest)
+        link.send(0, (kind, self._shell.fence.number, shard, version, *state))
+
+    def replicate(self, shard: int, version: int, digest: Any, *update: Any) -> None:
+        """Send who has a copy the update that makes `version`."""
+        for server in self._copies(shard):
+            link = self._shell.replicate(shard, server, version, digest)
+            link.send(0, ("replicate", self._shell.fence.number, shard, version - 1, *update))
+
+    def _copies(self, shard: int) -> list[str]:
+        machine = self._shell.machine.machine(shard)
+        return [] if machine is None else self._shell.machine.pairs.replicating(shard, machine)
+
     def unreachable(self) -> dict[str, float]:
         """The servers that cannot be reached -> seconds."""
         now = self._node.world.now

@@ -82,8 +82,7 @@ class SimulatedServer:
         self.membership.send(("leaving",))
         self.node.later(LEAVING_EVERY_S, self.leave)
 
-    def crashes(self) -> None:
-        """It is about to be killed."""
+    def crashes(self) -> None:  # it is about to be killed
         if self._codec_states is not None:
             self._codec_states.crashed()
 
@@ -195,10 +194,9 @@ class SimulatedServer:
                 self._ledger.proves()
 
     def _upcoming(self, shard: int, replica: int) -> int:
-        """The next step of which the shard takes that replica's contribution."""
         machine = self.machine.machine(shard)
         assert machine is not None
-        return machine.clock(replica) + machine.knows(replica)
+        return machine.clock(replica) + machine.knows(replica)  # the next step of which it takes a contribution
 
     def _tell(self, worker: str, message: Any) -> None:
         if (wire := self.shell.workers.get(worker)) is not None:
@@ -215,8 +213,7 @@ class SimulatedServer:
         return self._last_ticket
 
     def _payload(self, ticket: int) -> Content:
-        """It leaves here: a ticket that is used a second time is not found."""
-        return self._tickets.pop(ticket)[1]
+        return self._tickets.pop(ticket)[1]  # a ticket that is used a second time is not found
 
     def _run(self, effects: Effects) -> None:
         """Run the effects of an event; then answer the pulls: meanwhile a machine is ahead of what is held."""
@@ -224,9 +221,8 @@ class SimulatedServer:
         for effect in effects:
             match effect:
                 case Answer(link=wire, shard=shard, version=version, chosen=chosen):
-                    acked = shard_events.Acked(version, chosen)
-                    digest = "differs" if effect.differs else self._digest(shard)
-                    wire.send(1, ("ack", shard, acked, self.shell.fence.number, digest))
+                    acked, digest = shard_events.Acked(version, chosen), self._digest(shard)
+                    wire.send(1, ("ack", shard, acked, self.shell.fence.number, "" if effect.differs else digest))
                 case machine.Disproved():
                     self.membership.send(Disproved(effect.shard, effect.version, effect.paired))
                 case machine.RateAwaited(number=number, at=at):
@@ -319,18 +315,15 @@ class SimulatedServer:
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
                 self.shell.workers[follower].send(1, ("wait", self.shell.fence.number, replica, clock))
             case shard_effects.Choose(step=step, replicas=replicas):
-                for server in self.shell.copies_of(index):
-                    self.shell.peers[server].send(0, ("choice", self.shell.fence.number, index, step, replicas))
+                self._peers.choose(index, step, replicas)
             case shard_effects.Prove(version=version):
-                link = self.shell.fill(index, self.shell.filled(index, incoming=False), version, held.master)
-                link.send(0, ("prove", self.shell.fence.number, index, version, hash(held.master)))
+                self._peers.fill(index, version, held.master, "prove", hash(held.master))
             case shard_effects.Fill(version=version, incoming=incoming):
-                state = (version, held.master, tuple(held.wire.items()), self._clocks(index))
-                link = self.shell.fill(index, self.shell.filled(index, incoming=incoming), version, held.master)
-                link.send(0, ("state", self.shell.fence.number, index, *state))
+                rest = tuple(held.wire.items()), self._clocks(index)
+                self._peers.fill(index, version, held.master, "state", held.master, *rest, incoming=incoming)
             case shard_effects.CaughtUp(incoming=incoming):
-                known = self.machine.arrived if incoming else self.machine.caught_up
-                self.membership.send(("in step", {index: known[index]}))
+                known = (self.machine.arrived if incoming else self.machine.caught_up)[index]
+                self.membership.send(("in step", {index: known}))
             case shard_effects.Capture(version=version, missed=True):
                 self.membership.send(("snapshot lost", self._snapshot, "too late", version))
             case shard_effects.Capture(version=version):
@@ -344,8 +337,7 @@ class SimulatedServer:
                 pass  # a name needs no credit and no buffer; acknowledgements come as answers
 
     def _digest(self, index: int) -> Content:
-        """With what it proves that it holds the shard: here the content itself."""
-        return self.held[index].master
+        return self.held[index].master  # with what it proves that it holds the shard
 
     def _clocks(self, index: int) -> tuple[int, ...]:
         machine = self.machine.machine(index)
@@ -370,10 +362,8 @@ class SimulatedServer:
         elif averages:
             held.master = Mean(None)
         if apply.replicate:
-            update = (apply.version - 1, apply.scale is None, held.parts[0], apply.replica, apply.rate)
-            for server in self.shell.copies_of(index):
-                link = self.shell.replicate(index, server, apply.version, held.master)
-                link.send(0, ("replicate", self.shell.fence.number, index, *update))
+            update = (apply.scale is None, held.parts[0], apply.replica, apply.rate)
+            self._peers.replicate(index, apply.version, held.master, *update)
         held.keep(apply.version, apply.oldest, apply.pinned)
 
     def _send_version(self, wire: Wire, index: int, version: int, *, newest: bool = False) -> None:

@@ -41,7 +41,7 @@ def of_server(machine: ServerMachine | None, waiting: int) -> Iterator[Reading]:
     primaries = [shard for shard in held if shard.primary]
     yield Reading("rallypoint_server_shards", len(primaries), {"holds": "primary"})
     yield Reading("rallypoint_server_shards", len(held) - len(primaries), {"holds": "backup"})
-    exposed = sum(not shard.replication.caught_up for shard in primaries)
+    exposed = sum(not shard.copies.backup.caught_up for shard in primaries)
     yield Reading("rallypoint_server_unprotected_shards", exposed)
     if primaries:
         yield Reading("rallypoint_server_version", min(shard.version for shard in primaries))

@@ -64,7 +64,7 @@ class Handover:
 
     def hurries(self, view: View, leaving: Collection[str], now: float) -> bool:
         """True if a server that leaves has waited too long for the step before which its shards move."""
-        if view.handover is None or not any(view.has_shards(one) for one in leaving):
+        if view.handover is None or view.holders.isdisjoint(leaving):
             self._leaving_at = None
             return False
         self._leaving_at = now if self._leaving_at is None else self._leaving_at

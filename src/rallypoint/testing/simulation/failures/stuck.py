@@ -22,7 +22,7 @@ def stuck(
             held = {i: server.machine.machine(i) for i in server.machine.held}
             lines.append(f"{name}: view {server.machine.view and server.machine.view.number} " + "; ".join(
                 f"{i}: {'P' if m.primary else 'B'} v{m.version} pub{m.published} sum of {m.added} held {m._held} "
-                f"{m.replication} awaiting {m.awaiting} clocks {m.clocks} wants {m.wants}"
+                f"{m.copies} awaiting {m.awaiting} clocks {m.clocks} wants {m.wants}"
                 for i, m in held.items() if m is not None))  # fmt: skip
     if coordinator is not None:
         machine = coordinator.machine

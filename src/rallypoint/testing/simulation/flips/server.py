@@ -181,7 +181,7 @@ class AuditedServer(SimulatedServer):
     def _store_proven(self) -> None:
         for index, record in list(self._unproven.items()):
             of = self.machine.machine(index)
-            if of is not None and (not of.replication.replicating or of.published >= of.version):
+            if of is not None and (not of.copies.replicating or of.published >= of.version):
                 del self._unproven[index]
                 self._write(index, record, {})
 
@@ -190,4 +190,4 @@ def _is_protected(of: ShardMachine) -> bool:
     """Does the shard's backup have what its primary has?"""
     if not of.primary:
         return True
-    return of.replication.caught_up and of.replication.replicating and of.published == of.version
+    return of.copies.backup.caught_up and of.copies.backup.replicating and of.published == of.version
