@@ -140,9 +140,9 @@ def _end_with_the_script(made: Sums) -> None:
         errors.append(told)
         before(type(told), told, trace)
         if isinstance(told, JobAborted):
-            say(told)
+            tell(told)
 
-    def say(error: JobAborted) -> None:  # `rallypoint run` says it too; torchrun does not
+    def tell(error: JobAborted) -> None:  # `rallypoint run` says it too; torchrun does not
         say(f"error: {printable_lines(str(error))}", error=True)
 
     def end() -> None:
@@ -153,7 +153,7 @@ def _end_with_the_script(made: Sums) -> None:
         try:
             made.finish()
         except JobAborted as error:  # another script is gone, or has failed
-            say(error)
+            tell(error)
 
     sys.excepthook = noted
     atexit.register(end)  # it runs before what `join` has registered
