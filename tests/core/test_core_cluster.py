@@ -52,6 +52,7 @@ from rallypoint.core.cluster.events import (
     SnapshotWanted,
     Tick,
     Unlinked,
+    Unrestored,
 )
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
@@ -939,6 +940,47 @@ def test_a_shard_whose_primary_was_born_again_is_lost_without_a_backup() -> None
     job = _begun()
     assert FindSnapshot() in job.join("s0")
     assert job.machine.phase is Phase.RECOVERING
+
+
+def _rolled_back(snapshot: str, version: int) -> _Job:
+    """A job of one copy that has lost s0, and begins again from that snapshot on s1."""
+    job = _begun()
+    for step in range(6):
+        job.step(step)
+    assert FindSnapshot() in job.play(Left("s0", "x"))
+    job.play(Found(snapshot, version))
+    assert job.view.origin == snapshot
+    return job
+
+
+def test_of_a_snapshot_that_was_damaged_after_it_was_verified_the_one_before_is_used() -> None:
+    job = _rolled_back("step-4", 4)
+    first = job.view
+    damaged = Unrestored("s1", "step-4", "its file 0 has other bytes", first.generation)
+    effects = job.play(damaged)
+    assert "s1 cannot go on from snapshot step-4: its file 0 has other bytes" in [say.text for say in _of(Say, effects)]
+    assert _of(FindSnapshot, effects) == [FindSnapshot()]
+    assert job.play(damaged) == []  # said again: it is being answered
+    job.play(Found("step-2", 2))
+    assert (job.view.origin, job.machine.course.furthest) == ("step-2", 1)
+    assert job.view.generation > first.generation
+    assert job.play(damaged) == []  # of the generation before
+
+
+@pytest.mark.parametrize(("snapshot", "version"), [("step-4", 4), ("step-8", 8)])
+def test_a_damage_that_the_search_does_not_see_or_goes_past_ends_the_job(snapshot: str, version: int) -> None:
+    """The same one again: only that server cannot read it. A later one: of the course that the job was taken back from.
+    """
+    job = _rolled_back("step-4", 4)
+    job.play(Unrestored("s1", "step-4", "its file 0 has other bytes", job.view.generation))
+    (abort,) = _of(Abort, job.play(Found(snapshot, version)))
+    assert abort.reason == "s1 cannot go on: its file 0 has other bytes"
+
+
+def test_only_who_loads_shards_can_say_that_a_snapshot_is_damaged() -> None:
+    job = _rolled_back("step-4", 4)
+    assert job.play(Unrestored("s0", "step-4", "no", job.view.generation)) == []
+    assert job.play(Unrestored("s1", "step-2", "no", job.view.generation)) == []
 
 
 def _load(view: View) -> dict[str, int]:

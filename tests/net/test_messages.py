@@ -32,7 +32,7 @@ from rallypoint.net.ordering.messages import (
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled, ScriptAt
 from rallypoint.net.sharing.messages import Caches, Found, Holder, NotFound, Offers, Wanted
-from rallypoint.net.views.messages import Reached, ViewChange
+from rallypoint.net.views.messages import Reached, Unrestored, ViewChange
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
 RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, 9, {"frozen": "00ff"})
@@ -73,7 +73,7 @@ EXAMPLES: list[m.Message] = [
     Pause(False), StopWanted("enough"), Drain("w0"), SnapshotEvery(250, 60.0), Ordered("Pause", "paused", refused=True),
     LearningRate(0.5), RateAwaited(ViewNumber(2, 1), 7), RateScaled("words", 7, 0.5, 0.25),
     Offers("10.0.0.1:5", "0a" * 8), Wanted(b"f" * 16, 5, 7), Found(b"c" * 16), NotFound("gone"),
-    Reached(7, ViewNumber(2, 1)),
+    Reached(7, ViewNumber(2, 1)), Unrestored("step-00000004-1", "file 0 is damaged", ViewNumber(2, 1)),
     Caches((Holder("w0", 1, "10.0.0.1:5", "0a" * 8),), {"w0": b"t" * 60}),
     Sampled(5.0, 0.5, 6, 8, gpus=(GpuSample(0.5, 1, 2),), links={"h:1": LinkSample(0.1, 1.0, 2.0)}),
 ]  # fmt: skip

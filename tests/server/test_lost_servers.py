@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from rallypoint.net.messages import Aborted, Applied, Finished, Members, Report,
 from rallypoint.server.service import ServerService, run_servers
 from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.store import retry
-from rallypoint.store.manifest import age
+from rallypoint.store.manifest import Manifest, age
+from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.loop.session import Job
@@ -142,6 +144,34 @@ def test_when_the_newest_snapshot_is_damaged_the_one_before_it_gives_the_same_by
         assert worker.result() == undisturbed
         sentences = cluster.sentences()
         assert [said for said in sentences if said.startswith(f"snapshot {damaged[0]} is damaged: file ")], sentences
+        assert [said for said in sentences if said.startswith("going on from snapshot step-00000000-")], sentences
+
+
+def test_when_the_newest_snapshot_is_damaged_after_it_was_verified_the_one_before_it_gives_the_same_bytes(
+    undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, damaged = SnapshotStore.read, list[str]()
+
+    def reads(self: SnapshotStore, manifest: Manifest, shards: Iterable[int]) -> Iterator[ShardRecord]:
+        if not damaged:  # the coordinator has chosen it
+            damaged.append(manifest.id)
+            file = next((tmp_path / manifest.id).glob("*.shards"))
+            file.write_bytes(bytes(byte ^ 4 for byte in file.read_bytes()))
+        return read(self, manifest, shards)
+
+    with gathering(1, tmp_path) as cluster:
+
+        def lose() -> None:
+            a_second_snapshot(cluster, tmp_path)
+            monkeypatch.setattr(SnapshotStore, "read", reads)
+            cluster.servers[0].close()
+            cluster.add_servers(1)
+
+        ask, trap = Once(1, 0, lambda: ask_for_a_snapshot(cluster)), Once(6, 3, lose)
+        worker = cluster.add_worker(lambda step, replica: (ask(step, replica), trap(step, replica))[1])
+        assert worker.result() == undisturbed
+        sentences = cluster.sentences()
+        assert [said for said in sentences if f"cannot go on from snapshot {damaged[0]}: " in said], sentences
         assert [said for said in sentences if said.startswith("going on from snapshot step-00000000-")], sentences
 
 

@@ -16,7 +16,9 @@ from one_server import FIRST, LAYOUT, SECOND, OneServer
 from rallypoint.codec.spec import Int8
 from rallypoint.config import resolve
 from rallypoint.core.view import ViewNumber
+from rallypoint.errors import DamagedSnapshot
 from rallypoint.net.frames import Header, Kind
+from rallypoint.net.views.messages import Unrestored
 from rallypoint.server.reducer import inbox
 from rallypoint.server.restores import READ_AHEAD, Restores
 from rallypoint.store import closing, retry
@@ -167,6 +169,33 @@ def test_a_snapshot_that_cannot_be_read_ends_the_generation_that_begins_with_it(
     server.adopt(SECOND, "one")
     with pytest.raises(retry.SnapshotError, match="go on with `rallypoint resume`"):
         server.reducer.handle(next_of(server))
+
+
+def test_a_snapshot_that_was_damaged_after_it_was_verified_is_told_of_and_another_one_loaded(
+    server: OneServer, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.silent.clear()
+    read = store.read
+
+    def damaged(manifest: str, shards: tuple[int, ...]) -> Iterator[ShardRecord]:
+        if manifest == "one":
+            raise DamagedSnapshot("snapshot one is damaged: file 0 has other bytes")
+        return read(manifest, shards)
+
+    monkeypatch.setattr(store, "read", damaged)
+    server.adopt(FIRST)
+    server.adopt(SECOND, "one")
+    server.reducer.handle(next_of(server))
+    told = Unrestored("one", "snapshot one is damaged: file 0 has other bytes", SECOND)
+    assert server.context.said.pop() == told
+    server.reducer.handle(inbox.Admitted(False))  # by a coordinator that may not have heard it
+    assert server.context.said.pop() == told
+    server.adopt(THIRD, "two")
+    server.reducer.handle(next_of(server))
+    assert (server.version, master(server)) == (3, 2.0)
+    server.context.said.clear()
+    server.reducer.handle(inbox.Admitted(False))
+    assert told not in server.context.said
 
 
 def test_a_shard_is_restored_once(server: OneServer, store: Store) -> None:

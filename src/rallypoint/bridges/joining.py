@@ -167,9 +167,9 @@ def _end_with_the_script(made: Sums) -> None:
         errors.append(told)
         before(type(told), told, trace)
         if isinstance(told, JobAborted):
-            say(told)
+            tell(told)
 
-    def say(error: JobAborted) -> None:  # `rallypoint run` says it too; torchrun does not
+    def tell(error: JobAborted) -> None:  # `rallypoint run` says it too; torchrun does not
         say(f"error: {printable_lines(str(error))}", error=True)
 
     def end() -> None:
@@ -181,7 +181,7 @@ def _end_with_the_script(made: Sums) -> None:
         try:
             made.finish()
         except JobAborted as error:  # another script is gone, or has failed
-            say(error)
+            tell(error)
 
     made.reducer.when_broken = partial(_end_who_waits, made, over)
     sys.excepthook = noted

@@ -41,7 +41,7 @@ from rallypoint.net.ordering.messages import AnyOrder, RateAwaited
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.net.sharing.messages import Offers
-from rallypoint.net.views.messages import Reached
+from rallypoint.net.views.messages import Reached, Unrestored
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
 MOST_THREADS = 1 << 16  # as in `Welcome`
@@ -54,7 +54,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
-        *(Updated, AuditFound, StateChanged, Sampled, RateAwaited),
+        *(Updated, AuditFound, StateChanged, Sampled, RateAwaited, Unrestored),
     ),
     "aggregator": (Knows, Beat, Say, Sampled),
     "observer": (SnapshotWanted, Resize, Release, *get_args(AnyOrder)),

@@ -35,7 +35,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.ordering.messages import RateAwaited
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
-from rallypoint.net.views.messages import Reached
+from rallypoint.net.views.messages import Reached, Unrestored
 
 
 @dataclass(slots=True)
@@ -166,6 +166,8 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.StateChanged(sender, shard, version, generation)
         case Reached(version=version, generation=generation):
             return cluster_events.Reached(sender, version, generation)
+        case Unrestored(snapshot=snapshot, reason=reason, generation=generation):
+            return cluster_events.Unrestored(sender, snapshot, reason, generation)
         case Leaving():
             return cluster_events.Leaving(sender)
         case Stored(snapshot=snapshot, shards=shards):

@@ -112,7 +112,7 @@ class CoordinatorService:
         )
         observed(self._shell.machine, "coordinator")
         self._log = EventLog(self._join_info.folder)
-        self._watching = {"the events of the log": self._log.write}
+        self._watching = {"the events of the log": lambda message: self._log.write(message)}
         if self._announced is not None:
             self._watching["the job's metrics"] = self._announced
         self._fingerprints = FingerprintLog(self._join_info.folder, self.say)

@@ -46,8 +46,7 @@ LIMITS = Limits()
 _GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by itself
 _CLOSE_S = 15.0  # seconds in which servers and the coordinator may close their files; longer than a store is waited for
 _ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
-_POLL_S = 0.02
-_PORTION_S = 0.1  # for lines that processes print without end, before the launcher looks for signals
+_POLL_S, _PORTION_S = 0.02, 0.1  # between two looks; for lines without end, before there is a look around
 _LAST_SNAPSHOT_S, _NOTICE_S = 3.0, 60.0  # for a last snapshot: after Ctrl-C, after a notice (it comes early)
 _LOST_S = LIVING_S + 10.0  # a worker that was given up before the end: it finds no coordinator, and ends by then
 _SILENCE_S = 5.0  # seconds after which a wait reports what it waits for
@@ -220,22 +219,10 @@ class ClusterRun:
             case "server" | "aggregator":
                 argv = (sys.executable, "-P", "-m", "rallypoint.cli", role, *server_arguments(self.plan))
             case _:
-                argv = grouped(self._worker_argv(name), self.plan.ranks)
+                argv = grouped(_worker_argv(self, name), self.plan.ranks)
         access = {environment.TOKEN: role_token(self._token, role), environment.TLS: self._tls}
         env = environment_of(name, self._address, self.plan) | access | self._beside.environment
         return Command(name=name, role=role, argv=argv, env=env)
-
-    def _worker_argv(self, name: str) -> tuple[str, ...]:
-        if not self.plan.script:
-            return self.plan.worker
-        changed = kept.changed(self.plan.script, Path(self.plan.folder))
-        if changed and changed != self._said_changed:
-            self._said_changed = changed
-            self.console.say(
-                f"[yellow]edited since the run began: {escape(kept.named(changed))}; {name} runs the code that the run "
-                "began with[/yellow]"
-            )
-        return kept.worker_argv(self.plan.worker, self.plan.script, Path(self.plan.folder))
 
     def _listening(self, address: str) -> None:
         """The coordinator is ready. The first time, start the others."""
@@ -361,6 +348,19 @@ class ClusterRun:
         for line in self._beside.failed():
             self.console.console.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
         return 1
+
+
+def _worker_argv(run: ClusterRun, name: str) -> tuple[str, ...]:
+    if not run.plan.script:
+        return run.plan.worker
+    changed = kept.changed(run.plan.script, Path(run.plan.folder))
+    if changed and changed != run._said_changed:
+        run._said_changed = changed
+        run.console.say(
+            f"[yellow]edited since the run began: {escape(kept.named(changed))}; {name} runs the code that the run "
+            "began with[/yellow]"
+        )
+    return kept.worker_argv(run.plan.worker, run.plan.script, Path(run.plan.folder))
 
 
 def _note_members(run: ClusterRun) -> None:

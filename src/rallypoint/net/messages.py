@@ -29,7 +29,7 @@ from rallypoint.net.sampling.messages import OfMembers, Paced
 from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.net.sharing.messages import Caches, OfSharing
 from rallypoint.net.views.messages import NewView as NewView
-from rallypoint.net.views.messages import OfViews, Reached, ViewChange
+from rallypoint.net.views.messages import OfViews, Reached, Unrestored, ViewChange
 from rallypoint.observe.lines import printable
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ Message = (
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | OfViews | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
     Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
-    AuditFound | OfAudits | OfMembers | OfOrders | OfSharing | Reached
+    AuditFound | OfAudits | OfMembers | OfOrders | OfSharing | Reached | Unrestored
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

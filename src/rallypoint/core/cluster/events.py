@@ -355,11 +355,21 @@ class Reached:
     generation: ViewNumber
 
 
+@dataclass(frozen=True, slots=True)
+class Unrestored:
+    """The server cannot load its shards from `snapshot`, with which `generation` begins: it is damaged."""
+
+    server: str
+    snapshot: str
+    reason: str
+    generation: ViewNumber
+
+
 Event = (
     Joined | Proposed | Progress | Applied | CaughtUp | Disproved | StateChanged | Leaving | Done | Left | Unlinked
     | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
     | Outrun | Released | Paused | Rescaled | RateAwaited | SnapshotsEvery | Stopped | Evaluates | Evaluated | NotKept
-    | AuditFound | Reached
+    | AuditFound | Reached | Unrestored
 )  # fmt: skip
 
 OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time

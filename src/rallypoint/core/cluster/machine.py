@@ -233,8 +233,8 @@ class ClusterMachine:
                     course.views.epoch = self._snapshots.duty.epoch = max(course.views.epoch, state.epoch + 1)
                     self._recover(state)
                 return []
-            case events.Outrun():
-                return self._succession.outrun(event)
+            case events.Outrun() | events.Unrestored():
+                return self._succession.gone_wrong(event)
             case _:
                 return self._snapshot_event(event)
         return []

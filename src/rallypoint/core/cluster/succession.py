@@ -34,6 +34,7 @@ class Succession:
     course: Course
     snapshots: Snapshots
     assigner: Assigner
+    _damaged: tuple[str, int, str] = ("", -1, "")  # the last snapshot that a server could not load: its version, why
 
     # ---- the view that follows ----
 
@@ -234,15 +235,27 @@ class Succession:
                 course.phase, course.furthest = Phase.RUNNING, version - 1
                 return self.new_generation("", uploader=uploader, ending=ending)
 
-    def outrun(self, event: events.Outrun) -> list[Effect]:
-        """A member acted on a view that nobody knew when this coordinator took over: begin a new generation."""
+    def gone_wrong(self, event: events.Outrun | events.Unrestored) -> list[Effect]:
+        """A member acted on a view that nobody knew when this coordinator took over, or cannot load the snapshot with
+        which the generation begins: begin a new one."""
         if self.course.phase is not Phase.RUNNING:
             return []
+        if isinstance(event, events.Unrestored):
+            return self._unrestored(event)
         said = Say(
             f"{event.member} comes back with view {event.number}, which the journal had no room for and no other "
             "member knew: what the servers hold is not certain"
         )
         return [said, *self.recover()]
+
+    def _unrestored(self, event: events.Unrestored) -> list[Effect]:
+        """The snapshot was damaged after it was verified. Search again, which verifies all anew."""
+        view = self.course.view
+        current = view is not None and (view.generation, view.origin) == (event.generation, event.snapshot)
+        if view is None or not current or not view.has_shards(event.server):
+            return []  # another server has said so before, or it does not load any
+        self._damaged = (event.snapshot, self.course.furthest + 1, f"{event.server} cannot go on: {event.reason}")
+        return self.recover(why=f"{event.server} cannot go on from snapshot {event.snapshot}: {event.reason}")
 
     def found(self, event: events.Found) -> list[Effect]:
         """Begin a new generation from the snapshot that was found; end the job if there is none."""
@@ -257,6 +270,10 @@ class Succession:
                 return course.end(Abort(course.recovery.no_snapshot))
             course.phase, course.begun = Phase.RUNNING, False  # nothing is computed: the first weights come once more
             return self.new_generation("")
+        snapshot, version, why = self._damaged
+        if event.snapshot == snapshot or event.version > version >= 0:
+            # Only that server sees the damage; or there are later ones, of another course than the one resumed
+            return course.end(Abort(why))
         course.phase = Phase.RUNNING
         said = Say(f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}")
         course.furthest = event.version - 1

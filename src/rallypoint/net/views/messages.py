@@ -7,7 +7,7 @@ import msgspec
 from rallypoint.core.typed import Index, Name
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.views.difference import ViewDifference
-from rallypoint.net.greetings import AnyMessage, Hidden, Secret
+from rallypoint.net.greetings import AnyMessage, Hidden, Secret, Shown
 
 
 class NewView(AnyMessage, frozen=True):
@@ -35,6 +35,14 @@ class Reached(AnyMessage, frozen=True):
     """From a worker: it holds `version` of this generation. A view has asked for that: `core.worker.ending`."""
 
     version: Index
+    generation: ViewNumber
+
+
+class Unrestored(Shown, frozen=True):
+    """From a server: the snapshot with which this generation begins is damaged, and it cannot load its shards."""
+
+    snapshot: Name
+    reason: str
     generation: ViewNumber
 
 

@@ -15,11 +15,13 @@ from rallypoint.core.layout import forward_ranks
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import ServerShell, applied_in
+from rallypoint.errors import DamagedSnapshot
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header
 from rallypoint.net.messages import CaughtUp, Say
 from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Limits
+from rallypoint.net.views.messages import Unrestored
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.audits import AuditReports
@@ -75,6 +77,7 @@ class Reducer:
                 proven=lambda index: self._audits.proven(self.machine.machine(index)),
             )  # fmt: skip
         self._context = context
+        self._unrestored: Unrestored | None = None  # the last snapshot that could not be loaded
         self._restores = Restores(me, snapshots_url, put, lambda text: context.say(Say(text)))
         self._desk = Desk(
             job=job, shell=self.shell, owned=self._owned, tickets=self._tickets, ledger=self._ledger,
@@ -176,6 +179,8 @@ class Reducer:
         for shards in self.shell.say_again(new=event.new):
             self._context.say(CaughtUp(dict(shards)))
         if not event.new:
+            if self._unrestored is not None and self._unrestored.generation == self.shell.fence.generation:
+                self._context.say(self._unrestored)
             self._ledger.proves(applied_in(self.machine))
             self._ledger.repeat()
             self._desk.audits.repeat()
@@ -212,8 +217,15 @@ class Reducer:
             self._state_recalled(recall)
 
     def _restore_failed(self, event: inbox.RestoreFailed) -> None:
-        if event.generation == self.shell.fence.generation:
+        if event.generation != self.shell.fence.generation:
+            return
+        if not isinstance(event.error, DamagedSnapshot):
             raise event.error
+        self._restores.cancel()
+        view = self.machine.view
+        assert view is not None
+        self._unrestored = Unrestored(view.origin, str(event.error), event.generation)
+        self._context.say(self._unrestored)
 
     # ---- workers ----
 
