@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import numpy as np
 import torch
 
 from rallypoint.core.typed import MOST_METRICS
@@ -29,7 +28,8 @@ def is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     single = hasattr(value, "__float__") and getattr(value, "shape", ()) == ()
-    return single and not isinstance(value, str) and not np.iscomplexobj(value)
+    complex_ = getattr(getattr(value, "dtype", None), "kind", "") == "c"  # numpy's have __float__ too
+    return single and not complex_ and not isinstance(value, str)
 
 
 class Logged:
