@@ -27,8 +27,10 @@ def kept_record(data: Mapping[str, Any], source: str) -> JobRecord:
 
 def _completed(record: JobRecord, source: str) -> JobRecord:
     try:
-        kept = {"data": record.data, "tied": record.tied, "threads": record.threads}
-        new = record_of(parse(record.config), record.layout, record.frozen, **kept)
+        new = record_of(
+            parse(record.config), record.layout, record.frozen, data=record.data, tied=record.tied,
+            threads=record.threads,
+        )  # fmt: skip
     except ConfigError as error:
         raise ConfigError(f"{source} is of a job that cannot go on: {error}") from None
     if new.rounds != record.rounds:

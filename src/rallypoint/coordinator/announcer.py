@@ -191,7 +191,8 @@ class Announcer:
         )  # fmt: skip
         members = (*view.workers, *view.servers, *view.aggregators)
         said = [*self._machine.terms.topology.nowhere(members), *self._placed(view), *of_threads(record)]
-        said += [_TWO_COPIES] if self._machine.course.doubled else []
+        unasked = not self._machine.terms.replication and self._machine.course.views.replication > 1
+        said += [_TWO_COPIES] if unasked else []
         if taking_over:
             self.comparable.taken_over(view)
             said = []

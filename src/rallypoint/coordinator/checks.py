@@ -102,8 +102,9 @@ def checked(message: Message, sender: Hello) -> Message:
             raise ProtocolError(f"a job record whose settings are not resolved: {missing[0]} is missing")
         try:
             record = message.record
-            kept = {"data": record.data, "tied": record.tied, "threads": record.threads}
-            resolved = record_of(parse(config), record.layout, record.frozen, **kept)
+            resolved = record_of(
+                parse(config), record.layout, record.frozen, data=record.data, tied=record.tied, threads=record.threads
+            )
         except ConfigError as error:
             raise ProtocolError(str(error)) from None
         if not 0 <= record.threads <= MOST_THREADS:

@@ -36,8 +36,7 @@ from rallypoint.observe.lines import printable
 
 
 class Propose(AnyMessage, frozen=True):
-    """A worker's model and settings; `kernels`: the digest of its probe in a job with audits; `first`: of its weights.
-    """
+    """A worker's model and settings, and digests: `kernels` of its probe (with audits), `first` of its weights."""
 
     record: JobRecord
     kernels: Annotated[bytes, msgspec.Meta(max_length=16)] = b""

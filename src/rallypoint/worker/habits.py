@@ -11,11 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-import rallypoint
 from rallypoint.errors import UsageError
 
 _Call = Callable[..., Any]
-_NOT_THE_SCRIPT = tuple(str(Path(str(package.__file__)).parent) for package in (rallypoint, torch))
+_NOT_THE_SCRIPT = str(Path(__file__).parents[1]), str(Path(str(torch.__file__)).parent)
 
 
 class InMicro(Protocol):
@@ -175,7 +174,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
 def _replace_wrapped(clip: _Call) -> None:
     """Replace what torch's wrapper `clip` calls: a script may have imported the wrapper itself by name."""
     inner = getattr(clip, "__wrapped__", None)
-    cell = next((cell for cell in clip.__closure__ or () if cell.cell_contents is inner), None)  # type: ignore[attr-defined]
+    cell = next((cell for cell in clip.__closure__ or () if cell.cell_contents is inner), None)
     if inner is None or cell is None:
         return
 

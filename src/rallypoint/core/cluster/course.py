@@ -108,11 +108,6 @@ class Course:
         if self.view is not None:  # of an earlier coordinator
             self.pins = pins_after(self.pins, self.view)
 
-    @property
-    def doubled(self) -> bool:
-        """True if every shard is on two servers, and nobody has said so."""
-        return not self.terms.replication and self.views.replication > 1
-
     def changed(self) -> None:
         """Raise `revision`: something has changed that the next coordinator needs."""
         self.revision += 1
