@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import time
 import traceback
 from types import TracebackType
 
-from rallypoint.errors import JobAborted, RallypointError
+from rallypoint.errors import JobAborted, RallypointError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.console import RunConsole
@@ -32,6 +33,17 @@ from rallypoint.worker.loop.session import Job
 from rallypoint.worker.ranks.job import RankJob
 from rallypoint.worker.ranks.watch import OTHER_RANK_S
 
+IN_A_CHILD = (
+    "this process is a child that multiprocessing has started (spawn or forkserver), and it imports the script anew: "
+    "the script would join the job a second time, as its parent. Put all that the script does below "
+    'if __name__ == "__main__":, and leave only imports, classes and functions above it'
+)
+JOINED = (
+    "this process has joined the job of its launcher already (rp.join or rp.wrap), and a run is one job: for another "
+    "stage start another run with a script of its own, which loads the model that the first one has saved; or use the "
+    "job that rp.join has returned. Started alone, with python, a script may have several jobs, one after the other"
+)
+_joined: set[tuple[str, int]] = set()  # the coordinators that this process has joined, with its process id
 _PHASES = ("wait", LOAD, "backward", "install", "evaluate")  # of a worker, for its metrics
 
 
@@ -43,7 +55,13 @@ def join() -> Job | RankJob:
     The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID, RALLYPOINT_TOKEN (or
     RALLYPOINT_TOKEN_FILE), RALLYPOINT_TLS (with TLS) and (where there are aggregators) RALLYPOINT_NEAR.
     The job's settings never come from the environment.
+
+    Raises UsageError in a process that has joined its launcher's job before, and in a child process that is still
+    importing the script (multiprocessing's spawn and forkserver).
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.excepthook = _one_sentence
+        raise UsageError(IN_A_CHILD)
     coordinator = os.environ.get(environment.COORDINATOR)
     if os.environ.get(environment.REPLAY):
         from rallypoint.launch.replaying.job import replay_job
@@ -59,6 +77,8 @@ def join() -> Job | RankJob:
         if (place := place_of(os.environ)) is not None:
             enter(place)  # this process becomes the supervisor of one that runs the script with an address
         return _closed_at_exit(EmbeddedJob(console=RunConsole()))
+    if (coordinator, os.getpid()) in _joined:
+        raise UsageError(JOINED)
     by_hand = not hold_lifeline()
     keep_stacks("worker")
     sys.excepthook = _one_sentence
@@ -69,6 +89,7 @@ def join() -> Job | RankJob:
     if group is not None and not group.leads:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader is told too, and tells this rank
+        _joined.add((coordinator, os.getpid()))
         return RankJob(group, id=os.environ.get(environment.ID) or f"worker-{os.getppid()}")
     access = access_of(role="worker")
     with contextlib.ExitStack() as until_exit:
@@ -80,6 +101,7 @@ def join() -> Job | RankJob:
             near=os.environ.get(environment.NEAR, ""), group=group, tracer=tracer,
         )  # fmt: skip
         health.joined()
+        _joined.add((coordinator, os.getpid()))
         if health.address:
             tracer.count(*_PHASES)
             read = lambda: of_worker(None if job.progress is None else job.progress.step, tracer)  # noqa: E731
