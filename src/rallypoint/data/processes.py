@@ -276,10 +276,14 @@ class LoaderProcesses:
         """A process has died, or what was sent cannot be received (too many open files), or none can be started: what
         was requested is requested again, unless that has been tried enough."""
         if times >= LOST_IN_A_ROW:
+            imports = (
+                'They import the script first, so what it does must stand below if __name__ == "__main__":. '
+                if self._start in ("spawn", "forkserver") else ""
+            )  # fmt: skip
             return (
                 f"loader processes {'died' if died else 'failed'} {times} times in a row before one had loaded "
-                f"anything: {what}. A sample that needs too much memory, or a crash in the data set's own code, does "
-                "that: loader=rp.Loader(workers=0) shows which"
+                f"anything: {what}. {imports}A sample that needs too much memory, or a crash in the data set's own "
+                "code, does that: loader=rp.Loader(workers=0) shows which"
             )
         with self._changed:
             self._none, self._processes = True, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ import traceback
 from types import TracebackType
 
 from rallypoint.coordinator.service import JoinInfo
-from rallypoint.errors import JobAborted, RallypointError
+from rallypoint.errors import JobAborted, RallypointError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.console import RunConsole
@@ -34,6 +35,17 @@ from rallypoint.worker.loop.session import Job
 from rallypoint.worker.ranks.job import RankJob
 from rallypoint.worker.ranks.watch import OTHER_RANK_S
 
+IN_A_CHILD = (
+    "this process is a child that multiprocessing has started (spawn or forkserver), and it imports the script anew: "
+    "the script would join the job a second time, as its parent. Put all that the script does below "
+    'if __name__ == "__main__":, and leave only imports, classes and functions above it'
+)
+JOINED = (
+    "this process has joined the job of its launcher already (rp.join or rp.wrap), and a run is one job: for another "
+    "stage start another run with a script of its own, which loads the model that the first one has saved; or use the "
+    "job that rp.join has returned. Started alone, with python, a script may have several jobs, one after the other"
+)
+_joined: set[tuple[str, int]] = set()  # the coordinators that this process has joined, with its process id
 _PHASES = ("wait", LOAD, "backward", "install", "evaluate")  # of a worker, for its metrics
 
 
@@ -45,7 +57,13 @@ def join() -> Job | RankJob:
     The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID, RALLYPOINT_TOKEN (or
     RALLYPOINT_TOKEN_FILE), RALLYPOINT_TLS (with TLS) and (where there are aggregators) RALLYPOINT_NEAR.
     The job's settings never come from the environment.
+
+    Raises UsageError in a process that has joined its launcher's job before, and in a child process that is still
+    importing the script (multiprocessing's spawn and forkserver).
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.excepthook = _one_sentence
+        raise UsageError(IN_A_CHILD)
     coordinator = os.environ.get(environment.COORDINATOR)
     if os.environ.get(environment.REPLAY):
         from rallypoint.launch.replaying.job import replay_job
@@ -63,6 +81,8 @@ def join() -> Job | RankJob:
         return _closed_at_exit(EmbeddedJob(
             console=RunConsole(), about=JoinInfo(threads=environment.threads_of(os.environ))
         ))  # fmt: skip
+    if (coordinator, os.getpid()) in _joined:
+        raise UsageError(JOINED)
     by_hand = not hold_lifeline()
     keep_stacks("worker")
     sys.excepthook = _one_sentence
@@ -73,6 +93,7 @@ def join() -> Job | RankJob:
     if group is not None and not group.leads:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader is told too, and tells this rank
+        _joined.add((coordinator, os.getpid()))
         return RankJob(group, id=os.environ.get(environment.ID) or f"worker-{os.getppid()}")
     access = access_of(role="worker")
     with contextlib.ExitStack() as until_exit:
@@ -84,6 +105,7 @@ def join() -> Job | RankJob:
             near=os.environ.get(environment.NEAR, ""), group=group, tracer=tracer,
         )  # fmt: skip
         health.joined()
+        _joined.add((coordinator, os.getpid()))
         if health.address:
             tracer.count(*_PHASES)
             read = lambda: of_worker(None if job.progress is None else job.progress.step, tracer)  # noqa: E731
