@@ -21,8 +21,7 @@ PASSED = {"backend": 70, "hook": 6}
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", list(PASSED))
 def test_torch_s_own_cases_pass(what: str, tmp_path: Path) -> None:
-    (folder := tmp_path / "cases").mkdir()
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     status, text = run_program(
         ["-m", "rallypoint.cli", "run", "--workers", str(WORLD), "--servers", "1", str(SCRIPT), what],
         tmp_path / "out", env=env, cwd=tmp_path, timeout=500,

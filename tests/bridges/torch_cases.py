@@ -2,7 +2,8 @@
 
 torch runs each case in new processes; here a rank stays, and each case gets a new process group. With `hook` the group
 is Gloo's, and every DDP model of all ranks gets the hook before its first forward pass, unless the case gives it one.
-Each rank prints what its cases have come to. The first failure ends the script, and with it the job.
+Run it in an empty folder: ranks meet in files there. Each rank prints what its cases have come to. The first failure
+ends the script, and with it the job.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import itertools
 import os
 import re
 import sys
-import tempfile
 import traceback
 import unittest
 from datetime import timedelta
@@ -29,7 +29,8 @@ from rallypoint.bridges.words import SUMMED
 MADE = joining.sums()
 WHAT, *NAMES = sys.argv[1:]
 BACKEND = c10d.NAME if WHAT == "backend" else "gloo"
-FOLDER = Path(tempfile.gettempdir())
+FOLDER = Path.cwd() / "cases"
+FOLDER.mkdir(exist_ok=True)
 torch.manual_seed(0)  # the module makes models when it is imported, once for all of torch's ranks
 os.environ.update(BACKEND="gloo", TEMP_DIR=str(FOLDER))  # the cases' module reads them when it is imported
 
