@@ -20,7 +20,7 @@ import rallypoint
 
 pytestmark = pytest.mark.slow  # `make check` plays them
 SOURCE = Path(rallypoint.__file__).parent
-LINES, METHODS, ARGUMENTS, MODULES = 400, 25, 8, 16
+LINES, METHODS, ARGUMENTS, MODULES = 800, 25, 8, 16  # one noun is one file: a limit of 400 lines made corridors
 
 # ---- exceptions: what, and why ----
 
@@ -206,6 +206,6 @@ def test_no_program_of_ours_looks_into_the_working_folder() -> None:
     bare = [
         f"{path}: {line.strip()}"
         for path, text in files().items() if not path.startswith("testing/")
-        for line in text.splitlines() if '"-m"' in line and '"-P", "-m"' not in line
+        for line in text.splitlines() if '"-m"' in line and '"-P", "-m"' not in line and "==" not in line
     ]  # fmt: skip
     assert bare == []

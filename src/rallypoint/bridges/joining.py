@@ -30,6 +30,7 @@ from rallypoint.launch.join import join as join_cluster
 from rallypoint.net.advertise import advertised
 from rallypoint.net.places.binding import EVERYWHERE, family_of
 from rallypoint.net.tcp import split_address
+from rallypoint.observe.lenient import say
 from rallypoint.observe.lines import printable_lines
 from rallypoint.own_files import opened, read_file
 from rallypoint.worker.collective.sums import Sums

@@ -252,7 +252,7 @@ class Succession:
         """The snapshot was damaged after it was verified. Search again, which verifies all anew."""
         view = self.course.view
         current = view is not None and (view.generation, view.origin) == (event.generation, event.snapshot)
-        if view is None or not current or not view.has_shards(event.server):
+        if view is None or not current or event.server not in view.holders:
             return []  # another server has said so before, or it does not load any
         self._damaged = (event.snapshot, self.course.furthest + 1, f"{event.server} cannot go on: {event.reason}")
         return self.recover(why=f"{event.server} cannot go on from snapshot {event.snapshot}: {event.reason}")
