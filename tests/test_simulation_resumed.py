@@ -63,7 +63,7 @@ def test_they_are_resumed_in_each_way_and_coordinators_die_before_the_first_view
         simulate(seed, PlayedResumed())
     assert set(begun) == set(WAYS)
     assert sum(begun.values()) >= 4, f"they begin with version 0, most of them: {begun}"
-    assert gathering[True] >= 4, "too few coordinators die before the first view"
+    assert gathering[True] >= 2, "too few coordinators die before the first view"
 
 
 def _begins_anew(self: Succession) -> Any:

@@ -27,13 +27,20 @@ import pathlib, sys, time
 while pathlib.Path(sys.argv[1]).with_name("wait").exists():
     time.sleep(0.01)
 """
+# Else a job that begins anew would end with the same bytes
+OTHER_WEIGHTS = """
+if gate.with_name("other").exists():
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+"""
 ENV = {**os.environ, "RALLYPOINT_TOKEN": "a token for this test", "COLUMNS": "200"}
 
 
 class _Waiting(Cluster):
     def __init__(self, home: Path) -> None:
         super().__init__(home)
-        self.script.write_text(WAITING + SCRIPT)
+        self.script.write_text(WAITING + SCRIPT.replace("\ndata =", f"{OTHER_WEIGHTS}\ndata =", 1))
 
     @property
     def coordinator(self) -> int:
@@ -73,7 +80,8 @@ def test_a_resumed_run_whose_coordinator_dies_while_members_gather_goes_on_from_
     assert cluster.ended() == -signal.SIGKILL
     done = len(cluster.steps)
 
-    (cluster.home / "wait").touch()
+    for name in ("wait", "other"):
+        (cluster.home / name).touch()
     cluster.open(STEPS)
     cluster.resume()
     cluster.until(lambda: "worker1" in cluster.processes())  # started when the coordinator listens
