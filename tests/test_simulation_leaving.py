@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from rallypoint.core.cluster import view_sequence
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Dismiss, Effect
 from rallypoint.core.cluster.membership import Membership
+from rallypoint.core.cluster.placing.copies import Copies
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import AllReduce, BoundedStaleness, LocalSteps, Sync
 from rallypoint.testing.simulation import run
 from rallypoint.testing.simulation.coordinator import Disk, SimulatedCoordinator
+from rallypoint.testing.simulation.failures.copies import LOSS, WINDOWS
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, resizes
 from rallypoint.testing.simulation.policies import Mode, word_for
@@ -129,3 +133,31 @@ def test_shards_that_stay_on_a_server_that_was_told_to_go_are_found(monkeypatch:
     monkeypatch.setattr(Membership, "staying", property(lambda self: self.servers))
     with pytest.raises(AssertionError, match=r"only .* are gone"):
         test_servers_that_are_told_to_go_hand_their_shards_over_and_end(Sync())
+
+
+def _always_in_place(self: Copies, server: str, *, moves: bool) -> None:
+    """The new server takes the backup's place at once."""
+    self.backup, self.incoming = server, ""
+
+
+def _never_carried(*about: Any) -> set[int]:
+    """A primary that is demoted holds nothing any more."""
+    return set()
+
+
+@pytest.mark.some("fill")
+@pytest.mark.parametrize(("owner", "name", "bug"), [
+    (Copies, "fill", _always_in_place),
+    (view_sequence, "carried", _never_carried),
+], ids=["fill", "carried"])  # fmt: skip
+def test_a_shard_that_is_left_with_one_copy_while_it_moves_is_found(
+    owner: Any, name: str, bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, bug)
+    assert re.search("has one copy in view .* although both servers are here", first_failure(Sync(), range(1, 60)))
+
+
+def test_shards_have_one_copy_only_after_a_loss_or_in_a_declared_window() -> None:
+    windows = sum((simulate(seed).outcome.copies.windows for seed in range(6)), Counter[str]())
+    assert windows.keys() <= {LOSS, *WINDOWS}
+    assert windows[LOSS] > 0
