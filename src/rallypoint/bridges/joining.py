@@ -25,6 +25,7 @@ from rallypoint.errors import JobAborted, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.join import join as join_cluster
 from rallypoint.net.advertise import advertised
+from rallypoint.observe.lenient import say
 from rallypoint.observe.lines import printable_lines
 from rallypoint.worker.collective.sums import Sums
 from rallypoint.worker.loop.session import Job
