@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -120,6 +121,12 @@ def test_on_one_machine_a_job_has_a_folder_and_snapshots_and_stays_on_loopback()
         "--workers": "8", "--servers": "2", "--folder": "/fresh", "--snapshots": "/fresh/snapshots",
         "--resume": "latest", "--bind": "127.0.0.1:0",
     }  # fmt: skip
+
+
+def test_a_job_under_torchrun_has_the_threads_that_torchrun_sets_unless_the_user_says_others() -> None:
+    words = coordinator_arguments(LOCAL, 2, "--threads 3", lambda: "/fresh", 2)
+    assert [after for word, after in itertools.pairwise(words) if word == "--threads"] == ["2", "3"], "the last counts"
+    assert "--threads" not in coordinator_arguments(LOCAL, 2, "", lambda: "/fresh", 0)
 
 
 def test_on_several_machines_there_are_snapshots_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,14 @@ from rallypoint.net.places.binding import EVERYWHERE
 _SOMEWHERE = "192.0.2.1:9"  # an address of no machine (RFC 5737): the way to it is the way out of this one
 
 
-def coordinator_arguments(place: Place, servers: int, given: str, fresh_folder: Callable[[], str]) -> tuple[str, ...]:
+def coordinator_arguments(
+    place: Place, servers: int, given: str, fresh_folder: Callable[[], str], threads: int = 0
+) -> tuple[str, ...]:
     """Return the arguments of ``rallypoint coordinator``: our defaults, then the user's own options, which win.
 
-    `given`: RALLYPOINT_OPTIONS. `fresh_folder` makes the run's folder, unless the user names one. There are snapshots
-    if a folder is named, or if all is on one machine: others may not see the folder. It goes on from the newest.
+    `given`: RALLYPOINT_OPTIONS. `threads`: what OMP_NUM_THREADS asks for; 0: it does not. `fresh_folder` makes the
+    run's folder, unless the user names one. There are snapshots if a folder is named, or if all is on one machine:
+    others may not see the folder. It goes on from the newest.
     """
     own = _words(given)
     named = _value(own, "--folder")
@@ -31,6 +34,7 @@ def coordinator_arguments(place: Place, servers: int, given: str, fresh_folder: 
     bind, host = ("127.0.0.1:0", "") if place.one_machine else (f"{EVERYWHERE}:0", own_address(place))
     return (
         "--workers", str(place.world), "--servers", str(servers), "--folder", folder,
+        *(["--threads", str(threads)] if threads else []),
         "--snapshots", snapshots, *(["--resume", "latest"] if snapshots != "none" else []),
         "--bind", bind, *(["--advertise", host] if host and not _value(own, "--bind") else []), *own,
     )  # fmt: skip

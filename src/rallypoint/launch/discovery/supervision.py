@@ -104,8 +104,9 @@ class Supervisor:
             self._token = new_token()
             token_file = stack.enter_context(_token_file(folder, self._token))
         self._coordinator = coordinator_arguments(
-            place, self._duties.servers_in_all, given, lambda: str(new_folder(Path("runs")).resolve())
-        )
+            place, self._duties.servers_in_all, given, lambda: str(new_folder(Path("runs")).resolve()),
+            environment.threads_of(os.environ),
+        )  # fmt: skip
         self._start(self._command("coordinator", "coordinator", (*_CLI, "coordinator", *self._coordinator)))
         while not (self._address or interrupts) and (self._children or self._start_at):
             self._look()
