@@ -92,7 +92,10 @@ class CopiesWatch:
         if len(course.members.staying) < 2:
             return "few"
         moved = view.primary[shard] != before.primary[shard]
-        if moved and not self._settled:
+        computing = [w for w, own in before.assigned(course.known + 1).items() if own and w in course.members.workers]
+        ends = (course.views.paused, course.last)
+        in_time = course.strategies.hands_over and course.handover.all_there(before, computing, ends)
+        if moved and not (self._settled or in_time):
             return "hurry"
         raise AssertionError(
             f"shard {shard} on {before.primary[shard]} and {before.backup[shard]} in view {before.number} has one copy "
