@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.placing.between import settled
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import View
 
 LOSS = "a server was lost, and its shards' new backups are being filled"
 WINDOWS = {
     "begin": "a generation has just begun: no shard has been copied yet",
-    "coordinator": "a coordinator was lost while the journal had no room: servers say again which backups hold all",
+    "coordinator": "a coordinator takes over: what the journal had no room for, servers say again",
     "few": "only one server is to stay: there is nowhere to copy to",
     "apart": "a server that holds the job up is set apart: nothing waits for what it holds",
     "hurry": "shards moved in the middle of a step (a worker did not say in time that it holds the version; in the "
@@ -39,13 +39,10 @@ class CopiesWatch:
     _whole: set[int] = field(default_factory=set)
     _why: dict[int, str] = field(default_factory=dict)  # shard with one copy -> since which loss, or in which window
     _settled: bool = False
-    _left: ViewNumber = field(default_factory=ViewNumber)  # the last view of the coordinator before
 
     def look(self, machine: ClusterMachine) -> None:
         """An event was handled. Raises AssertionError with a sentence if a shard has one copy without a reason."""
         course, view, before = machine.course, machine.view, self._view
-        if self._machine is not machine:
-            self._left = before.number if before is not None else ViewNumber()
         if view is None or course.views.replication < 2 or course.recovery.workers_store:
             self._view = None
             return
@@ -83,10 +80,7 @@ class CopiesWatch:
         if not copies <= self._here(before, machine):
             return LOSS
         if before.number.epoch < view.number.epoch or self._machine is not machine:  # it takes over just now
-            known = machine.recovered
-            behind = known is None or known.view is None or known.view.number < self._left
-            if behind or shard not in known.caught_up:  # type: ignore[union-attr]
-                return "coordinator"
+            return "coordinator"
         if copies & course.members.apart:
             return "apart"
         if len(course.members.staying) < 2:
