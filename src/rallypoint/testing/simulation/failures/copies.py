@@ -34,7 +34,6 @@ class CopiesWatch:
     """
 
     windows: Counter[str] = field(default_factory=Counter)
-    _machine: ClusterMachine | None = None
     _view: View | None = None
     _whole: set[int] = field(default_factory=set)
     _why: dict[int, str] = field(default_factory=dict)  # shard with one copy -> since which loss, or in which window
@@ -60,7 +59,7 @@ class CopiesWatch:
             elif shard not in self._why and before is not None:
                 self._why[shard] = why = self._reason(shard, before, view, machine)
                 self.windows[why] += 1
-        self._machine, self._view, self._whole, self._settled = machine, view, whole, settled(course)
+        self._view, self._whole, self._settled = view, whole, settled(course)
 
     def _lost(self, view: View, machine: ClusterMachine) -> list[int]:
         """The shards of `view` that no server holds any more."""
@@ -79,7 +78,7 @@ class CopiesWatch:
         course, copies = machine.course, {before.primary[shard], before.backup[shard]}
         if not copies <= self._here(before, machine):
             return LOSS
-        if before.number.epoch < view.number.epoch or self._machine is not machine:  # it takes over just now
+        if before.number.epoch < course.views.epoch:  # it takes over just now
             return "coordinator"
         if copies & course.members.apart:
             return "apart"
