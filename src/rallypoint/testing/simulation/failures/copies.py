@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.placing.between import settled
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import View
 
 LOSS = "a server was lost, and its shards' new backups are being filled"
 WINDOWS = {
     "begin": "a generation has just begun: no shard has been copied yet",
-    "coordinator": "a coordinator was lost while the journal had no room: servers say again which backups hold all",
+    "coordinator": "a coordinator takes over: what the journal had no room for, servers say again",
     "few": "only one server is to stay: there is nowhere to copy to",
     "apart": "a server that holds the job up is set apart: nothing waits for what it holds",
     "hurry": "shards moved in the middle of a step (a worker did not say in time that it holds the version; in the "
@@ -34,18 +34,14 @@ class CopiesWatch:
     """
 
     windows: Counter[str] = field(default_factory=Counter)
-    _machine: ClusterMachine | None = None
     _view: View | None = None
     _whole: set[int] = field(default_factory=set)
     _why: dict[int, str] = field(default_factory=dict)  # shard with one copy -> since which loss, or in which window
     _settled: bool = False
-    _left: ViewNumber = field(default_factory=ViewNumber)  # the last view of the coordinator before
 
     def look(self, machine: ClusterMachine) -> None:
         """An event was handled. Raises AssertionError with a sentence if a shard has one copy without a reason."""
         course, view, before = machine.course, machine.view, self._view
-        if self._machine is not machine:
-            self._left = before.number if before is not None else ViewNumber()
         if view is None or course.views.replication < 2 or course.recovery.workers_store:
             self._view = None
             return
@@ -63,7 +59,7 @@ class CopiesWatch:
             elif shard not in self._why and before is not None:
                 self._why[shard] = why = self._reason(shard, before, view, machine)
                 self.windows[why] += 1
-        self._machine, self._view, self._whole, self._settled = machine, view, whole, settled(course)
+        self._view, self._whole, self._settled = view, whole, settled(course)
 
     def _lost(self, view: View, machine: ClusterMachine) -> list[int]:
         """The shards of `view` that no server holds any more."""
@@ -82,17 +78,17 @@ class CopiesWatch:
         course, copies = machine.course, {before.primary[shard], before.backup[shard]}
         if not copies <= self._here(before, machine):
             return LOSS
-        if before.number.epoch < view.number.epoch or self._machine is not machine:  # it takes over just now
-            known = machine.recovered
-            behind = known is None or known.view is None or known.view.number < self._left
-            if behind or shard not in known.caught_up:  # type: ignore[union-attr]
-                return "coordinator"
+        if before.number.epoch < course.views.epoch:  # it takes over just now
+            return "coordinator"
         if copies & course.members.apart:
             return "apart"
         if len(course.members.staying) < 2:
             return "few"
         moved = view.primary[shard] != before.primary[shard]
-        if moved and not self._settled:
+        computing = [w for w, own in before.assigned(course.known + 1).items() if own and w in course.members.workers]
+        ends = (course.views.paused, course.last)
+        in_time = course.strategies.hands_over and course.handover.all_there(before, computing, ends)
+        if moved and not (self._settled or in_time):
             return "hurry"
         raise AssertionError(
             f"shard {shard} on {before.primary[shard]} and {before.backup[shard]} in view {before.number} has one copy "
