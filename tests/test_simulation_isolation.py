@@ -50,7 +50,7 @@ def test_seeds_play_it_among_other_faults() -> None:
 
 
 def test_a_coordinator_that_gives_up_whoever_is_silent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(self: Silence, members: Membership, now: float) -> Finding:
+    def look(self: Silence, members: Membership, now: float, replaced: frozenset[str]) -> Finding:
         return Finding(tuple((id, f"silent for {s:.1f} s") for id, s in members.silent(now, self.heartbeat)))
 
     monkeypatch.setattr(Silence, "look", look)

@@ -1169,7 +1169,10 @@ def test_shards_that_are_lost_send_everybody_back_to_the_last_snapshot() -> None
         FindSnapshot(),
     ]
     said, published = job.play(Found("step-00000005-1", 5))
-    assert said == Say("going on from snapshot step-00000005-1: version 5")
+    assert said == Say(
+        "going on from snapshot step-00000005-1: version 5; 4 steps are computed again. With two servers and "
+        "--replication 2 a server's death costs none"
+    )
     assert published.view.generation == published.view.number
     assert published.view.origin == "step-00000005-1"
     assert set(published.view.primary.values()) == {"s1"}

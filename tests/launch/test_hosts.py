@@ -116,7 +116,7 @@ def test_the_command_of_the_client_has_no_secret_and_asks_nobody() -> None:
     options = [word for option in OPTIONS for word in ("-o", option)]
     assert argv == [
         *("ssh", "-F", "my config", "-T"), *options, *("-p", "2222", "--", "me@b"),
-        "exec '/opt/my python' -m rallypoint.launch.engines.remote.far_end",
+        "exec '/opt/my python' -P -m rallypoint.launch.engines.remote.far_end",
     ]  # fmt: skip
     assert "BatchMode=yes" in OPTIONS
 

@@ -162,7 +162,7 @@ def test_a_python_in_an_odd_place_is_started_by_ssh_s_shell(tmp_path: Path) -> N
     command = ssh_command("ssh", Host("n1", python=str(python)))
     assert command[-2] == "n1"  # sshd has the user's shell run the rest
     done = subprocess.run(["sh", "-c", command[-1]], text=True, timeout=120, check=True, capture_output=True)
-    assert done.stdout == f"-m {FAR_END}\n"
+    assert done.stdout == f"-P -m {FAR_END}\n"
 
 
 def test_the_kept_copy_of_a_script_gets_odd_words_as_they_are_written(tmp_path: Path) -> None:

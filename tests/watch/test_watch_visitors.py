@@ -18,7 +18,7 @@ from test_watch_state import PLAN, line, members, steps
 
 from rallypoint.watch import visitors
 from rallypoint.watch.follow import EVENTS
-from rallypoint.watch.locked import COOKIE
+from rallypoint.watch.locked import HEADER
 from rallypoint.watch.serve import served
 from rallypoint.watch.visitors import Visitors
 
@@ -75,7 +75,7 @@ def test_who_does_not_read_the_answers_is_cut_off_after_a_time(folder: Path, mon
     with served(folder, {}) as (address, server), server.in_thread():
         where, token = address.removeprefix("http://").split("/?token=")
         with socket.create_connection(("127.0.0.1", int(where.partition(":")[2])), PATIENCE_S) as deaf:
-            ask = f"GET /uplot.js HTTP/1.1\r\nHost: localhost\r\nCookie: {COOKIE}={token}\r\n\r\n"
+            ask = f"GET /uplot.js HTTP/1.1\r\nHost: localhost\r\n{HEADER}: {token}\r\n\r\n"
             deaf.sendall(ask.encode() * 500)
             poll = select.poll()
             poll.register(deaf, select.POLLRDHUP)  # not POLLIN: it reads nothing

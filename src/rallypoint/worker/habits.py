@@ -58,6 +58,10 @@ class Habits:
         finally:
             self._ours = False
 
+    def exit(self) -> None:
+        """The script leaves ``with micro:``. An evaluation may back-propagate, with a scaler of its own."""
+        self._micro = None
+
     def leave(self) -> None:
         """The run is over."""
         if self._thread:
@@ -75,7 +79,7 @@ class Habits:
 
     def scales(self, scaler: torch.amp.GradScaler) -> None:
         """The script calls ``GradScaler.scale``."""
-        if scaler.is_enabled():
+        if self._micro is not None and scaler.is_enabled():
             raise UsageError(
                 f"{script_line()}: a GradScaler scales the loss, and nobody would unscale the gradients: the servers "
                 'step. Take it out, and give job.train precision="fp16" (the servers have the scale) or "bf16", which '
@@ -84,11 +88,11 @@ class Habits:
 
     def back_propagates(self, losses: Iterable[torch.Tensor]) -> None:
         """The script calls ``backward`` itself."""
-        if self._ours or not reaches(losses, self._known):
+        micro = self._micro
+        if self._ours or micro is None or not reaches(losses, self._known):
             return
         self.backward_at = script_line()
-        micro = self._micro
-        if micro is not None and (micro.index > 0 or micro.losses is not None):
+        if micro.index > 0 or micro.losses is not None:
             raise UsageError(
                 f"{self.backward_at}: backward() is called by the script, beside micro.backward at step {micro.step}: "
                 "give micro.backward the sum of all losses, or each of them, all but the last with more=True; "

@@ -84,7 +84,8 @@ class Passes:
         """
         self._early.inside = self._exchange.rows.in_micro = True
         if not self._own:  # else the script's optimizer is what steps, and its calls are right
-            self._habits.enter(micro)
+            if self._parts.alone:  # else a pipeline's schedule back-propagates by itself
+                self._habits.enter(micro)
             seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
         self.autocast.enter()
         self._activations.enter()
@@ -99,6 +100,7 @@ class Passes:
         if self._carried is not None:
             self._carried.keep()
         self.autocast.leave()
+        self._habits.exit()
         self._early.inside = self._exchange.rows.in_micro = False
 
     def backward_at(self) -> str:
