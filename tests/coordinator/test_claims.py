@@ -11,7 +11,7 @@ from test_shell import STEPS, Play
 from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.claims import Claims, Early
 from rallypoint.core.shard.clip import Measure
-from rallypoint.core.view import Lease, View, ViewNumber
+from rallypoint.core.view import Assignment, Lease, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net.messages import (
     Accounted,
@@ -117,6 +117,18 @@ def test_who_has_held_an_evaluation_lease_is_heard_when_another_one_has_it() -> 
     assert claims.may_miss("w3", NotKept(8, NOW), now)
     assert not claims.may_miss("w2", NotKept(8, NOW), now), "it never had that lease"
     assert not claims.may_miss("w0", NotKept(8, NOW), now)
+
+
+def test_who_was_the_lead_is_heard_when_views_have_forgotten_what_it_was_assigned() -> None:
+    """Its evaluation took longer than the steps for which views say that."""
+    claims, result = Claims(), Evaluated(4, NOW, {"loss": 1.0})
+    led = msgspec.structs.replace(view({"w2": (0,)}), assignments=(Assignment(0, {"w2": (0,), "w3": (1,)}),))
+    claims.published(led)
+    assert claims.may_evaluate("w2", result, view({"w0": (0,)}, 6))
+    assert not claims.may_evaluate("w3", result, view({"w0": (0,)}, 6))
+    later = ViewNumber(1, 9)
+    stale = msgspec.structs.replace(result, generation=later)
+    assert not claims.may_evaluate("w2", stale, view({"w0": (0,)}, 9, later)), "of a generation that is over"
 
 
 # ---- what a member of a running job may make the coordinator believe ----

@@ -851,6 +851,16 @@ def test_a_cluster_that_comes_back_under_its_own_names_waits_for_its_ghosts_no_l
     assert not [say.text for say in after.logged(Say) if "cut off" in say.text]
 
 
+def test_an_end_that_the_shell_decides_is_in_the_journal_before_anybody_hears_of_it() -> None:
+    play = Play()
+    play.begin()
+    ended = play.take(inbox.Ended("the coordinator was interrupted"))
+    saved = [act.state.last_word for act in ended if isinstance(act, acts.Save)]
+    assert saved == [Abort("the coordinator was interrupted")]
+    first = next(index for index, act in enumerate(ended) if isinstance(act, acts.Send))
+    assert any(isinstance(act, acts.Save) for act in ended[:first])
+
+
 def test_who_waits_for_a_name_hears_that_the_job_has_ended() -> None:
     play = Play(heartbeat=6.0)
     play.begin()

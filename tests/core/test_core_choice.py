@@ -27,6 +27,7 @@ from rallypoint.core.shard.events import (
     Acked,
     Assigned,
     Chosen,
+    Compared,
     Contribute,
     Decide,
     Event,
@@ -292,3 +293,14 @@ def test_whenever_the_primary_dies_a_norm_that_was_told_is_that_of_its_successor
     told = dict(enumerate(pair.measured)).get(new.version)
     mine = _sum_of(new, new.version, data.draw(st.permutations(range(OF))))
     assert told is None or mine == told
+
+
+def test_a_demoted_primary_acknowledges_no_choice_before_it_has_proved_what_it_holds() -> None:
+    """The choice is urgent on a link, and overtakes the question."""
+    old = ShardMachine(Sync(quorum=2), 3, True, rounds=20, chooses=True)
+    old.handle(Assigned(True, True, True))
+    old.handle(Initialise(0, 0))
+    old.handle(Assigned(False, False, False, proven=True))
+    assert old.handle(Chosen(0, (2, 0))) == []
+    assert old.handle(Compared(0, same=True)) == [Acknowledge(0, chosen=True)]
+    assert old.handle(Chosen(0, (2, 0))) == [Acknowledge(0, chosen=True)]

@@ -956,7 +956,7 @@ def _rolled_back(snapshot: str, version: int) -> _Job:
 def test_of_a_snapshot_that_was_damaged_after_it_was_verified_the_one_before_is_used() -> None:
     job = _rolled_back("step-4", 4)
     first = job.view
-    damaged = Unrestored("s1", "step-4", "its file 0 has other bytes", first.generation)
+    damaged = Unrestored("s1", "its file 0 has other bytes", first.generation)
     effects = job.play(damaged)
     assert "s1 cannot go on from snapshot step-4: its file 0 has other bytes" in [say.text for say in _of(Say, effects)]
     assert _of(FindSnapshot, effects) == [FindSnapshot()]
@@ -965,6 +965,10 @@ def test_of_a_snapshot_that_was_damaged_after_it_was_verified_the_one_before_is_
     assert (job.view.origin, job.machine.course.furthest) == ("step-2", 1)
     assert job.view.generation > first.generation
     assert job.play(damaged) == []  # of the generation before
+    job.play(Left("s1", "x"))
+    job.come("s9")
+    job.play(Found("step-8", 8))  # taken long after: the damage is over
+    assert job.view.origin == "step-8"
 
 
 @pytest.mark.parametrize(("snapshot", "version"), [("step-4", 4), ("step-8", 8)])
@@ -972,15 +976,14 @@ def test_a_damage_that_the_search_does_not_see_or_goes_past_ends_the_job(snapsho
     """The same one again: only that server cannot read it. A later one: of the course that the job was taken back from.
     """
     job = _rolled_back("step-4", 4)
-    job.play(Unrestored("s1", "step-4", "its file 0 has other bytes", job.view.generation))
+    job.play(Unrestored("s1", "its file 0 has other bytes", job.view.generation))
     (abort,) = _of(Abort, job.play(Found(snapshot, version)))
     assert abort.reason == "s1 cannot go on: its file 0 has other bytes"
 
 
 def test_only_who_loads_shards_can_say_that_a_snapshot_is_damaged() -> None:
     job = _rolled_back("step-4", 4)
-    assert job.play(Unrestored("s0", "step-4", "no", job.view.generation)) == []
-    assert job.play(Unrestored("s1", "step-2", "no", job.view.generation)) == []
+    assert job.play(Unrestored("s0", "no", job.view.generation)) == []
 
 
 def _load(view: View) -> dict[str, int]:

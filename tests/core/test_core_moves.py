@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.effects import Effect, Publish
+from rallypoint.core.cluster.effects import Effect, FindSnapshot, Publish
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.placing.handover import Handover
 from rallypoint.core.cluster.terms import Terms
@@ -312,3 +312,49 @@ def test_a_step_that_a_later_view_asks_for_again_is_said_again() -> None:
         number = ViewNumber(view.number.epoch, view.number.count + later)
         machine.view = msgspec.structs.replace(view, number=number, handover=handover)
         assert reaching.take() == said
+
+
+# ---- the third server ------------------------------------------------------------------------------------------
+
+
+def test_a_third_server_that_a_primary_cannot_reach_is_set_apart() -> None:
+    """The primary publishes nothing that it has not acknowledged, once it has acknowledged anything."""
+    cluster = Cluster(step=5, replication=2)
+    cluster.come("s2")
+    third = cluster.view.incoming
+    assert {one.server for one in third.values()} == {"s2"}
+    primary = cluster.view.primary[next(iter(third))]
+    for second in range(2, 60):
+        for name in ("w0", "w1", "s0", "s1", "s2"):
+            unreachable = {"s2": float(second)} if name == primary else {}
+            cluster.play(events.Beat(name, unreachable, float(second) if name[0] == "w" else 0.0, 1))
+        cluster.play(events.Tick(float(second)))
+    assert cluster.machine.course.members.apart == {"s2"}
+    assert not cluster.view.incoming
+
+
+def test_a_third_server_that_has_caught_up_is_none_after_a_roll_back() -> None:
+    cluster = Cluster(step=5, replication=2)
+    cluster.come("s2")
+    for shard, one in dict(cluster.view.incoming).items():
+        cluster.play(events.CaughtUp(cluster.view.primary[shard], {shard: one.paired}))
+    cluster.machine.course.views.arrived |= set(cluster.view.incoming)
+    for server in ("s0", "s1"):
+        cluster.play(events.Left(server, "killed"))
+    cluster.play(events.Found("step-2", 2))
+    assert not cluster.machine.course.views.arrived
+    cluster.come("s3")
+    cluster.catch_up()
+
+
+def test_two_servers_leave_and_one_stays_and_the_first_may_die_at_once() -> None:
+    cluster = Cluster(step=5, replication=2)
+    cluster.come("s2")
+    cluster.catch_up()
+    for version in range(6, 12):
+        cluster.compute(version)
+        cluster.reach_all(version + 1)
+    cluster.catch_up()
+    for server in ("s0", "s1"):
+        cluster.play(events.Leaving(server))
+    assert FindSnapshot() not in cluster.play(events.Left("s0", "its grace is over"))

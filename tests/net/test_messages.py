@@ -73,7 +73,7 @@ EXAMPLES: list[m.Message] = [
     Pause(False), StopWanted("enough"), Drain("w0"), SnapshotEvery(250, 60.0), Ordered("Pause", "paused", refused=True),
     LearningRate(0.5), RateAwaited(ViewNumber(2, 1), 7), RateScaled("words", 7, 0.5, 0.25),
     Offers("10.0.0.1:5", "0a" * 8), Wanted(b"f" * 16, 5, 7), Found(b"c" * 16), NotFound("gone"),
-    Reached(7, ViewNumber(2, 1)), Unrestored("step-00000004-1", "file 0 is damaged", ViewNumber(2, 1)),
+    Reached(7, ViewNumber(2, 1)), Unrestored("file 0 is damaged", ViewNumber(2, 1)),
     Caches((Holder("w0", 1, "10.0.0.1:5", "0a" * 8),), {"w0": b"t" * 60}),
     Sampled(5.0, 0.5, 6, 8, gpus=(GpuSample(0.5, 1, 2),), links={"h:1": LinkSample(0.1, 1.0, 2.0)}),
 ]  # fmt: skip

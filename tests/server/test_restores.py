@@ -186,7 +186,7 @@ def test_a_snapshot_that_was_damaged_after_it_was_verified_is_told_of_and_anothe
     server.adopt(FIRST)
     server.adopt(SECOND, "one")
     server.reducer.handle(next_of(server))
-    told = Unrestored("one", "snapshot one is damaged: file 0 has other bytes", SECOND)
+    told = Unrestored("snapshot one is damaged: file 0 has other bytes", SECOND)
     assert server.context.said.pop() == told
     server.reducer.handle(inbox.Admitted(False))  # by a coordinator that may not have heard it
     assert server.context.said.pop() == told

@@ -254,3 +254,12 @@ def test_torchscript_trains_as_the_model_that_it_was_made_of(kind: str) -> None:
     if kind == "trace":  # tracing ran a batch through it
         made.load_state_dict(build().state_dict())
     check_equal(train(made), train_plainly(build()))
+
+
+def test_parameters_that_are_tied_after_the_job_has_got_the_model_are_refused_too() -> None:
+    model = Net()
+    with EmbeddedJob() as job:
+        run = iter(job.train(model, X, batch=BATCH, steps=STEPS, replicas=1, optimizer=rp.SGD(lr=0.1)))
+        model.last.weight.data = model.first.weight.data.t()
+        with pytest.raises(ModelError, match=r"parameters (first|last)\.weight and (first|last)\.weight share memory"):
+            next(run)

@@ -40,17 +40,22 @@ from rallypoint.net.views.messages import Reached, Unrestored
 
 @dataclass(slots=True)
 class Claims:
-    """Remembers who was asked for a snapshot, and who has held an evaluation lease; all else is in the view."""
+    """Remembers who was asked for a snapshot, who has held an evaluation lease, and who the lead was; all else is in
+    the view."""
 
     _asked: Capture | None = None
     _holders: dict[str, tuple[ViewNumber, int]] = field(default_factory=dict)  # of leases: generation, newest version
+    _leads: dict[str, ViewNumber] = field(default_factory=dict)  # generation; a view forgets what is long over
 
     def asked(self, capture: Capture) -> None:
         """A snapshot begins."""
         self._asked = capture
 
     def published(self, view: View) -> None:
-        """A view is published: who holds its evaluation lease may tell a result, also when another one has it."""
+        """A view is published: who holds its evaluation lease, or is the lead, may tell a result later too."""
+        for assignment in view.assignments:
+            lead = next((worker for worker, replicas in assignment.replicas.items() if 0 in replicas), "")
+            self._leads[lead] = view.generation
         if view.lease is not None and view.lease.holder:
             self._holders[view.lease.holder] = (view.generation, view.lease.version)
 
@@ -98,7 +103,8 @@ class Claims:
         self.published(view)  # an earlier coordinator's, before this one's first
         if claim.generation == view.generation:
             held = self._holders.get(worker)
-            return view.takes(worker, (0,)) or (held is not None and held[0] == view.generation)
+            leads = view.takes(worker, (0,)) or self._leads.get(worker) == view.generation
+            return leads or (held is not None and held[0] == view.generation)
         return claim.generation < view.generation
 
     def may_miss(self, worker: str, claim: NotKept, view: View | None) -> bool:
@@ -166,8 +172,8 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.StateChanged(sender, shard, version, generation)
         case Reached(version=version, generation=generation):
             return cluster_events.Reached(sender, version, generation)
-        case Unrestored(snapshot=snapshot, reason=reason, generation=generation):
-            return cluster_events.Unrestored(sender, snapshot, reason, generation)
+        case Unrestored(reason=reason, generation=generation):
+            return cluster_events.Unrestored(sender, reason, generation)
         case Leaving():
             return cluster_events.Leaving(sender)
         case Stored(snapshot=snapshot, shards=shards):

@@ -105,7 +105,7 @@ class CoordinatorService:
         self._persistence = Persistence(self._journal, lambda text: self._owner.put(inbox.Said(text)))
         recovered = self._journal.load()
         self._is_later = self._terms.earlier > 0 or recovered is not None
-        word = None if recovered is None else recovered.last_word
+        word = None if recovered is None or self._resume is not None else recovered.last_word
         self._ended_before = "" if word is None else f"failed: {word.reason}" if isinstance(word, Abort) else "finished"
         self._shell = CoordinatorShell(
             self._terms, time.monotonic(), recovered=recovered, resume=self._resume, secret=me.secret
@@ -163,7 +163,7 @@ class CoordinatorService:
 
     @property
     def ended_before(self) -> str:
-        """How the job of this folder ended before this coordinator was started; "" if it had not."""
+        """How the job of this folder ended before this coordinator was started; "" if it had not, or is resumed."""
         return self._ended_before
 
     @property

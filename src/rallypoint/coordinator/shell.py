@@ -380,7 +380,7 @@ class CoordinatorShell:
         self.last_word = word
         if isinstance(word, Aborted) and self.machine.last_word is None:
             self.machine.course.end(cluster_effects.Abort(word.reason))  # what comes later begins no other end
-        told = [*self._send(word, *self.members), *self._announce(word)]
+        told = [*self._save(), *self._send(word, *self.members), *self._announce(word)]
         told += [act for newcomer in self._newcomers.take_all() for act in self._opened(newcomer)]
         away = self._take_over is not None or self.machine.course.members.awaited
         return [*told, *(self._end_later() if away else [Over(failure_of(word))])]

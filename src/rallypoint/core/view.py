@@ -273,6 +273,11 @@ class View(msgspec.Struct, frozen=True):
         """The shards whose primary is `server`, ascending."""
         return sorted(shard for shard, home in self.primary.items() if home == server)
 
+    def holds(self, server: str) -> bool:
+        """True if the server holds a shard: see `holders`. Asked for each report of a server."""
+        homes = server in self.primary.values() or server in self.backup.values()
+        return homes or any(one.server == server for one in self.incoming.values())
+
     @property
     def holders(self) -> set[str]:
         """The servers that hold shards: as primaries, as backups, or because they are being filled."""

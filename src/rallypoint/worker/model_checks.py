@@ -81,8 +81,8 @@ def check_apart(trained: Named, others: Named) -> None:
         if len(both) == 2:
             raise ModelError(
                 f"parameters {first} and {second} share memory (.data), and are two to an optimizer, which would "
-                "update the same numbers twice: make them one parameter (a.weight = b.weight), or read the other's in "
-                "forward (torch.nn.functional.linear(x, self.a.weight.t()))"
+                "update the same numbers twice: make them one parameter (a.weight = b.weight), or, where the tie is "
+                "transposed, keep one and use it in forward (torch.nn.functional.linear(x, self.a.weight.t()))"
             )
         if both:
             parameter, other = both[0], first if second == both[0] else second

@@ -126,7 +126,7 @@ class Course:
     def has_applied(self, server: str, step: int) -> None:
         """A server of the view in force reports that it has applied `step`."""
         view = self.view
-        if view is not None and self.record is not None and server in view.holders:
+        if view is not None and self.record is not None and view.holds(server):
             self.applied = max(self.applied, min(step, self.record.rounds - 1))
             self.witnesses.add(server)
 

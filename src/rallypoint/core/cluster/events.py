@@ -357,10 +357,9 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Unrestored:
-    """The server cannot load its shards from `snapshot`, with which `generation` begins: it is damaged."""
+    """The server cannot load its shards from the snapshot with which `generation` begins: it is damaged."""
 
     server: str
-    snapshot: str
     reason: str
     generation: ViewNumber
 

@@ -23,6 +23,8 @@ from rallypoint.core.cluster.view_change import says_nothing_new
 from rallypoint.core.deciding.scales import merged
 from rallypoint.core.view import Assignment, View
 
+_UNDAMAGED = ("", -1, "")
+
 
 @dataclass(slots=True)
 class Succession:
@@ -34,7 +36,7 @@ class Succession:
     course: Course
     snapshots: Snapshots
     assigner: Assigner
-    _damaged: tuple[str, int, str] = ("", -1, "")  # the last snapshot that a server could not load: its version, why
+    _damaged: tuple[str, int, str] = _UNDAMAGED  # the snapshot that a server has just not loaded: its version, why
 
     # ---- the view that follows ----
 
@@ -251,11 +253,10 @@ class Succession:
     def _unrestored(self, event: events.Unrestored) -> list[Effect]:
         """The snapshot was damaged after it was verified. Search again, which verifies all anew."""
         view = self.course.view
-        current = view is not None and (view.generation, view.origin) == (event.generation, event.snapshot)
-        if view is None or not current or event.server not in view.holders:
+        if view is None or view.generation != event.generation or not view.origin or not view.holds(event.server):
             return []  # another server has said so before, or it does not load any
-        self._damaged = (event.snapshot, self.course.furthest + 1, f"{event.server} cannot go on: {event.reason}")
-        return self.recover(why=f"{event.server} cannot go on from snapshot {event.snapshot}: {event.reason}")
+        self._damaged = (view.origin, self.course.furthest + 1, f"{event.server} cannot go on: {event.reason}")
+        return self.recover(why=f"{event.server} cannot go on from snapshot {view.origin}: {event.reason}")
 
     def found(self, event: events.Found) -> list[Effect]:
         """Begin a new generation from the snapshot that was found; end the job if there is none."""
@@ -274,7 +275,7 @@ class Succession:
         if event.snapshot == snapshot or event.version > version >= 0:
             # Only that server sees the damage; or there are later ones, of another course than the one resumed
             return course.end(Abort(why))
-        course.phase = Phase.RUNNING
+        course.phase, self._damaged = Phase.RUNNING, _UNDAMAGED
         said = Say(f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}")
         course.furthest = event.version - 1
         course.views.stop = course.views.stop or event.stop  # the journal may have had no room for it

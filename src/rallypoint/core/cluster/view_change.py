@@ -124,7 +124,8 @@ def rebalanced(
         return Homes(dict(primary), new | held, {s: one.incoming for s, one in copies.items() if one.incoming})
     leaving = replication >= 2 and len(staying) > 1  # a server may leave when others have the copies that it has
     for one in copies.values():
-        if one.backup not in staying and (not one.whole or not leaving or one.backup in how.apart):
+        stays = one.whole and (leaving or one.home not in staying) and one.backup not in how.apart
+        if one.backup not in staying and not stays:
             one.backup, one.whole = "", False
         one.incoming = one.incoming if one.incoming in staying and one.whole else ""
     wanted = how.homes(shards, list(staying), _held(copies, staying), weights)

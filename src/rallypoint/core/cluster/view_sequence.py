@@ -197,7 +197,7 @@ class ViewSequence:
         before = self.view if goes_on else None
         self.caught_up = set() if before is None else still_caught_up(view, before, self.caught_up, self.arrived)
         here = {} if before is None else before.incoming
-        self.arrived = {s for s in self.arrived & view.incoming.keys() if view.incoming[s] == here.get(s)}
+        self.arrived = {s for s in self.arrived & view.incoming.keys() & here.keys() if view.incoming[s] == here[s]}
         self.view, self._last, self.disputes, self.speeds = view, view.number, view.disputes, dict(view.speeds)
 
     def backups_caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> bool:

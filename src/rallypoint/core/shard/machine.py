@@ -90,6 +90,7 @@ class ShardMachine:
     tally: Tally = field(default_factory=Tally)
     copies: Copies = field(default_factory=Copies)
     differs: bool = False  # this backup holds other bytes than its primary, and waits to be filled
+    unasked: bool = False  # it was the primary, kept its state, and acknowledges nothing before it has proved that
     wants: Wants = field(default_factory=Wants)
     _capture: CapturePoint = field(default_factory=CapturePoint)
     _fill_next: set[bool] = field(default_factory=set)  # whom to fill after the sum in progress: see `Fill.incoming`
@@ -133,8 +134,9 @@ class ShardMachine:
             case events.Replicated():
                 return self._replicated(event)
             case events.Chosen(step=step):
-                self._choice.learn(event)
-                return [] if self.primary or step != self.version else [self._choice.acknowledge(self.version)]
+                self._choice.learn(event)  # (it may overtake the question what is here)
+                silent = self.primary or self.unasked or step != self.version
+                return [] if silent else [self._choice.acknowledge(self.version)]
             case events.Acked():
                 return self._acknowledged(event)
             case events.Initialise(ticket=ticket, version=version):
@@ -153,7 +155,8 @@ class ShardMachine:
             case events.FillBackup(incoming=incoming):
                 return self._fill(incoming=incoming)
             case events.Compared(version=version, same=same) if not self.primary:
-                self.differs = not same  # it keeps what it holds until it is filled: that may have been published
+                # If it differs, it keeps what it holds until it is filled: that may have been published
+                self.differs, self.unasked = not same, False
                 return [self._choice.acknowledge(version) if same else Acknowledge(version, differs=True)]
             case events.Compared():
                 return []
@@ -345,7 +348,7 @@ class ShardMachine:
 
     def _loaded(self, event: events.Loaded) -> list[Effect]:
         self.version = self.first = event.version
-        self.differs = False
+        self.differs = self.unasked = False
         if self.clocks:
             self.clocks = Clocks.at(event.clocks, self.expected, event.version)
         if not self.primary:
@@ -361,12 +364,12 @@ class ShardMachine:
         self.primary = event.primary
         effects: list[Effect] = self._forget_step() if promoted or demoted else []
         if demoted:
-            self.published = -1
+            self.published, self.unasked = -1, event.proven
         if demoted and not event.proven:  # else the new primary asks what is here; now it sends its state
             self.version, self.clocks = -1, Clocks.at((), self.expected, -1) if self.clocks else self.clocks
         self.copies.assigned(event, promoted=promoted)
         if promoted:
-            self.differs = False
+            self.differs = self.unasked = False
             self.chosen = self._choice.known(self.version)
             self.published = -1
             self.tally.restart(self.version)

@@ -136,7 +136,7 @@ class ServerMachine:
             if (index, event.incoming) not in self.pairs.filling and not event.differs:
                 return effects
             self.pairs.filling.discard((index, event.incoming))  # the first one after a fill
-            effects += self._fill_some(self.held)
+            effects += self._fill_some(self.held, asks=False)
         else:  # its sum in progress had to be decided first
             fills = [e.effect for e in effects if isinstance(e, On) and isinstance(e.effect, shard_effects.Fill)]
             self.pairs.filling |= {(index, fill.incoming) for fill in fills}
@@ -305,20 +305,23 @@ class ServerMachine:
         self._clip.own = frozenset(view.shards_of(self.me)) & self.plan.decides
         return list(self._clip.retell())
 
-    def _fill_some(self, indices: Iterable[int]) -> list[Effect]:
-        """Begin to send the whole state to some more of these shards' backups, at most FILLS_AT_ONCE at a time."""
+    def _fill_some(self, indices: Iterable[int], *, asks: bool = True) -> list[Effect]:
+        """Begin to send the whole state to some more of these shards' backups, at most FILLS_AT_ONCE at a time. `asks`:
+        some may have to be asked what they hold, which is short."""
         effects: list[Effect] = []
         begun = len(self.pairs.filling)
         for index, incoming in ((index, third) for index in indices for third in (False, True)):
+            if begun >= FILLS_AT_ONCE and not asks:
+                break
             copy = self._machines[index].copies.of(incoming)
             if not copy.needs_sync or self.pairs.server(index, incoming=incoming) not in self._linked:
                 continue
-            if begun >= FILLS_AT_ONCE and not copy.asks:  # (what is asked is short)
+            if begun >= FILLS_AT_ONCE and not copy.asks:
                 continue
-            asks = copy.asks
+            asked = copy.asks
             if filled := self._machines[index].handle(shard_events.FillBackup(incoming)):
-                begun += not asks
-                if copy.replicating and not asks:
+                begun += not asked
+                if copy.replicating and not asked:
                     self.pairs.filling.add((index, incoming))
                 effects += [On(index, effect) for effect in filled]
         return effects

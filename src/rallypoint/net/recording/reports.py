@@ -17,7 +17,7 @@ class LastReports:
 
     def note(self, message: object) -> None:
         """The worker says this; what is no report is passed over."""
-        if isinstance(message, Report):
+        if isinstance(message, Report) and all(one.generation <= message.generation for one in self._reports):
             same, first = message.generation, message.step - STEPS + 1
             self._reports = [one for one in self._reports if one.generation == same and one.step >= first]
             self._reports.append(message)

@@ -41,7 +41,6 @@ class Reached(AnyMessage, frozen=True):
 class Unrestored(Shown, frozen=True):
     """From a server: the snapshot with which this generation begins is damaged, and it cannot load its shards."""
 
-    snapshot: Name
     reason: str
     generation: ViewNumber
 

@@ -224,7 +224,7 @@ class Reducer:
         self._restores.cancel()
         view = self.machine.view
         assert view is not None
-        self._unrestored = Unrestored(view.origin, str(event.error), event.generation)
+        self._unrestored = Unrestored(str(event.error), event.generation)
         self._context.say(self._unrestored)
 
     # ---- workers ----

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook as before_any
 from rallypoint.errors import UsageError
 from rallypoint.worker.loop.comparison import Comparison
 from rallypoint.worker.loop.parts import Parts
+from rallypoint.worker.model_checks import check_apart
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -78,6 +79,8 @@ class ModelGuard:
         """
         self.read(wait=False)
         self._versions = [tensor._version for tensor in self._tensors]
+        if values:  # (a script may tie parameters by .data after job.train, which leaves no trace either)
+            check_apart({name: one for name, one in self._named.items() if one.requires_grad}, {})
         comparison = Comparison(self._tensors) if values else None
         self._script_runs = True
         try:

@@ -165,7 +165,7 @@ class Reach:
         """The servers that hold shards."""
         view = self.course.view
         assert view is not None
-        return {*view.primary.values(), *view.backup.values()} & self.course.members.servers.keys()
+        return view.holders & self.course.members.servers.keys()
 
     def _ripe(self, pairs: Pairs, soon: set[str]) -> Pairs:
         """The pairs to judge now. The workers `soon` will have waited long enough in a moment: then they, and servers,
