@@ -9,7 +9,7 @@ from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.console import RunConsole
-from rallypoint.net.handshake import Identity
+from rallypoint.net.handshake import LAUNCHER, Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.observe.lenient import say
@@ -45,7 +45,7 @@ class EmbeddedJob(Job):
             server.start()
         self._console = console
         self._observer = None if console is None else CoordinatorLink(
-            transport=transport, address=self._coordinator.address, me=Identity("observer", "console"),
+            transport=transport, address=self._coordinator.address, me=Identity("observer", LAUNCHER),
             handlers=Handlers(console.show, _ended),
         )  # fmt: skip
         if self._observer is not None:
