@@ -94,8 +94,11 @@ class ClipsInStep(torch.optim.SGD):
 
 
 def clips_before_step(model: torch.nn.Module) -> torch.optim.Optimizer:
+    def clip(*_: Any) -> None:
+        clip_grad_norm_(model.parameters(), 0.01)
+
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), 0.01) and None)
+    optimizer.register_step_pre_hook(clip)
     return optimizer
 
 
