@@ -23,6 +23,7 @@ import rallypoint as rp
 
 IN, WIDTH, OUT, SAMPLES = 12, 22, 6, 64  # 11 rows a rank: not a multiple of anything
 HELD_AT = 4
+ACCUMULATE, PIECES = 2, 2  # micro-batches of a replica; what a pipeline's schedule cuts each into
 MESHES = {
     "fsdp": ((2,), ("dp",)), "tp": ((2,), ("tp",)), "pp": ((2,), ("pp",)), "tp-pp": ((2, 2), ("pp", "tp")),
     "fsdp-tp": ((2, 2), ("dp", "tp")),
@@ -115,14 +116,16 @@ def main(shape: str, out: Path, stop: int | None = None) -> None:
             mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         net = built(shape, mesh)
         split = "dp" if "fsdp" in shape else ()
-        run = job.train(net, data, replicas=4, batch=8, steps=12, seed=3, optimizer=rp.AdamW(lr=1e-2),
-                        parallel=rp.Parallel(mesh, split=split))  # fmt: skip
+        run = job.train(net, data, replicas=4, batch=8, accumulate=ACCUMULATE, steps=12, seed=3,
+                        optimizer=rp.AdamW(lr=1e-2), parallel=rp.Parallel(mesh, split=split))  # fmt: skip
         loss_fn = torch.nn.MSELoss()
         schedule = None
         if mesh is not None and "pp" in shape:
             pp = mesh["pp"]
             stage = PipelineStage(net, pp.get_local_rank(), pp.size(), torch.device("cpu"), group=pp.get_group())
-            schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_fn)
+            # (its own scaling would divide what the micro-batch before has left in .grad once more)
+            part = lambda out, y: loss_fn(out, y) / (PIECES * ACCUMULATE)  # noqa: E731
+            schedule = Schedule1F1B(stage, n_microbatches=PIECES, loss_fn=part, scale_grads=False)
 
         @run.every(6)
         def total(step: int) -> dict[str, float] | None:
@@ -150,7 +153,7 @@ def main(shape: str, out: Path, stop: int | None = None) -> None:
                     schedule.step(x)
                 else:
                     schedule.step(target=y, losses=losses)
-                micro.computed(torch.stack(losses).mean() if losses else None)
+                micro.computed(torch.stack(losses).sum() * ACCUMULATE if losses else None)
         (out / f"{job.id}-{job.rank}").write_text(fingerprint(net))
         if "pp" not in shape:
             (out / f"whole-{job.ranks}-end").write_text(whole(net))

@@ -85,6 +85,69 @@ def test_a_later_micro_batch_s_own_backward_is_noticed_too() -> None:
         train(body, accumulate=2)
 
 
+class ClipsInStep(torch.optim.SGD):
+    """Clips its gradients before it steps, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        clip_grad_norm_(self.param_groups[0]["params"], 0.01)
+        return super().step(closure)
+
+
+def clips_before_step(model: torch.nn.Module) -> torch.optim.Optimizer:
+    def clip(*_: Any) -> None:
+        clip_grad_norm_(model.parameters(), 0.01)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+@pytest.mark.parametrize("build", [lambda model: ClipsInStep(model.parameters(), lr=0.1), clips_before_step])
+def test_an_own_optimizer_may_clip_where_it_steps(build: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    first = torch.cat([p.detach().clone().view(-1) for p in model.parameters()])
+    with EmbeddedJob() as job:
+        run = job.train(model, DATA, batch=4, steps=2, sync=rp.AllReduce(), own_optimizer=build(model))
+        for micro in run:
+            with micro:
+                micro.backward(model(micro.batch[0]).square().mean())
+    moved = float((torch.cat([p.detach().view(-1) for p in model.parameters()]) - first).norm())
+    assert 0.0 < moved < 2 * 0.1 * 0.01 + 1e-6
+
+
+def test_gradients_of_the_batch_alone_are_the_script_s_own() -> None:
+    """Adversarial training: backward with `inputs`, by name and by place. Parameters among them are an error."""
+
+    def body(model: torch.nn.Module, micro: Any, loss: torch.Tensor) -> None:
+        x = micro.batch[0].clone().requires_grad_()
+        adverse = model(x).square().mean()
+        adverse.backward(inputs=[x], retain_graph=True)
+        torch.autograd.backward(adverse, None, None, False, None, x)
+        assert x.grad is not None
+        micro.backward(model((x + x.grad.sign()).detach()).square().mean())
+        adverse = model(x).square().mean()
+        adverse.backward(inputs=x)
+
+    train(body, accumulate=2)
+
+    def wrong(model: torch.nn.Module, micro: Any, loss: torch.Tensor) -> None:
+        micro.backward(loss, retain_graph=True)
+        loss.backward(inputs=list(model.parameters()))  # type: ignore[no-untyped-call]
+
+    with pytest.raises(UsageError, match=r"beside micro\.backward at step 0"):
+        train(wrong)
+
+
+def test_a_scaler_of_another_model_is_the_script_s_own() -> None:
+    def body(model: torch.nn.Module, micro: Any, loss: torch.Tensor) -> None:
+        other, scaler = torch.nn.Linear(3, 1), torch.amp.GradScaler("cpu")
+        scaler.scale([other(micro.batch[0]).sum()])[0].backward()
+        micro.backward(loss)
+
+    train(body)
+
+
 def test_what_is_right_goes_through_and_changes_nothing() -> None:
     """Another model's gradients and clipping, a scaler that is off, gradients that are taken and dropped again."""
 

@@ -14,6 +14,7 @@ from rallypoint.errors import ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.wrapping.wrap import wrap_in
 from rallypoint.server.shards.gradient import first_that_became, float_ranges
+from rallypoint.worker.loop.guard import NewBuffers
 from rallypoint.worker.tensors import weights_hash
 
 X = torch.linspace(-1, 1, 192).view(64, 3)
@@ -158,6 +159,26 @@ def test_a_buffer_that_the_first_forward_pass_makes_is_refused(
 
 def test_a_cache_that_is_no_part_of_the_state_may_come_at_any_time() -> None:
     check_equal(train(Net(forward=makes_a_cache)), train_plainly(Net(forward=makes_a_cache)))
+
+
+def test_a_buffer_that_each_forward_pass_sets_again_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To list the model's state takes as long as the model is large."""
+    looked: list[int] = []
+    names = NewBuffers._names
+
+    def counted(self: NewBuffers) -> set[str]:
+        looked.append(1)
+        return names(self)
+
+    def sets_again(m: Any) -> None:
+        m.seen = m.seen + 1
+
+    def build() -> Net:
+        return Net(lambda m: m.register_buffer("seen", torch.zeros(3)), forward=sets_again)
+
+    monkeypatch.setattr(NewBuffers, "_names", counted)
+    check_equal(train(build()), train_plainly(build()))
+    assert len(looked) == 1
 
 
 # ---- tensors of all kinds ----

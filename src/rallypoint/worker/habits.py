@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from rallypoint.errors import UsageError
 
 _Call = Callable[..., Any]
+_INPUTS = 4  # the place of `inputs` behind the tensors of torch.autograd.backward
 _NOT_THE_SCRIPT = str(Path(__file__).parents[1]), str(Path(str(torch.__file__)).parent)
 
 
@@ -29,7 +30,7 @@ class Habits:
     """Watches what the script's thread calls, from the first ``with micro:`` to the end of the run.
 
     Torch's functions are replaced once in the process, while any run watches, and put back by the last that `leave`s.
-    Other threads, and the job's own backward passes, are let through.
+    Other threads, and what the job itself does (`by_the_job`), are let through.
 
     Attributes:
         backward_at: where the script has back-propagated to the job's parameters itself in this micro-batch, before
@@ -50,13 +51,13 @@ class Habits:
             _watch(self._thread, self)
 
     @contextmanager
-    def by_the_job(self) -> Iterator[None]:
-        """In the body the job back-propagates."""
-        self._ours = True
+    def ours(self) -> Iterator[None]:
+        """In the body nothing is the script's own call. See `by_the_job`."""
+        before, self._ours = self._ours, True
         try:
             yield
         finally:
-            self._ours = False
+            self._ours = before
 
     def exit(self) -> None:
         """The script leaves ``with micro:``. An evaluation may back-propagate, with a scaler of its own."""
@@ -70,26 +71,32 @@ class Habits:
 
     def clips(self, name: str, parameters: list[torch.Tensor]) -> None:
         """The script calls ``clip_grad_norm_`` or ``clip_grad_value_``."""
-        if any(id(parameter) in self._known for parameter in parameters):
+        if not self._ours and any(id(parameter) in self._known for parameter in parameters):
             raise UsageError(
                 f"{script_line()}: {name} finds no gradients of the job's parameters: they have left when "
                 "micro.backward returns, and are clipped where they are added up. Give job.train clip=1.0 (a norm), "
                 "and take the call out (events.jsonl has each step's norm)"
             )
 
-    def scales(self, scaler: torch.amp.GradScaler) -> None:
-        """The script calls ``GradScaler.scale``."""
-        if self._micro is not None and scaler.is_enabled():
+    def scales(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
+        """The script calls ``GradScaler.scale``. A scaler of another model, whose losses stay there, is let through."""
+        if self._ours or self._micro is None or not scaler.is_enabled():
+            return
+        if reaches(_tensors_in(outputs), self._known):
             raise UsageError(
                 f"{script_line()}: a GradScaler scales the loss, and nobody would unscale the gradients: the servers "
                 'step. Take it out, and give job.train precision="fp16" (the servers have the scale) or "bf16", which '
                 "needs none"
             )
 
-    def back_propagates(self, losses: Iterable[torch.Tensor]) -> None:
-        """The script calls ``backward`` itself."""
+    def back_propagates(self, losses: Any, inputs: Any) -> None:
+        """The script calls ``backward`` itself. `inputs`: the only tensors that get gradients; None: all do."""
         micro = self._micro
-        if self._ours or micro is None or not reaches(losses, self._known):
+        if self._ours or micro is None:
+            return
+        if inputs is None and not reaches(_tensors_in(losses), self._known):
+            return
+        if inputs is not None and not any(id(one) in self._known for one in _tensors_in(inputs)):
             return
         self.backward_at = script_line()
         if micro.index > 0 or micro.losses is not None:
@@ -98,6 +105,14 @@ class Habits:
                 "give micro.backward the sum of all losses, or each of them, all but the last with more=True; "
                 "torch.autograd.grad leaves no gradient behind"
             )
+
+
+@contextmanager
+def by_the_job() -> Iterator[None]:
+    """In the body the job back-propagates or steps on this thread: an optimizer of the script's own may clip."""
+    habits = _here()
+    with nullcontext() if habits is None else habits.ours():
+        yield
 
 
 def script_line() -> str:
@@ -110,7 +125,7 @@ def script_line() -> str:
 
 def reaches(losses: Iterable[torch.Tensor], known: set[int]) -> bool:
     """True if gradients of these losses go to one of the tensors whose ids are `known`."""
-    waiting: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, torch.Tensor)]
+    waiting: list[Any] = [loss.grad_fn for loss in losses]
     seen = set()
     while waiting:
         node = waiting.pop()
@@ -121,6 +136,17 @@ def reaches(losses: Iterable[torch.Tensor], known: set[int]) -> bool:
             return True
         waiting += [function for function, _ in node.next_functions]
     return False
+
+
+def _tensors_in(given: Any) -> list[torch.Tensor]:
+    """The tensors of an argument that may be one, or hold several. (An iterator could be read only once.)"""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    if not isinstance(given, Iterable) or isinstance(given, Iterator):
+        return []
+    return [tensor for one in given for tensor in _tensors_in(one)]
 
 
 # ---- torch's functions: replaced while any run of this process watches ----
@@ -157,12 +183,12 @@ def _replace() -> None:
 
     def scaled(self: torch.amp.GradScaler, outputs: Any) -> Any:
         if (habits := _here()) is not None:
-            habits.scales(self)
+            habits.scales(self, outputs)
         return scale(self, outputs)
 
     def back_propagated(tensors: Any, *args: Any, **named: Any) -> None:
         if (habits := _here()) is not None:
-            habits.back_propagates([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+            habits.back_propagates(tensors, named.get("inputs", args[_INPUTS] if len(args) > _INPUTS else None))
         backward(tensors, *args, **named)
 
     _set(torch.amp.GradScaler, "scale", scaled)

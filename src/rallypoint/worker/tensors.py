@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -127,6 +128,7 @@ class ModelTensors:
         placed = [Placed(by_name[entry.spec.name], entry) for entry in self.layout.entries]
         self.parameters = [p for p in placed if p.entry.spec.group >= 0]
         self.buffers = [p for p in placed if p.entry.spec.group < 0]
+        self._in_order = placed  # as in the flat vector
         self.device = device
         names = {id(p.tensor): p.entry.spec.name for p in placed}
         names |= {id(sharing[0].weight): name for name, sharing in tables.items()}
@@ -144,7 +146,9 @@ class ModelTensors:
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Words `start` to `stop` of the flat vector, as a new 1-D fp32 CPU tensor; gaps between groups are zero."""
         vector = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
-        for placed in (*self.parameters, *self.buffers):
+        begin = bisect_right(self._in_order, start, key=lambda placed: placed.entry.stop)
+        end = bisect_left(self._in_order, stop, key=lambda placed: placed.entry.start)
+        for placed in self._in_order[begin:end]:
             first, last = max(start, placed.entry.start), min(stop, placed.entry.stop)
             if first < last:
                 words = placed.words()[first - placed.entry.start : last - placed.entry.start]

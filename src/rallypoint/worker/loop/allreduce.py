@@ -14,6 +14,7 @@ from rallypoint.optim.flat import build_optimizer, number
 from rallypoint.optim.table import NUMBERS
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.state import MASTER
+from rallypoint.worker.habits import by_the_job
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -80,7 +81,8 @@ class WorkerOptimizer:
         for placed in self._tensors.parameters:
             tensor = placed.tensor
             tensor.grad = placed.of(vector).to(tensor.device, tensor.dtype, non_blocking=True)
-        self._stepper.step(step)
+        with by_the_job():
+            self._stepper.step(step)
         for placed in self._tensors.parameters:
             placed.tensor.grad = None
 

@@ -207,7 +207,7 @@ class NewBuffers:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._registered = model, False  # True: something in the model may be new
         self._known = self._names()
-        self._hooks = [on_buffer_registered(self._on_registered), on_module_registered(self._on_registered)]
+        self._hooks = [on_buffer_registered(self._on_buffer), on_module_registered(self._on_module)]
 
     def look(self, step: int) -> None:
         """Raise UsageError for a new buffer that is a part of the model's state, naming the step."""
@@ -230,7 +230,11 @@ class NewBuffers:
     def _names(self) -> set[str]:
         return {name for name, _ in self._model.named_buffers()} & self._model.state_dict(keep_vars=True).keys()
 
-    def _on_registered(self, *_: Any) -> None:
+    def _on_buffer(self, module: torch.nn.Module, name: str, _: torch.Tensor | None) -> None:
+        if module._buffers.get(name) is None:  # else one that is there is set again, as some forward passes do
+            self._registered = True
+
+    def _on_module(self, *_: Any) -> None:
         self._registered = True
 
 

@@ -13,7 +13,7 @@ from rallypoint.net.messages import Say
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
 from rallypoint.worker.carried import Carried, Carry
-from rallypoint.worker.habits import Habits
+from rallypoint.worker.habits import Habits, by_the_job
 from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
@@ -143,7 +143,7 @@ class Passes:
             loss = loss / self._config.accumulate if self._config.accumulate > 1 else loss
             scale = self._parts.tensors.loss_scale
             scaled = loss if scale is None else loss * scale[0]
-            with self._habits.by_the_job():
+            with by_the_job():
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._parts.source.end_backward()
         if last and self.ledger is not None:
