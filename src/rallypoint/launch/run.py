@@ -76,7 +76,10 @@ class ClusterRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._end()
+        try:
+            self._end()
+        finally:  # a second signal has interrupted it: the cluster's end waits for who waits for room
+            self._lines.open()
         self._beside.close()
         self.console.close()
 
@@ -384,7 +387,8 @@ def _with_files(run: ClusterRun) -> list[Handle]:
 def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float | None = None) -> None:
     """After Ctrl-C, when nobody reads our output, or when a process has failed: take a snapshot if that is quick.
 
-    Ctrl-C again ends the wait.
+    Ctrl-C again ends the wait, and so does SIGTERM. A notice does not: batch systems repeat it (SIGXCPU comes each
+    second), and leave time for just this.
     """
     steps = run.console.steps_done
     if run._observer is None or not run.plan.snapshots or not run.console.steps_stored < steps:
@@ -393,7 +397,7 @@ def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float 
     interrupts.clear()
     deadline = time.monotonic() + (patience or _LAST_SNAPSHOT_S)
     # One that was under way already may be complete first: the next one is of what was computed until now
-    while run.console.steps_stored < steps and time.monotonic() < deadline and not interrupts:
+    while run.console.steps_stored < steps and time.monotonic() < deadline and set(interrupts) <= {*NOTICES}:
         if run._is_over or run.console.failure:
             return
         run._look()
