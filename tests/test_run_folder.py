@@ -301,6 +301,28 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, others: tuple[
     assert not made.exists()
 
 
+@pytest.mark.parametrize("given", [[], ["--folder", "run"]])
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["import", "none.pt", "train.py"], "there is no checkpoint none.pt"),
+        (["import", "--snapshots", "none", "train.py", "train.py"], "it needs a place for one"),
+        (["import", "train.py", "train.py"], "before it had a snapshot"),
+        (["chaos", "--tls", "nosuch", "gpt"], "nosuch"),
+    ],
+)
+def test_no_command_that_cannot_begin_leaves_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], sentence: str, given: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    result = CliRunner().invoke(cli.app, [command[0], *given, "--no-watch", *command[1:]])
+    assert isinstance(result.exception, UsageError), result.output
+    assert sentence in str(result.exception)
+    left = [path for path in (*Path("runs").glob("*"), Path("run")) if path.exists()]
+    assert left == []
+
+
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
     old_run(tmp_path, Finish("worker0"))
     with pytest.raises(UsageError, match=r"holds a finished run of 800 steps: choose another --folder, or --overwrite"):

@@ -89,7 +89,7 @@ class Unhurried(io.TextIOBase):
                 self._changed.notify_all()
 
     def _write(self, data: memoryview) -> int:
-        """Write some of it, once there is room; return how much. The descriptor may be one that does not wait itself."""
+        """Write some of it, once there is room; return how much. The descriptor may not wait itself."""
         fd = self._file.fileno()
         while True:
             try:
