@@ -174,7 +174,7 @@ def is_alone_in_group(about: os.stat_result, owner: int | None = None) -> bool:
         return False
     user, group = _user(about.st_uid), _group(about.st_gid)
     if user is None or group is None:
-        return user is group and about.st_gid == about.st_uid
+        return user is None and group is None and about.st_gid == about.st_uid
     return (user.pw_gid, user.pw_name) == (group.gr_gid, group.gr_name) and set(group.gr_mem) <= {user.pw_name}
 
 
