@@ -206,7 +206,9 @@ class ClusterRun:
 
     def _start(self, name: str, role: str) -> None:
         try:
-            self.handles[name] = self.cluster.start(self._command(name, role), lambda line: self._lines.put(name, line))
+            self.handles[name] = self.cluster.start(
+                self._command(name, role), lambda line: self._lines.put(name, line, first=_is_told_us(name, line))
+            )
         except (RallypointError, OSError) as error:  # for want of file descriptors, say, which may be free again later
             if not (self.supervisor.took_part or (name == COORDINATOR and self._address)):
                 raise
@@ -299,6 +301,7 @@ class ClusterRun:
         self._output.ending = not (self._is_over or self.console.failure or self.failure)
         if self._is_over or self.console.failure:
             self._let_close()
+            self._relay(whole=True)  # the coordinator's word may have overtaken lines
         self._ended()
         self._output.ending = True
         if self._observer is not None:
@@ -351,6 +354,11 @@ class ClusterRun:
         for line in self._beside.failed():
             self.console.console.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)
         return 1
+
+
+def _is_told_us(name: str, line: str) -> bool:
+    """True if the line is no output to show: with it a coordinator tells the launcher something."""
+    return name == COORDINATOR and line.startswith((environment.LISTENS_AT, environment.JOB_FAILED))
 
 
 def _worker_argv(run: ClusterRun, name: str) -> tuple[str, ...]:
