@@ -154,4 +154,4 @@ def test_a_launcher_takes_sigterm_while_a_worker_prints_without_end(tmp_path: Pa
     finally:
         launcher.kill()
         launcher.wait()
-    assert "interrupted: every process has been ended" in (tmp_path / "said").read_text()[-2000:]
+    assert "interrupted by SIGTERM: every process has been ended" in (tmp_path / "said").read_text()[-2000:]
