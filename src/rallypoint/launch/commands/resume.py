@@ -88,7 +88,8 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     if wishes.workers:
         limits, start = parse_workers(wishes.workers)
         plan = msgspec.structs.replace(plan, workers=limits, workers_start=start)
-    return resized(plan, 0, wishes.servers)
+    plan = resized(plan, 0, wishes.servers)
+    return msgspec.structs.replace(plan, replication=min(plan.replication, plan.servers))  # a job that begins with them
 
 
 def going_on_or_anew(plan: Launch, say: Callable[[str], None]) -> tuple[Launch, bool]:
