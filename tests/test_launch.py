@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -29,13 +30,14 @@ from rallypoint.launch.ask import resize
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.local import LocalCluster
+from rallypoint.launch.engines.relay import Relay
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
 from rallypoint.launch.showing.screen import Screen
 from rallypoint.launch.supervisor import Limits
 from rallypoint.net.handshake import COORDINATOR, introduce
-from rallypoint.net.messages import Finished, Hello, Members, Message
+from rallypoint.net.messages import Finished, Hello, Members, Message, SnapshotWanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store import closing
 from rallypoint.testing.contracts.beside import until as until_true
@@ -701,6 +703,46 @@ def test_a_worker_that_was_given_up_is_not_waited_for_without_end(
         left = run._worth_waiting_for(0.0), run._worth_waiting_for(cluster_run._LOST_S)
         assert [[handle.command.name for handle in waited] for waited in left] == [["worker0", "worker1"], ["worker1"]]
         run.handles.clear()
+
+
+@pytest.mark.parametrize(("number", "taken"), [(signal.SIGUSR1, True), (signal.SIGXCPU, True), (signal.SIGINT, False)])
+def test_a_notice_that_is_repeated_does_not_end_the_wait_for_the_last_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, taken: bool
+) -> None:
+    """SIGXCPU comes each second, and some batch systems send their notice more than once."""
+    plan = Launch(worker=("true",), folder=str(tmp_path), snapshots=str(tmp_path / "snapshots"))
+    run, interrupts, sent = ClusterRun(plan, RunConsole(Console(file=io.StringIO())), _Hanging()), [number], list[Any]()
+    looks = iter(range(3))
+
+    def look() -> None:
+        interrupts.append(number)
+        if next(looks) == 2:
+            run.console.finished = True  # (what ends the wait)
+
+    monkeypatch.setattr(run, "_observer", SimpleNamespace(send=sent.append, close=lambda: None))
+    monkeypatch.setattr(run, "_look", look)
+    run.console.steps_done = 7
+    with run:
+        cluster_run._take_last_snapshot(run, interrupts, 60.0)
+    assert sent == [SnapshotWanted()]
+    assert (next(looks, None) is None) == taken
+
+
+def test_a_second_signal_while_a_run_ends_leaves_nobody_waiting_for_room_for_his_lines(tmp_path: Path) -> None:
+    """The end of a cluster on Ray waits for the thread that passes the lines on."""
+    run, put = over(tmp_path, io.StringIO(), [], []), threading.Event()
+    run._over, run._lines = False, Relay(most=1)
+
+    def interrupted(number: int) -> None:
+        run._lines.put("worker0", "fills it")
+        raise interrupts.Interrupted(signal.SIGTERM)
+
+    hanging = _Hanging()
+    hanging.signal = interrupted  # type: ignore[method-assign]
+    with pytest.raises(interrupts.Interrupted), run:
+        run.handles["server0"] = hanging
+    threading.Thread(target=lambda: (run._lines.put("worker0", "more"), put.set()), daemon=True).start()
+    assert put.wait(10)
 
 
 @pytest.mark.parametrize(("given_up", "status"), [("worker0", 0), ("worker1", 1)])

@@ -53,7 +53,7 @@ from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
 from rallypoint.launch.replaying.command import Wanted, replay
 from rallypoint.net.messages import Say
-from rallypoint.own_files import OpenFolder
+from rallypoint.own_files import OpenFolder, is_alone_in_group
 from rallypoint.store import closing
 from rallypoint.store.files import Files
 from rallypoint.store.snapshots import SnapshotStore
@@ -80,7 +80,7 @@ def test_a_run_that_others_may_write_is_not_resumed(tmp_path: Path, name: str, m
     old_run(tmp_path, None)
     (tmp_path / "code").mkdir()
     path = tmp_path / name
-    path.chmod(path.stat().st_mode | mode)
+    others_may_write(path, mode)
     with pytest.raises(UsageError, match=rf"^other users may write {path}, .* chmod -R go-w {tmp_path}$"):
         refuse_others_words(tmp_path)
     with pytest.raises(UsageError, match="and replaying a run runs what it says"):
@@ -88,6 +88,15 @@ def test_a_run_that_others_may_write_is_not_resumed(tmp_path: Path, name: str, m
     result = CliRunner().invoke(cli.app, ["resume", str(tmp_path)])
     assert isinstance(result.exception, UsageError)
     assert "other users may write" in str(result.exception)
+
+
+def others_may_write(path: Path, mode: int) -> None:
+    """`mode` of a group is of one that is not this user's alone."""
+    if os.geteuid() == 0:
+        os.chown(path, -1, 65534)
+    elif not mode & 0o002 and is_alone_in_group(path.stat()):
+        pytest.skip("this user's files are of a group of his own")
+    path.chmod(path.stat().st_mode | mode)
 
 
 def test_a_run_of_another_user_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +161,33 @@ def test_what_is_kept_where_groups_may_write_by_default_is_run_again(tmp_path: P
     assert (tmp_path / "run" / "code" / "inner" / "model.py").exists()
 
 
+def test_a_run_that_this_user_s_own_group_may_write_is_resumed(tmp_path: Path) -> None:
+    """As everything of a run of an earlier version is, where groups may write by default."""
+    needs_a_group_of_ones_own(tmp_path)
+    old_run(tmp_path, None)
+    (tmp_path / "code" / "inner").mkdir(parents=True)
+    for name in ("code/inner/model.py", "run.json", "code/inner", "code", "."):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o775)
+    refuse_others_words(tmp_path)
+
+
+@pytest.mark.parametrize("private", ["code", "code/inner"])
+def test_kept_code_in_a_folder_that_only_its_owner_can_enter_is_run(tmp_path: Path, private: str) -> None:
+    old_run(tmp_path, None)
+    file = tmp_path / "code" / "inner" / "more" / "model.py"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    others_may_write(file, 0o022)
+    with pytest.raises(UsageError, match=rf"^other users may write {file}, "):
+        refuse_others_words(tmp_path)
+    (tmp_path / private).chmod(0o700)
+    refuse_others_words(tmp_path)
+    (tmp_path / private).chmod(0o710)  # who may enter it may write what he knows the name of
+    with pytest.raises(UsageError, match=rf"^other users may write {file}, "):
+        refuse_others_words(tmp_path)
+
+
 def test_a_script_is_recorded_with_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume from another folder must not run what has that name there."""
     monkeypatch.chdir(tmp_path)
@@ -210,13 +246,46 @@ def test_a_script_of_another_user_is_not_run_again(tmp_path: Path, name: str) ->
         refuse_others_script(plan, "resuming", "give --original")
 
 
-def test_a_script_that_this_user_s_own_group_may_write_is_run_again(tmp_path: Path) -> None:
-    """As it is by default where each user has a group of his own."""
-    script = tmp_path / "train.py"
-    script.touch()
-    user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(script.stat().st_gid)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize(("mode", "group"), [(0o644, 1), (0o664, 54321)])
+def test_root_runs_the_script_of_whose_folder_it_is_in_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, group: int
+) -> None:
+    """In a container, a user's sources are mounted; nobody there has his number. A stranger's elsewhere are refused."""
+    for name in ("work", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").touch()
+        (tmp_path / name / "train.py").chmod(mode)
+        for path in (tmp_path / name, tmp_path / name / "train.py"):
+            os.chown(path, 54321, group)
+    script = str(tmp_path / "work" / "train.py")
+    with pytest.raises(UsageError, match=r"belongs to another user \(number 54321\)"):
+        refuse_others_script(of_script(tmp_path, script), "resuming", "give --original")
+    monkeypatch.chdir(tmp_path / "work")
+    said = refuse_others_script(of_script(tmp_path, script), "resuming", "give --original")
+    assert said == f"{script} belongs to user number 54321, as the folder does where you are: it runs as root"
+    os.chown(tmp_path / "elsewhere", 54322, -1)
+    for owner, path in ((54322, tmp_path / "elsewhere" / "train.py"), (54321, tmp_path / "elsewhere" / "train.py")):
+        os.chown(path, owner, -1)
+        with pytest.raises(UsageError, match=r"belongs to another user \(number 54322\)"):
+            refuse_others_script(of_script(tmp_path, str(path)), "resuming", "give --original")
+    os.chmod(script, 0o666)
+    with pytest.raises(UsageError, match=r"train\.py may be written by other users, and resuming"):
+        refuse_others_script(of_script(tmp_path, script), "resuming", "give --original")
+
+
+def needs_a_group_of_ones_own(folder: Path) -> None:
+    """Skip the test where new files are of another group than this user's own."""
+    user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(folder.stat().st_gid)
     if (user.pw_name, user.pw_gid) != (group.gr_name, group.gr_gid) or set(group.gr_mem) - {user.pw_name}:
         pytest.skip("this user has no group of his own")
+
+
+def test_a_script_that_this_user_s_own_group_may_write_is_run_again(tmp_path: Path) -> None:
+    """As it is by default where each user has a group of his own."""
+    needs_a_group_of_ones_own(tmp_path)
+    script = tmp_path / "train.py"
+    script.touch()
     script.chmod(0o664)
     refuse_others_script(of_script(tmp_path, str(script)), "resuming", "give --original")
 
@@ -299,6 +368,28 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, others: tuple[
             msgspec.structs.replace(plan, folder=str(made)), RunConsole(Console(file=io.StringIO())), made=True
         )
     assert not made.exists()
+
+
+@pytest.mark.parametrize("given", [[], ["--folder", "run"]])
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["import", "none.pt", "train.py"], "there is no checkpoint none.pt"),
+        (["import", "--snapshots", "none", "train.py", "train.py"], "it needs a place for one"),
+        (["import", "train.py", "train.py"], "before it had a snapshot"),
+        (["chaos", "--tls", "nosuch", "gpt"], "nosuch"),
+    ],
+)
+def test_no_command_that_cannot_begin_leaves_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], sentence: str, given: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    result = CliRunner().invoke(cli.app, [command[0], *given, "--no-watch", *command[1:]])
+    assert isinstance(result.exception, UsageError), result.output
+    assert sentence in str(result.exception)
+    left = [path for path in (*Path("runs").glob("*"), Path("run")) if path.exists()]
+    assert left == []
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -164,15 +164,32 @@ def not_ours(about: os.stat_result) -> str:
     return "may be written by other users" if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
 
 
-def is_alone_in_group(about: os.stat_result) -> bool:
-    """True if this user owns it, and of others only a group may write it that is his own: the one with his name."""
-    if about.st_uid != os.geteuid() or about.st_mode & stat.S_IWOTH:
+def is_alone_in_group(about: os.stat_result, owner: int | None = None) -> bool:
+    """True if the `owner` (None: this user) owns it, and of others only a group may write it that is his own.
+
+    That is the group with his name; where neither has a name (in a container), the one with his number.
+    """
+    owner = os.geteuid() if owner is None else owner
+    if about.st_uid != owner or about.st_mode & stat.S_IWOTH:
         return False
-    try:
-        user, group = pwd.getpwuid(about.st_uid), grp.getgrgid(about.st_gid)
-    except KeyError:
-        return False
+    user, group = _user(about.st_uid), _group(about.st_gid)
+    if user is None or group is None:
+        return user is None and group is None and about.st_gid == about.st_uid
     return (user.pw_gid, user.pw_name) == (group.gr_gid, group.gr_name) and set(group.gr_mem) <= {user.pw_name}
+
+
+def _user(number: int) -> pwd.struct_passwd | None:
+    try:
+        return pwd.getpwuid(number)
+    except KeyError:
+        return None
+
+
+def _group(number: int) -> grp.struct_group | None:
+    try:
+        return grp.getgrgid(number)
+    except KeyError:
+        return None
 
 
 def not_private(about: os.stat_result) -> str:

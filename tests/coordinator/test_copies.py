@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from test_shell import Play
 
 from rallypoint.coordinator import inbox
+from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import copies_of
 from rallypoint.launch.options import CoordinatorOptions, RunOptions
-from rallypoint.launch.plan import terms_of
+from rallypoint.launch.plan import Launch, resized, terms_of
 from rallypoint.net.messages import Propose, Say
 
 DOUBLED = "every shard is on two servers"
@@ -36,6 +38,21 @@ def test_shards_are_on_two_servers_where_there_are_two_unless_told_otherwise(
     assert copies_of(wanted, servers) == copies
     assert bool(play.view.backup) == (copies == 2)
     assert any(DOUBLED in text for text in said(play)) == (copies == 2 and not wanted)
+
+
+@pytest.mark.parametrize("wanted", [0, 2])
+def test_a_coordinator_that_takes_over_keeps_two_copies_though_the_job_was_made_smaller_meanwhile(wanted: int) -> None:
+    """To one server, which has no backup. With two again, every shard is on both."""
+    play = begun(2, replication=wanted)
+    state = msgspec.json.decode(msgspec.json.encode(play.shell.machine.state()), type=ClusterState)
+    terms = terms_of(resized(Launch(worker=("train",), servers=2, replication=wanted), 0, 1))
+    later = Play(recovered=state, servers=terms["servers"], replication=terms["replication"], snapshots=True)
+    assert (terms["servers"], later.shell.machine.course.views.replication) == (1, 2)
+
+
+def test_a_job_that_began_with_one_server_has_one_copy_also_when_there_are_two() -> None:
+    later = Play(recovered=begun(1, replication=0).shell.machine.state(), servers=2, replication=0, snapshots=True)
+    assert later.shell.machine.course.views.replication == 1
 
 
 @pytest.mark.parametrize("settings", [{"sync": {"type": "all-reduce"}}, {"sync": AT_ONCE}], ids=["all-reduce", "fold"])

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from rallypoint.launch.console import RunConsole
 from rallypoint.launch.discovery.boards import Found
 from rallypoint.launch.discovery.entry import SUPERVISION, Duties
 from rallypoint.launch.discovery.place import Place
 from rallypoint.launch.engines.cluster import Command, Exit
 from rallypoint.launch.engines.local import LocalCluster
 from rallypoint.launch.engines.relay import Relay
+from rallypoint.launch.environment import LISTENS_AT, failure_line
 from rallypoint.launch.observing.companion import Companion
 from rallypoint.launch.output import Output
+from rallypoint.launch.plan import Launch
+from rallypoint.launch.run import ClusterRun
 
 PATIENCE_S = 60.0
 FLOOD = "import itertools\nfor n in itertools.count(): print('line', n)"
@@ -47,6 +56,26 @@ def test_who_puts_waits_for_room_and_not_once_the_relay_is_open() -> None:
     assert [relay.take()[1] for _ in range(len(relay))] == [f"line {n} ..." for n in (1, 2, 3)]
     with pytest.raises(IndexError):
         relay.take()
+
+
+def test_what_a_coordinator_tells_the_launcher_waits_behind_no_output(tmp_path: Path) -> None:
+    """A worker prints faster than its lines can be shown; who goes on, or ends, must not wait for that."""
+    outputs: dict[str, Callable[[str], None]] = {}
+    cluster: Any = SimpleNamespace(start=lambda command, output: outputs.setdefault(command.name, output))
+    said = io.StringIO()
+    run = ClusterRun(Launch(worker=("true",), folder=str(tmp_path)), RunConsole(Console(file=said)), cluster)
+    for name, role in (("worker0", "worker"), ("coordinator", "coordinator")):
+        run._start(name, role)
+    outputs["worker0"]("loss 0.25")
+    outputs["coordinator"](f"{LISTENS_AT}127.0.0.1:9")
+    outputs["coordinator"](failure_line("worker1: no"))
+    taken = [run._lines.take() for _ in range(len(run._lines))]
+    assert [name for name, _ in taken] == ["coordinator", "coordinator", "worker0"]
+    assert taken[0][1] == f"{LISTENS_AT}127.0.0.1:9"
+    full = Relay(most=1)
+    full.put("worker0", "fills it")
+    full.put("coordinator", "told", first=True)  # does not wait
+    assert [full.take()[1] for _ in range(len(full))] == ["told", "fills it"]
 
 
 def test_a_process_that_prints_faster_than_its_lines_are_taken_loses_none_and_its_end_comes_after_them() -> None:
@@ -125,4 +154,4 @@ def test_a_launcher_takes_sigterm_while_a_worker_prints_without_end(tmp_path: Pa
     finally:
         launcher.kill()
         launcher.wait()
-    assert "interrupted: every process has been ended" in (tmp_path / "said").read_text()[-2000:]
+    assert "interrupted by SIGTERM: every process has been ended" in (tmp_path / "said").read_text()[-2000:]

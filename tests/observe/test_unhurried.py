@@ -41,6 +41,25 @@ def test_what_is_not_read_waits_in_order_and_too_much_is_left_out_with_a_sentenc
     output._thread.join()
 
 
+def test_output_that_does_not_wait_itself_loses_nothing() -> None:
+    """Who shares a terminal or a pipe with us may have made it non-blocking, for all who have it open."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    lines = [f"line {n} {'x' * 90}\n" for n in range(3_000)]  # a pipe takes 64 KiB
+    with os.fdopen(writing, "w") as file:
+        output = Unhurried(file)
+        for line in lines:
+            output.write(line)
+        assert not output.end(0.05), "the pipe is full"
+        said: list[str] = []
+        reader = threading.Thread(target=lambda: said.extend(read_all(reading)))
+        reader.start()
+        assert output.end(None)
+        output._thread.join()
+    reader.join()
+    assert said == lines
+
+
 def test_a_reader_that_is_gone_is_told_of_and_not_waited_for() -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as file:

@@ -118,7 +118,10 @@ def chaos(
     if not options.hosts and options.engine == "local":
         check_recipe(recipe, arguments)
     plan = options.run(argv, more_settings=settings)
-    raise typer.Exit(play(plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite))
+    raise typer.Exit(play(
+        plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite,
+        made=options.folder is None,
+    ))  # fmt: skip
 
 
 @app.command(rich_help_panel=AFTER)
@@ -184,7 +187,7 @@ def import_(
 
     Example: [bold]rallypoint import ddp-checkpoint --folder runs/mine train.py[/bold]
     """
-    from rallypoint.launch.importing.command import import_checkpoint
+    from rallypoint.launch.importing.command import check_checkpoint, import_checkpoint
 
     refuse_option(context, str(script), "script")
     check_script(script)
@@ -194,8 +197,10 @@ def import_(
             "import has no --or-resume: it makes a run and does not start it. `rallypoint resume FOLDER` goes on with "
             "the run that is there; --overwrite makes it anew of the checkpoint"
         )
+    check_checkpoint(checkpoint)
     plan = options.run([sys.executable, str(script), *context.args], script=str(script))
-    print(import_checkpoint(plan, checkpoint, step, strict=strict, overwrite=options.overwrite))
+    made = options.folder is None
+    print(import_checkpoint(plan, checkpoint, step, strict=strict, overwrite=options.overwrite, made=made))
 
 
 def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings: list[str] | None = None) -> None:

@@ -126,7 +126,7 @@ def resized(plan: Launch, workers: int, servers: int) -> Launch:
     if workers:
         plan = msgspec.structs.replace(plan, workers=(min(plan.workers[0], workers), workers), workers_start=workers)
     if servers:
-        plan = msgspec.structs.replace(plan, servers=servers, replication=min(plan.replication, servers))
+        plan = msgspec.structs.replace(plan, servers=servers)
     return plan
 
 

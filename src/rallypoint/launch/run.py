@@ -76,7 +76,10 @@ class ClusterRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._end()
+        try:
+            self._end()
+        finally:  # a second signal has interrupted it: the cluster's end waits for who waits for room
+            self._lines.open()
         self._beside.close()
         self.console.close()
 
@@ -203,7 +206,9 @@ class ClusterRun:
 
     def _start(self, name: str, role: str) -> None:
         try:
-            self.handles[name] = self.cluster.start(self._command(name, role), lambda line: self._lines.put(name, line))
+            self.handles[name] = self.cluster.start(
+                self._command(name, role), lambda line: self._lines.put(name, line, first=_is_told_us(name, line))
+            )
         except (RallypointError, OSError) as error:  # for want of file descriptors, say, which may be free again later
             if not (self.supervisor.took_part or (name == COORDINATOR and self._address)):
                 raise
@@ -296,6 +301,7 @@ class ClusterRun:
         self._output.ending = not (self._is_over or self.console.failure or self.failure)
         if self._is_over or self.console.failure:
             self._let_close()
+            self._relay(whole=True)  # the coordinator's word may have overtaken lines
         self._ended()
         self._output.ending = True
         if self._observer is not None:
@@ -350,6 +356,11 @@ class ClusterRun:
         return 1
 
 
+def _is_told_us(name: str, line: str) -> bool:
+    """True if the line is no output to show: with it a coordinator tells the launcher something."""
+    return name == COORDINATOR and line.startswith((environment.LISTENS_AT, environment.JOB_FAILED))
+
+
 def _worker_argv(run: ClusterRun, name: str) -> tuple[str, ...]:
     if not run.plan.script:
         return run.plan.worker
@@ -384,7 +395,8 @@ def _with_files(run: ClusterRun) -> list[Handle]:
 def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float | None = None) -> None:
     """After Ctrl-C, when nobody reads our output, or when a process has failed: take a snapshot if that is quick.
 
-    Ctrl-C again ends the wait.
+    Ctrl-C again ends the wait, and so does SIGTERM. A notice does not: batch systems repeat it (SIGXCPU comes each
+    second), and leave time for just this.
     """
     steps = run.console.steps_done
     if run._observer is None or not run.plan.snapshots or not run.console.steps_stored < steps:
@@ -393,7 +405,7 @@ def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float 
     interrupts.clear()
     deadline = time.monotonic() + (patience or _LAST_SNAPSHOT_S)
     # One that was under way already may be complete first: the next one is of what was computed until now
-    while run.console.steps_stored < steps and time.monotonic() < deadline and not interrupts:
+    while run.console.steps_stored < steps and time.monotonic() < deadline and set(interrupts) <= {*NOTICES}:
         if run._is_over or run.console.failure:
             return
         run._look()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import select
 import threading
 from collections import deque
 from typing import TextIO
@@ -75,7 +76,7 @@ class Unhurried(io.TextIOBase):
             data = memoryview(text.encode(self._file.encoding, errors="replace"))
             try:
                 while data:
-                    data = data[os.write(self._file.fileno(), data) :]
+                    data = data[self._write(data) :]
             except (OSError, ValueError) as error:
                 with self._changed:
                     if isinstance(error, ValueError) or error.errno in _GONE:
@@ -86,6 +87,17 @@ class Unhurried(io.TextIOBase):
             with self._changed:
                 self._size -= len(text)
                 self._changed.notify_all()
+
+    def _write(self, data: memoryview) -> int:
+        """Write some of it, once there is room; return how much. The descriptor may not wait itself."""
+        fd = self._file.fileno()
+        while True:
+            try:
+                return os.write(fd, data)
+            except BlockingIOError:  # whoever shares a terminal or a pipe with us may have set it so (ssh, node)
+                room = select.poll()  # (select takes no descriptor above 1023)
+                room.register(fd, select.POLLOUT)
+                room.poll()
 
     def _next(self) -> str | None:
         """Return what is to be written next; it counts as waiting until it is. None at the end."""

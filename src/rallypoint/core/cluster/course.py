@@ -60,6 +60,8 @@ class Course:
         suspects: the servers that audits have found something about.
         lately: until when workers may contribute what they were assigned earlier.
         pins: where replicas stay with their workers: who has each, or had it last.
+        copies: on how many servers each shard should be. Where the terms do not say it, that is decided once, when the
+            job begins: the number of servers may be another one later.
         record: the job's record; None before a worker has proposed one.
         strategies: what depends on the record: see `strategies_for`.
     """
@@ -90,6 +92,7 @@ class Course:
     suspects: Suspects = field(default_factory=Suspects)
     lately: Lately = field(default_factory=Lately)
     pins: dict[int, str] = field(default_factory=dict)
+    copies: int = 0
     record: JobRecord | None = None
     strategies: Strategies = field(default_factory=Strategies)
 
@@ -102,8 +105,9 @@ class Course:
             self.terms = msgspec.structs.replace(self.terms, snapshots=False)
         self.record, self.strategies = record, Strategies() if record is None else strategies_for(record, self.terms)
         supported = record is not None and record.supports(Feature.REPLICATION)
-        copies = copies_of(self.terms.replication, self.terms.servers, supported=supported)
-        self.views.replication = self.recovery.replication(copies)
+        said = self.terms.replication or (self.copies if record is not None else 0)
+        self.copies = copies_of(said, self.terms.servers, supported=supported)
+        self.views.replication = self.recovery.replication(self.copies)
         self.views.aggregates, self.views.uplinks.told = self.strategies.aggregates, self.terms.topology.uplinks
         if self.view is not None:  # of an earlier coordinator
             self.pins = pins_after(self.pins, self.view)
@@ -198,6 +202,7 @@ class Course:
             scales=self.views.scales,
             origin=self.origin,
             begun_by=self.begun_by,
+            copies=self.copies if self.record is not None else 0,
         )
 
     def dismiss_aggregators(self) -> list[Effect]:

@@ -100,6 +100,7 @@ class ClusterMachine:
         # Without a record, all members had left before anything was computed: do not use their view.
         view = state.view if state.record is not None else None
         course.views.go_on_from(view, state.caught_up, goes_on=state.goes_on)
+        course.copies = state.copies
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
         course.origin, course.begun_by = state.origin, state.begun_by

@@ -94,7 +94,7 @@ class Resumed(msgspec.Struct, frozen=True):
 class ClusterState(msgspec.Struct, frozen=True):
     """What the next coordinator needs; the journal stores it. The fields are those of `Course` and its parts.
 
-    `begun_by`: see `Terms`.
+    `begun_by`: see `Terms`. `copies`: see `Course`; 0: nobody has decided it yet.
     """
 
     record: JobRecord | None
@@ -120,6 +120,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     scales: tuple[Scale, ...] = ()
     origin: Origin | None = None
     begun_by: str = ""
+    copies: int = 0
 
 
 def begun_by(state: ClusterState | None, command: str) -> bool:

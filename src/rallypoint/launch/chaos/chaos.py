@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import signal
@@ -20,6 +21,7 @@ from rallypoint.errors import ConfigError, JobAborted
 from rallypoint.launch.chaos.report import Event, Report, ledger_of, measure, show
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Handle
+from rallypoint.launch.folder import not_begun
 from rallypoint.launch.launcher import INTERRUPTED, launch
 from rallypoint.launch.plan import Launch
 from rallypoint.launch.run import ClusterRun
@@ -181,13 +183,15 @@ class Chaos:
 
 def chaos(
     plan: Launch, faults: Sequence[Fault], seed: int, console: Console, *, json: Path | None = None,
-    overwrite: bool = False,
+    overwrite: bool = False, made: bool = False,
 ) -> int:  # fmt: skip
     """Run `plan` undisturbed and then under `faults`; print the table and the verdict.
 
-    Returns 0 if the bytes are the same, or if the job's mode does not promise that.
+    `overwrite`, `made`: see `launch`. Returns 0 if the bytes are the same, or if the job's mode does not promise that.
     """
-    undisturbed = _undisturbed(plan, console, overwrite=overwrite)
+    folder = Path(plan.folder)
+    with not_begun(folder) if made or not folder.exists() else contextlib.nullcontext():
+        undisturbed = _undisturbed(plan, console, overwrite=overwrite)
     job = _job_of(undisturbed)
     config = parse(job.config)
     why = job.refusal_of({Feature.REPLICATION})

@@ -58,8 +58,9 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     refuse_others_words(run)
     plan = msgspec.structs.replace(read_plan(run), folder=str(run))
     kept = wishes.original and (run / CODE).is_dir()
+    whose = ""
     if not kept and wishes.script != plan.script:
-        refuse_others_script(plan, "resuming", "give --original, which runs the copy that the run has kept")
+        whose = refuse_others_script(plan, "resuming", "give --original, which runs the copy that the run has kept")
     check_keys(wishes.settings)
     check_values(wishes.settings)
     refuse_a_running_run(run)
@@ -76,8 +77,9 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     said = [f"from step {step} on, {change}" for change in changes]
     say(f"going on from step {step}: snapshot {manifest.id}")
     say(f"it runs {program_of(plan)}{', as the run has kept it' if kept and plan.script else ''}")
-    for sentence in said:
-        say(sentence)
+    for sentence in (whose, *said):
+        if sentence:
+            say(sentence)
     plan = msgspec.structs.replace(
         plan, resume=manifest.id, bind=wishes.bind or plan.bind,
         advertise=wishes.advertise or plan.advertise, overrides=overrides, ranks=wishes.ranks or plan.ranks,
@@ -86,7 +88,8 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     if wishes.workers:
         limits, start = parse_workers(wishes.workers)
         plan = msgspec.structs.replace(plan, workers=limits, workers_start=start)
-    return resized(plan, 0, wishes.servers)
+    plan = resized(plan, 0, wishes.servers)
+    return msgspec.structs.replace(plan, replication=min(plan.replication, plan.servers))  # a job that begins with them
 
 
 def going_on_or_anew(plan: Launch, say: Callable[[str], None]) -> tuple[Launch, bool]:

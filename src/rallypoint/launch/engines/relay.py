@@ -16,30 +16,32 @@ class Relay:
     """Lines of all processes, in the order in which they came. Any thread may `put`; one thread takes.
 
     While too much waits, who puts waits too. So a process that prints faster than its lines can be shown is held up by
-    its pipe, as it would be by a terminal, and no line is lost.
+    its pipe, as it would be by a terminal, and no line is lost. What is put `first` waits for no room, and is taken
+    before the lines that wait.
     """
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._changed = threading.Condition()
         self._lines: deque[tuple[str, str]] = deque()
+        self._first: deque[tuple[str, str]] = deque()
         self._size, self._open = 0, False
 
     def __len__(self) -> int:
         """How many lines wait."""
-        return len(self._lines)
+        return len(self._first) + len(self._lines)
 
-    def put(self, process: str, line: str) -> None:
-        """Add a line that `process` has printed, once there is room."""
+    def put(self, process: str, line: str, *, first: bool = False) -> None:
+        """Add a line that `process` has printed, once there is room; `first`: at once."""
         with self._changed:
-            self._changed.wait_for(lambda: self._open or self._size < self._most)
-            self._lines.append((process, line))
+            self._changed.wait_for(lambda: first or self._open or self._size < self._most)
+            (self._first if first else self._lines).append((process, line))
             self._size += len(line) + 1
 
     def take(self) -> tuple[str, str]:
         """Take the next line: the process, and what it has printed. IndexError if none waits."""
         with self._changed:
-            process, line = self._lines.popleft()
+            process, line = (self._first or self._lines).popleft()
             self._size -= len(line) + 1
             self._changed.notify_all()
             return process, line

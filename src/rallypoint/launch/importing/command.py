@@ -19,7 +19,7 @@ from rallypoint.store.snapshots import SnapshotStore
 
 
 def import_checkpoint(
-    plan: Launch, checkpoint: Path, step: int = -1, *, strict: bool = False, overwrite: bool = False
+    plan: Launch, checkpoint: Path, step: int = -1, *, strict: bool = False, overwrite: bool = False, made: bool = False
 ) -> str:
     """Make the folder of a run that goes on from `checkpoint`, and return lines that say how: warnings, a sentence.
 
@@ -28,13 +28,12 @@ def import_checkpoint(
 
     Raises UsageError when the folder holds a run already, or the script does not come to its `job.train`.
     """
-    if not checkpoint.exists():
-        raise UsageError(f"there is no checkpoint {checkpoint}")
+    check_checkpoint(checkpoint)
     folder = Path(plan.folder)
-    if not plan.snapshots:
-        raise UsageError("--snapshots none: a checkpoint becomes a snapshot, so it needs a place for one")
-    fresh = not folder.exists()
+    fresh = made or not folder.exists()
     with locked(folder), not_begun(folder) if fresh else contextlib.nullcontext():
+        if not plan.snapshots:
+            raise UsageError("--snapshots none: a checkpoint becomes a snapshot, so it needs a place for one")
         said = []
         if overwrite:
             said.append(clear(folder))
@@ -45,6 +44,12 @@ def import_checkpoint(
         write_plan(plan)
     warnings = [f"warning: {sentence}" for sentence in (*said, *answer.warnings) if sentence]
     return "\n".join([*warnings, f"{answer.said}; go on with `rallypoint resume {plan.folder}`"])
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Raise UsageError when there is none, before a folder is made for it."""
+    if not checkpoint.exists():
+        raise UsageError(f"there is no checkpoint {checkpoint}")
 
 
 def _imported(plan: Launch, checkpoint: Path, step: int, *, strict: bool) -> Answer:

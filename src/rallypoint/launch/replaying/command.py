@@ -102,7 +102,7 @@ def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
     _check(manifest.job, step, wanted.replica)
     if plan.ranks > 1:
         raise UsageError(f"the workers of {run} were groups of {plan.ranks} ranks: replays start one process only")
-    argv = _argv(plan, run, current=wanted.current)
+    argv = _argv(plan, run, say, current=wanted.current)
     state = kept_state(run)
     reductions = _reductions(manifest, run, state)
     say(f"from snapshot {printable(manifest.id)}: {_steps(step - manifest.version)} to step {step}")
@@ -151,9 +151,10 @@ def _check(job: JobRecord, step: int, replica: int) -> None:
         raise UsageError(f"the job has {replicas} replicas, 0 to {replicas - 1}: there is no replica {replica}")
 
 
-def _argv(plan: Launch, run: Path, *, current: bool) -> tuple[str, ...]:
+def _argv(plan: Launch, run: Path, say: Callable[[str], None], *, current: bool) -> tuple[str, ...]:
     if not plan.script or current:
-        refuse_others_script(plan, "replaying", "leave --current-code out")
+        if whose := refuse_others_script(plan, "replaying", "leave --current-code out"):
+            say(whose)
         return plan.worker
     kept = run / CODE / Path(plan.script).name
     if not kept.is_file():
