@@ -594,6 +594,11 @@ def test_ctrl_c_and_a_notice_are_one_sentence(tmp_path: Path, number: signal.Sig
         f"to go on from step {version}, the last snapshot: rallypoint resume {tmp_path / 'run'}"
     ]
     assert any(folder.name.startswith(f"step-{int(version):08d}") for folder in (tmp_path / "run/snapshots").iterdir())
+    journal = Journal(str(tmp_path / "run"))
+    state = journal.load()
+    journal.close()
+    assert state is not None
+    assert state.last_word is None, "that scripts were ended is no failure of the job"
 
 
 @pytest.mark.slow

@@ -274,7 +274,7 @@ def test_a_server_killed_mid_step_changes_no_byte_and_nothing_is_rolled_back(
 
 @pytest.mark.slow
 def test_a_server_that_alone_held_its_shards_costs_steps_but_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
-    cluster.run("--workers", "2", "--servers", "2")
+    cluster.run("--workers", "2", "--servers", "2", "--replication", "1")
     cluster.until_caught_up(AT)
     cluster.processes()["server0"].kill()
     cluster.until(lambda: "going on from snapshot" in cluster.output)

@@ -159,7 +159,7 @@ def test_a_snapshot_has_the_codec_states_and_a_resumed_run_ends_with_the_same_by
 @pytest.mark.parametrize("codec", ["topk", "dgc"])
 def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undisturbed: Hashes, codec: str) -> None:
     cluster = cluster_of(codec)
-    cluster.run("--workers", "2", "--servers", "2")
+    cluster.run("--workers", "2", "--servers", "2", "--replication", "1")
     taken = cluster.snapshot_from(AT)
     cluster.processes()["server0"].kill()
     cluster.until(lambda: "going on from snapshot" in cluster.output)

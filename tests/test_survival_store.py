@@ -105,7 +105,7 @@ def test_a_killed_server_loses_no_push_and_counts_none_twice(cluster: StoreClust
 def test_values_that_only_a_dead_server_had_go_back_to_a_snapshot_and_each_push_counts_once(
     cluster: StoreCluster,
 ) -> None:
-    cluster.run("--workers", "2", "--servers", "2")
+    cluster.run("--workers", "2", "--servers", "2", "--replication", "1")
     cluster.until_at(AT)
     for server in ("server0", "server1"):
         cluster.processes()[server].kill()

@@ -137,7 +137,9 @@ def test_a_primary_finishes_the_sum_when_its_backup_knows_whose_contributions_ar
     assert _kept(pair.push(0, 1), Add, Choose, Finish) == [], "it has all that it takes"
     assert pair.deliver_down() == [Acknowledge(0, chosen=True)]
     assert pair.at(pair.up.pop()) == [Finish(0, 2.0, True, (), 2)]
-    assert _kept(pair.at(Decide(0, 0.5)), Apply, Publish) == [Apply(1, 0, 0.5, 0, replica=2, replicate=True)]
+    assert _kept(pair.at(Decide(0, 0.5)), Apply, Publish) == [
+        Apply(1, 0, 0.5, 0, replica=2, replicate=True, copies=(False,))
+    ]
     pair.deliver()
     assert _kept(pair.effects, Publish)[-1] == Publish(1)
 

@@ -725,7 +725,7 @@ def test_with_a_third_server_nothing_is_published_that_one_of_the_two_does_not_h
     assert servers.acks("s2", 0) == [On(0, CaughtUp(incoming=True))]
     assert servers.shells["s0"].machine.arrived == {0: FIRST}
     done = servers.shells["s0"].machine.handle(0, Contribute(0, 0, 1.0, 9))
-    assert [(apply.version, apply.replicate) for _, apply in _on(done, Apply)] == [(1, True)]
+    assert [(apply.version, apply.copies) for _, apply in _on(done, Apply)] == [(1, (False, True))]
     assert servers.copies() == ["s1", "s2"]
     for name in ("s1", "s2"):
         servers.shells["s0"].replicate(0, name, 1, b"at 1")

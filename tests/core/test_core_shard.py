@@ -54,8 +54,9 @@ def applied(
 ) -> Apply:
     """The update of a round in an aligned job."""
     return Apply(
-        step + 1, step, scale, step if oldest is None else oldest, replica=replica, replicate=replicate
-    )
+        step + 1, step, scale, step if oldest is None else oldest, replica=replica, replicate=replicate,
+        copies=(False,) * replicate,
+    )  # fmt: skip
 
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
@@ -741,3 +742,16 @@ def test_a_quorum_s_latecomers_are_dropped_once_and_are_no_repeats() -> None:
         assert machine.handle(Contribute(0, replica, 1.0, ticket)) == [Drop(ticket)]
     assert machine.tally.repeats == 2
     machine.validate()
+
+
+def test_an_update_that_is_decided_before_a_third_server_is_filled_is_not_sent_to_it() -> None:
+    """One list of effects may have both: with a view that names the third server, a verdict that was known already."""
+    primary = ShardMachine(Sync(), 1, rounds=9)
+    primary.handle(Assigned(primary=True, backup=True, fresh=True, incoming=True, incoming_fresh=True))
+    primary.handle(Initialise(1))
+    assert primary.handle(FillBackup()) == [Fill(0)]
+    update = [effect for effect in primary.handle(Contribute(0, 0, 1.0, ticket=2)) if isinstance(effect, Apply)]
+    assert primary.handle(FillBackup(incoming=True)) == [Fill(1, True)]
+    assert [effect.copies for effect in update] == [(False,)]
+    update = [effect for effect in primary.handle(Contribute(1, 0, 1.0, ticket=3)) if isinstance(effect, Apply)]
+    assert [effect.copies for effect in update] == [(False, True)]

@@ -307,13 +307,8 @@ class ClusterRun:
         if self._observer is not None:
             self._observer.close()  # otherwise the coordinator would announce each of the following deaths
             self._observer = None
-        for handle in self.handles.values():
-            handle.signal(signal.SIGCONT)
-            handle.signal(signal.SIGINT)  # (a worker's ``finally`` may still end a process of its own)
-        deadline = time.monotonic() + _ERROR_S
-        while any(handle.exit() is None for handle in self.handles.values()) and time.monotonic() < deadline:
-            self._relay()
-            time.sleep(_POLL_S)
+        _interrupt(self, self.of_role(COORDINATOR))  # first: that scripts end now is no failure of the job
+        _interrupt(self, list(self.handles.values()))
         self._lines.open()
         self.cluster.end()
         self._ended()
@@ -372,6 +367,17 @@ def _worker_argv(run: ClusterRun, name: str) -> tuple[str, ...]:
             "began with[/yellow]"
         )
     return kept.worker_argv(run.plan.worker, run.plan.script, Path(run.plan.folder))
+
+
+def _interrupt(run: ClusterRun, handles: Sequence[Handle]) -> None:
+    """Send SIGINT to these processes, and wait a moment for their end. (A worker's ``finally`` may end others.)"""
+    for handle in handles:
+        handle.signal(signal.SIGCONT)
+        handle.signal(signal.SIGINT)
+    deadline = time.monotonic() + _ERROR_S
+    while any(handle.exit() is None for handle in handles) and time.monotonic() < deadline:
+        run._relay()
+        time.sleep(_POLL_S)
 
 
 def _note_members(run: ClusterRun) -> None:

@@ -108,8 +108,9 @@ class Apply:
     """Apply the finished mean gradient, times `scale`; the result is `version`. None: leave the parameters unchanged.
 
     `step` is the position in the learning-rate schedule; `rate` multiplies the schedule's rate. Keep the wire copies
-    from version `oldest` on, and that of `pinned`. With `replicate`, also send the scaled gradient to who has a copy
-    (`Copies.replicating`), as `replica`'s. The schedule's rate is reduced `reductions` times (`ReduceOnPlateau`).
+    from version `oldest` on, and that of `pinned`. With `replicate`, also send the scaled gradient, as `replica`'s, to
+    `copies`: the backup (False), the third server (True). One that is filled by a later effect gets it with that. The
+    schedule's rate is reduced `reductions` times (`ReduceOnPlateau`).
     """
 
     version: int
@@ -119,6 +120,7 @@ class Apply:
     rate: float = 1.0
     replica: int = 0
     replicate: bool = False
+    copies: tuple[bool, ...] = ()
     pinned: int = -1
     reductions: int = 0
 

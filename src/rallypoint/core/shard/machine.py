@@ -251,10 +251,10 @@ class ShardMachine:
         return []
 
     def _advance(self, scale: float | None) -> list[Effect]:
-        rate = self._count(skipped=scale is None)
+        rate, copies = self._count(skipped=scale is None), self.copies.replicating
         applied = Apply(
             self.version + 1, self.clocks.mean if self.clocks else self.version, scale, self._oldest, rate=rate,
-            replica=self._sum.first, replicate=self.copies.replicating, pinned=self.pinned,
+            replica=self._sum.first, replicate=bool(copies), copies=copies, pinned=self.pinned,
         )  # fmt: skip
         done = self._sum.contributions
         self._sum.clear()

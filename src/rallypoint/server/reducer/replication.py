@@ -66,7 +66,8 @@ class Replication:
             flags=SKIP * skip | AUDITED * audited,
             length=0 if skip else nbytes, replica=update.replica, weight=update.rate, base=self._ledger.added(shard),
         )  # fmt: skip
-        payload, servers = None if skip else buffer.bytes[:nbytes], self._copies(shard)
+        payload = None if skip else buffer.bytes[:nbytes]
+        servers = [self._shell.machine.pairs.server(shard, incoming=incoming) for incoming in update.copies]
         done = buffer.release if len(servers) == 1 else after(len(servers), buffer.release)
         for server in servers:
             digest = self._digest_of_update(shard, server, update.version)

@@ -94,7 +94,9 @@ class SimulatedCoordinator:
 
     def _receive(self, wire: Wire, hello: Hello, message: Message) -> None:
         if isinstance(message, Report) and self.shell.members.get(hello.id) is wire:
-            self.outcome.computed.append((hello.id, message.step, message.replica))
+            done = (hello.id, message.step, message.replica)
+            if not (message.repeated and done in self.outcome.computed):
+                self.outcome.computed.append(done)
         self._handle(inbox.Received(wire, hello, message))
 
     # ---- acts ----

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from rallypoint.core.shard.links import Key, PeerLinks
@@ -110,9 +110,10 @@ class PeerWires:
         link = self._shell.fill(shard, self._shell.machine.pairs.server(shard, incoming=incoming), version, digest)
         link.send(0, (kind, self._shell.fence.number, shard, version, *state))
 
-    def replicate(self, shard: int, version: int, digest: Any, *update: Any) -> None:
-        """Send who has a copy the update that makes `version`."""
-        for server in self._copies(shard):
+    def replicate(self, shard: int, copies: Iterable[bool], version: int, digest: Any, *update: Any) -> None:
+        """Send who has a copy (see `effects.Apply`) the update that makes `version`."""
+        for incoming in copies:
+            server = self._shell.machine.pairs.server(shard, incoming=incoming)
             link = self._shell.replicate(shard, server, version, digest)
             link.send(0, ("replicate", self._shell.fence.number, shard, version - 1, *update))
 

@@ -363,7 +363,7 @@ class SimulatedServer:
             held.master = Mean(None)
         if apply.replicate:
             update = (apply.scale is None, held.parts[0], apply.replica, apply.rate)
-            self._peers.replicate(index, apply.version, held.master, *update)
+            self._peers.replicate(index, apply.copies, apply.version, held.master, *update)
         held.keep(apply.version, apply.oldest, apply.pinned)
 
     def _send_version(self, wire: Wire, index: int, version: int, *, newest: bool = False) -> None:

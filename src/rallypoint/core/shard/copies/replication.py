@@ -109,9 +109,11 @@ class Copies:
             self.incoming.assigned(backup=event.incoming)
 
     @property
-    def replicating(self) -> bool:
-        """True if updates are sent to anybody."""
-        return self.backup.replicating or self.incoming.replicating
+    def replicating(self) -> tuple[bool, ...]:
+        """To whom updates are sent: the backup (False), the third server (True)."""
+        if not self.incoming.replicating:
+            return (False,) if self.backup.replicating else ()
+        return (False, True) if self.backup.replicating else (True,)
 
     @property
     def limits(self) -> bool:
