@@ -23,6 +23,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from rallypoint.coordinator.journal import Journal
 from rallypoint.errors import UnprovenPeer, UsageError
 from rallypoint.launch import interrupts, launcher
 from rallypoint.launch import run as cluster_run
