@@ -273,11 +273,6 @@ class View(msgspec.Struct, frozen=True):
         """The shards whose primary is `server`, ascending."""
         return sorted(shard for shard, home in self.primary.items() if home == server)
 
-    def holds(self, server: str) -> bool:
-        """True if the server holds a shard: see `holders`. Asked for each report of a server."""
-        homes = server in self.primary.values() or server in self.backup.values()
-        return homes or any(one.server == server for one in self.incoming.values())
-
     @property
     def holders(self) -> set[str]:
         """The servers that hold shards: as primaries, as backups, or because they are being filled."""
@@ -317,6 +312,12 @@ class View(msgspec.Struct, frozen=True):
             if member.id == server_id:
                 return member
         raise KeyError(server_id)
+
+
+def holds(view: View, server: str) -> bool:
+    """True if the server holds a shard: see `View.holders`. Asked for each report of a server."""
+    homes = server in view.primary.values() or server in view.backup.values()
+    return homes or any(one.server == server for one in view.incoming.values())
 
 
 def assign_replicas(

@@ -25,7 +25,7 @@ from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.deciding.decisions import Rules
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import View, ViewNumber, holds
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class Course:
     def has_applied(self, server: str, step: int) -> None:
         """A server of the view in force reports that it has applied `step`."""
         view = self.view
-        if view is not None and self.record is not None and view.holds(server):
+        if view is not None and self.record is not None and holds(view, server):
             self.applied = max(self.applied, min(step, self.record.rounds - 1))
             self.witnesses.add(server)
 

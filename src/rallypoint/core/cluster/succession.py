@@ -21,7 +21,7 @@ from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.view_change import says_nothing_new
 from rallypoint.core.deciding.scales import merged
-from rallypoint.core.view import Assignment, View
+from rallypoint.core.view import Assignment, View, holds
 
 _UNDAMAGED = ("", -1, "")
 
@@ -253,7 +253,7 @@ class Succession:
     def _unrestored(self, event: events.Unrestored) -> list[Effect]:
         """The snapshot was damaged after it was verified. Search again, which verifies all anew."""
         view = self.course.view
-        if view is None or view.generation != event.generation or not view.origin or not view.holds(event.server):
+        if view is None or view.generation != event.generation or not view.origin or not holds(view, event.server):
             return []  # another server has said so before, or it does not load any
         self._damaged = (view.origin, self.course.furthest + 1, f"{event.server} cannot go on: {event.reason}")
         return self.recover(why=f"{event.server} cannot go on from snapshot {view.origin}: {event.reason}")
