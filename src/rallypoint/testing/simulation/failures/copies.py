@@ -78,7 +78,7 @@ class CopiesWatch:
         course, copies = machine.course, {before.primary[shard], before.backup[shard]}
         if not copies <= self._here(before, machine):
             return LOSS
-        if before.number.epoch < course.views.epoch:  # it takes over just now
+        if before.number.epoch < course.views.epoch or view.number < before.number:  # it takes over just now
             return "coordinator"
         if copies & course.members.apart:
             return "apart"
