@@ -26,8 +26,7 @@ def moves_before(course: Course) -> int | None:
         return None
     stuck = not course.members.apart.isdisjoint(view.primary.values())  # no step ends before these shards move
     computing = _computing(course, view)
-    exposed = course.members.leaving if course.views.replication < 2 else _would_lose(course, view)
-    if view.ending or stuck or not computing or course.handover.hurries(view, exposed, course.now):
+    if view.ending or stuck or not computing or course.handover.hurries(view, course.members.leaving, course.now):
         return None
     return course.handover.before(view, course.known, computing, _ends(course), course.now)
 
@@ -51,8 +50,3 @@ def _computing(course: Course, view: View) -> list[str]:
 def _ends(course: Course) -> tuple[int | None, int | None]:
     """Steps that will not be computed for now: a pause, the job's end."""
     return course.views.paused, course.last
-
-
-def _would_lose(course: Course, view: View) -> set[str]:
-    """The servers that leave and with which shards would be lost: the others' death would cost a step at the most."""
-    return {home for s, home in view.primary.items() if s not in course.views.caught_up} & course.members.leaving
