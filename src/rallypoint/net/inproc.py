@@ -24,9 +24,9 @@ class _Pipe:
 
     def write(self, data: memoryview, timeout: float | None) -> None:
         with self._changed:
-            if not (self._ended or self._size < _PIPE_BYTES):
-                if not self._changed.wait_for(lambda: self._ended or self._size < _PIPE_BYTES, timeout):
-                    raise LinkError("the peer reads nothing")
+            room = self._ended or self._size < _PIPE_BYTES
+            if not room and not self._changed.wait_for(lambda: self._ended or self._size < _PIPE_BYTES, timeout):
+                raise LinkError("the peer reads nothing")
             if self._ended:
                 raise LinkError("the link has ended")
             self._chunks.append(memoryview(bytes(data)))
@@ -35,9 +35,9 @@ class _Pipe:
 
     def read_some(self, view: memoryview, timeout: float | None) -> int:
         with self._changed:
-            if not (self._ended or self._size):
-                if not self._changed.wait_for(lambda: self._ended or self._size > 0, timeout):
-                    raise LinkError("the peer sends nothing")
+            here = self._ended or self._size > 0
+            if not here and not self._changed.wait_for(lambda: self._ended or self._size > 0, timeout):
+                raise LinkError("the peer sends nothing")
             if self._size == 0:
                 raise LinkClosed("the link has ended")
             chunk = self._chunks.popleft()

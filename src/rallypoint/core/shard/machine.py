@@ -201,7 +201,7 @@ class ShardMachine:
                 return [*before, *self._add(event), *self._take_held(), *self._finish_when_complete()]
 
     def _add(self, event: events.Contribute) -> list[Effect]:
-        for replica in range(*event.block):
+        for replica in range(event.replica, event.replica + event.count):
             self.tally.arrived(replica, event.step)
         base = event.base if self.compensates and event.base < self.version else None
         return self._sum.add(event, base)

@@ -69,6 +69,7 @@ class WorkerMachine(SlotMachine):
     _here: Unanimity = field(init=False)
     _wanted: frozenset[int] = frozenset()  # the shards that the replica in progress is computed for
     _assists: set[int] = field(default_factory=set)
+    _settled: set[int] = field(default_factory=set)  # replicas of which nothing is owed at the step in progress
     _finishing: bool = False  # an install of a now stale version must still end, or the model is mixed (`in_order`)
 
     def __post_init__(self) -> None:
@@ -101,7 +102,7 @@ class WorkerMachine(SlotMachine):
         if not 0 <= self.step < self.steps or self._versions.newest.lowest < 0:
             return None  # no shard's version is known: this step may be over
         for replica in self.assigned:
-            if any(self._needs(shard, replica) for shard in range(self.shards)):
+            if self._is_owed(replica) and any(self._needs(shard, replica) for shard in range(self.shards)):
                 return Compute(self.step, replica)
         return None
 
@@ -215,6 +216,8 @@ class WorkerMachine(SlotMachine):
         part = part or Part((), leaf(self._computing or 0), keep=False)
         block = self.presum.filled(shard, part, use=use, send=home in self._links)
         if block is None:
+            if part.merges:
+                self._settled.clear()  # what was kept of other replicas is dropped perhaps
             self._slots[shard] = Slot.FREE
             return self._seek()
         own, serial = self.cadence.updates_before(shard, self.step), self._slots.queue(shard)
@@ -253,9 +256,11 @@ class WorkerMachine(SlotMachine):
         assert self.view is not None
         self._duties.plan(self.view, self.step, self.presum)
         self._assists.clear()
+        self._settled.clear()
         return self._seek()
 
     def _viewed(self, view: View) -> list[Effect]:
+        self._settled.clear()
         rerouted = self.view is not None and view.number == self.view.number and view.primary != self.view.primary
         if self.view is not None and view.number <= self.view.number and not rerouted:
             return []
@@ -289,6 +294,7 @@ class WorkerMachine(SlotMachine):
 
     def _forget(self, shards: Iterable[int]) -> None:
         """The link to these shards' primary is lost: count all contributions as not delivered, all fetches as lost."""
+        self._settled.clear()
         for shard in shards:
             self.presum.lost(shard)
             self._versions.asked[shard] = -1
@@ -302,6 +308,16 @@ class WorkerMachine(SlotMachine):
     def _in_place(self, shard: int, target: int) -> bool:
         """True if the shard's values for version `target` are here: in the model, or in the slot."""
         return not self._changes(shard, target) or self._versions.landed(shard, target)
+
+    def _is_owed(self, replica: int) -> bool:
+        """True if this worker still has to send some shard this replica's contribution. What is settled stays so until
+        `_settled` is cleared: it is not looked for in all shards at each arrival."""
+        if replica in self._settled:
+            return False
+        if any(owes(self, shard, replica) for shard in range(self.shards)):
+            return True
+        self._settled.add(replica)
+        return False
 
     def _needs(self, shard: int, replica: int) -> bool:
         """True if this worker still has to send the shard this replica's contribution, and can."""
@@ -329,6 +345,8 @@ class WorkerMachine(SlotMachine):
         self._versions.validate()
         self.presum.validate()
         assert self._installing < 0 or self._installing > self.step, f"it goes from {self.step} to {self._installing}"
+        owed = [r for r in self._settled if any(owes(self, shard, r) for shard in range(self.shards))]
+        assert not owed, f"replicas {owed} count as settled, and are owed"
         assert not self._wanted or self.computing, "shards are wanted of no replica"
         assert self.step <= self._rounds, f"step {self.step} of {self.steps}"
         assert not self.presum.sent or 0 <= self.step < self._rounds, f"sent to {self.presum.sent} outside of any step"

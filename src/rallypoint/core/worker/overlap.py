@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rallypoint.core.worker.aligned import WorkerMachine, owes
+from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.slots import (
     Action,
@@ -72,7 +72,7 @@ class OverlapMachine(WorkerMachine):
 
     @property
     def _all_sent(self) -> bool:
-        return not any(owes(self, shard, replica) for replica in self.assigned for shard in range(self.shards))
+        return not any(self._is_owed(replica) for replica in self.assigned)
 
     # ---- what the main thread does ----
 
