@@ -253,8 +253,7 @@ class View(msgspec.Struct, frozen=True):
 
     def takes(self, worker: str, replicas: Iterable[int]) -> bool:
         """True if servers take a contribution of these replicas from `worker` (or aggregator): see `contributors`."""
-        own = self.contributors.get(worker, ())
-        return all(replica in own for replica in replicas)
+        return set(self.contributors.get(worker, ())).issuperset(replicas)
 
     def lead(self, step: int) -> str:
         """The worker that computes replica 0 at `step`: it evaluates and saves. "" if there is none."""

@@ -138,8 +138,9 @@ class ServerMachine:
             self.pairs.filling.discard((index, event.incoming))  # the first one after a fill
             effects += self._fill_some(self.held, asks=False)
         else:  # its sum in progress had to be decided first
-            fills = [e.effect for e in effects if isinstance(e, On) and isinstance(e.effect, shard_effects.Fill)]
-            self.pairs.filling |= {(index, fill.incoming) for fill in fills}
+            for one in effects:
+                if isinstance(one, On) and isinstance(one.effect, shard_effects.Fill):
+                    self.pairs.filling.add((index, one.effect.incoming))
         return effects
 
     def capture(self, version: int) -> list[Effect]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from rallypoint.core.audits.choice import Audits
 from rallypoint.core.audits.duties import Duties
@@ -102,7 +103,7 @@ class WorkerMachine(SlotMachine):
         if not 0 <= self.step < self.steps or self._versions.newest.lowest < 0:
             return None  # no shard's version is known: this step may be over
         for replica in self.assigned:
-            if self._is_owed(replica) and any(self._needs(shard, replica) for shard in range(self.shards)):
+            if is_owed(self, replica) and any(self._needs(shard, replica) for shard in range(self.shards)):
                 return Compute(self.step, replica)
         return None
 
@@ -112,7 +113,7 @@ class WorkerMachine(SlotMachine):
         target = self.target
         if target < 0 or self._computing is not None:
             return False
-        return self._here.holds(lambda shard: self._in_place(shard, target))
+        return self._here.holds(partial(self._in_place, target=target))
 
     @property
     def takes_part(self) -> bool:
@@ -309,16 +310,6 @@ class WorkerMachine(SlotMachine):
         """True if the shard's values for version `target` are here: in the model, or in the slot."""
         return not self._changes(shard, target) or self._versions.landed(shard, target)
 
-    def _is_owed(self, replica: int) -> bool:
-        """True if this worker still has to send some shard this replica's contribution. What is settled stays so until
-        `_settled` is cleared: it is not looked for in all shards at each arrival."""
-        if replica in self._settled:
-            return False
-        if any(owes(self, shard, replica) for shard in range(self.shards)):
-            return True
-        self._settled.add(replica)
-        return False
-
     def _needs(self, shard: int, replica: int) -> bool:
         """True if this worker still has to send the shard this replica's contribution, and can."""
         return owes(self, shard, replica) and self._home(shard) in self._links
@@ -356,6 +347,17 @@ def owes(machine: WorkerMachine, shard: int, replica: int) -> bool:
     """True if this worker still has to send the shard this replica's contribution."""
     newest, sent = machine._versions.newest[shard], machine.presum.has(shard, replica)
     return newest <= machine.step and not sent and machine.contributes(shard, replica)
+
+
+def is_owed(machine: WorkerMachine, replica: int) -> bool:
+    """True if this worker still has to send some shard this replica's contribution. What is settled stays so until
+    `_settled` is cleared: it is not looked for in all shards at each arrival."""
+    if replica in machine._settled:
+        return False
+    if any(owes(machine, shard, replica) for shard in range(machine.shards)):
+        return True
+    machine._settled.add(replica)
+    return False
 
 
 def unapplied(machine: SlotMachine) -> list[int]:

@@ -63,6 +63,7 @@ class Effects:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._cadence = desk.job.plan.cadence
+        self._together = self._cadence.together
         # Looked up once, because every contribution uses them.
         self._owned, self._tickets, self._ledger, self._tracer = desk.owned, desk.tickets, desk.ledger, desk.tracer
 
@@ -196,7 +197,7 @@ class Effects:
 
     def in_ledger(self, index: int, version: int) -> bool:
         """Is this shard the one whose update from that version is reported for its round?"""
-        return self._cadence.witness(self._cadence.round_of(index, version)) == index
+        return index == 0 if self._together else self._cadence.witness(self._cadence.round_of(index, version)) == index
 
     def _enter(self, index: int, step: int) -> None:
         """Report a round, for the first shard that is due in it. Primary and backup both do: one of them may die."""
