@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
     from rallypoint.data.cache.cache import Cache
     from rallypoint.data.sources.lanes import Lanes
-    from rallypoint.data.sources.litdata import LitData
-    from rallypoint.data.sources.mds import MDS
     from rallypoint.data.sources.parquet import Parquet
     from rallypoint.data.sources.tars import WebDataset
     from rallypoint.data.sources.token_files import TokenFiles
@@ -54,11 +52,9 @@ _HOMES = {
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
     "Lanes": "rallypoint.data.sources.lanes",
-    "LitData": "rallypoint.data.sources.litdata",
     "Loader": "rallypoint.data.spec",
     "LocalSteps": "rallypoint.core.policy",
     "LossScaling": "rallypoint.core.loss_scale",
-    "MDS": "rallypoint.data.sources.mds",
     "Micro": "rallypoint.worker.loop.micro",
     "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
@@ -87,7 +83,6 @@ _HOMES = {
 __all__ = [
     "ASGD",
     "EMA",
-    "MDS",
     "SGD",
     "SWA",
     "Adadelta",
@@ -103,7 +98,6 @@ __all__ = [
     "Job",
     "JobConfig",
     "Lanes",
-    "LitData",
     "Loader",
     "LocalSteps",
     "LossScaling",
