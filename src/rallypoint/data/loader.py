@@ -22,8 +22,6 @@ from rallypoint.data.randomness import seed_everything
 from rallypoint.data.reading import Reading
 from rallypoint.data.sources.lanes import Lanes
 from rallypoint.data.spec import Collate, Loader
-from rallypoint.data.streams.once import OnceItems, StreamOver, check_once
-from rallypoint.data.streams.reader import EndOfStream
 from rallypoint.data.streams.stream import Stream, StreamItems
 from rallypoint.errors import DataError
 
@@ -50,8 +48,8 @@ class LastBatch:
 def order_of(dataset: MapDataset, config: JobConfig) -> Order:
     """Return the order of a map-style data set's samples. Raises DataError as `MicroBatches`."""
     check_dataset(dataset)
-    if config.order in ("stream", "once"):
-        raise DataError(f'order="{config.order}" is set by rp.Stream: leave it out')
+    if config.order == "stream":
+        raise DataError('order="stream" is set by rp.Stream: leave it out')
     if isinstance(dataset, Lanes):
         dataset.check(config)
     order = SampleOrder(
@@ -81,12 +79,10 @@ class MicroBatches:
         part: tuple[int, int] = (0, 1), loader: Loader | None = None,
     ) -> None:  # fmt: skip
         self._order: Order
-        self._stream: StreamItems | OnceItems | None = None
+        self._stream: StreamItems | None = None
         if isinstance(dataset, Stream):
             self._order = dataset.order(config)
-            items = OnceItems if dataset.once else StreamItems
-            check_once(loader.workers if dataset.once and loader is not None else 0)
-            dataset = self._stream = items(dataset, self._order, config)
+            dataset = self._stream = StreamItems(dataset, self._order, config)
         else:
             self._order = order_of(dataset, config)
         self.config, self.loader = config, loader or Loader()
@@ -113,28 +109,16 @@ class MicroBatches:
         return self.on_device(batch)
 
     def loaded(self, step: int, replica: int, micro: int) -> tuple[Any, list[str]]:
-        """Return the collated samples, not yet on the device, and what to tell of skipped ones.
-
-        Raises as `load`; StreamOver where the job is to end before `step`.
-        """
+        """Return the collated samples, not yet on the device, and what to tell of skipped ones. Raises as `load`."""
         with one_thread():
             indices, seed = self.indices(step, replica, micro), self._seed(step, replica, micro)
             skipped = list[str]()
             if self._collate is None and (batch := gathered(self.dataset, indices)) is not None:
                 seed_everything(seed)  # what else reads the global generators sees them as after other data sets
             else:
-                samples, skipped = self._read(step, indices, seed)
+                samples, skipped = self._reading.read(indices, seed)
                 batch = self._collated(samples)
             return (LastBatch(batch) if self._is_last(step, replica, micro) else batch), skipped
-
-    def _read(self, step: int, indices: Sequence[int], seed: int) -> tuple[list[Any], list[str]]:
-        try:
-            return self._reading.read(indices, seed)
-        except DataError as error:
-            over = self.once is not None and self.config.passes and isinstance(error.__cause__, EndOfStream)
-            if not over or step == 0:
-                raise
-            raise StreamOver(str(error)) from error
 
     def _is_last(self, step: int, replica: int, micro: int) -> bool:
         """True if a stream has no full batch for this replica at the next step."""
@@ -142,17 +126,6 @@ class MicroBatches:
             return False
         looks = end.looks_ahead(self.config.passes, step, self.config.steps)
         return looks and not self._stream.continues(step + 1, replica)
-
-    @property
-    def once(self) -> OnceItems | None:
-        """What this process reads of a stream that comes only once; None for other data."""
-        return self._stream if isinstance(self._stream, OnceItems) else None
-
-    def computes(self, step: int, replica: int, micro: int, left_out: int = 0) -> None:
-        """This micro-batch is computed now, without so many samples: a stream that comes only once has used its items.
-        """
-        if isinstance(self._stream, OnceItems):
-            self._stream.computes(self.indices(step, replica, micro), left_out)
 
     def on_device(self, batch: Any) -> Any:
         """Return what `loaded` returns, on the device."""

@@ -62,7 +62,7 @@ class PartIterator:
         source = self._source
         if _shards_itself(source, self._parts):
             source = source.shard(num_shards=self._parts, index=self._part)
-        elif not isinstance(source, Iterator):
+        else:
             source = copy.copy(source)  # `__iter__` may keep its place on it, and the script may iterate it too
         if callable(set_epoch := getattr(source, "set_epoch", None)):
             set_epoch(self._epoch)

@@ -12,15 +12,7 @@ from rallypoint.data.streams.opening import PartIterator
 
 
 class EndOfStream(NotASample):
-    """A part has no item of that number.
-
-    Attributes:
-        part, items: which part, and how many items it has given in all of its passes.
-    """
-
-    def __init__(self, part: int, items: int) -> None:
-        super().__init__(f"part {part} of the stream has ended after {items} items")
-        self.part, self.items = part, items
+    """A part has no item of that number."""
 
 
 class _Raised:
@@ -51,7 +43,7 @@ class Reader:
         if gone or (self._iterator is None and last >= self._next):
             self._begin()
         self._read_to(last + 1, set(numbers))
-        return [own(self._item(number)) for number in numbers]
+        return [_own(self._item(number)) for number in numbers]
 
     def has(self, number: int) -> bool:
         """True if the part has an item of this number, which is read now and kept. Errors show when it is taken."""
@@ -85,7 +77,7 @@ class Reader:
         """Read on to item `stop` - 1. An error is raised for an item that is wanted; others are passed over."""
         while self._next < stop:
             if self._ended:
-                raise EndOfStream(self._part, self._next)
+                raise EndOfStream(f"part {self._part} of the stream has ended after {self._next} items")
             if self._iterator is None:
                 raise NotASample("the iterator has raised an error")
             with self._iterator.running() as iterator:
@@ -125,6 +117,6 @@ class Reader:
             self._open()
 
 
-def own(item: Any) -> Any:
+def _own(item: Any) -> Any:
     """Return the item, or a copy of the outermost dict or list: transforms take entries out, and it is given again."""
     return copy.copy(item) if isinstance(item, (dict, list)) else item

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -40,9 +39,6 @@ class Stream:
             Face's is split by its own `shard`.
         parts: how many streams are read side by side: a divisor or a multiple of `replicas`. A worker reads the parts
             of its own replicas.
-        once: each item comes only once, to whoever asks first: a queue, a socket, a generator. Each worker opens the
-            parts of its replicas once and uses what it gets; what it had read and not used is lost with it, and no item
-            is used twice. Not the same bytes: see docs/data.md. Then `source` may also be an iterator.
         passes: the job ends with the last step for which each replica has a full batch, after so many passes over its
             part; None: begun again without end, and `steps` counts.
         transform: makes a sample of an item. It is not called for items that are skipped.
@@ -52,36 +48,30 @@ class Stream:
 
     def __init__(
         self, source: Callable[..., Iterable[Any]] | Iterable[Any], *, parts: int = 1, passes: int | None = None,
-        transform: Callable[[Any], Any] | None = None, once: bool = False,
+        transform: Callable[[Any], Any] | None = None,
     ) -> None:  # fmt: skip
         for name, number in (("parts", parts), ("passes", passes)):
             if number is not None and number < 1:
                 raise UsageError(f"rp.Stream({name}={number}): give 1 or more")
-        if once and passes not in (None, 1):
-            raise UsageError(f"rp.Stream(once=True, passes={passes}): it cannot be opened again; give 1 or None")
-        if isinstance(source, Iterator) and not once:
+        if isinstance(source, Iterator):
             raise UsageError(
                 f"rp.Stream got a {type(source).__qualname__}, which can be read only once, and whoever takes over a "
-                "replica has to read it from its beginning: give the function that makes it, or once=True"
+                "replica has to read it from its beginning: give the function that makes it"
             )
         if not hasattr(source, "__iter__"):
             if not callable(source):
                 raise UsageError(f"rp.Stream got a {type(source).__qualname__}: give an iterable, or a function")
             asked_for(source)
-        self.source, self.parts, self.passes, self.transform, self.once = source, parts, passes, transform, once
+        self.source, self.parts, self.passes, self.transform = source, parts, passes, transform
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of a job that reads it."""
-        return {"order": self._order, "passes": self.passes or 0}
-
-    @property
-    def _order(self) -> str:
-        return "once" if self.once else "stream"
+        return {"order": "stream", "passes": self.passes or 0}
 
     def order(self, config: JobConfig) -> StreamOrder:
         """Return which items each replica reads. Raises DataError for settings that do not fit."""
-        if config.order != self._order:
+        if config.order != "stream":
             raise DataError(f'order="{config.order}" with a stream: it has its iterator\'s order; leave order= out')
         try:
             return StreamOrder(self.parts, replicas=config.replicas, batch=config.batch)
@@ -97,33 +87,10 @@ class Stream:
             return [item for _, item in zip(range(count), iterator, strict=False)]
 
 
-class PartItems(abc.ABC):
-    """Items of a stream by number, as a map-style data set without a length.
+class StreamItems:
+    """The items of a stream by number, as a map-style data set without a length. For one thread of each process.
 
     Item i of part p has the number ``i * parts + p``.
-    """
-
-    _stream: Stream
-
-    def __len__(self) -> int:
-        raise TypeError("a stream has no length")
-
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the items of these numbers, ascending and of one part, transformed."""
-        numbers = [index // self._stream.parts for index in indices]
-        items = self._taken(indices[0] % self._stream.parts, numbers)
-        return items if self._stream.transform is None else [self._stream.transform(item) for item in items]
-
-    @abc.abstractmethod
-    def _taken(self, part: int, numbers: Sequence[int]) -> list[Any]:
-        """Return these items of a part, as its iterator gives them."""
-
-
-class StreamItems(PartItems):
-    """The items of a stream that can be read again. For one thread of each process.
 
     It pickles without its open iterators, and a forked process opens its own: an inherited one shares its place in a
     file or a connection with its parent's.
@@ -141,8 +108,17 @@ class StreamItems(PartItems):
         self._readers: dict[tuple[int, int], Reader] = {}
         self._process = os.getpid()
 
-    def _taken(self, part: int, numbers: Sequence[int]) -> list[Any]:
-        return self._reader(part, numbers[0]).take(numbers)
+    def __len__(self) -> int:
+        raise TypeError("a stream has no length")
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the items of these numbers, ascending and of one part, transformed."""
+        numbers = [index // self._stream.parts for index in indices]
+        items = self._reader(indices[0] % self._stream.parts, numbers[0]).take(numbers)
+        return items if self._stream.transform is None else [self._stream.transform(item) for item in items]
 
     def name_of(self, index: int) -> str:
         """Return what to call an item in a sentence."""
@@ -168,4 +144,3 @@ class StreamItems(PartItems):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_readers": {}}
-
