@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import loading_files
 from rallypoint.config import JobConfig
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.places import places_from
+from rallypoint.data.order import places_from
 from rallypoint.data.processes import LoaderProcesses
 from rallypoint.data.spec import Loader
 

@@ -24,7 +24,7 @@ from rallypoint.core.policy import Async, Sync
 from rallypoint.core.shard.plan import Plan
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import ServerShell
-from rallypoint.core.streams.end import unread
+from rallypoint.core.streams import unread
 from rallypoint.core.view import Stop
 from rallypoint.core.worker import slots
 from rallypoint.core.worker.factory import WorkerPlan, shell_for

@@ -13,7 +13,7 @@ from rallypoint.core.job import DataIdentity
 from rallypoint.core.order import derive_seed
 from rallypoint.data.dataset import MapDataset, fetch, is_sharded
 from rallypoint.data.randomness import seeded
-from rallypoint.data.streams.stream import Stream
+from rallypoint.data.stream import Stream
 from rallypoint.errors import DataError
 
 SAMPLED = 8  # positions, spread over the whole data set

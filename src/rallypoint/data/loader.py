@@ -1,4 +1,7 @@
-"""Micro-batches of a data set: the samples of (step, replica, micro), collated, on a device."""
+"""Micro-batches of a data set: the samples of (step, replica, micro), read, collated, on a device.
+
+A sample that raises an error is read again, then named, and skipped or fatal.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,15 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from rallypoint.config import JobConfig, batch_at
+from rallypoint.core import streams
 from rallypoint.core.order import SampleOrder, derive_seed
-from rallypoint.core.streams import end
-from rallypoint.data.collate import collated
-from rallypoint.data.dataset import MapDataset, check_dataset, shard_lengths
-from rallypoint.data.gather import gathered
-from rallypoint.data.positions import OrderAhead
+from rallypoint.data.collate import collated, gathered
+from rallypoint.data.dataset import MapDataset, NotASample, check_dataset, fetch, shard_lengths
+from rallypoint.data.order import OrderAhead
 from rallypoint.data.randomness import seed_everything
-from rallypoint.data.reading import Reading
-from rallypoint.data.sources.lanes import Lanes
+from rallypoint.data.sources.tokens import Lanes
 from rallypoint.data.spec import Collate, Loader
-from rallypoint.data.streams.stream import Stream, StreamItems
+from rallypoint.data.stream import Stream, StreamItems
 from rallypoint.errors import DataError
 
 log = logging.getLogger("rallypoint")
@@ -124,7 +125,7 @@ class MicroBatches:
         """True if a stream has no full batch for this replica at the next step."""
         if self._stream is None or micro + 1 < self.config.accumulate:
             return False
-        looks = end.looks_ahead(self.config.passes, step, self.config.steps)
+        looks = streams.looks_ahead(self.config.passes, step, self.config.steps)
         return looks and not self._stream.continues(step + 1, replica)
 
     def on_device(self, batch: Any) -> Any:
@@ -198,3 +199,68 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+class Reading:
+    """Reads the samples of one micro-batch after another.
+
+    Random numbers are seeded before each micro-batch. One of which a sample fails is read again as a whole, so what its
+    other samples draw does not depend on the failure.
+    """
+
+    def __init__(self, dataset: MapDataset, loader: Loader) -> None:
+        self._dataset, self._loader = dataset, loader
+
+    def read(self, indices: Sequence[int], seed: int) -> tuple[list[Any], list[str]]:
+        """Return the samples, and what to tell of skipped ones.
+
+        Raises DataError, which names the sample, for one that fails to the last, or if all were to be skipped.
+        """
+        left, skipped = list(indices), list[str]()
+        while True:
+            try:
+                return self._try(left, seed), skipped
+            except NotASample as error:
+                raise DataError(str(error)) from error
+            except Exception as error:
+                bad, cause = self._culprit(left, seed, error)
+            where = "a sample" if bad is None else self._name_of(bad)
+            what = f"{where} raised {type(cause).__name__}: {cause}"
+            if self._loader.on_error == "stop" or bad is None or len(left) == 1:
+                tries = f" ({self._loader.retries + 1} times)" if self._loader.retries else ""
+                raise DataError(
+                    f"{what}{tries}: mend the data set, or leave such samples out with "
+                    'loader=rp.Loader(on_error="skip")'
+                ) from cause
+            left.remove(bad)
+            skipped.append(f"{what}; it is left out of its batch")
+
+    def _try(self, indices: list[int], seed: int) -> list[Any]:
+        for _ in range(self._loader.retries):
+            try:
+                return self._once(indices, seed)
+            except NotASample:
+                raise
+            except Exception:
+                continue
+        return self._once(indices, seed)
+
+    def _once(self, indices: list[int], seed: int) -> list[Any]:
+        seed_everything(seed)
+        return fetch(self._dataset, indices)
+
+    def _culprit(self, indices: list[int], seed: int, error: Exception) -> tuple[int | None, Exception]:
+        """The first sample that fails by itself; None if none does, and `error` is all that is known."""
+        seed_everything(seed)
+        for index in indices:
+            try:
+                fetch(self._dataset, [index])
+            except NotASample as own:
+                raise DataError(str(own)) from own
+            except Exception as own:
+                return index, own
+        return None, error
+
+    def _name_of(self, index: int) -> str:
+        name_of = getattr(self._dataset, "name_of", None)
+        return f"sample {index} of the data set" if name_of is None else str(name_of(index))

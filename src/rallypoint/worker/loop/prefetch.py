@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rallypoint.data.loader import LastBatch
-from rallypoint.data.places import Place
+from rallypoint.data.order import Place
 from rallypoint.data.processes import LoaderProcesses
 from rallypoint.observe.trace import LOAD
 from rallypoint.worker.exchange.exchange import Exchange

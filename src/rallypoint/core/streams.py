@@ -1,4 +1,10 @@
-"""Which items of a stream's parts replica r reads at step t: a pure function, as for a data set with positions (I6)."""
+"""Streams: which items of which part a replica reads at a step, and how a stream ends its job. Pure.
+
+The items of (step, replica) are a pure function of the two, as for a data set with positions (I6). A job that reads a
+stream ends after `passes` over it or after `steps`, whichever comes first. A replica says that its stream is over with
+the last step for which it has a full batch. At the job's last step nobody looks any more, for that would read what no
+step uses.
+"""
 
 from __future__ import annotations
 
@@ -53,3 +59,21 @@ class StreamOrder:
 
     def _block(self, part: int, number: int) -> Items:
         return Items(part, number * self._batch, (number + 1) * self._batch)
+
+
+def looks_ahead(passes: int, step: int, steps: int) -> bool:
+    """Return True if a replica has to know at `step` whether it has a batch for the next one. `passes` 0: no end."""
+    return passes > 0 and step + 1 < steps
+
+
+def reads(passes: int, steps: int, *, given: bool) -> str:
+    """Return what is said as the job begins; "" if only its steps end it. `given`: the script says how many steps."""
+    default = "" if given else " (steps= is not given)"
+    return f"the stream is read passes={passes} times, for {steps} steps at most{default}" if passes else ""
+
+
+def unread(passes: int, steps: int) -> str:
+    """Return what is said when the steps have ended the job, and nobody has said that the stream is over."""
+    if not passes:
+        return ""
+    return f"the job's {steps} steps are over, and its stream, with passes={passes}, may not be: give more to read all"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.core.streams.end import looks_ahead, reads, unread
+from rallypoint.core.streams import looks_ahead, reads, unread
 
 
 def test_nobody_looks_for_the_end_without_passes_nor_at_the_last_step() -> None:
