@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -17,6 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from rallypoint.config import JobConfig, batch_at
 from rallypoint.core import streams
 from rallypoint.core.order import SampleOrder, derive_seed
+from rallypoint.core.streams import StreamOrder
 from rallypoint.data.collate import collated, gathered
 from rallypoint.data.dataset import MapDataset, NotASample, check_dataset, fetch, shard_lengths
 from rallypoint.data.order import OrderAhead
@@ -27,12 +28,6 @@ from rallypoint.data.stream import Stream, StreamItems
 from rallypoint.errors import DataError
 
 log = logging.getLogger("rallypoint")
-
-
-class Order(Protocol):
-    """Which samples a replica reads at a step."""
-
-    def samples(self, step: int, replica: int) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,7 @@ class LastBatch:
         return LastBatch(pin_memory(self.batch))  # type: ignore[no-untyped-call]
 
 
-def order_of(dataset: MapDataset, config: JobConfig) -> Order:
+def _order_of(dataset: MapDataset, config: JobConfig) -> OrderAhead:
     """Return the order of a map-style data set's samples. Raises DataError as `MicroBatches`."""
     check_dataset(dataset)
     if config.order == "stream":
@@ -79,13 +74,13 @@ class MicroBatches:
         self, dataset: MapDataset | Stream, config: JobConfig, device: torch.device, collate: Collate | None = None,
         part: tuple[int, int] = (0, 1), loader: Loader | None = None,
     ) -> None:  # fmt: skip
-        self._order: Order
+        self._order: OrderAhead | StreamOrder
         self._stream: StreamItems | None = None
         if isinstance(dataset, Stream):
-            self._order = dataset.order(config)
-            dataset = self._stream = StreamItems(dataset, self._order, config)
+            self._order = order = dataset.order(config)
+            dataset = self._stream = StreamItems(dataset, order, config)
         else:
-            self._order = order_of(dataset, config)
+            self._order = _order_of(dataset, config)
         self.config, self.loader = config, loader or Loader()
         self._device, self._collate = device, collate
         self.dataset, self._reading = dataset, Reading(dataset, self.loader)
