@@ -79,7 +79,13 @@ def _numbers(batch: Sequence[Any], **_: Any) -> Any:
     return made
 
 
-_OURS: dict[Any, Callable[..., Any]] = {**_torchs, np.ndarray: _rows, (np.bool_, np.number, np.object_): _numbers}
+def _ints(batch: Sequence[int], **_: Any) -> Any:
+    return torch.tensor(batch, device="cpu")  # torch's own would be on the script's default device
+
+
+_OURS: dict[Any, Callable[..., Any]] = {
+    **_torchs, np.ndarray: _rows, (np.bool_, np.number, np.object_): _numbers, int: _ints,
+}  # fmt: skip
 
 
 def gathered(dataset: Any, indices: Sequence[int]) -> list[torch.Tensor] | None:
