@@ -15,9 +15,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from rallypoint.config import JobConfig, batch_at
-from rallypoint.core import streams
-from rallypoint.core.order import SampleOrder, derive_seed
-from rallypoint.core.streams import StreamOrder
+from rallypoint.core.order import SampleOrder, StreamOrder, derive_seed, stream_looks_ahead
 from rallypoint.data.collate import collated, gathered
 from rallypoint.data.dataset import MapDataset, NotASample, check_dataset, fetch, shard_lengths
 from rallypoint.data.order import OrderAhead
@@ -120,7 +118,7 @@ class MicroBatches:
         """True if a stream has no full batch for this replica at the next step."""
         if self._stream is None or micro + 1 < self.config.accumulate:
             return False
-        looks = streams.looks_ahead(self.config.passes, step, self.config.steps)
+        looks = stream_looks_ahead(self.config.passes, step, self.config.steps)
         return looks and not self._stream.continues(step + 1, replica)
 
     def on_device(self, batch: Any) -> Any:

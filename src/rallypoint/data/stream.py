@@ -17,8 +17,7 @@ from torch.utils.data._utils import worker as of_torch
 
 from rallypoint.config import JobConfig
 from rallypoint.config.plain import step_by_step
-from rallypoint.core.order import derive_seed
-from rallypoint.core.streams import StreamOrder
+from rallypoint.core.order import StreamOrder, derive_seed
 from rallypoint.data.dataset import NotASample
 from rallypoint.data.randomness import seed_everything, untouched
 from rallypoint.errors import DataError, UsageError

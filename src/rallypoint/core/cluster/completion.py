@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rallypoint.core import streams
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Note, Say
@@ -20,6 +19,7 @@ from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
+from rallypoint.core.order import stream_unread
 from rallypoint.core.view import Stop, ViewNumber
 
 
@@ -148,7 +148,7 @@ class Completion:
         record = self.course.record
         if record is None or self.course.views.stop is not None:
             return ""
-        return streams.unread(record.config.get("passes", 0), record.config.get("steps", 0))
+        return stream_unread(record.config.get("passes", 0), record.config.get("steps", 0))
 
     def _is_the_last(self, generation: ViewNumber, version: int) -> bool:
         course = self.course
