@@ -12,7 +12,7 @@ import torch
 from trainings import BATCH, SAMPLES, train_huggingface
 
 import rallypoint as rp
-from rallypoint.data.replica_batches import ReplicaSampler
+from rallypoint.data.order import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster

@@ -248,17 +248,6 @@ def the_stream_ends_after_a_kill(walk: Walk) -> None:
     assert _stopped_at(walk) == ENDS_AT
 
 
-def a_worker_dies_with_what_it_has_read(walk: Walk) -> None:
-    """Other bytes than undisturbed, but every step has all of its samples."""
-    stage = walk.begin()
-    stage.until_held("worker0", "worker1")
-    stage.kill("worker1")
-    stage.open()
-    stage.result("worker0")
-    config = walk.job.config
-    assert stage.said(f"the stream: {config.steps * config.replicas * config.batch} samples used; read and not used:")
-
-
 def _stopped_at(walk: Walk) -> int:
     """Kill a worker of a job that ends by itself before its last step. Returns the step."""
     stage = walk.begin()
@@ -300,7 +289,6 @@ def a_process_is_killed_and_another_takes_its_place(walk: Walk) -> None:
 PLAYS: dict[Feature, Callable[[Walk], None]] = {
     Feature.OWN_LOOP: a_process_is_killed_and_another_takes_its_place,
     Feature.PASSES: the_stream_ends_after_a_kill,
-    Feature.ONCE: a_worker_dies_with_what_it_has_read,
     Feature.STOP: the_script_stops_the_job_after_a_kill,
     Feature.RESCALE: the_rate_is_changed_and_a_worker_is_killed,
     Feature.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,

@@ -34,7 +34,7 @@ class Settings(TypedDict, total=False):
     keep_best: str
     best_is: Literal["min", "max"]
     seed: int
-    order: Literal["shuffled", "sequential", "windowed", "own", "stream", "once"]
+    order: Literal["shuffled", "sequential", "windowed", "own", "stream"]
     passes: int
     mixed_shards: int
     precision: Literal["fp32", "bf16", "fp16"]

@@ -131,16 +131,6 @@ CONFLICTS = (
         _F.PASSES, _F.ALTERNATE,
         "a step may read the samples of the step before; leave passes out, and give steps",
     ),
-    *(Conflict(_F.ONCE, other, f"{why}, or leave once out") for other, why in {
-        _F.BACKUP_TASKS: "a second worker has other samples for the same replica, and those of one of them would be "
-                         "lost each time; leave --backup-tasks out",
-        _F.AUDIT: "no other worker has the replica's samples, so none can compute it again; leave audit out",
-        _F.FINGERPRINTS: "no step can be replayed, as its samples are gone; leave fingerprints out",
-        _F.ALTERNATE: "a step may read the samples of the step before; leave alternate out",
-        _F.STREAMED: "a worker that keeps no parameters takes no whole versions, and the ledger is a part of them; use "
-                     "parameters=local",
-        _F.AGGREGATORS: "what an aggregator has added up is not dropped when a worker dies; leave --aggregators out",
-    }.items()),
     Conflict(
         _F.FOLD, _F.REPLICATION,
         "the backup applies each contribution by itself, so none is folded into another's update; use fold=1, or leave "

@@ -38,7 +38,6 @@ class Feature(enum.Enum):
     KEYED = "job.store"
     STREAM = "rp.Stream"
     PASSES = "passes= of rp.Stream"
-    ONCE = "once=True of rp.Stream"
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"
     FRAGMENTS = "fragments="

@@ -292,19 +292,5 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         ),
         {_M.SYNC: YES, _M.ALL_REDUCE: YES},
     ),
-    _F.ONCE: _row(
-        No(
-            "its ledger belongs to a version that has exactly one contribution of each replica at each step; use "
-            "sync=rp.Sync() without a quorum"
-        ),
-        {
-            _M.SYNC: YES,
-            _M.ALL_REDUCE: No("what a roll-back does to the ledger is not tested there; use sync=rp.Sync()"),
-            **_local(No(
-                "who takes a replica over computes its whole round again, and all samples of that round would be lost; "
-                "use sync=rp.Sync()"
-            )),
-        },
-    ),
     _F.KEYED: _row(_NO_KEYS, dict.fromkeys((_M.SYNC, _M.SSP, _M.ASYNC), YES)),
 }

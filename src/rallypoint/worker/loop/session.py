@@ -16,7 +16,7 @@ import torch
 from rallypoint.config import JobConfig, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
-from rallypoint.core.streams import end
+from rallypoint.core.order import stream_reads
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
@@ -58,7 +58,7 @@ from rallypoint.worker.ranks.followers import NoFollowers
 from rallypoint.worker.ranks.lead import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
 from rallypoint.worker.ranks.watch import cause_of, watch_of
-from rallypoint.worker.sharing.sharing import Sharing
+from rallypoint.worker.sharing import Sharing
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging, staging_for
@@ -175,7 +175,7 @@ class Job(Member):
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
         first = self.id == min(one.id for one in exchange.view.workers)
-        reads = end.reads(config.passes, config.steps, given="steps" in settings)
+        reads = stream_reads(config.passes, config.steps, given="steps" in settings)
         for sentence in (why_so, reads):
             if sentence and first:
                 self._say(sentence)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.core.streams.order import Items, StreamOrder
+from rallypoint.core.order import Items, StreamOrder
 
 
 @pytest.mark.parametrize(("parts", "replicas"), [(1, 1), (1, 6), (2, 6), (3, 6), (6, 6), (12, 6), (5, 1), (8, 2)])

@@ -1,15 +1,20 @@
-"""The samples of many positions at once: `core/order.py` with NumPy, for loaders of 10^5 samples a second."""
+"""The order of samples, many positions at once; the micro-batches that a worker needs next; a framework's sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch.utils.data import Sampler
 
-from rallypoint.core.order import Permutation, SampleOrder, Windows
+from rallypoint.config import JobConfig
+from rallypoint.core.order import Permutation, SampleOrder, Windows, derive_seed
 
 Array = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -148,3 +153,111 @@ def _mix(values: Array) -> Array:
     mixed: Any = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))  # type: ignore[no-any-return]
+
+
+Place = tuple[int, int, int]  # step, replica, index of the micro-batch
+
+
+def places_after(place: Place, replicas: tuple[int, ...], config: JobConfig) -> Iterator[Place]:
+    """Yield the micro-batches that a worker with these `replicas` (ascending) needs after `place`, to the job's end.
+
+    It is a forecast: the view may change, or a step be computed again. Each replica makes all steps of a round before
+    the next replica begins. Example: replicas 2 and 3, one micro-batch a step: after (7, 2, 0) come (7, 3, 0),
+    (8, 2, 0), (8, 3, 0).
+    """
+    step, replica, index = place
+    round = step // config.steps_per_round
+    yield from _of_step(step, replica, range(index + 1, config.accumulate))
+    yield from _of_steps(range(step + 1, config.steps_of(round).stop), replica, config)
+    yield from _later(round, replica, replicas, config)
+
+
+def places_from(round: int, replica: int, replicas: tuple[int, ...], config: JobConfig) -> Iterator[Place]:
+    """Yield what `replica` needs in this round, and all that the worker needs after that, as `places_after` does."""
+    yield from _of_steps(config.steps_of(round), replica, config)
+    yield from _later(round, replica, replicas, config)
+
+
+class Forecast:
+    """Places that are still to be requested, in order."""
+
+    def __init__(self, places: Iterable[Place] = ()) -> None:
+        self._places, self._first = iter(places), list[Place]()
+
+    @property
+    def ended(self) -> bool:
+        """True if there are no more."""
+        if not self._first:
+            self._first = list(islice(self._places, 1))
+        return not self._first
+
+    def pop(self) -> Place | None:
+        """Remove and return the next one; None if there is none."""
+        return None if self.ended else self._first.pop()
+
+    def again(self, places: Sequence[Place]) -> None:
+        """Put these in front."""
+        self._places, self._first = chain(places, self._first, self._places), []
+
+
+def _later(round: int, replica: int, replicas: tuple[int, ...], config: JobConfig) -> Iterator[Place]:
+    for other in replicas[bisect_right(replicas, replica) :]:
+        yield from _of_steps(config.steps_of(round), other, config)
+    while replicas and (steps := config.steps_of(round := round + 1)):
+        for other in replicas:
+            yield from _of_steps(steps, other, config)
+
+
+def _of_steps(steps: range, replica: int, config: JobConfig) -> Iterator[Place]:
+    for step in steps:
+        yield from _of_step(step, replica, range(config.accumulate))
+
+
+def _of_step(step: int, replica: int, indices: range) -> Iterator[Place]:
+    for index in indices:
+        yield step, replica, index
+
+
+class ReplicaSampler(Sampler[int]):
+    """The part of each global batch that one replica computes, in the order of one seed.
+
+    A global batch is `replicas` batches of `batch` samples; replica r reads the r-th of them. So one process with
+    ``replicas * batch`` samples a step, or with `replicas` accumulated micro-batches, computes the same mean. Samples
+    that fill no global batch are left out of an epoch.
+
+    Attributes:
+        replica: which replica reads.
+        epoch: the next iteration is this epoch's.
+        skip: samples that the next iteration leaves out at its start: those before a process was started again.
+    """
+
+    def __init__(self, length: int, *, replicas: int, batch: int, shuffled: bool, seed: int) -> None:
+        self._length, self._replicas, self._batch = length, replicas, batch
+        self._shuffled, self._seed = shuffled, seed
+        self.replica = self.epoch = self.skip = 0
+
+    @property
+    def batches(self) -> int:
+        """Batches of this replica in an epoch."""
+        return self._length // (self._replicas * self._batch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch's."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.batches * self._batch
+
+    def __iter__(self) -> Iterator[int]:
+        order = range(self._length) if not self._shuffled else torch.randperm(
+            self._length, generator=torch.Generator("cpu").manual_seed(derive_seed(self._seed, "epoch", self.epoch)),
+            dtype=torch.int64, device="cpu",
+        ).tolist()  # fmt: skip
+        skip, self.skip = self.skip, 0
+        mine = [
+            order[at]
+            for step in range(self.batches)
+            for at in range((step * self._replicas + self.replica) * self._batch,
+                            (step * self._replicas + self.replica + 1) * self._batch)
+        ]  # fmt: skip
+        return iter(mine[skip:])

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rallypoint.data.dataset import NotASample
-from rallypoint.data.streams.reader import EndOfStream, Reader
+from rallypoint.data.stream import EndOfStream, Reader
 
 
 class Counted:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rallypoint.data.cache.answering import Answering
-from rallypoint.data.cache.asking import Asking
-from rallypoint.data.cache.roster import Known, Roster
+from rallypoint.data.cache.asking import Asking, Known, Roster
 from rallypoint.data.sources.remote import File, Files
 from rallypoint.data.sources.shards import ShardedDataset
 from rallypoint.errors import RallypointError
@@ -62,7 +61,7 @@ class Sharing:
             self._offers = Offers(address, cache.id)
         for files, _ in of_cache:
             assert files.cache is not None
-            files.cache.join(asking)
+            files.cache.join(asking.ask)
         self.repeat()
         self._told.wait(TOLD_WITHIN_S)  # else what is read first would be fetched by each host
 
