@@ -102,17 +102,6 @@ class Disproved:
 
 
 @dataclass(frozen=True, slots=True)
-class StateChanged:
-    """The server says that its shard has changed in its memory since the update that made `version`, in `generation`.
-    """
-
-    server: str
-    shard: int
-    version: int
-    generation: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
 class AuditFound:
     """A server says what an audit of (step, replica) has found, first in that shard: see `net.recording.messages`."""
 
@@ -365,7 +354,7 @@ class Unrestored:
 
 
 Event = (
-    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | StateChanged | Leaving | Done | Left | Unlinked
+    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked
     | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
     | Outrun | Released | Paused | Rescaled | RateAwaited | SnapshotsEvery | Stopped | Evaluates | Evaluated | NotKept
     | AuditFound | Reached | Unrestored

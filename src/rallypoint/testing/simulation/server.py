@@ -40,7 +40,6 @@ class SimulatedServer:
     """One server process. `decision_s`: a verdict waits in its inbox for up to so long."""
 
     decision_s = 0.004
-    changed: Any = None  # what it has told of its own memory, where servers audit themselves
 
     def __init__(self, world: World, name: str, job: SimulatedJob, store: SimulatedStore) -> None:
         self.node, self.job, self.store = Node(world, name), job, store
@@ -230,7 +229,7 @@ class SimulatedServer:
                 case machine.Own(shard=shard):
                     self.held[shard] = Held()
                 case machine.Disown(shard=shard):
-                    self.held.pop(shard, None)  # (what was to own it may have found a changed shard first)
+                    del self.held[shard]
                     self._tickets = {t: (index, c) for t, (index, c) in self._tickets.items() if index != shard}
                 case machine.Restore():
                     self._restore_later(effect, self.shell.fence.generation)

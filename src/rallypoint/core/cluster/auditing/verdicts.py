@@ -14,10 +14,9 @@ import msgspec
 
 from rallypoint.core.audits.choice import Audits, computing
 from rallypoint.core.audits.opinions import MOST
-from rallypoint.core.cluster.auditing.servers import disputed, state_changed
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Effect, Refuse, Say
-from rallypoint.core.cluster.events import AuditFound, Disproved, StateChanged
+from rallypoint.core.cluster.events import AuditFound
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.view import Dispute, View
@@ -36,12 +35,8 @@ class Auditing:
     _told: dict[tuple[object, ...], None] = field(default_factory=dict)
     _alone: str = ""  # the worker of which it was said that nobody can audit it
 
-    def handle(self, event: AuditFound | Disproved | StateChanged, left: Left) -> list[Effect]:
-        """A server has found that a member holds, or has computed, other bytes than others."""
-        if isinstance(event, Disproved):
-            return disputed(event, self.course, left, lambda why: self.succession.recover(why=why))
-        if isinstance(event, StateChanged):
-            return state_changed(event, self.course, left)
+    def handle(self, event: AuditFound, left: Left) -> list[Effect]:
+        """A server has found that a worker has computed other bytes than others."""
         view, audits = self.course.view, self._audits
         if view is None or audits is None or self.course.phase is not Phase.RUNNING:
             return []
@@ -161,7 +156,7 @@ class Auditing:
 
     @property
     def _action(self) -> str:
-        return "" if self.course.record is None else str(self.course.record.config.get("audit_action", "drain"))
+        return "" if self.course.record is None else self.course.record.audit_action
 
     def _is_new(self, *name: object) -> bool:
         if self.course.view is None or (name := (self.course.view.generation, *name)) in self._told:
