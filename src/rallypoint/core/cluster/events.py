@@ -48,7 +48,7 @@ class Joined:
 class Proposed:
     """A worker proposes the job's record: its model's layout and its settings.
 
-    `kernels` is the digest of its probe (`core.audits.alike`), in a job with audits.
+    `kernels` is the digest of its probe (`core.audits.choice.alike`), in a job with audits.
     """
 
     worker: str
