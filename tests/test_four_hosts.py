@@ -14,9 +14,9 @@ import pytest
 
 from rallypoint.launch.access import token_for
 from rallypoint.net.keys import role_token
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Host, Netlab, NetlabUnavailable
-from rallypoint.testing.programs import run_program
+from support import netlab
+from support.netlab import Host, Netlab, NetlabUnavailable
+from support.programs import run_program
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs]
 

@@ -17,11 +17,11 @@ import torch
 import rallypoint as rp
 from lab_members import coordinate, serve
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Host, Netlab, NetlabUnavailable
 from rallypoint.testing.processes import Process, ProcessCluster
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
+from support import netlab
+from support.netlab import Host, Netlab, NetlabUnavailable
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs]
 

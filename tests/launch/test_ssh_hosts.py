@@ -13,8 +13,8 @@ import pytest
 from gated import AT, ENV, PATIENCE_S, SCRIPT, alone, hash_of, named, steps_done, wait_until
 from sshd import Shell, kill_all, shell
 
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Netlab, NetlabUnavailable
+from support import netlab
+from support.netlab import Netlab, NetlabUnavailable
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(600)]
 

@@ -10,8 +10,8 @@ import pytest
 from rallypoint.errors import UsageError
 from rallypoint.net.places import interfaces
 from rallypoint.net.places.interfaces import at_interface
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Netlab, NetlabUnavailable
+from support import netlab
+from support.netlab import Netlab, NetlabUnavailable
 
 LOOPBACK_V6 = "00000000000000000000000000000001 01 80 10 80       lo\n"
 

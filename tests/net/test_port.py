@@ -19,8 +19,8 @@ from rallypoint.net.sampling.kernel import SO_MAX_PACING_RATE, sent_of
 from rallypoint.net.sampling.port import Port
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import LEAST_PACE, Connection, Limits
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Netlab, NetlabUnavailable
+from support import netlab
+from support.netlab import Netlab, NetlabUnavailable
 
 PATIENCE_S = 60.0
 LAB_MBIT = 50.0
