@@ -35,6 +35,9 @@ from rallypoint.net.tls.files import TlsFiles
 from rallypoint.net.tls.making import make_certificates
 from rallypoint.net.tls.transport import TlsTransport
 from rallypoint.net.transport import Transport
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
 from support.programs import Program
 
 SCRIPT = """
