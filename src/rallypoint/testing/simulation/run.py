@@ -15,7 +15,7 @@ from rallypoint.core.policy import Sync
 from rallypoint.core.view import View
 from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
-from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
+from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.failures.played import played_by
 from rallypoint.testing.simulation.failures.stuck import stuck

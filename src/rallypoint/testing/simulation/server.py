@@ -21,17 +21,15 @@ from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.codec_states import Coded, Residual, ServerCodecStates, States
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.link import PeerWires
 from rallypoint.testing.simulation.member import Membership
-from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.network import Node, PeerWires, Wire, World, watch
+from rallypoint.testing.simulation.pulls import ServerPulls
 from rallypoint.testing.simulation.replicas import scale as loss_scale
 from rallypoint.testing.simulation.replicas.audited import with_digest
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
 from rallypoint.testing.simulation.replicas.decided import rate_in
 from rallypoint.testing.simulation.server_checks import Held
 from rallypoint.testing.simulation.store import SimulatedStore
-from rallypoint.testing.simulation.tables.pulls import ServerPulls
-from rallypoint.testing.simulation.watch import watch
 
 Effects = Iterable[machine.Effect | Answer[Wire]]
 

@@ -4,7 +4,7 @@ A server tells of a dispute: two workers have sent different bytes for the same 
 third worker (`View.disputes`), which computes it too. The server then tells who agreed and who has lost. The step waits
 all the while, and nothing that has lost is applied.
 
-Each worker of a job with audits computes a small probe (`worker/auditing/kernels.py`) and proposes its digest with the
+Each worker of a job with audits computes a small probe (`worker/kernels.py`) and proposes its digest with the
 job's record. The coordinator puts it into the worker's `Member`, so every member sees it in the view, and
 `core.audits.choice.alike` says by it who can audit whom.
 """
