@@ -44,14 +44,6 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _lab_possible() -> None:
-    try:
-        netlab.require()
-    except NetlabUnavailable as unavailable:
-        pytest.skip(str(unavailable))
-
-
 @pytest.fixture
 def labs_suffix(monkeypatch: pytest.MonkeyPatch) -> str:
     """Every lab of this test carries a suffix we know, so that others on this machine do not disturb it."""
