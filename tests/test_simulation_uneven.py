@@ -12,7 +12,6 @@ from rallypoint.testing.simulation.policies import (
     Audited,
     CodecState,
     Deciding,
-    Flipped,
     Paused,
     Rescaled,
     Stopped,
@@ -23,7 +22,7 @@ from rallypoint.testing.simulation.policies import (
 from rallypoint.testing.simulation.run import first_failure, simulate
 
 KINDS = (
-    Sync(), Sync(), Sync(), Paused(), Rescaled(), Stopped(), Deciding(), Audited(), Flipped(), CodecState(), Tables(),
+    Sync(), Sync(), Sync(), Paused(), Rescaled(), Stopped(), Deciding(), Audited(), CodecState(), Tables(),
     AllReduce(), Async(), LocalSteps(2, fragments=2),
 )  # fmt: skip
 

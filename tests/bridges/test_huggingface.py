@@ -16,7 +16,7 @@ from rallypoint.data.order import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 MISSING = not (find_spec("transformers") and find_spec("accelerate"))
 pytestmark = [

@@ -66,7 +66,6 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.STREAMED: {"parameters": "streamed", "prefetch_bytes": 200},
     Feature.FINGERPRINTS: {"fingerprints": 2},
     Feature.AUDIT: {"audit": 0.6},
-    Feature.AUDIT_SERVERS: {"audit_servers": 2},
     Feature.OWN_LOOP: {"order": "own"},
     Feature.KEYED: {"keyed": True},
     Feature.STREAM: {"order": "stream"},

@@ -17,7 +17,6 @@ from rallypoint.core.view import Assignment, Member, Scale, Stop, View, ViewNumb
 from rallypoint.core.views.difference import canonical, difference
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
-from rallypoint.net.auditing.messages import ServerMismatch, StateChanged
 from rallypoint.net.evaluations.messages import Evaluated, Evaluates, NotKept
 from rallypoint.net.ordering.messages import (
     Drain,
@@ -68,7 +67,6 @@ EXAMPLES: list[m.Message] = [
     Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), NotKept(7, ViewNumber(2, 1)),
     Contributed(7, 1, 0.5, bytes(32), ViewNumber(2, 1)), Updated(8, 3, bytes(16), ViewNumber(2, 1)),
     AuditFound(7, 1, 3, ("w0", "w2"), ("w1",), ViewNumber(2, 1)),
-    StateChanged(3, 7, ViewNumber(2, 1)), ServerMismatch("words", 3, 7, ("s0", "s1")),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
     Pause(False), StopWanted("enough"), Drain("w0"), SnapshotEvery(250, 60.0), Ordered("Pause", "paused", refused=True),
     LearningRate(0.5), RateAwaited(ViewNumber(2, 1), 7), RateScaled("words", 7, 0.5, 0.25),

@@ -14,9 +14,9 @@ import pytest
 from test_watch_run import address_of, long
 
 from rallypoint.launch.folder import COORDINATOR_LOCK
-from rallypoint.testing.browser import NAMES, Tab, browser, executable
-from rallypoint.testing.programs import Program
 from rallypoint.watch.follow import EVENTS
+from support.browser import NAMES, Tab, browser, executable
+from support.programs import Program
 
 SCRIPT = """
 import pathlib, time, torch, rallypoint as rp

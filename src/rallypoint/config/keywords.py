@@ -63,5 +63,4 @@ class Settings(TypedDict, total=False):
     fingerprints: int
     audit: float
     audit_action: Literal["drain", "stop", "tell"]
-    audit_servers: int
     tune: Literal["off", "auto"]

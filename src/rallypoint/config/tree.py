@@ -111,8 +111,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             before two workers agree on its bytes.
         audit_action: what happens to a worker whose contribution two others have proved wrong: "drain" gives it up,
             "stop" ends the job, "tell" only says so. None of them uses that contribution.
-        audit_servers: every so many versions each server compares a digest of each shard's whole state with its
-            backup's, and with the state right before the next update; 0: never.
         tune: "auto": while the job runs, values of `in_flight_bytes` and `pace_mbit` are tried, and kept where steps
             get shorter. Where nobody says them, `shard_bytes` and how often snapshots are taken are chosen too. The
             bytes are the same.
@@ -165,7 +163,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fingerprints: int = 0
     audit: float = 0.0
     audit_action: Literal["drain", "stop", "tell"] = "drain"
-    audit_servers: int = 0
     tune: Literal["off", "auto"] = "off"
 
     @cached_property
@@ -345,7 +342,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.FOLD: isinstance(policy, Async) and policy.fold > 1,
         Feature.COMPENSATION: config.compensation > 0,
         Feature.FINGERPRINTS: config.fingerprints > 0, Feature.KEYED: config.keyed,
-        Feature.AUDIT: config.audit > 0, Feature.AUDIT_SERVERS: config.audit_servers > 0,
+        Feature.AUDIT: config.audit > 0,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 

@@ -14,7 +14,6 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Scale, Stop
-from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import Aborted, Finished, Held, Message, Say, Stored
 from rallypoint.net.ordering.messages import RateScaled, SnapshotEvery
 from rallypoint.net.recording.messages import Fingerprint
@@ -136,8 +135,8 @@ Act = (
 
 
 def sentence_of(
-    effect: effects.Say | effects.ServerMismatch | effects.Hold | effects.RateScaled | effects.PeriodTuned,
-) -> Say | ServerMismatch | Held | RateScaled | SnapshotEvery:
+    effect: effects.Say | effects.Hold | effects.RateScaled | effects.PeriodTuned,
+) -> Say | Held | RateScaled | SnapshotEvery:
     """The message that tells observers a sentence, or a figure."""
     if isinstance(effect, effects.PeriodTuned):
         return SnapshotEvery(0, effect.seconds)
@@ -145,9 +144,7 @@ def sentence_of(
         return Say(effect.text)
     if isinstance(effect, effects.Hold):
         return Held(effect.text)
-    if isinstance(effect, effects.RateScaled):
-        return RateScaled(effect.text, effect.step, effect.factor, effect.scale)
-    return ServerMismatch(effect.text, effect.shard, effect.version, effect.servers)
+    return RateScaled(effect.text, effect.step, effect.factor, effect.scale)
 
 
 def last_message(word: Finish | Abort) -> Finished | Aborted:

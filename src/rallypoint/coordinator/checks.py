@@ -9,7 +9,6 @@ import msgspec
 
 from rallypoint.config import JobConfig, parse, record_of
 from rallypoint.errors import ConfigError, ProtocolError
-from rallypoint.net.auditing.messages import StateChanged
 from rallypoint.net.messages import (
     Accounted,
     Applied,
@@ -54,7 +53,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
-        *(Updated, AuditFound, StateChanged, Sampled, RateAwaited, Unrestored),
+        *(Updated, AuditFound, Sampled, RateAwaited, Unrestored),
     ),
     "aggregator": (Knows, Beat, Say, Sampled),
     "observer": (SnapshotWanted, Resize, Release, *get_args(AnyOrder)),

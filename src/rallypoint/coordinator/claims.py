@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.auditing.messages import StateChanged
 from rallypoint.net.messages import (
     Capture,
     CaughtUp,
@@ -168,8 +167,6 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
         case AuditFound():
             named = (message.step, message.replica, message.shard)
             return cluster_events.AuditFound(sender, *named, message.agreed, message.others, message.generation)
-        case StateChanged(shard=shard, version=version, generation=generation):
-            return cluster_events.StateChanged(sender, shard, version, generation)
         case Reached(version=version, generation=generation):
             return cluster_events.Reached(sender, version, generation)
         case Unrestored(reason=reason, generation=generation):

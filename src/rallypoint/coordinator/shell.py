@@ -315,7 +315,7 @@ class CoordinatorShell:
             case cluster_effects.Assist(worker=worker, step=step, replica=replica):
                 return self._send(Assist(step, replica), worker)
             case (
-                cluster_effects.Say() | cluster_effects.ServerMismatch() | cluster_effects.Hold()
+                cluster_effects.Say() | cluster_effects.Hold()
                 | cluster_effects.RateScaled() | cluster_effects.PeriodTuned()
             ):  # fmt: skip
                 return self._announce(sentence_of(effect))

@@ -32,7 +32,7 @@ class Member(msgspec.Struct, frozen=True):
     that is near the same place, and backups are elsewhere. `link_mbit` is what its link carries in each direction, as
     it was told (0: not told). `incarnation` is a new number that the coordinator gives at every joining. If a process
     joins again after it was given up, or another process joins with the same id, what the old incarnation held does not
-    count any more. `kernels` is the digest of a worker's probe, in a job with audits: see `core.audits.alike`.
+    count any more. `kernels` is the digest of a worker's probe, in a job with audits: see `core.audits.choice.alike`.
     """
 
     id: str

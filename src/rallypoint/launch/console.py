@@ -21,7 +21,6 @@ from rallypoint.launch.showing.contributions import account
 from rallypoint.launch.showing.members import changes
 from rallypoint.launch.showing.screen import Screen
 from rallypoint.launch.showing.sums import SumsShown, is_of_sums
-from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
@@ -133,8 +132,7 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case (Say(text=text) | Waiting(text=text) | ServerMismatch(text=text) | RateScaled(text=text)
-                  | Ordered(text=text, refused=False)):  # fmt: skip
+            case Say(text=text) | Waiting(text=text) | RateScaled(text=text) | Ordered(text=text, refused=False):
                 self.say(escape(text))
             case Held(text=text):
                 self.holding = True

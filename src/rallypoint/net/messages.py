@@ -12,7 +12,6 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import MOST_MEMBERS, Count, Index, Name, Norm, Replicas, Seconds
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.net.auditing.messages import OfAudits
 from rallypoint.net.evaluations.messages import Evaluated as Evaluated
 from rallypoint.net.evaluations.messages import Evaluates as Evaluates
 from rallypoint.net.evaluations.messages import Figures
@@ -361,7 +360,7 @@ Message = (
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | OfViews | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
     Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
-    AuditFound | OfAudits | OfMembers | OfOrders | OfSharing | Reached | Unrestored
+    AuditFound | OfMembers | OfOrders | OfSharing | Reached | Unrestored
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

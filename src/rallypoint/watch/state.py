@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
@@ -105,8 +104,6 @@ class RunState:
                 self._mark("skip", f"step {message.step} skipped: not finite")
             case AuditFound():
                 self._audited(message)
-            case ServerMismatch(text=text):
-                self._mark("audit", text)
             case RateScaled(text=text, step=step):
                 self._mark("rate", text, step)
             case Say(text=text) | Waiting(text=text) | Held(text=text) | Ordered(text=text):

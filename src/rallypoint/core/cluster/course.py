@@ -8,7 +8,6 @@ import msgspec
 
 from rallypoint.core.assignment.lately import Lately
 from rallypoint.core.assignment.pinned import pins_after
-from rallypoint.core.audits.suspects import Suspects
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
 from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
 from rallypoint.core.cluster.events import RateAwaited
@@ -57,7 +56,6 @@ class Course:
         tuning: how long steps take, and what is tried to make them shorter.
         ordered_period: how often an operator wants snapshots; None: as the terms say.
         tuned_period: how often snapshots are taken where nobody has said it.
-        suspects: the servers that audits have found something about.
         lately: until when workers may contribute what they were assigned earlier.
         pins: where replicas stay with their workers: who has each, or had it last.
         copies: on how many servers each shard should be. Where the terms do not say it, that is decided once, when the
@@ -89,7 +87,6 @@ class Course:
     links: Links = field(default_factory=Links)
     handover: Handover = field(default_factory=Handover)
     tuning: Tuning = field(default_factory=Tuning)
-    suspects: Suspects = field(default_factory=Suspects)
     lately: Lately = field(default_factory=Lately)
     pins: dict[int, str] = field(default_factory=dict)
     copies: int = 0

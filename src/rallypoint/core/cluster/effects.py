@@ -89,16 +89,6 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerMismatch:
-    """Tell the observers what an audit of servers has found: see `net.auditing.messages.ServerMismatch`."""
-
-    text: str
-    shard: int
-    version: int
-    servers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RateScaled:
     """Tell the observers that the learning rate changes, and when: see `net.ordering.messages.RateScaled`."""
 
@@ -147,6 +137,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 Effect = (
-    Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | ServerMismatch
+    Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say
     | RateScaled | PeriodTuned | Note | Hold | Finish | Abort
 )  # fmt: skip

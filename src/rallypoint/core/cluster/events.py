@@ -48,7 +48,7 @@ class Joined:
 class Proposed:
     """A worker proposes the job's record: its model's layout and its settings.
 
-    `kernels` is the digest of its probe (`core.audits.alike`), in a job with audits.
+    `kernels` is the digest of its probe (`core.audits.choice.alike`), in a job with audits.
     """
 
     worker: str
@@ -99,17 +99,6 @@ class Disproved:
     shard: int
     version: int
     paired: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
-class StateChanged:
-    """The server says that its shard has changed in its memory since the update that made `version`, in `generation`.
-    """
-
-    server: str
-    shard: int
-    version: int
-    generation: ViewNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +354,7 @@ class Unrestored:
 
 
 Event = (
-    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | StateChanged | Leaving | Done | Left | Unlinked
+    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked
     | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
     | Outrun | Released | Paused | Rescaled | RateAwaited | SnapshotsEvery | Stopped | Evaluates | Evaluated | NotKept
     | AuditFound | Reached | Unrestored

@@ -19,13 +19,12 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.auditing.probes import probed
-from rallypoint.core.cluster.auditing.verdicts import Auditing
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course, uploads
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.evaluating.deciding import Deciding
-from rallypoint.core.cluster.health.apart import disagrees, set_apart
+from rallypoint.core.cluster.health.apart import disagrees, disproved, set_apart
+from rallypoint.core.cluster.health.auditing import Auditing, probed
 from rallypoint.core.cluster.health.beats import take_beat
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
@@ -206,7 +205,9 @@ class ClusterMachine:
                 return self._joined(event)
             case events.Proposed():
                 return self._proposal(event)
-            case events.Disproved() | events.StateChanged() | events.AuditFound():
+            case events.Disproved():
+                return disproved(event, course, self._left)
+            case events.AuditFound():
                 return self._auditing.handle(event, self._left)
             case events.CaughtUp() | events.Reached():
                 return self._succession.noted(event)

@@ -31,7 +31,6 @@ class Feature(enum.Enum):
     STREAMED = 'parameters="streamed"'
     FINGERPRINTS = "fingerprints="
     AUDIT = "audit="
-    AUDIT_SERVERS = "audit_servers="
     OWN_OPTIMIZER = "own_optimizer="
     SUMS = "sums for a loop of the script's own (bridges.ddp, bridges.c10d)"
     OWN_LOOP = "rp.wrap (a loop of its own)"

@@ -161,9 +161,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         ),
         {_M.SYNC: YES},
     ),
-    _F.AUDIT_SERVERS: _row(
-        YES, {_M.ALL_REDUCE: No("servers hold no state that could change: leave it out")}
-    ),
     _F.SUMS: _row(No("a script's loop waits for sums of all workers; use sync=rp.Sync()"), {_M.SYNC: YES}),
     _F.OWN_OPTIMIZER: _row(
         No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from rallypoint.core.audits.choice import Audits
-from rallypoint.core.audits.duties import Duties
+from rallypoint.core.audits.duties import AuditDuties, Duties
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.sums.presum import Part
 from rallypoint.core.sums.tree import leaf
@@ -75,7 +75,8 @@ class WorkerMachine(SlotMachine):
 
     def __post_init__(self) -> None:
         SlotMachine.__post_init__(self)
-        self._versions, self._duties = Versions(self._slots, self.cadence), Duties(self.me, self.audits)
+        self._versions = Versions(self._slots, self.cadence)
+        self._duties = Duties(self.me) if self.audits is None else AuditDuties(self.me, audits=self.audits)
         self._here = Unanimity(self.shards)
 
     # ---- questions the shell asks ----

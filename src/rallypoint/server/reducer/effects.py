@@ -21,7 +21,6 @@ from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
 from rallypoint.server.followers import Followers
 from rallypoint.server.intake.job import ServerJob
-from rallypoint.server.reducer.audits import ServerAudits
 from rallypoint.server.reducer.decisions import Context, Decisions
 from rallypoint.server.reducer.fingerprints import Fingerprints
 from rallypoint.server.reducer.ledger import Ledger
@@ -44,7 +43,6 @@ class Desk:
     tickets: Tickets
     ledger: Ledger
     fingerprints: Fingerprints
-    at_rest: ServerAudits
     audits: AuditReports
     followers: Followers
     replication: Replication
@@ -134,7 +132,6 @@ class Effects:
             case shard_effects.Install(ticket=ticket, version=version):
                 nbytes = self._tickets.nbytes(ticket)
                 owned.install(self._tickets.settle(ticket), version, nbytes)
-                desk.at_rest.loaded(index, version)
             case shard_effects.Discard(at=at):
                 owned.discard(at)
             case shard_effects.Abandon():
@@ -143,10 +140,8 @@ class Effects:
             case shard_effects.Choose():
                 desk.replication.send_choice(index, effect)
             case shard_effects.Prove(version=version):
-                desk.at_rest.check(index)
                 desk.replication.ask(index, version)
             case shard_effects.Fill(version=version, incoming=incoming):
-                desk.at_rest.check(index)
                 state = owned.state(version, self._clocks(index), wires=True)
                 desk.replication.send_state(state, incoming=incoming)
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
@@ -164,20 +159,17 @@ class Effects:
                     desk.context.say(NotStored(desk.capture.snapshot, too_late, version))
                 else:
                     desk.capture.wanted(index, version)
-                    desk.at_rest.awaits_use(index, version)
             case _:
                 raise AssertionError(f"an effect that nobody runs: {effect}")
 
     def _apply(self, index: int, owned: HeldShard, effect: shard_effects.Apply) -> None:
         desk = self._desk
-        desk.at_rest.check(index)
         if desk.capture is not None:
             desk.capture.before_update(index)
         desk.gathering.pop(index, None)
         with self._tracer.span("apply", shard=index, step=effect.step):
             finished = owned.apply(self._timed(index, effect))
         desk.fingerprints.applied(index, effect.version, owned)
-        desk.at_rest.made(index, effect.version)
         if self.in_ledger(index, effect.version - 1):
             self._enter(index, self._cadence.round_of(index, effect.version - 1))
         if finished is not None:
@@ -212,9 +204,7 @@ class Effects:
         if self._desk.capture is not None:
             self._desk.capture.disowned(index)
         self._desk.gathering.pop(index, None)
-        self._desk.at_rest.rest.moved(index)
-        if (owned := self._owned.pop(index, None)) is not None:  # (None: a changed shard was found before it)
-            owned.release()
+        self._owned.pop(index).release()
 
     def _clocks(self, index: int) -> tuple[int, ...]:
         machine = self._desk.shell.machine.machine(index)

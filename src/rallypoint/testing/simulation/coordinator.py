@@ -18,10 +18,9 @@ from rallypoint.net.messages import Aborted, Finished, Hello, Message, Metrics, 
 from rallypoint.testing.simulation.failures.copies import CopiesWatch
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
-from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.network import Node, Wire, World, watch
 from rallypoint.testing.simulation.operating.links import quick
 from rallypoint.testing.simulation.store import SimulatedStore
-from rallypoint.testing.simulation.watch import watch
 
 
 @dataclass

@@ -22,10 +22,9 @@ from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.core.view import Scale
 from rallypoint.testing.simulation.replicas import scale as loss_scale
 from rallypoint.testing.simulation.replicas.audited import AuditedJob
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, combine, tree
 from rallypoint.testing.simulation.replicas.decided import Undisturbed
 from rallypoint.testing.simulation.replicas.layouts import Alternate, layout_of, models_in, several_models
-from rallypoint.testing.simulation.replicas.names import combine, tree
 from rallypoint.testing.simulation.replicas.rounds import Names, Rounds, Trained
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 

@@ -10,8 +10,8 @@ Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
-    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped, "
-    "alternating, carrying or carrying:WORD, store or store:WORD, "
+    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, alternating, "
+    " carrying or carrying:WORD, store or store:WORD, "
     "paused or paused:WORD, rescaled or rescaled:WORD, uneven or uneven:WORD, resumed or resumed:WORD"
 )
 
@@ -77,11 +77,6 @@ class AuditedWrong:
 
 
 @dataclass(frozen=True)
-class Flipped:
-    """A synchronous job whose servers audit themselves, and in whose servers' memory bits flip."""
-
-
-@dataclass(frozen=True)
 class Alternating:
     """A synchronous job of several models that steps update alternately."""
 
@@ -100,11 +95,11 @@ class Keyed:
     sync: Sync | BoundedStaleness | Async = field(default_factory=Sync)
 
 
-_Alone = Alternating | Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped
-_Together = Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped  # whose steps are those of all shards
+_Alone = Alternating | Scaled | Evaluating | Deciding | Audited | AuditedWrong
+_Together = Scaled | Evaluating | Deciding | Audited | AuditedWrong  # whose steps are those of all shards
 _ALONE: dict[str, type[_Alone]] = {
     "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "audited": Audited, "audited:wrong": AuditedWrong,
-    "flipped": Flipped, "alternating": Alternating,
+    "alternating": Alternating,
 }  # fmt: skip
 _Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Carrying | Keyed
 
@@ -219,7 +214,7 @@ def _parse_mode(text: str) -> Mode:
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
     match policy:
-        case Alternating() | Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong() | Flipped():
+        case Alternating() | Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong():
             return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
         case Paused(of=played):
             of = word_for(played)

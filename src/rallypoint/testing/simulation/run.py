@@ -15,12 +15,10 @@ from rallypoint.core.policy import Sync
 from rallypoint.core.view import View
 from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
-from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
+from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.failures.played import played_by
 from rallypoint.testing.simulation.failures.stuck import stuck
-from rallypoint.testing.simulation.flips.job import FlippedJob
-from rallypoint.testing.simulation.flips.server import AuditedServer
 from rallypoint.testing.simulation.keys.job import KeyedJob
 from rallypoint.testing.simulation.keys.worker import LEFT, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, Orders
@@ -123,11 +121,7 @@ class Simulation:
     def start_server(self) -> None:
         """One more server."""
         name = self._name("server")
-        job = self.plan.job
-        self.servers[name] = (
-            AuditedServer(self.world, name, job, self.store) if isinstance(job, FlippedJob)
-            else SimulatedServer(self.world, name, job, self.store)
-        )  # fmt: skip
+        self.servers[name] = SimulatedServer(self.world, name, self.plan.job, self.store)
 
     def start_aggregator(self) -> None:
         """One more aggregator."""
@@ -208,8 +202,6 @@ class Simulation:
                 other = self.world.random.choice(sorted(self.world.nodes))
                 if other != name:
                     self.world.partition(name, other, fault.seconds)
-            case "flip" if isinstance(server := self.servers[name], AuditedServer):
-                self.events[-1] += server.flip(self.world.random)
             case "leave" if len(self._staying(fault.role)) > self.plan.least(fault.role):
                 self._tell_to_leave(fault.role, name)
 
@@ -349,7 +341,7 @@ class Simulation:
         for server in self.servers.values():
             machine = server.machine.machine(shard)
             at = -1 if machine is None else machine.slowest if machine.policy.streaming else machine.version
-            if server.node.alive and server.changed is None and at == job.last_version(shard):
+            if server.node.alive and at == job.last_version(shard):
                 contents.append(server.held[shard].master)
         id, version, *_ = self.store.newest()
         if version == job.end and not job.config.keyed:

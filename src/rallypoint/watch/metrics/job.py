@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from rallypoint.core.cluster.terms import Terms, copies_of
-from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Applied,
@@ -60,7 +59,7 @@ class JobFigures:
         self._pace, self._machines = Pace(), Machines()
         self._cause = ""
         self._skipped, self._late = Counter[str](), dict[str, float]()
-        self._snapshots, self._stored, self._mismatches = 0, began, 0
+        self._snapshots, self._stored = 0, began
 
     def now(self, message: msgspec.Struct) -> None:
         """Take one announcement, now."""
@@ -97,8 +96,6 @@ class JobFigures:
                     self._last["rallypoint_snapshot_duration_seconds"] = message.seconds
                 case SnapshotEvery():
                     self._period = message
-                case ServerMismatch():
-                    self._mismatches += 1
                 case Finished() | Aborted():
                     self._running = False
                 case _:
@@ -173,7 +170,6 @@ class JobFigures:
         yield from (Reading("rallypoint_skipped", self._skipped[what], {"what": what})
                     for what in ("steps", "contributions"))  # fmt: skip
         yield Reading("rallypoint_repeated_reports", self._again)
-        yield Reading("rallypoint_server_mismatches", self._mismatches)
         yield from self._read_members()
         for name, host in self._machines.hosts.items():
             yield Reading("rallypoint_host_cpu_ratio", host.sample.cpu, {"host": name})

@@ -37,13 +37,13 @@ from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
-from rallypoint.worker.auditing.kernels import kernels_of
 from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.initial import digest_of
 from rallypoint.worker.exchange.links import Context
+from rallypoint.worker.kernels import kernels_of
 from rallypoint.worker.keys.exchange import KeyExchange
 from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape, declared, first_values
 from rallypoint.worker.keys.store import KeyStore

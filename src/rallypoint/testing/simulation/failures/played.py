@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from rallypoint.codec.spec import has_state
 from rallypoint.core.policy import AllReduce, LocalSteps
-from rallypoint.testing.simulation.flips.job import FlippedJob
 from rallypoint.testing.simulation.keys.job import KeyedJob
 from rallypoint.testing.simulation.operating import links
 from rallypoint.testing.simulation.operating.plans import PAUSE
@@ -20,7 +19,6 @@ from rallypoint.testing.simulation.policies import (
     CodecState,
     Deciding,
     Evaluating,
-    Flipped,
     InnerState,
     Keyed,
     Paused,
@@ -57,8 +55,8 @@ def played_by(plan: Plan) -> Played:
         return Keyed(job.sync)
     if job.audits is not None:
         return AuditedWrong() if job.audits.wrong else Audited()
-    if isinstance(job, FlippedJob) or job.carries:
-        return Carrying(job.sync) if job.carries else Flipped()
+    if job.carries:
+        return Carrying(job.sync)
     if job.alternate or job.fp16:
         return Alternating() if job.alternate else Scaled()
     if job.every:

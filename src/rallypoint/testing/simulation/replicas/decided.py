@@ -8,7 +8,7 @@ from typing import Any
 from rallypoint.core.deciding.decisions import Decided, Rules, reductions_at
 from rallypoint.core.deciding.scales import scale_at
 from rallypoint.core.view import Scale, View
-from rallypoint.testing.simulation.replicas.names import combine
+from rallypoint.testing.simulation.replicas.contents import combine
 
 
 def figure_of(model: Sequence[Any]) -> float:

@@ -1,8 +1,12 @@
-"""What follows from audits: who computes a disputed contribution once more, and who has lost (`audit=`).
+"""What follows from audits (`audit=`): who computes a disputed contribution once more, who has lost, who is unlike.
 
 A server tells of a dispute: two workers have sent different bytes for the same contribution. The next view names a
 third worker (`View.disputes`), which computes it too. The server then tells who agreed and who has lost. The step waits
 all the while, and nothing that has lost is applied.
+
+Each worker of a job with audits computes a small probe (`worker/kernels.py`) and proposes its digest with the
+job's record. The coordinator puts it into the worker's `Member`, so every member sees it in the view, and
+`core.audits.choice.alike` says by it who can audit whom.
 """
 
 from __future__ import annotations
@@ -13,16 +17,16 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.core.audits.choice import Audits, computing
-from rallypoint.core.audits.opinions import MOST
-from rallypoint.core.cluster.auditing.servers import disputed, state_changed
+from rallypoint.core.audits.shard import MOST
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Effect, Refuse, Say
-from rallypoint.core.cluster.events import AuditFound, Disproved, StateChanged
+from rallypoint.core.cluster.events import AuditFound
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.succession import Succession
-from rallypoint.core.view import Dispute, View
+from rallypoint.core.view import Dispute, Member, View
 
 _REMEMBERED = 1024  # verdicts that are said once
+_NAMED = 4  # workers, in the sentence about one that is unlike them
 _STEPS = 4  # of which there are disputes at a time: only one, if no server lies
 Left = Callable[[str, str], list[Effect]]
 
@@ -36,12 +40,8 @@ class Auditing:
     _told: dict[tuple[object, ...], None] = field(default_factory=dict)
     _alone: str = ""  # the worker of which it was said that nobody can audit it
 
-    def handle(self, event: AuditFound | Disproved | StateChanged, left: Left) -> list[Effect]:
-        """A server has found that a member holds, or has computed, other bytes than others."""
-        if isinstance(event, Disproved):
-            return disputed(event, self.course, left, lambda why: self.succession.recover(why=why))
-        if isinstance(event, StateChanged):
-            return state_changed(event, self.course, left)
+    def handle(self, event: AuditFound, left: Left) -> list[Effect]:
+        """A server has found that a worker has computed other bytes than others."""
         view, audits = self.course.view, self._audits
         if view is None or audits is None or self.course.phase is not Phase.RUNNING:
             return []
@@ -161,7 +161,7 @@ class Auditing:
 
     @property
     def _action(self) -> str:
-        return "" if self.course.record is None else str(self.course.record.config.get("audit_action", "drain"))
+        return "" if self.course.record is None else self.course.record.audit_action
 
     def _is_new(self, *name: object) -> bool:
         if self.course.view is None or (name := (self.course.view.generation, *name)) in self._told:
@@ -183,3 +183,30 @@ def _named(workers: Collection[str], view: View) -> str:
     """``worker1 on hosta and worker2 on hostb``."""
     hosts = {member.id: member.host for member in view.workers}
     return " and ".join(f"{worker} on {hosts[worker]}" if worker in hosts else worker for worker in workers)
+
+
+def probed(worker: str, kernels: bytes, course: Course) -> list[Effect]:
+    """Note the digest of a worker's probe, and say it if its kernels are unlike those of all workers before it."""
+    workers = course.members.workers
+    workers[worker] = msgspec.structs.replace(workers[worker], kernels=kernels)
+    if not kernels:
+        return []  # a job without audits
+    sentence = unlike(workers[worker], [workers[id] for id in course.members.proposed if id in workers])
+    return [Say(sentence)] if sentence else []
+
+
+def unlike(newcomer: Member, others: Iterable[Member]) -> str:
+    """The sentence that says which of the `others` this worker cannot audit; "" if it can audit all of them.
+
+    It is also "" if there is a worker like it among the others: that one's coming has said it.
+    """
+    probed = [worker for worker in others if worker.kernels and worker.id != newcomer.id]
+    if not newcomer.kernels or any(worker.kernels == newcomer.kernels for worker in probed) or not probed:
+        return ""
+    names = ", ".join(f"{worker.id} on {worker.host}" for worker in probed[:_NAMED])
+    more = f" and {len(probed) - _NAMED} more" if len(probed) > _NAMED else ""
+    return (
+        f"{newcomer.id} on {newcomer.host} computes other bytes than {names}{more} for the same small probe (other "
+        "processors, GPUs or versions of torch): they cannot audit each other, and the job's bytes depend on which of "
+        "them computes a replica; `rallypoint doctor` compares the machines"
+    )

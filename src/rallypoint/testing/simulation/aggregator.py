@@ -15,11 +15,9 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.messages import Beat, Finished
 from rallypoint.server.plan import plan_of
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.link import SimulatedLink
 from rallypoint.testing.simulation.member import Membership
-from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.network import Node, SimulatedLink, Wire, World, watch
 from rallypoint.testing.simulation.replicas.contents import Content, Mean
-from rallypoint.testing.simulation.watch import watch
 
 TICK_S = 0.25
 

@@ -25,21 +25,25 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import secrets
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
 from rallypoint.errors import RallypointError
-from rallypoint.testing.netlab.ending import KILL_SECONDS, NETNS_FOLDER, kill_all, kill_group
 
 MAX_HOSTS = 254  # one /24
 MAX_DELAY_S = 10.0
+_NETNS_FOLDER = Path("/run/netns")  # where `ip netns` keeps its names
+_KILL_SECONDS = 10.0
 _DELAY = Path(__file__).with_name("delay.py")
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _COMMAND_SECONDS = 30.0
@@ -89,7 +93,7 @@ class Host:
             try:
                 out, err = process.communicate(timeout=timeout)
             except BaseException:  # a KeyboardInterrupt too: the end of the block waits for the process
-                kill_group(process)
+                _kill_group(process)
                 raise
         return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
 
@@ -114,7 +118,7 @@ class Host:
 
     def enter(self) -> None:
         """Move the calling thread onto this host, with the threads that it starts from now on."""
-        with (NETNS_FOLDER / self.name).open() as namespace:
+        with (_NETNS_FOLDER / self.name).open() as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
 
@@ -274,8 +278,8 @@ class _Delays:
         return self
 
     def __exit__(self, *_: object) -> None:
-        kill_group(self.process)
-        self.process.communicate(timeout=KILL_SECONDS)
+        _kill_group(self.process)
+        self.process.communicate(timeout=_KILL_SECONDS)
 
 
 def _add_uplinks(switch: str, racks: int, rate: float | None, delay: float) -> None:
@@ -349,11 +353,68 @@ def _call(argv: Sequence[str], lines: Iterable[str] = ()) -> str:
 
 def _delete_namespaces(names: Sequence[str]) -> None:
     """Delete those of ``names`` that exist; their interfaces, links and limits go with them."""
-    there = [name for name in names if (NETNS_FOLDER / name).exists()]
+    there = [name for name in names if (_NETNS_FOLDER / name).exists()]
     if there:
         _call(["ip", "-force", "-batch", "-"], [f"netns del {name}" for name in there])
 
 
 def _kill_hosts(hosts: Sequence[Host]) -> None:
     """Kill and reap what runs on these hosts."""
-    kill_all([process for host in hosts for process in host._processes], [host.name for host in hosts])
+    _kill_all([process for host in hosts for process in host._processes], [host.name for host in hosts])
+
+
+# ---- ending what runs in a lab's namespaces ----
+
+
+def _kill_all(processes: Sequence[subprocess.Popen[Any]], names: Sequence[str]) -> None:
+    """Kill and reap these processes, then all others in these namespaces: what those started in other sessions."""
+    for process in processes:
+        _kill_group(process)
+    for process in processes:
+        process.wait(_KILL_SECONDS)
+    while _kill_inhabitants(names):  # repeat: a process may have forked between being seen and being killed
+        pass
+
+
+def _kill_group(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and its group unless it is reaped. Until then its pid, which is the group's, is not reused."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill_inhabitants(names: Sequence[str]) -> int:
+    """Kill each process in the network namespaces ``names`` and wait for its end. Returns how many there were."""
+    inside = {_identity(_NETNS_FOLDER / name) for name in names} - {None}
+    killed = 0
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        if pid != os.getpid() and _identity(Path(f"/proc/{pid}/ns/net")) in inside:
+            killed += _kill_inhabitant(pid, inside)
+    return killed
+
+
+def _kill_inhabitant(pid: int, inside: set[tuple[int, int] | None]) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    with ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        if _identity(Path(f"/proc/{pid}/ns/net")) not in inside:  # the pid was reused before we opened it
+            return False
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        if not poller.poll(_KILL_SECONDS * 1000):
+            raise RallypointError(f"process {pid} of a lab did not die within {_KILL_SECONDS:g} s of its SIGKILL")
+    return True
+
+
+def _identity(namespace: Path) -> tuple[int, int] | None:
+    """Return what is the same for two paths to one namespace; None if it is gone (a zombie has none)."""
+    try:
+        status = namespace.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
