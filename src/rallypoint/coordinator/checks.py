@@ -37,7 +37,7 @@ from rallypoint.net.messages import (
     Stop,
     Stored,
 )
-from rallypoint.net.ordering.messages import AnyOrder, RateAwaited
+from rallypoint.net.ordering.messages import AnyOrder
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.net.sharing.messages import Offers
@@ -54,7 +54,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
-        *(Updated, AuditFound, StateChanged, Sampled, RateAwaited, Unrestored),
+        *(Updated, AuditFound, StateChanged, Sampled, Unrestored),
     ),
     "aggregator": (Knows, Beat, Say, Sampled),
     "observer": (SnapshotWanted, Resize, Release, *get_args(AnyOrder)),

@@ -33,7 +33,6 @@ from rallypoint.net.messages import (
     Stop,
     Stored,
 )
-from rallypoint.net.ordering.messages import RateAwaited
 from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.views.messages import Reached, Unrestored
 
@@ -188,8 +187,6 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.Evaluated(sender, version, generation, values)
         case NotKept(version=version, generation=generation):
             return cluster_events.NotKept(sender, version, generation)
-        case RateAwaited(number=number, at=at):
-            return cluster_events.RateAwaited(sender, number, at)
         case Done(generation=generation, version=version):
             return cluster_events.Done(sender, generation, version)
         case GiveUp(reason=reason, version=version, generation=generation, torn=torn):

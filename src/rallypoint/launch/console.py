@@ -38,7 +38,7 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import Drain, Ordered, RateScaled
+from rallypoint.net.ordering.messages import Drain, Ordered
 from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.lines import Once
 from rallypoint.store.manifest import age
@@ -133,7 +133,7 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case (Say(text=text) | Waiting(text=text) | ServerMismatch(text=text) | RateScaled(text=text)
+            case (Say(text=text) | Waiting(text=text) | ServerMismatch(text=text)
                   | Ordered(text=text, refused=False)):  # fmt: skip
                 self.say(escape(text))
             case Held(text=text):

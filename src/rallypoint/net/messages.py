@@ -347,6 +347,12 @@ class Members(AnyMessage, frozen=True):
     warming: tuple[str, ...] = ()
 
 
+class SnapshotEvery(AnyMessage, frozen=True):
+    """A snapshot is taken every so many `seconds` from now on: the job has chosen that (``tune="auto"``)."""
+
+    seconds: float
+
+
 class Snapshotted(AnyMessage, frozen=True):
     """A snapshot is complete and durable. `nbytes` is its size; `seconds` is how long it took."""
 
@@ -360,7 +366,7 @@ Message = (
     Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | OfViews | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
-    Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
+    SnapshotEvery | Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
     AuditFound | OfAudits | OfMembers | OfOrders | OfSharing | Reached | Unrestored
 )  # fmt: skip
 

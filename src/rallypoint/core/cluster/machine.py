@@ -39,7 +39,6 @@ from rallypoint.core.cluster.storing.snapshots import Snapshots, begin_from
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
-from rallypoint.core.deciding.scales import merged
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.view import Member, View
 
@@ -94,8 +93,7 @@ class ClusterMachine:
         course = self.course
         course.members.incarnations = state.incarnations
         course.changed()
-        if self.resume is not None:  # a resumed job has new members; the incarnations count on, and what was ordered
-            course.views.rescale, course.views.scales = state.rescale, merged(state.scales, course.views.scales)
+        if self.resume is not None:  # a resumed job has new members; the incarnations count on
             return
         # Without a record, all members had left before anything was computed: do not use their view.
         view = state.view if state.record is not None else None
@@ -104,11 +102,10 @@ class ClusterMachine:
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
         course.origin, course.begun_by = state.origin, state.begun_by
-        course.last_word, course.failing, course.ordered_period = state.last_word, state.failing, state.ordered_period
+        course.last_word, course.failing = state.last_word, state.failing
         course.evaluations.recovered(state)
         if view is None and state.origin is not None:  # members still gathered
             begin_from(state.origin, self._snapshots)
-            course.views.rescale, course.views.scales = state.rescale, state.scales
         if not self.terms.earlier:  # else the launcher knows the last size that was announced; the journal may not
             course.workers_max = state.workers_max
         if course.view is None or state.last_word is not None:
@@ -189,7 +186,7 @@ class ClusterMachine:
         course = self.course
         if course.phase is Phase.OVER:
             return [Refuse(event.member.id, "the job is over")] if isinstance(event, events.Joined) else []
-        if course.phase is Phase.FAILING and not isinstance(event, events.RateAwaited):
+        if course.phase is Phase.FAILING:
             return self._ending.handle(event)
         match event:
             case events.Heard(member=member):
@@ -217,7 +214,7 @@ class ClusterMachine:
                 return self._completion.handle(event)
             case events.Evaluates() | events.Evaluated() | events.NotKept():
                 return self._deciding.handle(event, self._left)
-            case events.Resized() | events.Paused() | events.Rescaled() | events.RateAwaited():
+            case events.Resized() | events.Paused():
                 return self._ordering.handle(event)
             case events.Failed():
                 return self._failed(event)

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import msgspec
-
-from rallypoint.core.typed import Count, Index, Name, Seconds
-from rallypoint.core.view import ViewNumber
+from rallypoint.core.typed import Name
 from rallypoint.net.greetings import AnyMessage, Shown
-
-Factor = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
-Product = Annotated[float, msgspec.Meta(gt=0.0, le=1e12)]  # of factors, rounded
 
 
 class Order(AnyMessage, frozen=True):
@@ -36,21 +28,7 @@ class Drain(Order, frozen=True):
     member: Name
 
 
-class SnapshotEvery(Order, frozen=True):
-    """Take a snapshot every so many steps of training, and every so many seconds; 0: not by that. The coordinator tells
-    all observers the period that counts."""
-
-    steps: Count = 0
-    seconds: Seconds = 0.0
-
-
-class LearningRate(Order, frozen=True):
-    """Multiply the learning rate by `factor` from now on: from one version on, which `RateScaled` says."""
-
-    factor: Factor
-
-
-AnyOrder = Pause | StopWanted | Drain | SnapshotEvery | LearningRate
+AnyOrder = Pause | StopWanted | Drain
 
 
 class Ordered(Shown, frozen=True):
@@ -61,20 +39,4 @@ class Ordered(Shown, frozen=True):
     refused: bool = False
 
 
-class RateAwaited(AnyMessage, frozen=True):
-    """From a server, under view `number`, which changes the learning rate: see `core.shard.ordering.hold`."""
-
-    number: ViewNumber
-    at: Index
-
-
-class RateScaled(Shown, frozen=True):
-    """To observers: from `step` on the learning rate is multiplied by `factor`, and with earlier orders by `scale`."""
-
-    text: str
-    step: Index
-    factor: Factor
-    scale: Product
-
-
-OfOrders = AnyOrder | Ordered | RateAwaited | RateScaled
+OfOrders = AnyOrder | Ordered

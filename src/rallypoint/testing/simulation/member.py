@@ -29,7 +29,6 @@ from rallypoint.net.messages import (
     decode,
     encode,
 )
-from rallypoint.net.ordering.messages import RateAwaited
 from rallypoint.net.recording.reports import LastReports
 from rallypoint.net.views.messages import ViewChange
 from rallypoint.net.views.receiver import ViewReceiver
@@ -193,8 +192,6 @@ def to_coordinator(said: Any) -> Message:
             return CaughtUp(backups)
         case ("leaving",):
             return Leaving()
-        case ("rate awaited", number, at):
-            return RateAwaited(number, at)
         case ("done", generation, version):
             return Done(generation, version)
         case ("captured", id, indices):

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Effect
-from rallypoint.core.cluster.events import Paused, RateAwaited, Rescaled, Resized
+from rallypoint.core.cluster.events import Paused, Resized
 from rallypoint.core.cluster.ordering.pause import pause
-from rallypoint.core.cluster.ordering.rate import answered, may_rescale
 from rallypoint.core.cluster.succession import Succession
 
 
@@ -19,7 +18,7 @@ class Ordering:
     course: Course
     succession: Succession
 
-    def handle(self, event: Resized | Paused | Rescaled | RateAwaited) -> list[Effect]:
+    def handle(self, event: Resized | Paused) -> list[Effect]:
         """Take one event; return the effects."""
         match event:
             case Resized(workers=workers):
@@ -28,11 +27,3 @@ class Ordering:
                 return self.succession.advance()
             case Paused(on=on):
                 return self.succession.advance() if pause(self.course, on=on) else []
-            case Rescaled(factor=factor):
-                if may_rescale(self.course, factor):
-                    return []
-                self.course.views.rescale = factor
-                return self.succession.rescaled()
-            case RateAwaited():
-                said = answered(self.course, event)
-                return [*self.succession.rescaled(), *said] if said else []

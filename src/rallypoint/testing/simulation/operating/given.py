@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rallypoint.net.messages import Hello
-from rallypoint.net.ordering.messages import Order, Ordered
+from rallypoint.net.ordering.messages import AnyOrder, Ordered
 from rallypoint.testing.simulation.member import COORDINATOR, RETRY_S
 from rallypoint.testing.simulation.network import Node, Wire
 
@@ -14,7 +14,7 @@ from rallypoint.testing.simulation.network import Node, Wire
 class Given:
     """One order, given until it is answered: `heard(answer, again)`; `again`: an answer was lost before this one."""
 
-    def __init__(self, node: Node, order: Order, heard: Callable[[Ordered, bool], None]) -> None:
+    def __init__(self, node: Node, order: AnyOrder, heard: Callable[[Ordered, bool], None]) -> None:
         self._node, self._order, self._heard, self._again = node, order, heard, False
         self._connect()
 

@@ -1,12 +1,11 @@
-"""`rallypoint pause`, `snapshot-every` and `continue`, given to a simulated coordinator until it has answered."""
+"""`rallypoint pause` and `continue`, given to a simulated coordinator until it has answered."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 
-from rallypoint.core.cluster.terms import SnapshotPeriod
-from rallypoint.net.ordering.messages import Order, Ordered, Pause, SnapshotEvery
+from rallypoint.net.ordering.messages import Ordered, Pause
 from rallypoint.testing.simulation.network import Node
 from rallypoint.testing.simulation.operating.given import Given
 
@@ -14,18 +13,14 @@ _LOOK_S = 20.0  # how often an operator looks whether the job is paused though i
 
 
 class Operators:
-    """Pause the job, change the period of its snapshots, and let it go on, one after the other. They add each answer to
-    `told`.
+    """Pause the job, and let it go on, one after the other. They add each answer to `told`.
 
-    AssertionError if the coordinator has forgotten a pause (not where an order's answer was lost: it is given again) or
-    a period; `period` says which one counts. `forgets`: it may, because its journal's disk is full for a time.
+    AssertionError if the coordinator has forgotten a pause (not where an order's answer was lost: it is given again).
+    `forgets`: it may, because its journal's disk is full for a time.
     """
 
-    def __init__(
-        self, new_node: Callable[[], Node], told: list[str], period: Callable[[], SnapshotPeriod], *, forgets: bool
-    ) -> None:
-        self._forgets, self._period = forgets, period
-        self._new_node, self._told = new_node, told
+    def __init__(self, new_node: Callable[[], Node], told: list[str], *, forgets: bool) -> None:
+        self._new_node, self._told, self._forgets = new_node, told, forgets
         self._waiting: deque[float] = deque()  # the first has begun
 
     def pause(self, seconds: float) -> None:
@@ -37,21 +32,12 @@ class Operators:
     def _begin(self) -> None:
         node = self._new_node()
 
-        every = SnapshotEvery(1 + len(self._told) % 3, 0.25 * (len(self._told) % 4))
-
         def paused(answer: Ordered, _: bool) -> None:
             self._tell(node, answer)
-            order(every, lambda *said: changed(answer, *said))
+            node.later(self._waiting[0], lambda: order(Pause(on=False), lambda *said: goes_on(answer, *said)))
 
-        def changed(before: Ordered, answer: Ordered, _: bool) -> None:
+        def goes_on(before: Ordered, answer: Ordered, again: bool) -> None:
             self._tell(node, answer)
-            kept = not answer.refused
-            node.later(self._waiting[0], lambda: order(Pause(on=False), lambda *said: goes_on(before, kept, *said)))
-
-        def goes_on(before: Ordered, changed: bool, answer: Ordered, again: bool) -> None:
-            self._tell(node, answer)
-            as_ordered = not changed or self._period() == SnapshotPeriod(every.steps, every.seconds)
-            assert as_ordered or self._forgets, "a coordinator has forgotten how often snapshots are to be taken"
             kept = before.refused or again or not answer.refused
             assert kept or self._forgets, "a coordinator has forgotten that the job is paused"
             self._waiting.popleft()
@@ -68,7 +54,7 @@ class Operators:
                 self._tell(node, answer)
             node.later(_LOOK_S, lambda: order(Pause(on=False), looked))
 
-        def order(order: Order, heard: Callable[[Ordered, bool], None]) -> None:
+        def order(order: Pause, heard: Callable[[Ordered, bool], None]) -> None:
             Given(node, order, heard)
 
         order(Pause(), paused)

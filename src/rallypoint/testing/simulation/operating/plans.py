@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 
-# The kinds of faults that are none: they are orders.
-PAUSE, RESCALE = "the operator pauses", "the operator changes the learning rate"
-ORDERS = frozenset({PAUSE, RESCALE})
+# A kind of fault that is none: it is an order.
+PAUSE = "the operator pauses"
 
 Event = tuple[float, str, str, float]  # the fields of `simulation.plan.Fault`
 
@@ -15,13 +14,6 @@ _IN_A_PAUSE = (
     ("crash", "coordinator"), ("crash", "coordinator"), ("crash", "server"), ("crash", "server"), ("crash", "worker"),
     ("everything", "server"), ("resize", "launcher"), ("half said", "coordinator"), ("drop", "worker"),
     ("leave", "server"), ("join", "worker"),
-)  # fmt: skip
-
-# While servers are asked from which version on a rate may change.
-_AROUND_A_RATE = (
-    ("crash", "coordinator"), ("crash", "coordinator"), ("half said", "coordinator"), ("crash", "server"),
-    ("crash", "server"), ("pause", "server"), ("long pause", "server"), ("drop", "server"), ("partition", "server"),
-    ("leave", "server"), ("join", "server"), ("everything", "server"), ("crash", "worker"), ("journal full", "server"),
 )  # fmt: skip
 
 
@@ -34,17 +26,3 @@ def pauses(seed: int, *, kills: bool) -> list[Event]:
         for kind, role in rng.sample(_IN_A_PAUSE, rng.randint(0, 3)) if kills else ():
             events.append((at + rng.uniform(0.0, seconds), kind, role, rng.uniform(0.1, 5.0)))
     return events
-
-
-def rates(seed: int, *, kills: bool, fills: bool) -> list[Event]:
-    """Up to four changes of the learning rate. A server is often slow to answer, and the others are in the middle of a
-    step; with `kills`, faults strike at about the same time, most of all; with `fills`, the journal is full too."""
-    rng, events = random.Random(seed * 7919 + 15), list[Event]()
-    for _ in range(rng.randint(1, 4)):
-        at = rng.uniform(0.3, 4.0)
-        events.append((at, RESCALE, "operator", 0.0))
-        if rng.random() < 0.7:
-            events.append((at, "pause", "server", rng.uniform(0.1, 1.5)))
-        for kind, role in rng.sample(_AROUND_A_RATE, rng.randint(0, 3)) if kills else ():
-            events.append((at + rng.uniform(-0.02, rng.choice([0.03, 0.5])), kind, role, rng.uniform(0.1, 5.0)))
-    return [event for event in events if fills or event[1] != "journal full"]
