@@ -7,7 +7,7 @@ import pytest
 from test_core_cluster import STEPS, _of
 from test_core_stop import _begun, _reported
 
-from rallypoint.coordinator.ordering.orders import Orders
+from rallypoint.coordinator.operator import Orders
 from rallypoint.core.cluster.effects import Capture, Publish
 from rallypoint.core.cluster.events import (
     Captured,
@@ -25,7 +25,7 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.slots import Compute
-from rallypoint.net.ordering.messages import AnyOrder, Drain, Ordered, Pause, StopWanted
+from rallypoint.net.messages import AnyOrder, Drain, Ordered, Pause, StopWanted
 
 
 def test_a_paused_job_computes_the_step_in_progress_and_no_further_one() -> None:

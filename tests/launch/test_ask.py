@@ -13,8 +13,7 @@ import pytest
 
 from rallypoint.errors import LinkError
 from rallypoint.launch import ask
-from rallypoint.net.messages import Members, Resize, Snapshotted, SnapshotWanted, StepDone
-from rallypoint.net.ordering.messages import Ordered, Pause
+from rallypoint.net.messages import Members, Ordered, Pause, Resize, Snapshotted, SnapshotWanted, StepDone
 
 
 class Job:

@@ -19,16 +19,25 @@ from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
 from rallypoint.net.auditing.messages import ServerMismatch, StateChanged
 from rallypoint.net.evaluations.messages import Evaluated, Evaluates, NotKept
-from rallypoint.net.ordering.messages import (
+from rallypoint.net.messages import (
+    AuditFound,
+    Caches,
+    Contributed,
     Drain,
+    Found,
+    Holder,
+    NotFound,
+    Offers,
     Ordered,
     Pause,
+    Reached,
     StopWanted,
+    Unrestored,
+    Updated,
+    ViewChange,
+    Wanted,
 )
-from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled, ScriptAt
-from rallypoint.net.sharing.messages import Caches, Found, Holder, NotFound, Offers, Wanted
-from rallypoint.net.views.messages import Reached, Unrestored, ViewChange
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
 RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, 9, {"frozen": "00ff"})

@@ -29,7 +29,7 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import UsageError
 from rallypoint.launch.observing.facts import facts_of, resolved_of
-from rallypoint.net.recording.messages import Updated
+from rallypoint.net.messages import Updated
 from rallypoint.watch.app import Page
 from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.locked import HEADER

@@ -14,6 +14,7 @@ from rallypoint.net.messages import (
     Aborted,
     Accounted,
     Applied,
+    AuditFound,
     Finished,
     Members,
     Message,
@@ -25,7 +26,6 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.recording.messages import AuditFound
 from rallypoint.net.sampling.messages import LinkSample, Sampled
 from rallypoint.watch.answer import Reader
 from rallypoint.watch.follow import EVENTS, Follower, take_line

@@ -16,7 +16,7 @@ from rallypoint.cli import (  # noqa: F401
     doctor,
     kubernetes,
     looking,
-    ordering,
+    operator,
     planner,
     report,
     running,

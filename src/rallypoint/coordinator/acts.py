@@ -15,8 +15,7 @@ from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Stop
 from rallypoint.net.auditing.messages import ServerMismatch
-from rallypoint.net.messages import Aborted, Finished, Held, Message, Say, SnapshotEvery, Stored
-from rallypoint.net.recording.messages import Fingerprint
+from rallypoint.net.messages import Aborted, Fingerprint, Finished, Held, Message, Say, SnapshotEvery, Stored
 
 
 @dataclass(frozen=True, slots=True)

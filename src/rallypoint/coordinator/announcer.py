@@ -28,21 +28,23 @@ from rallypoint.net.messages import (
     Aborted,
     Accounted,
     Applied,
+    Contributed,
+    Fingerprint,
     Finished,
     Held,
     Hello,
     Members,
     Message,
     Metrics,
+    Ordered,
     Planned,
     Report,
     Say,
     Skipped,
     Snapshotted,
+    Updated,
     Waiting,
 )
-from rallypoint.net.ordering.messages import Ordered
-from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
 from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.observe.lines import Allowance, Once
 

@@ -16,8 +16,10 @@ from rallypoint.core.cluster.course import Course
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.auditing.messages import StateChanged
 from rallypoint.net.messages import (
+    AuditFound,
     Capture,
     CaughtUp,
+    Contributed,
     Disproved,
     Done,
     Evaluated,
@@ -29,12 +31,13 @@ from rallypoint.net.messages import (
     NotKept,
     NotStored,
     Propose,
+    Reached,
     Report,
     Stop,
     Stored,
+    Unrestored,
+    Updated,
 )
-from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
-from rallypoint.net.views.messages import Reached, Unrestored
 
 
 @dataclass(slots=True)

@@ -31,8 +31,7 @@ from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.joining.newcomers import Newcomers, taken
 from rallypoint.coordinator.joining.take_over import TakeOver, has_begun, late_view, needed
 from rallypoint.coordinator.joining.tickets import Tickets
-from rallypoint.coordinator.ordering.orders import Orders
-from rallypoint.coordinator.ordering.sizes import Sizes
+from rallypoint.coordinator.operator import Orders, Sizes
 from rallypoint.coordinator.progress import EVALUATED, Evaluations
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
@@ -42,8 +41,10 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.view import Member, View
 from rallypoint.net.messages import (
     Aborted,
+    AnyOrder,
     Applied,
     Assist,
+    AuditFound,
     Beat,
     Capture,
     Finished,
@@ -51,6 +52,7 @@ from rallypoint.net.messages import (
     Knows,
     Message,
     Metrics,
+    Offers,
     Prepare,
     Propose,
     Release,
@@ -60,9 +62,6 @@ from rallypoint.net.messages import (
     Snapshotted,
     Stored,
 )
-from rallypoint.net.ordering.messages import AnyOrder
-from rallypoint.net.recording.messages import AuditFound
-from rallypoint.net.sharing.messages import Offers
 from rallypoint.observe.lines import Once
 
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides

@@ -16,8 +16,17 @@ from rallypoint.launch.plan import read_plan
 from rallypoint.net.handshake import Identity
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Aborted, Finished, Members, Message, Resize, Snapshotted, SnapshotWanted
-from rallypoint.net.ordering.messages import AnyOrder, Ordered
+from rallypoint.net.messages import (
+    Aborted,
+    AnyOrder,
+    Finished,
+    Members,
+    Message,
+    Ordered,
+    Resize,
+    Snapshotted,
+    SnapshotWanted,
+)
 
 _PATIENCE_S, _ORDER_S = 600.0, 30.0
 

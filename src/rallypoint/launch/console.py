@@ -25,11 +25,13 @@ from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
+    Drain,
     Finished,
     Held,
     Members,
     Message,
     Metrics,
+    Ordered,
     Planned,
     Resize,
     Say,
@@ -38,7 +40,6 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import Drain, Ordered
 from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.lines import Once
 from rallypoint.store.manifest import age

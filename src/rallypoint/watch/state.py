@@ -12,11 +12,13 @@ from rallypoint.net.messages import (
     Aborted,
     Accounted,
     Applied,
+    AuditFound,
     Finished,
     Held,
     Members,
     Message,
     Metrics,
+    Ordered,
     Planned,
     Say,
     Skipped,
@@ -24,8 +26,6 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import Ordered
-from rallypoint.net.recording.messages import AuditFound
 from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.watch.machines import Machines
 from rallypoint.watch.members import Timelines

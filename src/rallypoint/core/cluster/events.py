@@ -113,7 +113,7 @@ class StateChanged:
 
 @dataclass(frozen=True, slots=True)
 class AuditFound:
-    """A server says what an audit of (step, replica) has found, first in that shard: see `net.recording.messages`."""
+    """A server says what an audit of (step, replica) has found, first in that shard: see `net.messages`."""
 
     server: str
     step: int

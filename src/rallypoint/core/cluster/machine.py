@@ -6,7 +6,7 @@ Pure: events go in (`core.cluster.events`), effects come out (`core.cluster.effe
     membership  the workers and servers that are here
     succession  which view follows the one in force
     snapshots   when to take a snapshot
-    ordering    what an operator orders
+    operator    what an operator orders
     completion  the end of a job that goes well; ending: the last snapshot of one that fails
     assigner    which worker computes which replicas
 
@@ -31,7 +31,7 @@ from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.health.waiting import waiting_for
 from rallypoint.core.cluster.invariants import check_course
-from rallypoint.core.cluster.ordering.orders import Ordering
+from rallypoint.core.cluster.operator import follow
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
@@ -63,7 +63,6 @@ class ClusterMachine:
     _ending: LastSnapshot = field(init=False)
     _succession: Succession = field(init=False)
     _completion: Completion = field(init=False)
-    _ordering: Ordering = field(init=False)
     _deciding: Deciding = field(init=False)
     _auditing: Auditing = field(init=False)
     _silence: Silence = field(init=False)
@@ -80,7 +79,7 @@ class ClusterMachine:
         self._ending = LastSnapshot(self.course, self._snapshots, self._succession)
         self._completion = Completion(self.course, self._snapshots, self._succession)
         self._deciding = Deciding(self.course, self._completion)
-        self._ordering, self._auditing = Ordering(course, self._succession), Auditing(course, self._succession)
+        self._auditing = Auditing(course, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat, self.terms.living), Reach(self.course)
         if self.resume is not None:
             course.describe(self.resume.record)
@@ -215,7 +214,7 @@ class ClusterMachine:
             case events.Evaluates() | events.Evaluated() | events.NotKept():
                 return self._deciding.handle(event, self._left)
             case events.Resized() | events.Paused():
-                return self._ordering.handle(event)
+                return self._succession.advance() if follow(course, event) else []
             case events.Failed():
                 return self._failed(event)
             case events.Left(member=member, reason=reason):

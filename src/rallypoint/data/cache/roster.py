@@ -9,7 +9,7 @@ import xxhash
 
 from rallypoint.core.placement import ranking
 from rallypoint.core.typed import build_now
-from rallypoint.net.sharing.messages import Caches, Holder
+from rallypoint.net.messages import Caches, Holder
 
 ROOM = 4 << 20  # bytes; none of it is memory before it is used
 _HEAD = 12  # the length, 4 bytes; a checksum, 8 bytes

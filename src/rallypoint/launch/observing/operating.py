@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import ask
-from rallypoint.net.ordering.messages import AnyOrder, Drain, Pause, StopWanted
+from rallypoint.net.messages import AnyOrder, Drain, Pause, StopWanted
 
 if TYPE_CHECKING:
     from rallypoint.watch.operating import Wish

@@ -18,8 +18,7 @@ from rallypoint.testing.simulation.flips.job import with_audits
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.keys.plan import as_store
 from rallypoint.testing.simulation.operating import links
-from rallypoint.testing.simulation.operating import plans as operating
-from rallypoint.testing.simulation.operating.plans import PAUSE
+from rallypoint.testing.simulation.operating.pauses import PAUSE, pauses
 from rallypoint.testing.simulation.operating.resuming import RESUME, resumed
 from rallypoint.testing.simulation.policies import (
     Alternating,
@@ -180,7 +179,7 @@ def _stopped(plan: Plan) -> Plan:
 
 def _paused(plan: Plan) -> Plan:
     """An operator pauses the job up to three times. Faults strike in a pause, where the plan has any that kill."""
-    added = (Fault(*event) for event in operating.pauses(plan.seed, kills=plan.kills))
+    added = (Fault(*event) for event in pauses(plan.seed, kills=plan.kills))
     return replace(plan, faults=(*plan.faults, *added))
 
 

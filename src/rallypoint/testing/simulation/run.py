@@ -24,8 +24,7 @@ from rallypoint.testing.simulation.keys.job import KeyedJob
 from rallypoint.testing.simulation.keys.worker import LEFT, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
-from rallypoint.testing.simulation.operating.pauses import Operators
-from rallypoint.testing.simulation.operating.plans import PAUSE
+from rallypoint.testing.simulation.operating.pauses import PAUSE, Operators
 from rallypoint.testing.simulation.operating.resuming import KEEP, RESUME, Resuming
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, replay_line

@@ -9,7 +9,7 @@ from rallypoint.core.policy import AllReduce, LocalSteps
 from rallypoint.testing.simulation.flips.job import FlippedJob
 from rallypoint.testing.simulation.keys.job import KeyedJob
 from rallypoint.testing.simulation.operating import links
-from rallypoint.testing.simulation.operating.plans import PAUSE
+from rallypoint.testing.simulation.operating.pauses import PAUSE
 from rallypoint.testing.simulation.operating.resuming import RESUME
 from rallypoint.testing.simulation.plan import Plan
 from rallypoint.testing.simulation.policies import (

@@ -19,7 +19,7 @@ def pause(run: RunFolder) -> None:
     Example: [bold]rallypoint pause runs/20260131-235959[/bold]
     """
     from rallypoint.launch.ask import order
-    from rallypoint.net.ordering.messages import Pause
+    from rallypoint.net.messages import Pause
 
     print(order(run, Pause(), print))
 
@@ -28,7 +28,7 @@ def pause(run: RunFolder) -> None:
 def go_on(run: RunFolder) -> None:
     """Let a job go on that is paused."""
     from rallypoint.launch.ask import order
-    from rallypoint.net.ordering.messages import Pause
+    from rallypoint.net.messages import Pause
 
     print(order(run, Pause(on=False), print))
 
@@ -44,7 +44,7 @@ def stop(
     """
     from rallypoint.core.typed import LONGEST_NAME
     from rallypoint.launch.ask import order
-    from rallypoint.net.ordering.messages import StopWanted
+    from rallypoint.net.messages import StopWanted
     from rallypoint.observe.lines import printable
 
     print(order(run, StopWanted(printable(reason, LONGEST_NAME)), print))
@@ -61,7 +61,7 @@ def drain(run: RunFolder, member: Annotated[str, typer.Argument(help="A worker o
     from rallypoint.core.typed import can_name
     from rallypoint.errors import UsageError
     from rallypoint.launch.ask import order
-    from rallypoint.net.ordering.messages import Drain
+    from rallypoint.net.messages import Drain
 
     if not can_name(member):
         raise UsageError("that is no name of a member")

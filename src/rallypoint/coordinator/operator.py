@@ -1,4 +1,4 @@
-"""An operator's orders: which the coordinator follows, and how."""
+"""An operator's orders: which the coordinator follows, how, and how many at once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.ordering.pause import may_pause
+from rallypoint.core.cluster.operator import may_pause
 from rallypoint.core.modes import Feature
-from rallypoint.net.messages import Message
-from rallypoint.net.ordering.messages import AnyOrder, Drain, Ordered, Pause, StopWanted
+from rallypoint.net.messages import AnyOrder, Drain, Message, Ordered, Pause, Resize, StopWanted
 from rallypoint.observe.lines import Allowance
 
 _BURST, _EVERY_S = 16, 2.0  # orders that are followed at once; then one in so many seconds
@@ -75,6 +74,30 @@ class Orders:
             return _refused(order, f"{member} is the last {'worker' if peers is members.workers else 'server'}")
         said = f"the operator sends {member} away"
         return Answer(news=[order, _ordered(order, said)])
+
+
+class Sizes:
+    """Lets through so many orders at once, then one every 2 seconds. Of those that come faster the newest counts.
+
+    Each order that is followed is written to the journal and the event log, and starts or ends processes.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._allowance = Allowance(_BURST, _EVERY_S, now)
+        self._waiting: Resize | None = None
+
+    def take(self, order: Resize, now: float) -> Resize | None:
+        """The order to follow now; None if this one has to wait."""
+        before = self._waiting or Resize(0)
+        self._waiting = Resize(order.workers or before.workers, order.servers or before.servers)
+        return self.due(now)
+
+    def due(self, now: float) -> Resize | None:
+        """The order that has waited and is to be followed now; None if there is none."""
+        if self._waiting is None or not self._allowance.take(now):
+            return None
+        order, self._waiting = self._waiting, None
+        return order
 
 
 def _ordered(order: AnyOrder, text: str) -> Ordered:
