@@ -32,7 +32,7 @@ from rallypoint.launch.replaying import command, comparing, difference, inspecti
 from rallypoint.launch.replaying.losses import first_spike, recorded_losses
 from rallypoint.launch.replaying.task import Layer, Looked, NotFinite, Probed
 from rallypoint.launch.replaying.text import differs, lines_of
-from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.net.messages import Contributed, Updated
 from rallypoint.store.manifest import Manifest
 from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.tensors import ModelTensors

@@ -12,14 +12,11 @@ import torch
 
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.modes import TABLE, Bytes, Feature, Holder, ModeName, No
-from rallypoint.core.view import Scale
 from rallypoint.net.messages import SnapshotWanted
-from rallypoint.net.ordering.messages import LearningRate
 from rallypoint.store.export import average_state
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.processes import ProcessCluster
-from rallypoint.testing.reference import average_reference, train_reference
-from rallypoint.worker.tensors import weights_hash
+from rallypoint.testing.reference import average_reference
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import cell_jobs.py by name
 
@@ -259,21 +256,6 @@ def _stopped_at(walk: Walk) -> int:
     return int(finished["stopped_at"])
 
 
-def the_rate_is_changed_and_a_worker_is_killed(walk: Walk) -> None:
-    stage = walk.begin()
-    stage.until_held("worker0", "worker1")
-    stage.order(LearningRate(0.5))
-    stage.until(lambda: stage.events("RateScaled") != [], "it is known from which step on the rate changes")
-    stage.kill("worker1")
-    stage.open()
-    (scaled,) = stage.events("RateScaled")
-    assert HELD_AT <= scaled["step"] <= HELD_AT + 1
-    model = Net(walk.job)
-    scales = [Scale(scaled["step"], 0.5, 1)]
-    train_reference(model, dataset(), loss_of, walk.job.config, scales=scales)
-    assert stage.result("worker0") == weights_hash(model)
-
-
 def a_process_is_killed_and_another_takes_its_place(walk: Walk) -> None:
     """Nobody else can compute its replica: the loop's batches are its own."""
     stage = walk.begin()
@@ -290,7 +272,6 @@ PLAYS: dict[Feature, Callable[[Walk], None]] = {
     Feature.OWN_LOOP: a_process_is_killed_and_another_takes_its_place,
     Feature.PASSES: the_stream_ends_after_a_kill,
     Feature.STOP: the_script_stops_the_job_after_a_kill,
-    Feature.RESCALE: the_rate_is_changed_and_a_worker_is_killed,
     Feature.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,
     Feature.REPLICATION: a_server_with_a_backup_is_killed,
     Feature.SNAPSHOTS: everybody_with_the_state_is_killed,

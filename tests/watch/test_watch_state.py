@@ -13,6 +13,7 @@ from rallypoint.net.messages import (
     Aborted,
     Accounted,
     Applied,
+    AuditFound,
     Finished,
     Members,
     Message,
@@ -24,8 +25,6 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import RateScaled
-from rallypoint.net.recording.messages import AuditFound
 from rallypoint.net.sampling.messages import LinkSample, Sampled
 from rallypoint.watch.answer import Reader
 from rallypoint.watch.follow import EVENTS, Follower, take_line
@@ -60,11 +59,6 @@ def test_what_an_audit_has_found_is_a_mark_however_many_servers_say_it() -> None
         ("audit", 2, "audit of step 2, replica 1: worker0 and worker1 have computed different bytes"),
         ("audit", 2, "audit of step 2, replica 1: w1 has computed other bytes than w0 and w2"),
     ]  # fmt: skip
-
-
-def test_a_change_of_the_learning_rate_is_a_mark_at_its_step() -> None:
-    run = run_of(PLAN, *steps(0, 2), RateScaled("the learning rate is multiplied by 0.5 from step 5 on", 5, 0.5, 0.5))
-    assert [(mark["kind"], mark["step"]) for mark in run.marks] == [("rate", 5)]
 
 
 def test_curves_hold_what_was_logged_at_each_step() -> None:

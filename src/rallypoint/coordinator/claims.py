@@ -15,8 +15,10 @@ from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.messages import (
+    AuditFound,
     Capture,
     CaughtUp,
+    Contributed,
     Disproved,
     Done,
     Evaluated,
@@ -28,13 +30,13 @@ from rallypoint.net.messages import (
     NotKept,
     NotStored,
     Propose,
+    Reached,
     Report,
     Stop,
     Stored,
+    Unrestored,
+    Updated,
 )
-from rallypoint.net.ordering.messages import RateAwaited
-from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
-from rallypoint.net.views.messages import Reached, Unrestored
 
 
 @dataclass(slots=True)
@@ -185,8 +187,6 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.Evaluated(sender, version, generation, values)
         case NotKept(version=version, generation=generation):
             return cluster_events.NotKept(sender, version, generation)
-        case RateAwaited(number=number, at=at):
-            return cluster_events.RateAwaited(sender, number, at)
         case Done(generation=generation, version=version):
             return cluster_events.Done(sender, generation, version)
         case GiveUp(reason=reason, version=version, generation=generation, torn=torn):

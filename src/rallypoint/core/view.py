@@ -69,14 +69,6 @@ class Lease(msgspec.Struct, frozen=True):
     holder: str = ""
 
 
-class Scale(msgspec.Struct, frozen=True):
-    """From the update of `version` on, the learning rate is multiplied by `factor`: an operator's order `number`."""
-
-    version: int
-    factor: float
-    number: int
-
-
 class Dispute(msgspec.Struct, frozen=True):
     """The workers `heard` have sent different bytes for an audited contribution; `third` computes it once more.
 
@@ -142,9 +134,6 @@ class View(msgspec.Struct, frozen=True):
             it is not known yet what the script evaluates.
         paused: the operator has paused the job: no replica of this step or a later one is computed; None: it is not.
         reductions: the versions from which on the learning rate is reduced once more (`ReduceOnPlateau`), ascending.
-        rescale: an operator has ordered this factor on the learning rate, and it is not known yet from which version
-            on it counts: servers hold updates back until a view says that (`core.shard.rates`); None: there is none.
-        scales: the factors on the learning rate that operators have ordered, by version.
         speeds: server -> how fast its link was measured to be, compared with the median one. Where it was not, what was
             told of it counts: `core.topology.weights`.
         disputes: audited contributions on which workers do not agree (`audit=`).
@@ -175,8 +164,6 @@ class View(msgspec.Struct, frozen=True):
     limit: int | None = None
     reductions: tuple[int, ...] = ()
     paused: int | None = None
-    rescale: float | None = None
-    scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = {}
     tuned: dict[str, Tried] = {}

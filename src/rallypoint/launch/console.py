@@ -24,11 +24,13 @@ from rallypoint.launch.showing.sums import SumsShown, is_of_sums
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
+    Drain,
     Finished,
     Held,
     Members,
     Message,
     Metrics,
+    Ordered,
     Planned,
     Resize,
     Say,
@@ -37,7 +39,6 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import Drain, Ordered, RateScaled
 from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.lines import Once
 from rallypoint.store.manifest import age
@@ -132,7 +133,7 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case Say(text=text) | Waiting(text=text) | RateScaled(text=text) | Ordered(text=text, refused=False):
+            case Say(text=text) | Waiting(text=text) | Ordered(text=text, refused=False):
                 self.say(escape(text))
             case Held(text=text):
                 self.holding = True

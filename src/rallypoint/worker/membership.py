@@ -25,8 +25,8 @@ from rallypoint.net.messages import (
     Propose,
     Refused,
     Say,
+    StopWanted,
 )
-from rallypoint.net.ordering.messages import StopWanted
 from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.ending.stopping import Stopping

@@ -14,8 +14,7 @@ from rallypoint.data.sources.shards import ShardedDataset
 from rallypoint.errors import RallypointError
 from rallypoint.net.advertise import advertised
 from rallypoint.net.member import CoordinatorLink
-from rallypoint.net.messages import Message
-from rallypoint.net.sharing.messages import Caches, Offers
+from rallypoint.net.messages import Caches, Message, Offers
 from rallypoint.net.tcp import is_ipv6, split_address
 from rallypoint.net.transport import Transport
 

@@ -81,7 +81,6 @@ CONFLICTS = (
     }.items()),
     *(Conflict(_F.ALTERNATE, other, f"{why}, or leave alternate out") for other, why in {
         _F.PLATEAU: "its reductions count steps, and each model counts its own updates; use a schedule",
-        _F.RESCALE: "it counts from a step on, and each model counts its own updates; use a schedule",
         _F.HOLD: "the last version of a model that the last step does not update would stay rounded; use fp32",
         _F.DOWN: "the last version of each model goes raw, and which one that is depends on where the job ends; use "
                  "leave down= out",

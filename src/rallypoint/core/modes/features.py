@@ -60,8 +60,6 @@ class Feature(enum.Enum):
     AGGREGATORS = "--aggregators"
     RANKS = "--ranks (a worker that is a group of ranks)"
     BY_SPEED = "assignment by speed"
-    # the operator
-    RESCALE = "rallypoint learning-rate"
     # the script
     EVALUATION = "run.every"
     STOP = "run.stop or break"

@@ -257,16 +257,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             _M.STAGGERED: _STAYS,
         },
     ),
-    _F.RESCALE: _row(
-        No(
-            "it counts from a version on that all replicas compute from, and that servers make of a whole step; use "
-            "sync=rp.Sync() without a quorum, or give the schedule before the start"
-        ),
-        {
-            _M.SYNC: YES,
-            _M.ALL_REDUCE: No("workers step: use own_schedule=, or sync=rp.Sync()"),
-        },
-    ),
     _F.EVALUATION: _row(),
     _F.STOP: _row(
         YES,

@@ -84,7 +84,6 @@ class ShardMachine:
     pinned: int = -1  # the version whose evaluation is leased: it is kept, whatever its age
     first: int = 0  # the version that was loaded here: none before it may be kept
     awaiting: bool = False  # the sum is finished and waits for the decision
-    waits_at: int = events.NEVER  # an update of this version or a later one waits for its rate: see `ordering.hold`
     chosen: tuple[int, ...] = ()  # the round in progress takes these, as an earlier primary had chosen; empty: any
     clocks: Clocks = field(default_factory=Clocks)  # none under an aligned policy
     clocked: bool = field(init=False)  # there are some
@@ -165,8 +164,6 @@ class ShardMachine:
             case events.CaptureAt(version=at):
                 free = event.any_version or self.clocked
                 return [*self._capture.ask(at, self.version, primary=self.primary, any_version=free)]
-            case events.GoOn():
-                return self._finish_when_complete()
 
     # ---- the primary: contributions ----
 
@@ -222,7 +219,7 @@ class ShardMachine:
         return effects
 
     def _finish_when_complete(self) -> list[Effect]:
-        if not self._sum.added or self.awaiting or self._choice.pending or self.version >= self.waits_at:
+        if not self._sum.added or self.awaiting or self._choice.pending:
             return []
         bad = self._sum.losses or self._sum.gradients
         alone = self.clocked and (self.copies.replicating or (self.skips and bad))

@@ -16,8 +16,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
-from rallypoint.net.messages import Hello, Welcome
-from rallypoint.net.sharing.messages import MOST_PIECE, Found, NotFound, Wanted
+from rallypoint.net.messages import MOST_PIECE, Found, Hello, NotFound, Wanted, Welcome
 from rallypoint.net.transport import Connection, Transport
 
 log = logging.getLogger("rallypoint")

@@ -23,8 +23,7 @@ from rallypoint.errors import CorruptFrame, DataError, LinkError, ProtocolError,
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import introduce
-from rallypoint.net.messages import Hello
-from rallypoint.net.sharing.messages import MOST_PIECE, Caches, Found, Holder, NotFound, Wanted
+from rallypoint.net.messages import MOST_PIECE, Caches, Found, Hello, Holder, NotFound, Wanted
 from rallypoint.net.transport import Transport
 
 log = logging.getLogger("rallypoint")

@@ -104,7 +104,7 @@ class ReplayJob(EmbeddedJob):
         decided = msgspec.structs.replace(manifest.decided, reductions=task.reductions, stop=None)
         self._task = task
         super().__init__(
-            resume=Resumed(record, manifest.id, manifest.version, decided=decided, scales=task.scales),
+            resume=Resumed(record, manifest.id, manifest.version, decided=decided),
             about=JoinInfo(overrides=record.config, folder=task.folder, snapshots=task.snapshots),
         )
 

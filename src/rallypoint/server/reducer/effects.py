@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rallypoint.core.deciding.decisions import reductions_at
-from rallypoint.core.deciding.scales import scale_at
 from rallypoint.core.shard import clip, server
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
@@ -14,7 +13,6 @@ from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.messages import CaughtUp, Disproved, NotStored
-from rallypoint.net.ordering.messages import RateAwaited
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.audits import AuditReports
 from rallypoint.server.capture import Capture
@@ -81,8 +79,6 @@ class Effects:
                     self._desk.decisions.report(verdict, alone=True)
                 case server.Disproved(shard=index, version=version, paired=paired):
                     self._desk.context.say(Disproved(index, version, paired))
-                case server.RateAwaited(number=number, at=at):
-                    self._desk.context.say(RateAwaited(number, at))
                 case server.Own(shard=index):
                     self._owned[index] = self._desk.shelf.hold(index)
                 case server.Disown(shard=index):
@@ -177,12 +173,11 @@ class Effects:
 
     def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
         """The update, with its step in the learning-rate schedule counted in the job's rounds (where models are updated
-        alternately: in the shard's updates, which are its model's), and the reductions and the operator's factors that
-        count for it: this server has the view that says them (see `View.limit`, `core.shard.ordering.hold`)."""
+        alternately: in the shard's updates, which are its model's), and the reductions that count for it: this server
+        has the view that says them (see `View.limit`)."""
         view = self._desk.shell.machine.view
-        if view is not None and (view.reductions or view.scales):
-            reductions, scale = reductions_at(view.reductions, effect.step), scale_at(view.scales, effect.step)
-            effect = replace(effect, reductions=reductions, rate=effect.rate * scale)
+        if view is not None and view.reductions:
+            effect = replace(effect, reductions=reductions_at(view.reductions, effect.step))
         if self._cadence.together or self._desk.job.config.alternate:
             return effect
         return replace(effect, step=self._cadence.round_of(index, effect.step))

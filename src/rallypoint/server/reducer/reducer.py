@@ -18,10 +18,9 @@ from rallypoint.core.shard.shell import ServerShell, applied_in
 from rallypoint.errors import DamagedSnapshot
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header
-from rallypoint.net.messages import CaughtUp, Say
+from rallypoint.net.messages import CaughtUp, Say, Unrestored
 from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Limits
-from rallypoint.net.views.messages import Unrestored
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.audits import AuditReports

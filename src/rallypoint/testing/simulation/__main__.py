@@ -22,7 +22,6 @@ from rallypoint.testing.simulation.policies import (
     Keyed,
     Paused,
     Played,
-    Rescaled,
     Resumed,
     Scaled,
     Uneven,
@@ -59,7 +58,7 @@ def main(
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
     job = sync
-    while isinstance(job, Paused | Rescaled | Uneven | Resumed):
+    while isinstance(job, Paused | Uneven | Resumed):
         job = job.of
     alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Alternating())
     same = job in (*alone, Keyed()) or isinstance(job, Carrying)

@@ -158,7 +158,7 @@ class SimulatedCoordinator:
                 self.outcome.aborted = reason
 
     def _commit(self, act: acts.CommitSnapshot) -> None:
-        known = (act.stop, act.decided, act.scales)
+        known = (act.stop, act.decided)
         if self.store.commit(act.snapshot, act.version, self._versions(act.version), known, act.origin):
             self._handle(inbox.SnapshotCommitted(act.snapshot, act.version, 0, 0.0))
         else:

@@ -17,8 +17,7 @@ from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.keys.plan import as_store
 from rallypoint.testing.simulation.operating import links
-from rallypoint.testing.simulation.operating import plans as operating
-from rallypoint.testing.simulation.operating.plans import PAUSE
+from rallypoint.testing.simulation.operating.pauses import PAUSE, pauses
 from rallypoint.testing.simulation.operating.resuming import RESUME, resumed
 from rallypoint.testing.simulation.policies import (
     Alternating,
@@ -34,7 +33,6 @@ from rallypoint.testing.simulation.policies import (
     Paused,
     Played,
     Poisoned,
-    Rescaled,
     Resumed,
     Scaled,
     Stopped,
@@ -108,9 +106,9 @@ _PATIENT_S = 30.0
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
     around: dict[type, Callable[[Plan], Plan]] = {
-        Paused: _paused, Rescaled: _rescaled, Uneven: links.uneven, Resumed: resumed,
+        Paused: _paused, Uneven: links.uneven, Resumed: resumed,
     }  # fmt: skip
-    if isinstance(played, Paused | Rescaled | Uneven | Resumed):
+    if isinstance(played, Paused | Uneven | Resumed):
         return around[type(played)](make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
         Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding,
@@ -179,15 +177,8 @@ def _stopped(plan: Plan) -> Plan:
 
 def _paused(plan: Plan) -> Plan:
     """An operator pauses the job up to three times. Faults strike in a pause, where the plan has any that kill."""
-    added = (Fault(*event) for event in operating.pauses(plan.seed, kills=plan.kills))
+    added = (Fault(*event) for event in pauses(plan.seed, kills=plan.kills))
     return replace(plan, faults=(*plan.faults, *added))
-
-
-def _rescaled(plan: Plan) -> Plan:
-    """An operator changes the learning rate up to four times, amid faults where the plan has any."""
-    events = operating.rates(plan.seed, kills=bool(plan.faults), fills=not plan.job.rules.steers)  # see `_deciding`
-    faults = (*plan.faults, *(Fault(*event) for event in events))
-    return replace(plan, job=replace(plan.job, scales=None), faults=faults)
 
 
 def _evaluating(plan: Plan) -> Plan:

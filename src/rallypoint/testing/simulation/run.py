@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from rallypoint.coordinator.inbox import End
-from rallypoint.core.cluster.terms import SnapshotPeriod
 from rallypoint.core.policy import Sync
 from rallypoint.core.view import View
 from rallypoint.net.messages import Resize
@@ -23,9 +22,7 @@ from rallypoint.testing.simulation.keys.job import KeyedJob
 from rallypoint.testing.simulation.keys.worker import LEFT, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
-from rallypoint.testing.simulation.operating.pauses import Operators
-from rallypoint.testing.simulation.operating.plans import PAUSE, RESCALE
-from rallypoint.testing.simulation.operating.rates import RateOperators
+from rallypoint.testing.simulation.operating.pauses import PAUSE, Operators
 from rallypoint.testing.simulation.operating.resuming import KEEP, RESUME, Resuming
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, replay_line
@@ -37,11 +34,6 @@ from rallypoint.testing.simulation.worker import SimulatedWorker
 
 LIMIT_S = 600.0  # of simulated time: a run takes about five
 _SYNC = Sync()
-
-
-def _period(coordinator: SimulatedCoordinator | None) -> SnapshotPeriod:
-    assert coordinator is not None
-    return coordinator.machine.course.snapshot_period
 
 
 class SimulationFailed(AssertionError):
@@ -79,8 +71,7 @@ class Simulation:
         self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
         operator = lambda: Node(self.world, self._name("operator"))  # noqa: E731
         forgets = any(fault.kind == "journal full" for fault in plan.faults)
-        self._operators = Operators(operator, self.events, lambda: _period(self.coordinator), forgets=forgets)
-        self._rates = RateOperators(operator, self.events, forgets=forgets)
+        self._operators = Operators(operator, self.events, forgets=forgets)
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
@@ -164,8 +155,6 @@ class Simulation:
                 self._resuming.strike(self, fault)
             case kind if kind == PAUSE:
                 self._operators.pause(fault.seconds)
-            case kind if kind == RESCALE:
-                self._rates.change()
             case "join":
                 self._again("worker" if fault.role == "coordinator" else fault.role)
             case "everything":
@@ -266,10 +255,6 @@ class Simulation:
             return  # nobody can make its pushes again
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, self._stuck()
-        if self.plan.job.scales is None and self.coordinator is not None:
-            views = self.coordinator.machine.course.views
-            self._rates.check(views.scales, views.rescale)
-            self.plan = replace(self.plan, job=replace(self.plan.job, scales=views.scales))
         self._check_size()
         check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
         job = self.plan.job

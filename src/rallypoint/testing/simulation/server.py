@@ -222,8 +222,6 @@ class SimulatedServer:
                     wire.send(1, ("ack", shard, acked, self.shell.fence.number, "" if effect.differs else digest))
                 case machine.Disproved():
                     self.membership.send(Disproved(effect.shard, effect.version, effect.paired))
-                case machine.RateAwaited(number=number, at=at):
-                    self.membership.send(("rate awaited", number, at))
                 case machine.Own(shard=shard):
                     self.held[shard] = Held()
                 case machine.Disown(shard=shard):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from rallypoint.core.cluster.terms import Terms, copies_of
+from rallypoint.core.cluster.terms import SnapshotPeriod, Terms, copies_of
 from rallypoint.net.messages import (
     Aborted,
     Applied,
@@ -18,11 +18,11 @@ from rallypoint.net.messages import (
     Metrics,
     Planned,
     Skipped,
+    SnapshotEvery,
     Snapshotted,
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import SnapshotEvery
 from rallypoint.net.sampling.messages import Sampled
 from rallypoint.watch.machines import Machines
 from rallypoint.watch.metrics.measures import Histogram, Reading
@@ -44,7 +44,7 @@ class JobFigures:
 
     def __init__(self, terms: Terms, began: float) -> None:
         self._terms, self._began, self._lock = terms, began, threading.Lock()
-        self._period = SnapshotEvery(terms.snapshot_steps, terms.snapshot_seconds)
+        self._period = SnapshotPeriod(terms.snapshot_steps, terms.snapshot_seconds)
         self._plan: Planned | None = None
         self._running = False
         self._members: dict[str, tuple[str, ...]] = {}
@@ -94,8 +94,8 @@ class JobFigures:
                     self._last["rallypoint_snapshot_step"] = self._steps_in(message.version)
                     self._last["rallypoint_snapshot_bytes"] = message.nbytes
                     self._last["rallypoint_snapshot_duration_seconds"] = message.seconds
-                case SnapshotEvery():
-                    self._period = message
+                case SnapshotEvery(seconds=seconds):
+                    self._period = SnapshotPeriod(seconds=seconds)
                 case Finished() | Aborted():
                     self._running = False
                 case _:

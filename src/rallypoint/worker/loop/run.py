@@ -17,8 +17,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.errors import UsageError
-from rallypoint.net.messages import Report, Say
-from rallypoint.net.recording.messages import Contributed
+from rallypoint.net.messages import Contributed, Report, Say
 from rallypoint.worker.ending.left_loop import LeftLoop
 from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.evaluating.leased import LeasedEvaluations

@@ -29,10 +29,10 @@ from rallypoint.net.messages import (
     GiveUp,
     Leaving,
     Propose,
+    Reached,
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
-from rallypoint.net.views.messages import Reached
 from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel.group import RankGroup

@@ -1,4 +1,6 @@
-"""A pause: no further step is computed until the operator lets the job go on.
+"""What an operator orders: a number of workers, and a pause.
+
+A pause: no further step is computed until the operator lets the job go on.
 
 It is a part of the view (`View.paused`), so it is in the journal before anybody acts on it, and outlives any process,
 the coordinator too. What a step computes does not depend on it. A worker that hears of it late computes a step that
@@ -8,6 +10,7 @@ waits for the others; nothing is lost.
 from __future__ import annotations
 
 from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.events import Paused, Resized
 from rallypoint.core.cluster.state import Phase
 
 
@@ -20,14 +23,17 @@ def may_pause(course: Course) -> str:
     return "the job is at its last step" if course.known + 1 >= course.last else ""
 
 
-def pause(course: Course, *, on: bool) -> bool:
-    """Note in the next view that the job is paused, or that it goes on. Returns False if that changes nothing."""
-    if on and may_pause(course):
-        return False
-    before = course.views.paused
-    course.views.paused = course.known + 1 if on else None
-    if course.views.paused == before:
-        return False
+def follow(course: Course, event: Resized | Paused) -> bool:
+    """Note an order for the next view. Returns False if it changes nothing."""
+    match event:
+        case Resized(workers=workers):
+            course.workers_max = max(1, workers)
+        case Paused(on=on):
+            if on and may_pause(course):
+                return False
+            before, course.views.paused = course.views.paused, course.known + 1 if on else None
+            if course.views.paused == before:
+                return False
     course.changed()  # the next view may have to wait, as while servers are lost
     return True
 

@@ -1,20 +1,13 @@
 """Closed forms: how long a synchronisation of K bytes takes, whatever else happens at the time.
 
-They are the arithmetic of textbooks and papers. Each function says its source, what the source assumes, and where it is
-loose. All sizes are in bytes, rates in bytes a second of one direction of a link, times in seconds.
+The model is held to them. They are the arithmetic of textbooks and papers. Each function says its source, what the
+source assumes, and where it is loose. All sizes are in bytes, rates in bytes a second of one direction
+of a link, times in seconds.
 """
 
 from __future__ import annotations
 
-
-def ring_bytes(nbytes: float, members: int) -> float:
-    """What each member of a ring sends, and receives: 2(n-1)/n K. Example: 4 members send 1.5 K each.
-
-    Patarasuk and Yuan, 2009: a reduce-scatter and an all-gather, each of n-1 rounds of K/n. No all-reduce among the
-    members alone sends less. (Google's page on Vertex AI's Reduction Server calls this "twice the data", which it is
-    for large n only: for n = 2 it is K.)
-    """
-    return 2 * (members - 1) / members * nbytes
+from rallypoint.core.cost.peers import ring_bytes
 
 
 def ring_seconds(nbytes: float, members: int, rate: float, latency: float = 0.0) -> float:
@@ -92,11 +85,3 @@ def byteps_seconds(nbytes: float, members: int, extra: int, rate: float) -> floa
     """
     extra = min(extra, members)
     return 2 * members * (members - 1) / (members**2 + extra * members - 2 * extra) * nbytes / rate
-
-
-def fsdp_bytes(nbytes: float, members: int) -> float:
-    """What each rank sends in a step when parameters are sharded: gathered twice, gradients scattered, 3(n-1)/n K.
-
-    Rajbhandari et al., 2020 (ZeRO-3), section 7; FSDP2 with `reshard_after_forward`. They count 3 K, for large n.
-    """
-    return 3 * (members - 1) / members * nbytes

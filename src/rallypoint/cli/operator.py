@@ -1,4 +1,4 @@
-"""Orders to a running job: pause, continue, stop, drain, snapshot-every, learning-rate."""
+"""Orders to a running job: pause, continue, stop, drain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pause(run: RunFolder) -> None:
     Example: [bold]rallypoint pause runs/20260131-235959[/bold]
     """
     from rallypoint.launch.ask import order
-    from rallypoint.net.ordering.messages import Pause
+    from rallypoint.net.messages import Pause
 
     print(order(run, Pause(), print))
 
@@ -28,7 +28,7 @@ def pause(run: RunFolder) -> None:
 def go_on(run: RunFolder) -> None:
     """Let a job go on that is paused."""
     from rallypoint.launch.ask import order
-    from rallypoint.net.ordering.messages import Pause
+    from rallypoint.net.messages import Pause
 
     print(order(run, Pause(on=False), print))
 
@@ -44,7 +44,7 @@ def stop(
     """
     from rallypoint.core.typed import LONGEST_NAME
     from rallypoint.launch.ask import order
-    from rallypoint.net.ordering.messages import StopWanted
+    from rallypoint.net.messages import StopWanted
     from rallypoint.observe.lines import printable
 
     print(order(run, StopWanted(printable(reason, LONGEST_NAME)), print))
@@ -61,47 +61,8 @@ def drain(run: RunFolder, member: Annotated[str, typer.Argument(help="A worker o
     from rallypoint.core.typed import can_name
     from rallypoint.errors import UsageError
     from rallypoint.launch.ask import order
-    from rallypoint.net.ordering.messages import Drain
+    from rallypoint.net.messages import Drain
 
     if not can_name(member):
         raise UsageError("that is no name of a member")
     print(order(run, Drain(member), print))
-
-
-@app.command("snapshot-every", rich_help_panel=RUNNING)
-def snapshot_every(
-    run: RunFolder,
-    steps: Annotated[int | None, typer.Option(
-        min=0, max=1 << 32, metavar="N", help="Take one every so many steps.", show_default=False,
-    )] = None,
-    seconds: Annotated[float | None, typer.Option(
-        min=0, max=1e9, metavar="S", help="Take one every so many seconds.", show_default=False,
-    )] = None,
-) -> None:  # fmt: skip
-    """Change how often a running job takes snapshots: by steps, seconds, or both. What is not given does not count.
-
-    It outlives the coordinator. A resumed run begins with its own options.
-
-    Example: [bold]rallypoint snapshot-every runs/20260131-235959 --seconds 600[/bold]
-    """
-    from rallypoint.errors import UsageError
-    from rallypoint.launch.ask import order
-    from rallypoint.net.ordering.messages import SnapshotEvery
-
-    if steps is None and seconds is None:
-        raise UsageError("how often? give --steps or --seconds; --steps 0 is: only at the end and when somebody asks")
-    print(order(run, SnapshotEvery(steps or 0, seconds or 0.0), print))
-
-
-@app.command("learning-rate", rich_help_panel=RUNNING)
-def learning_rate(run: RunFolder, factor: Annotated[float, typer.Argument(help="Such as 0.5: half of it.")]) -> None:
-    """Multiply the learning rate of a running job, from the next step on that all servers can begin with it.
-
-    It works on top of the schedule, and orders multiply: 0.5 twice is a quarter, 4 then is the schedule's again. It is
-    a part of the job: a roll-back, a resumed run and a replay change it at the same step. With sync=rp.Sync() only.
-
-    Example: [bold]rallypoint learning-rate runs/20260131-235959 0.5[/bold]
-    """
-    from rallypoint.launch.ask import change_rate
-
-    print(change_rate(run, factor, print))

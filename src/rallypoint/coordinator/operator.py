@@ -1,4 +1,4 @@
-"""An operator's orders: which the coordinator follows, and how."""
+"""An operator's orders: which the coordinator follows, how, and how many at once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.ordering.pause import may_pause
-from rallypoint.core.cluster.ordering.rate import may_rescale
-from rallypoint.core.cluster.state import Phase
-from rallypoint.core.cluster.terms import SnapshotPeriod
+from rallypoint.core.cluster.operator import may_pause
 from rallypoint.core.modes import Feature
-from rallypoint.net.messages import Message
-from rallypoint.net.ordering.messages import Drain, LearningRate, Order, Ordered, Pause, SnapshotEvery, StopWanted
+from rallypoint.net.messages import AnyOrder, Drain, Message, Ordered, Pause, Resize, StopWanted
 from rallypoint.observe.lines import Allowance
 
 _BURST, _EVERY_S = 16, 2.0  # orders that are followed at once; then one in so many seconds
@@ -35,7 +31,7 @@ class Orders:
     def __init__(self, now: float) -> None:
         self._allowance = Allowance(_BURST, _EVERY_S, now)
 
-    def answer(self, order: Order, course: Course, now: float) -> Answer:
+    def answer(self, order: AnyOrder, course: Course, now: float) -> Answer:
         """What to do about this order, at the time `now` (s)."""
         if not self._allowance.take(now):
             return _refused(order, "too many orders: try again in some seconds")
@@ -46,17 +42,8 @@ class Orders:
                 return self._stop(order, course, reason)
             case Drain(member=member):
                 return self._drain(order, course, member)
-            case SnapshotEvery():
-                return self._period(order, course)
-            case LearningRate(factor=factor):
-                if why := may_rescale(course, factor):
-                    return _refused(order, why)
-                said = f"the operator multiplies the learning rate by {factor:g}"
-                return Answer([events.Rescaled(factor)], news=[_ordered(order, said)])
-            case _:
-                return _refused(order, "nobody here knows that order")
 
-    def _pause(self, order: Order, course: Course, *, on: bool) -> Answer:
+    def _pause(self, order: Pause, course: Course, *, on: bool) -> Answer:
         if on and (why := may_pause(course)):
             return _refused(order, why)
         if not on and course.views.paused is None:
@@ -66,7 +53,7 @@ class Orders:
         said = f"the operator pauses the job before step {before}" if on else "the operator lets the job go on"
         return Answer([events.Paused(on)], news=[_ordered(order, said)])
 
-    def _stop(self, order: Order, course: Course, reason: str) -> Answer:
+    def _stop(self, order: StopWanted, course: Course, reason: str) -> Answer:
         record, workers = course.record, course.computing()
         if record is None or not course.begun or not workers:
             return _refused(order, "no worker computes: nothing can be stopped")
@@ -88,27 +75,34 @@ class Orders:
         said = f"the operator sends {member} away"
         return Answer(news=[order, _ordered(order, said)])
 
-    def _period(self, order: SnapshotEvery, course: Course) -> Answer:
-        if not course.terms.snapshots:
-            return _refused(order, "this run keeps no snapshots")
-        if course.phase in (Phase.FAILING, Phase.OVER):
-            return _refused(order, "the job ends: no period counts any more")
-        period = SnapshotPeriod(order.steps, order.seconds)
-        said = f"the operator has snapshots taken {_phrase(period)}"
-        return Answer([events.SnapshotsEvery(period)], news=[order, _ordered(order, said)])
+
+class Sizes:
+    """Lets through so many orders at once, then one every 2 seconds. Of those that come faster the newest counts.
+
+    Each order that is followed is written to the journal and the event log, and starts or ends processes.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._allowance = Allowance(_BURST, _EVERY_S, now)
+        self._waiting: Resize | None = None
+
+    def take(self, order: Resize, now: float) -> Resize | None:
+        """The order to follow now; None if this one has to wait."""
+        before = self._waiting or Resize(0)
+        self._waiting = Resize(order.workers or before.workers, order.servers or before.servers)
+        return self.due(now)
+
+    def due(self, now: float) -> Resize | None:
+        """The order that has waited and is to be followed now; None if there is none."""
+        if self._waiting is None or not self._allowance.take(now):
+            return None
+        order, self._waiting = self._waiting, None
+        return order
 
 
-def _phrase(period: SnapshotPeriod) -> str:
-    """How often that is, as ``every 250 steps and every 60 s``."""
-    steps = f"every {period.steps} steps" if period.steps > 1 else "every step" if period.steps else ""
-    seconds = f"every {period.seconds:g} s" if period.seconds != 1.0 else "every second"
-    both = [steps] * bool(steps) + [seconds] * (period.seconds > 0)
-    return " and ".join(both) or "only at the end and when somebody asks"
-
-
-def _ordered(order: Order, text: str) -> Ordered:
+def _ordered(order: AnyOrder, text: str) -> Ordered:
     return Ordered(type(order).__name__, text)
 
 
-def _refused(order: Order, text: str) -> Answer:
+def _refused(order: AnyOrder, text: str) -> Answer:
     return Answer(news=[Ordered(type(order).__name__, text, refused=True)])
