@@ -17,13 +17,11 @@ from rallypoint.core.worker.slots import Effect
 from rallypoint.observe.recording import RecordingError
 from rallypoint.testing import replay as replaying
 from rallypoint.testing.replay import recordings, replay, told
-from rallypoint.testing.simulation.policies import Alternating, Played, word_for
+from rallypoint.testing.simulation.policies import Played, word_for
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
 from rallypoint.testing.story import story
 
-POLICIES = (
-    Sync(), Sync(quorum=2), BoundedStaleness(1), Async(fold=3), LocalSteps(2, fragments=2), AllReduce(), Alternating(),
-)  # fmt: skip
+POLICIES = (Sync(), Sync(quorum=2), BoundedStaleness(1), Async(fold=3), LocalSteps(2, fragments=2), AllReduce())
 
 
 def _command(*arguments: str) -> subprocess.CompletedProcess[str]:

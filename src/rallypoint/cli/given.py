@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from rallypoint.cli.app import GONE
 from rallypoint.errors import ConfigError, UsageError, meant, to_install
 from rallypoint.launch.plan import RUN_FILE
 
@@ -34,6 +35,8 @@ def without_settings(given: list[str]) -> tuple[list[str], list[str]]:
 def recipe_argv(recipe: str, arguments: list[str]) -> list[str]:
     from rallypoint.recipes import RECIPES
 
+    if why := GONE.get(f"train {recipe}"):
+        raise UsageError(f"the recipe {recipe} is gone: {why}")
     if recipe not in RECIPES:
         raise UsageError(f"there is no recipe {recipe}: choose one of {', '.join(sorted(RECIPES))}")
     argv = [sys.executable, "-P", "-m", RECIPES[recipe], *arguments]

@@ -60,7 +60,7 @@ def run(
 @with_options(RunOptions)
 def train(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="gpt, resnet, gan, finetune; all after it is passed on to the recipe.")],
+    recipe: Annotated[str, typer.Argument(help="gpt, resnet, finetune; all after it is passed on to the recipe.")],
     options: RunOptions,
 ) -> None:
     """Train a ready-made recipe on real data.
@@ -80,7 +80,7 @@ def train(
 @with_options(RunOptions, _CHAOS)
 def chaos(
     context: typer.Context, options: RunOptions,
-    recipe: Annotated[str, typer.Argument(help="gpt, resnet, gan, finetune; all after it is passed on to it.")] = "gpt",
+    recipe: Annotated[str, typer.Argument(help="gpt, resnet, finetune; all after it is passed on to it.")] = "gpt",
     kills: Annotated[int, typer.Option(
         min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGKILLs, spread over all roles.",
     )] = 10,

@@ -1,12 +1,10 @@
-"""The shards that each round updates, where rounds are staggered: by the periods of groups and by fragments; or where
-steps update several models alternately."""
+"""The shards that each round updates, where rounds are staggered: by the periods of groups and by fragments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rallypoint.config.groups import number_of, own_group
-from rallypoint.config.models import period_of
+from rallypoint.config.groups import own_group
 from rallypoint.config.tree import JobConfig
 from rallypoint.core.cadence import EVERY_ROUND, TOGETHER, Cadence, Period, cut_evenly, cycle, first_empty
 from rallypoint.core.layout import Shard
@@ -18,13 +16,11 @@ _LONGEST_CYCLE = 1 << 12  # rounds
 def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
     """Return the shards that each round updates.
 
-    With `alternate`, a model's shards have the model's steps. A group with a `sync_every` has that period. All other
-    parameters are cut into `fragments` runs of consecutive shards, of about equal size; each round updates one run.
+    A group with a `sync_every` has that period. All other parameters are cut into `fragments` runs of consecutive
+    shards, of about equal size; each round updates one run.
     Buffers are updated in every round: they are small, and each of a replica's rounds starts with them. Raises
     ConfigError when there are more fragments than shards, or when a round would update nothing.
     """
-    if config.alternate:
-        return _alternating(config, shards)
     if config.local is None or not config.staggered:
         return TOGETHER
     fragments, size = config.local.fragments, config.steps_per_round
@@ -43,15 +39,6 @@ def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
     indices = {period: index for index, period in enumerate(periods)}
     period_of = tuple(indices[own[s.index]] if s.index in own else EVERY_ROUND for s in shards)
     return Cadence(tuple(periods), config.rounds, period_of)
-
-
-def _alternating(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
-    """A model's shards are due in its steps, buffers in every step. The last step updates no others."""
-    models = [None if shard.group < 0 else number_of(config, shard.group) for shard in shards]
-    periods = {model: period_of(config, model) for model in sorted({model for model in models if model is not None})}
-    different = tuple(sorted(set(periods.values()), key=lambda period: (period.first, period.more)))
-    of = tuple(EVERY_ROUND if model is None else different.index(periods[model]) for model in models)
-    return Cadence(different, config.rounds, of, closes=False)
 
 
 def _own_period(config: JobConfig, group: int) -> Period | None:

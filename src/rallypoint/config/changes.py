@@ -18,8 +18,6 @@ _MODE = "a snapshot can only go on in the mode in which it was taken"
 _FIXED = {
     "replicas": _SAMPLES, "batch": _SAMPLES, "seed": _SAMPLES, "order": _SAMPLES,
     "shard_bytes": _LAYOUT, "groups": _LAYOUT, "decay_1d": _LAYOUT, "optimizer.adamw": _LAYOUT,
-    "alternate": "the versions of each model's shards in the snapshot follow from it", "batch_for": _SAMPLES,
-    "optimizers": "the snapshot holds these models",
     "precision": "the loss scale of fp16 is in the snapshot, or is not",
     "loss_scale.init_scale": "it is for the first step, which the job has made",
     "codec": "what workers have not sent yet is in the snapshot, as this codec keeps it",
@@ -74,11 +72,11 @@ def _why_not(change: Change, config: JobConfig) -> str:
     """Return why a setting cannot change when a job goes on; "" if it can."""
     if config.own_optimizer and change.key.startswith("optimizer"):
         return "workers step the script's own optimizer, so this setting has no effect: change it in the script"
+    if change.key.startswith("optimizer") and any(group.optimizer is not None for group in config.groups):
+        return "each key of the store has an optimizer of its own, which the script says"
     if change.key == "steps" and config.staggered:
         return "rounds are staggered, and which shards the snapshot has at which version depends on it"
     parts = change.key.split(".")
-    if parts[0] == "optimizers" and len(parts) > 2:
-        parts = ["optimizer", *parts[2:]]
     path = [".".join(parts[: n + 1]) for n in range(len(parts))]
     if change.key == "precision" and "fp16" not in (change.before, change.after):
         return ""

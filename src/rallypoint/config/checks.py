@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD
-from rallypoint.config.models import check_models
 from rallypoint.config.tree import JobConfig, optimizers_of
 from rallypoint.core.layout import MOST_SHARD_BYTES, Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
@@ -25,7 +24,6 @@ def check(config: JobConfig) -> None:
     _check_mode(config)
     _check_rates(config)
     _check_periods(config)
-    check_models(config)
     if why := refusal(config.mode.name, config.features):
         raise ConfigError(why)
     if config.hold == "bf16" and config.precision != "bf16":
@@ -41,10 +39,11 @@ def check(config: JobConfig) -> None:
         )
     if config.precision == "fp16" and config.nonfinite == "continue":
         raise ConfigError('precision="fp16" skips steps that overflow: set nonfinite to "stop" or "skip"')
+    if not config.keyed and any(group.optimizer is not None for group in config.groups):
+        raise ConfigError("optimizer= of a group is set by job.store: give job.train one optimizer")
     for optimizer in optimizers_of(config):
         _check_optimizer(optimizer)
-    applied = optimizers_of(config) if config.optimizers else (config.applied,)
-    plain = all(isinstance(optimizer, SGD) and not optimizer.momentum for optimizer in applied)
+    plain = isinstance(config.applied, SGD) and not config.applied.momentum
     if not plain and any(isinstance(codec, DGC) for codec in config.codecs):
         raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
     for codec in config.codecs:

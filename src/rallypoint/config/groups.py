@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
 from rallypoint.codec.spec import CodecSpec, PowerSGD, Raw
-from rallypoint.config.models import model_of, of_model
 from rallypoint.config.tree import Group, JobConfig
 from rallypoint.core.layout import MOST_SHARD_BYTES, WORD_BYTES, TensorSpec
 from rallypoint.core.optimizer import Muon
@@ -23,39 +22,24 @@ class GroupSettings(msgspec.Struct, frozen=True):
 
 
 def group_of(config: JobConfig, name: str, dimensions: int) -> int:
-    """Return a parameter's optimizer group: 0 decayed, 1 not decayed (norms, biases), 2 and up the user's own.
-
-    A job of several models has these groups once for each model, one model after the other.
-    """
-    first = _groups_of_one(config) * model_of(config, name)
+    """Return a parameter's optimizer group: 0 decayed, 1 not decayed (norms, biases), 2 and up the user's own."""
     for index, group in enumerate(config.groups):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match):
-            return first + 2 + index
-    return first + (0 if config.decay_1d or dimensions >= 2 else 1)
+            return 2 + index
+    return 0 if config.decay_1d or dimensions >= 2 else 1
 
 
 def of_group(config: JobConfig, group: int) -> JobConfig:
-    """Return the settings of the model whose parameters this group has, as if it were trained alone.
-
-    For buffers (group -1) and in a job of one model: `config` itself.
-    """
-    return of_model(config, number_of(config, group)) if group >= 0 else config
-
-
-def number_of(config: JobConfig, group: int) -> int:
-    """Return the number of the model whose parameters this group has."""
-    return group // _groups_of_one(config) if config.optimizers else 0
+    """Return the job's settings with the group's own optimizer, if it has one: a key of a store may."""
+    own = own_group(config, group)
+    if own is None or own.optimizer is None:
+        return config
+    return msgspec.structs.replace(config, optimizer=own.optimizer)
 
 
 def own_group(config: JobConfig, group: int) -> Group | None:
     """Return the user's own group that this optimizer group is of; None for the others."""
-    of_one = group % _groups_of_one(config)
-    return config.groups[of_one - 2] if group >= 0 and of_one >= 2 else None
-
-
-def _groups_of_one(config: JobConfig) -> int:
-    """Groups of one model."""
-    return 2 + len(config.groups)
+    return config.groups[group - 2] if group >= 2 else None
 
 
 def settings_of(config: JobConfig, group: int) -> GroupSettings:
@@ -63,7 +47,7 @@ def settings_of(config: JobConfig, group: int) -> GroupSettings:
     decay = of_group(config, group).optimizer.weight_decay
     if (own := own_group(config, group)) is not None:
         return GroupSettings(decay if own.weight_decay is None else own.weight_decay, own.lr_scale)
-    return GroupSettings(decay if group % _groups_of_one(config) == 0 else 0.0, 1.0)
+    return GroupSettings(decay if group == 0 else 0.0, 1.0)
 
 
 def settings_applied(config: JobConfig, group: int) -> GroupSettings:
@@ -89,13 +73,19 @@ def matrices_of(config: JobConfig, specs: Iterable[TensorSpec]) -> frozenset[str
 
     Raises ModelError for one that is larger than the largest shard, and for a pattern that matches no parameter.
     """
-    found: list[TensorSpec] = []
+    muon = config.optimizer
+    if not isinstance(muon, Muon):
+        return frozenset()
     specs = [spec for spec in specs if spec.group >= 0]
-    for model in range(max(1, len(config.optimizers))):
-        muon = of_model(config, model).optimizer
-        if isinstance(muon, Muon):
-            own = [spec for spec in specs if model_of(config, spec.name) == model]
-            found += _matrices_of(muon, own)
+    for pattern in muon.adamw:
+        if not any(fnmatch.fnmatchcase(spec.name, pattern) for spec in specs):
+            names = ", ".join(spec.name for spec in specs[-3:])
+            raise ModelError(
+                f"rp.Muon(adamw=...): no trained parameter's name matches {pattern!r}. Of tied parameters the first "
+                f"name counts, as in model.named_parameters(); the last ones here are {names}"
+            )
+    matrices = [spec for spec in specs if len(spec.shape) == 2]
+    found = [spec for spec in matrices if not any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in muon.adamw)]
     for spec in found:
         if spec.numel * WORD_BYTES > MOST_SHARD_BYTES:
             raise ModelError(
@@ -105,20 +95,7 @@ def matrices_of(config: JobConfig, specs: Iterable[TensorSpec]) -> frozenset[str
     return frozenset(spec.name for spec in found)
 
 
-def _matrices_of(muon: Muon, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    for pattern in muon.adamw:
-        if not any(fnmatch.fnmatchcase(spec.name, pattern) for spec in specs):
-            names = ", ".join(spec.name for spec in specs[-3:])
-            raise ModelError(
-                f"rp.Muon(adamw=...): no trained parameter's name matches {pattern!r}. Of tied parameters the first "
-                f"name counts, as in model.named_parameters(); the last ones here are {names}"
-            )
-    matrices = [spec for spec in specs if len(spec.shape) == 2]
-    return [spec for spec in matrices if not any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in muon.adamw)]
-
-
 def ranks_of(config: JobConfig) -> dict[int, int]:
     """Return the PowerSGD rank of each optimizer group that uses it. The layout is cut accordingly."""
-    groups = range(_groups_of_one(config) * max(1, len(config.optimizers)))
-    codecs = {group: codec_of(config, group) for group in groups}
+    codecs = {group: codec_of(config, group) for group in range(2 + len(config.groups))}
     return {group: codec.rank for group, codec in codecs.items() if isinstance(codec, PowerSGD)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from rallypoint.codec.spec import CodecSpec
@@ -20,10 +20,7 @@ class Settings(TypedDict, total=False):
     replicas: int
     batch: int
     steps: int
-    optimizer: Optimizer | Mapping[str, Optimizer]
-    optimizers: dict[str, Optimizer]
-    alternate: Sequence[str | Sequence[str]]
-    batch_for: Literal["iteration", "step"]
+    optimizer: Optimizer
     sync: Mode
     accumulate: int
     scale_lr: Literal["none", "linear", "sqrt"]

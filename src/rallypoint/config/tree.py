@@ -30,6 +30,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Under LocalSteps a group may have its own period: it is synchronised after n steps of the job, for each n with
     ``n % sync_every == sync_offset``. None: together with all other parameters.
+
+    `optimizer` is set by `job.store` only: that of a key. None: the job's.
     """
 
     match: tuple[str, ...]
@@ -38,6 +40,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     codec: CodecSpec | None = None
     sync_every: int | None = None
     sync_offset: int = 0
+    optimizer: Optimizer | None = None
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -48,10 +51,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         batch, steps: samples of one replica at one step; updates to make.
         optimizer: the optimizer on the servers (under LocalSteps: the workers' between two synchronisations; under
             AllReduce: every worker's, which steps with the mean gradient).
-        optimizers: the optimizer of each model, by name, where a job trains several; `optimizer` has no effect then.
-        alternate: the models that each step updates: step t entry ``t % len(alternate)``, a name or several. Empty:
-            every step updates all.
-        batch_for: "iteration": all steps of one pass through `alternate` use the same samples; "step": each its own.
         sync: the mode: how workers and servers synchronise.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
         scale_lr: "linear" multiplies the rates of `optimizer` by replicas * batch / base_batch, "sqrt" by its root.
@@ -122,9 +121,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch: int = 32
     steps: int = 100
     optimizer: Optimizer = AdamW()
-    optimizers: dict[str, Optimizer] = {}
-    alternate: tuple[str | tuple[str, ...], ...] = ()
-    batch_for: Literal["iteration", "step"] = "iteration"
     sync: Mode = Sync()
     accumulate: int = 1
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
@@ -316,7 +312,8 @@ def paces_by_port(config: JobConfig) -> bool:
 
 def optimizers_of(config: JobConfig) -> tuple[Optimizer, ...]:
     """Return all optimizers of the job, on workers or servers."""
-    return tuple(config.optimizers.values()) or (config.optimizer, config.applied)
+    own = (group.optimizer for group in config.groups)
+    return (config.optimizer, config.applied, *(optimizer for optimizer in own if optimizer is not None))
 
 
 def features_of(config: JobConfig) -> frozenset[Feature]:
@@ -328,7 +325,6 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.SKIP: config.nonfinite == "skip",
         Feature.ACCUMULATE: config.accumulate > 1,
         Feature.GROUPS: any(group.weight_decay is not None or group.lr_scale != 1.0 for group in groups),
-        Feature.MODELS: bool(config.optimizers), Feature.ALTERNATE: bool(config.alternate),
         Feature.SUMS: any(isinstance(optimizer, Sum) for optimizer in optimizers_of(config)),
         Feature.MUON: any(isinstance(optimizer, Muon) for optimizer in optimizers_of(config)),
         Feature.CODEC: any(codec != Raw() for codec in config.codecs),

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 RECIPES = {
     "gpt": "rallypoint.recipes.gpt",
     "finetune": "rallypoint.recipes.finetune",
-    "gan": "rallypoint.recipes.gan",
     "resnet": "rallypoint.recipes.resnet",
 }
 """The module of each recipe; its `main(argv)` trains and returns the exit status."""
@@ -31,7 +30,6 @@ RECIPES = {
 DESCRIPTIONS = {
     "gpt": "A byte-level GPT on any folder of text (default: Python's own standard library).",
     "finetune": "A causal language model of Hugging Face, in a local folder, on any folder of text.",
-    "gan": "A small DCGAN on the same digits: two models that are updated alternately.",
     "resnet": "A small ResNet with BatchNorm on scikit-learn's handwritten digits.",
 }
 """What each recipe does, in one sentence."""

@@ -83,7 +83,7 @@ def train(settings: Settings, *, source: Path, data: Path | None, device: torch.
                 micro.backward(model(**_arguments(micro.batch)).loss)
         if run.lead:
             _finish(model, tokenizer, validation, before, out or run.folder / "model")
-            print(save_picture(run.folder, run.folder))
+            print(save_picture(run.folder))
 
 
 def evaluate(model: Any, validation: Windows | TensorDataset) -> dict[str, float]:

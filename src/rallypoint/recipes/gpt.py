@@ -118,7 +118,7 @@ def train(
             whole = model if job.ranks == 1 else _gathered(model)
             if run.lead:
                 _finish(whole, validation, out or run.folder)
-                print(save_picture(run.folder, run.folder))
+                print(save_picture(run.folder))
 
 
 def _spread(model: GPT, ranks: int) -> rp.Parallel | None:

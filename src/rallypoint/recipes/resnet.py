@@ -87,7 +87,7 @@ def train(settings: Settings, *, device: torch.device, out: Path | None) -> None
                 micro.backward(model.loss(images, labels))
         if run.lead:
             _finish(model, validation_images, out or run.folder)
-            print(save_picture(run.folder, run.folder))
+            print(save_picture(run.folder))
 
 
 @torch.no_grad()

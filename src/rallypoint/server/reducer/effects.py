@@ -183,15 +183,13 @@ class Effects:
             desk.replication.send_update(index, effect, finished)
 
     def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
-        """The update, with its step in the learning-rate schedule counted in the job's rounds (where models are updated
-        alternately: in the shard's updates, which are its model's), and the reductions and the operator's factors that
-        count for it: this server has the view that says them (see `View.limit`, `core.shard.ordering.hold`)."""
+        """The update, with its step in the learning-rate schedule counted in the job's rounds, and the reductions and
+        the operator's factors that count for it: this server has the view that says them (see `View.limit`,
+        `core.shard.ordering.hold`)."""
         view = self._desk.shell.machine.view
         if view is not None and (view.reductions or view.scales):
             reductions, scale = reductions_at(view.reductions, effect.step), scale_at(view.scales, effect.step)
             effect = replace(effect, reductions=reductions, rate=effect.rate * scale)
-        if self._cadence.together or self._desk.job.config.alternate:
-            return effect
         return replace(effect, step=self._cadence.round_of(index, effect.step))
 
     def in_ledger(self, index: int, version: int) -> bool:

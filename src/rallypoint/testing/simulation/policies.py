@@ -11,7 +11,7 @@ WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
     "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped, "
-    "alternating, carrying or carrying:WORD, store or store:WORD, "
+    "carrying or carrying:WORD, store or store:WORD, "
     "paused or paused:WORD, rescaled or rescaled:WORD, uneven or uneven:WORD, resumed or resumed:WORD"
 )
 
@@ -82,11 +82,6 @@ class Flipped:
 
 
 @dataclass(frozen=True)
-class Alternating:
-    """A synchronous job of several models that steps update alternately."""
-
-
-@dataclass(frozen=True)
 class Carrying:
     """A job whose replicas carry a state from step to step."""
 
@@ -100,11 +95,10 @@ class Keyed:
     sync: Sync | BoundedStaleness | Async = field(default_factory=Sync)
 
 
-_Alone = Alternating | Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped
-_Together = Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped  # whose steps are those of all shards
+_Alone = Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped
 _ALONE: dict[str, type[_Alone]] = {
     "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "audited": Audited, "audited:wrong": AuditedWrong,
-    "flipped": Flipped, "alternating": Alternating,
+    "flipped": Flipped,
 }  # fmt: skip
 _Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Carrying | Keyed
 
@@ -157,7 +151,7 @@ def parse_policy(text: str) -> Played:
         of = parse_policy(number) if colon else Sync()
         whole = of.of if isinstance(of, Paused) else of
         mode = whole.sync if isinstance(whole, Stopped) else whole
-        if not isinstance(of, Rescaled | Uneven | Resumed) and (mode == Sync() or isinstance(mode, _Together)):
+        if not isinstance(of, Rescaled | Uneven | Resumed) and (mode == Sync() or isinstance(mode, _Alone)):
             return Rescaled(of)
     if name == "uneven":
         inside = parse_policy(number) if colon else Sync()
@@ -219,7 +213,7 @@ def _parse_mode(text: str) -> Mode:
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
     match policy:
-        case Alternating() | Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong() | Flipped():
+        case Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong() | Flipped():
             return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
         case Paused(of=played):
             of = word_for(played)

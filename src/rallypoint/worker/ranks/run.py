@@ -164,7 +164,7 @@ class RankRun:
             self._computed = 0
             for index in range(self._config.accumulate):
                 batch = self._batches.load(step, replica, index)
-                yield Micro(self, self._config, step=step, replica=replica, index=index, batch=batch)
+                yield Micro(self, step=step, replica=replica, index=index, batch=batch)
                 if self._computed == index:
                     raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
         group.at(COMPUTED)

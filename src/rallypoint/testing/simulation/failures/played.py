@@ -13,7 +13,6 @@ from rallypoint.testing.simulation.operating.plans import PAUSE
 from rallypoint.testing.simulation.operating.resuming import RESUME
 from rallypoint.testing.simulation.plan import Plan
 from rallypoint.testing.simulation.policies import (
-    Alternating,
     Audited,
     AuditedWrong,
     Carrying,
@@ -59,8 +58,8 @@ def played_by(plan: Plan) -> Played:
         return AuditedWrong() if job.audits.wrong else Audited()
     if isinstance(job, FlippedJob) or job.carries:
         return Carrying(job.sync) if job.carries else Flipped()
-    if job.alternate or job.fp16:
-        return Alternating() if job.alternate else Scaled()
+    if job.fp16:
+        return Scaled()
     if job.every:
         return Deciding() if job.rules.steers else Evaluating()
     if job.tables:
