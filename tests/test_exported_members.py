@@ -54,6 +54,7 @@ EXPORTED = [
     "cosine",
     "join",
     "linear",
+    "scaled_lr",
     "step_decay",
     "tabulated",
     "wrap",

@@ -107,12 +107,13 @@ def _expanded() -> torch.nn.Module:
         ({"batch_size": 4}, "unknown field `batch_size`: a replica's samples at a step are batch="),
         ({"epochs": 4}, "unknown field `epochs`: give steps="),
         ({"alternate": ("a", "b")}, "alternate is gone: models that take turns, .* are keys of job.store"),
+        ({"base_batch": 64}, r"base_batch is gone: give the number, .*rp\.scaled_lr"),
         ({"callback": print}, "unknown field `callback`: docs/usage.md has a table of its settings"),
         ({"clip": print}, "clip is a builtins.builtin_function_or_method: settings are data"),
     ],
     ids=[
         "lr", "optimizer", "no parentheses", "a mode's class", "a mode that needs steps", "torch's class",
-        "a mode's name", "no mode's name", "an optimizer's name", "lr outside", "batch_size", "epochs", "gone",
+        "a mode's name", "no mode's name", "an optimizer's name", "lr outside", "batch_size", "epochs", "gone", "too",
         "unknown", "object",
     ],
 )

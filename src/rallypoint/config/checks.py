@@ -10,7 +10,7 @@ from rallypoint.config.tree import JobConfig, optimizers_of
 from rallypoint.core.layout import MOST_SHARD_BYTES, Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.optimizer import SGD, Adagrad, Muon, Optimizer
-from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
+from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.core.schedule import Table
 from rallypoint.errors import ConfigError
 
@@ -22,7 +22,6 @@ def check(config: JobConfig) -> None:
     if config.batch % config.accumulate:
         raise ConfigError(f"a batch of {config.batch} cannot be cut into accumulate={config.accumulate} equal parts")
     _check_mode(config)
-    _check_rates(config)
     _check_periods(config)
     if why := refusal(config.mode.name, config.features):
         raise ConfigError(why)
@@ -31,11 +30,6 @@ def check(config: JobConfig) -> None:
     if config.streamed and config.precision != "fp32":
         raise ConfigError(
             'parameters="streamed" needs precision="fp32": autocast would keep a bf16 copy of every parameter'
-        )
-    if config.streamed and config.offload != "none":
-        raise ConfigError(
-            'parameters="streamed" with offload="activations" is not supported: parameters would wait in the host\'s '
-            "memory too; leave one of them out"
         )
     if config.precision == "fp16" and config.nonfinite == "continue":
         raise ConfigError('precision="fp16" skips steps that overflow: set nonfinite to "stop" or "skip"')
@@ -59,22 +53,6 @@ def _check_payload(codec: CodecSpec, shard_bytes: int) -> None:
         raise ConfigError(
             f"codec dgc takes 1.5 bytes for each of ratio={codec.ratio} of a shard's, and of shard_bytes={shard_bytes} "
             f"that is more than the {MOST_SHARD_BYTES >> 20} MiB that go in one piece: give a smaller one"
-        )
-
-
-def _check_rates(config: JobConfig) -> None:
-    if config.scale_lr == "none":
-        if config.base_batch:
-            raise ConfigError(f'base_batch={config.base_batch} has no effect: add scale_lr="linear" or "sqrt"')
-        return
-    if not config.base_batch:
-        raise ConfigError(
-            f'scale_lr="{config.scale_lr}" needs base_batch: the global batch in samples for which lr is right'
-        )
-    if isinstance(config.sync, LocalSteps | Async | BoundedStaleness) or config.own_optimizer:
-        raise ConfigError(
-            f'scale_lr="{config.scale_lr}" is for jobs in which one optimizer of the job steps with the mean over the '
-            "global batch (rp.Sync, rp.AllReduce): set the rate itself"
         )
 
 

@@ -23,8 +23,6 @@ class Settings(TypedDict, total=False):
     optimizer: Optimizer
     sync: Mode
     accumulate: int
-    scale_lr: Literal["none", "linear", "sqrt"]
-    base_batch: int
     clip: float | None
     average: EMA | SWA | None
     plateau: ReduceOnPlateau | None
@@ -38,7 +36,6 @@ class Settings(TypedDict, total=False):
     loss_scale: LossScaling
     hold: Literal["fp32", "bf16"]
     recompute: Literal["none", "blocks"]
-    offload: Literal["none", "activations"]
     nonfinite: Literal["stop", "skip", "continue"]
     decay_1d: bool
     groups: Sequence[Group]

@@ -17,7 +17,7 @@ from rallypoint.core.loss_scale import LossScaling
 from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
 from rallypoint.core.optimizer import AdamW, Muon, Optimizer, Sum
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
-from rallypoint.core.schedule import Constant, Schedule, rate_at, scaled
+from rallypoint.core.schedule import Constant, Schedule, rate_at
 from rallypoint.core.typed import build_now
 
 DownSpec = Raw | Fp16 | Bf16 | Int8
@@ -53,8 +53,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             AllReduce: every worker's, which steps with the mean gradient).
         sync: the mode: how workers and servers synchronise.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
-        scale_lr: "linear" multiplies the rates of `optimizer` by replicas * batch / base_batch, "sqrt" by its root.
-        base_batch: the global batch, in samples, for which the rates are right; needed with `scale_lr`.
         clip: global gradient norm at which to clip, or None.
         average: rp.EMA or rp.SWA: an average of the parameters that servers keep beside them, for export; or None.
         plateau: rp.ReduceOnPlateau: the rates are reduced when a figure of the evaluations no longer improves; or None.
@@ -74,7 +72,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         hold: "bf16": workers hold parameters of two or more dimensions in bf16 (with ``precision="bf16"``), servers in
             fp32. The last version is installed in fp32. `codec` and `down` are then bf16 by default.
         recompute: "blocks": blocks of the model run their forward pass again in the backward pass, and keep less.
-        offload: "activations": what a forward pass keeps on a GPU waits for the backward pass in the host's memory.
         nonfinite: what a NaN or infinite loss or gradient does: "stop" the job, "skip" the step on all servers, or
             "continue" as plain PyTorch would.
         decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
@@ -123,8 +120,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     optimizer: Optimizer = AdamW()
     sync: Mode = Sync()
     accumulate: int = 1
-    scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    base_batch: int = 0
     clip: float | None = None
     average: EMA | SWA | None = None
     plateau: ReduceOnPlateau | None = None
@@ -138,7 +133,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     loss_scale: LossScaling = LossScaling()
     hold: Literal["fp32", "bf16"] = "fp32"
     recompute: Literal["none", "blocks"] = "none"
-    offload: Literal["none", "activations"] = "none"
     nonfinite: Literal["stop", "skip", "continue"] = "stop"
     decay_1d: bool = False
     groups: tuple[Group, ...] = ()
@@ -167,12 +161,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @cached_property
     def schedule(self) -> Schedule:
         """The learning rate of `optimizer`, over the job's steps."""
-        return scaled(schedule_of(self.optimizer), self._rate_factor)
-
-    @property
-    def _rate_factor(self) -> float:
-        ratio = self.replicas * self.batch / self.base_batch if self.base_batch else 1.0
-        return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.scale_lr]
+        return schedule_of(self.optimizer)
 
     @cached_property
     def policy(self) -> ServerPolicy:
