@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from rallypoint.errors import ConfigError, DataError
-from rallypoint.recipes import DESCRIPTIONS, RECIPES, choose_device, save_patiently
+from rallypoint.recipes import DESCRIPTIONS, RECIPES
 from rallypoint.recipes import gpt as gpt_recipe
 from rallypoint.recipes import resnet as resnet_recipe
 from rallypoint.recipes.digits import load_digits
 from rallypoint.recipes.gpt_model import GPT, VOCABULARY, GPTConfig
+from rallypoint.recipes.recipe import choose_device, save_patiently
 from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
-from rallypoint.recipes.text import TextDataset, load_text, read_bytes, split_files
-from rallypoint.recipes.text_files import list_text_files, stdlib_folder
+from rallypoint.recipes.text import TextDataset, list_text_files, load_text, read_bytes, split_files, stdlib_folder
 
 SMALLEST = GPTConfig(layers=2, heads=2, width=16, block=24)
 

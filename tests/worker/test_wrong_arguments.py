@@ -107,7 +107,7 @@ def _expanded() -> torch.nn.Module:
         ({"batch_size": 4}, "unknown field `batch_size`: a replica's samples at a step are batch="),
         ({"epochs": 4}, "unknown field `epochs`: give steps="),
         ({"alternate": ("a", "b")}, "alternate is gone: models that take turns, .* are keys of job.store"),
-        ({"base_batch": 64}, r"base_batch is gone: give the number, .*rp\.scaled_lr"),
+        ({"base_batch": 64}, r"base_batch is gone: give the rate, .*rp\.scaled_lr"),
         ({"callback": print}, "unknown field `callback`: docs/usage.md has a table of its settings"),
         ({"clip": print}, "clip is a builtins.builtin_function_or_method: settings are data"),
     ],
