@@ -6,9 +6,9 @@ overrides (`--set optimizer.lr.peak=1e-3`). The resolved tree is part of the job
 
 from __future__ import annotations
 
-from rallypoint.config.cadence import cadence_of
 from rallypoint.config.groups import (
     GroupSettings,
+    cadence_of,
     codec_of,
     group_of,
     matrices_of,

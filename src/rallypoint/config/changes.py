@@ -1,4 +1,4 @@
-"""The settings that may change when a job goes on from a snapshot, and the job's record with the changes."""
+"""The record of a job that goes on: as a snapshot or a journal has it, and with the settings that may change."""
 
 from __future__ import annotations
 
@@ -41,6 +41,36 @@ class Change(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.key} is {_shown(self.after)} (it was {_shown(self.before)})"
+
+
+def kept_record(data: Mapping[str, Any], source: str) -> JobRecord:
+    """Return the record in `data`, which is plain data.
+
+    `source` says where it was stored; error messages begin with it.
+
+    A record from before modes had descriptions has none, and would be read as one of `rp.Sync()`. So everything that
+    follows from its configuration and its layout is computed again. Raises msgspec.ValidationError when `data` is no
+    record, ConfigError when such an old job cannot continue in its mode.
+    """
+    record = msgspec.convert(data, JobRecord)
+    return record if "mode" in data else _completed(record, source)
+
+
+def _completed(record: JobRecord, source: str) -> JobRecord:
+    try:
+        new = record_of(
+            parse(record.config), record.layout, record.frozen, data=record.data, tied=record.tied,
+            threads=record.threads,
+        )  # fmt: skip
+    except ConfigError as error:
+        raise ConfigError(f"{source} is of a job that cannot go on: {error}") from None
+    if new.rounds != record.rounds:
+        raise ConfigError(
+            f"{source} is of a job of {record.rounds} rounds, and this version of Rallypoint makes {new.rounds} of its "
+            "settings: use the version that wrote it"
+        )
+    # Encode and decode, as if it came from a worker: lists replace tuples, and members compare configurations.
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=JobRecord)
 
 
 def changed_record(record: JobRecord, overrides: Mapping[str, Any], version: int) -> tuple[JobRecord, list[Change]]:

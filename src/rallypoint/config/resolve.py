@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.config.cadence import cadence_of
 from rallypoint.config.checks import check, features_with
+from rallypoint.config.groups import cadence_of
 from rallypoint.config.keys import GONE
 from rallypoint.config.tree import JobConfig
 from rallypoint.config.values import wrong_value

@@ -299,6 +299,20 @@ def paces_by_port(config: JobConfig) -> bool:
     return config.pacing == "auto" and not (config.keyed or config.streamed or config.staggered)
 
 
+def steps_plainly(config: JobConfig) -> bool:
+    """True if each version is one step of `config.optimizer` with the mean gradient of all replicas.
+
+    Then a snapshot has what a checkpoint of plain training has: parameters, and that optimizer's state.
+    """
+    rounds = config.mode.pace is Pace.ROUNDS and config.mode.contribution is Contribution.GRADIENT
+    return rounds and config.quorum is None and not config.own_optimizer
+
+
+def step_by_step(config: JobConfig) -> bool:
+    """True if no replica begins a step before all have made the one before."""
+    return config.mode.clock is Clock.STEP
+
+
 def optimizers_of(config: JobConfig) -> tuple[Optimizer, ...]:
     """Return all optimizers of the job, on workers or servers."""
     own = (group.optimizer for group in config.groups)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rallypoint.config import JobConfig
-from rallypoint.config.plain import step_by_step
+from rallypoint.config.tree import step_by_step
 from rallypoint.core.streams.order import StreamOrder
 from rallypoint.data.streams.opening import PartIterator, asked_for
 from rallypoint.data.streams.reader import Reader

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.config.plain import steps_plainly
+from rallypoint.config.tree import steps_plainly
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Layout, Shard
 from rallypoint.core.modes import Feature

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rallypoint.config.plain import steps_plainly
 from rallypoint.config.resolve import parse
+from rallypoint.config.tree import steps_plainly
 from rallypoint.core.deciding.scales import scale_at
 from rallypoint.core.job import JobRecord
 from rallypoint.errors import SnapshotFailed
