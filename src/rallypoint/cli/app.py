@@ -23,6 +23,10 @@ app = typer.Typer(
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 START, RUNNING, AFTER, BY_HAND = "Start a job", "While a job runs", "Afterwards", "A cluster by hand"
 PANELS = (START, RUNNING, AFTER, BY_HAND)  # in the order of `rallypoint --help`
+GONE = {  # commands that earlier versions had: what to do instead
+    "train finetune": "it is a script now: rallypoint run examples/finetune.py --model gpt2 --data texts",
+    "train gan": "it is a script now, with job.store in place of job.train: rallypoint run examples/gan.py",
+}
 FIRST = ("run", "train")  # of their panel's commands; the others follow as they were registered
 
 
