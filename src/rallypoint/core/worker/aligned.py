@@ -184,7 +184,7 @@ class WorkerMachine(SlotMachine):
             case Landed(shard=shard):
                 if self._slots[shard] is Slot.LANDING:
                     self._slots[shard] = Slot.LANDED
-                return self._seek() if self._versions.held[shard] != self._versions.right(shard, self.target) else []
+                return self._seek() if self._versions.held[shard] != self.cadence.next_due(shard, self.target) else []
             case ReplicaComputed() | ReplicaAbandoned():
                 self._computing, self._wanted, self.rewound = None, frozenset(), False
                 self._slots.free(Slot.FILLING)
@@ -236,10 +236,10 @@ class WorkerMachine(SlotMachine):
         before = self.target
         self._versions.exists(shard, version, whole=event.whole)
         target = self.target
-        right = self._versions.right(shard, target)
+        right = self.cadence.next_due(shard, target)
         usable = not self._finishing and (event.whole or self.step >= 0)
         # While no version of the other shards is known (at the start, or after joining), take any version that comes.
-        expected = version > self._versions.right(shard, self.step) and right in (-1, version)
+        expected = version > self.cadence.next_due(shard, self.step) and right in (-1, version)
         if usable and expected and self._versions.has_room(shard, right):
             self._slots[shard] = Slot.LANDING
             self._versions.held[shard] = version
@@ -325,7 +325,7 @@ class WorkerMachine(SlotMachine):
         for shard in range(self.shards) if only is None else (only,):
             wanted = self._versions.wanted(shard, target) and self._changes(shard, target)
             if wanted and self._home(shard) in self._links:
-                self._versions.asked[shard] = self._versions.right(shard, target)
+                self._versions.asked[shard] = self.cadence.next_due(shard, target)
                 effects.append(Fetch(shard, self.cadence.updates_before(shard, target), self._home(shard)))
         return effects
 

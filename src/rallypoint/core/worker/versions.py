@@ -15,12 +15,10 @@ class Versions:
         whole: the newest of these that a worker can start from; -1 while none is known.
         held: the version in each slot that is LANDING or LANDED; without meaning for other slots.
         asked: the version that was fetched and has not come; -1 if none.
-        right: of a shard and a step: the version that belongs to the step, the next round in which the shard is due.
     """
 
     def __init__(self, slots: Slots, cadence: Cadence) -> None:
-        self._slots = slots
-        self.right = cadence.next_due
+        self._slots, self._cadence = slots, cadence
         self.newest = self.whole = Lowest(0, -1)
         self.held: list[int] = []
         self.asked: list[int] = []
@@ -52,11 +50,11 @@ class Versions:
 
     def landed(self, shard: int, target: int) -> bool:
         """True if the slot holds the shard's version of `target`."""
-        return self._slots[shard] is Slot.LANDED and self.held[shard] == self.right(shard, target)
+        return self._slots[shard] is Slot.LANDED and self.held[shard] == self._cadence.next_due(shard, target)
 
     def wanted(self, shard: int, target: int) -> bool:
         """True if the shard's version of `target` exists, is not here and was not fetched."""
-        right = self.right(shard, target)
+        right = self._cadence.next_due(shard, target)
         return self.newest[shard] >= right and self.asked[shard] != right and self.has_room(shard, right)
 
     def validate(self) -> None:
