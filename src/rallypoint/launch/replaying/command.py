@@ -20,14 +20,14 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.deciding.scales import merged
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
+from rallypoint.core.view import Scale
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.code.kept import CODE, worker_argv
 from rallypoint.launch.code.trusted import refuse_others_script, refuse_others_words
 from rallypoint.launch.plan import Launch, read_plan
-from rallypoint.launch.replaying import comparing
+from rallypoint.launch.replaying import digests
 from rallypoint.launch.replaying.losses import Spike, first_spike, recorded_losses
-from rallypoint.launch.replaying.task import Answer, Looked, Probed, Task
 from rallypoint.observe.lines import printable
 from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import SnapshotStore
@@ -39,8 +39,7 @@ class Wanted:
 
     Attributes:
         step: the step; -1: the first whose recorded loss stands out.
-        replica: which of its replicas; -1: all.
-        debug: open the debugger in the forward pass of that replica.
+        replica: which of its replicas; -1: all, and of a step that stands out the one with the highest loss.
         on_cpu: hide the GPUs.
         current: run the script as it is now, not the copy that the run has kept.
         quiet: what the script prints goes to the error stream.
@@ -48,17 +47,67 @@ class Wanted:
 
     step: int = -1
     replica: int = -1
-    debug: bool = False
     on_cpu: bool = False
     current: bool = False
     quiet: bool = False
 
 
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process that computes is asked for, as a file in a folder of its own.
+
+    Attributes:
+        snapshots, snapshot: where to begin.
+        step: the step to look at.
+        settings: settings over those of the run, nested: none changes a byte.
+        reductions: the versions from which on the run has reduced its rates once more (`plateau`), ascending.
+        scales: the factors on the learning rate that the run's operators have ordered.
+        folder: where the replay keeps its log and its digests.
+        answer: the file for the `Answer`.
+    """
+
+    snapshots: str
+    snapshot: str
+    step: int
+    settings: dict[str, Any] = {}
+    reductions: tuple[int, ...] = ()
+    scales: tuple[Scale, ...] = ()
+    folder: str
+    answer: str
+
+
+class NotFinite(msgspec.Struct, frozen=True):
+    """The first module of a forward pass whose output is not finite.
+
+    `inputs`, `parameters`: whether its inputs and its own parameters are finite.
+    """
+
+    module: str
+    kind: str
+    inputs: bool
+    parameters: bool
+
+
+class Looked(msgspec.Struct, frozen=True):
+    """One replica at the step. `samples` are positions in the data set, in the order of the batch."""
+
+    replica: int
+    samples: tuple[int, ...]
+    not_finite: NotFinite | None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the process has seen of all replicas, and on which device it has computed."""
+
+    replicas: tuple[Looked, ...]
+    device: str
+
+
 class Replica(msgspec.Struct, frozen=True):
-    """What was seen of a replica, and how it compares."""
+    """What was seen of a replica, its loss as a text, and how its contribution compares."""
 
     seen: Looked
-    compared: comparing.Compared
+    loss: str
+    compared: digests.Compared
 
 
 class Replayed(msgspec.Struct, frozen=True):
@@ -72,7 +121,7 @@ class Replayed(msgspec.Struct, frozen=True):
         version: the version after the step.
         departs: where the replay first differs from the record, as a phrase; "": nowhere.
         spike, usual: why this step, with --find-spike: its loss, and the median of those before.
-        probed: where its loss comes from.
+        losses: with --find-spike, those of all replicas.
     """
 
     step: int
@@ -82,11 +131,11 @@ class Replayed(msgspec.Struct, frozen=True):
     loss: str
     recorded_loss: str
     replicas: tuple[Replica, ...]
-    version: comparing.Version
+    version: digests.Version
     departs: str = ""
     spike: str = ""
     usual: str = ""
-    probed: Probed | None = None
+    losses: tuple[str, ...] = ()
 
 
 def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
@@ -108,13 +157,12 @@ def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
     say(f"from snapshot {printable(manifest.id)}: {_steps(step - manifest.version)} to step {step}")
     with tempfile.TemporaryDirectory(prefix="rallypoint-replay-") as folder:
         task = Task(
-            snapshots=_place(plan.snapshots), snapshot=manifest.id, step=step, replica=wanted.replica,
-            settings=_settings(manifest.job), reductions=reductions, folder=folder,
-            scales=merged(() if state is None else state.scales, manifest.scales),
-            answer=str(Path(folder) / "answer.json"), debug=wanted.debug, probe=spike is not None,
+            snapshots=_place(plan.snapshots), snapshot=manifest.id, step=step, settings=_settings(manifest.job),
+            reductions=reductions, scales=merged(() if state is None else state.scales, manifest.scales),
+            folder=folder, answer=str(Path(folder) / "answer.json"),
         )  # fmt: skip
         answer = _computed(argv, task, manifest.job.threads or plan.threads_at_first, wanted)
-        return _compared(run, task, manifest, answer, spike)
+        return _compared(run, task, manifest, answer, wanted.replica, spike)
 
 
 def _spike_of(run: Path) -> Spike:
@@ -198,7 +246,7 @@ def _computed(argv: tuple[str, ...], task: Task, threads: int, wanted: Wanted) -
     sys.stdout.flush()
     try:
         done = subprocess.run(
-            argv, env=ours, stdin=None if wanted.debug else subprocess.DEVNULL, check=False,
+            argv, env=ours, stdin=subprocess.DEVNULL, check=False,
             stdout=sys.stderr.fileno() if wanted.quiet else None,
         )  # fmt: skip
     except OSError as error:
@@ -209,22 +257,30 @@ def _computed(argv: tuple[str, ...], task: Task, threads: int, wanted: Wanted) -
     return msgspec.json.decode(answer.read_bytes(), type=Answer)
 
 
-def _compared(run: Path, task: Task, manifest: Manifest, answer: Answer, spike: Spike | None) -> Replayed:
+def _compared(run: Path, task: Task, manifest: Manifest, answer: Answer, replica: int, spike: Spike | None) -> Replayed:
     layout, now_in = manifest.job.layout, Path(task.folder)
     then_losses, now_losses = recorded_losses(run), recorded_losses(now_in)
     with KeptFingerprints(run) as then, KeptFingerprints(now_in) as now:
+        losses = {number: one.loss for number, one in now.contributions(task.step).items()}
+        if spike is not None:
+            replica = max(losses, key=lambda number: losses[number] if math.isfinite(losses[number]) else math.inf)
         replicas = tuple(
-            Replica(seen, comparing.contribution(layout, then, now, task.step, seen.replica))
-            for seen in answer.replicas
-        )
+            Replica(seen, repr(losses[seen.replica]),
+                    digests.contribution(layout, then, now, task.step, seen.replica))
+            for seen in answer.replicas if replica in (-1, seen.replica)
+        )  # fmt: skip
         steps = range(manifest.version, task.step + 1)
-        departs = comparing.first_difference(layout, then, now, steps) or _other_loss(then_losses, now_losses, steps)
-        version = comparing.version(layout, then, now, task.step + 1)
-    return Replayed(
+        departs = digests.first_difference(layout, then, now, steps) or _other_loss(then_losses, now_losses, steps)
+        version = digests.version(layout, then, now, task.step + 1)
+    result = Replayed(
         task.step, manifest.id, task.step - manifest.version, answer.device, _text(now_losses, task.step),
-        _text(then_losses, task.step), replicas, version, departs, "" if spike is None else repr(spike.loss),
-        "" if spike is None or math.isnan(spike.usual) else repr(spike.usual), answer.probed,
+        _text(then_losses, task.step), replicas, version, departs,
     )  # fmt: skip
+    if spike is None:
+        return result
+    usual = "" if math.isnan(spike.usual) else repr(spike.usual)
+    of_all = tuple(repr(losses[number]) for number in sorted(losses))
+    return msgspec.structs.replace(result, spike=repr(spike.loss), usual=usual, losses=of_all)
 
 
 def _other_loss(then: dict[int, float], now: dict[int, float], steps: range) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import msgspec
+import torch
 
 from rallypoint.config.changes import changed_record
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.state import Resumed
-from rallypoint.data.spec import Collate, Data, Loader, given
+from rallypoint.data.spec import Collate, Data, Loader
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.launch.replaying.inspection import Inspection, KeptGradients
-from rallypoint.launch.replaying.probes import Probes
-from rallypoint.launch.replaying.samples import described
-from rallypoint.launch.replaying.task import Answer, Looked, Task
+from rallypoint.launch.replaying.command import Answer, Looked, NotFinite, Task
 from rallypoint.parallel.plan import Parallel
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.worker.carried import TrainSettings
@@ -34,16 +33,11 @@ class ReplayedRun(Run):
     What the run has decided from its evaluations is in the task.
     """
 
-    def begin(self, task: Task, dataset: object) -> None:
-        """Look at that step, whose samples are of this data set."""
-        parts = self._parts
-        self._dataset = dataset
-        self._task, self._exact = task, KeptGradients(parts.exchange.layout, self._config.fingerprints, task.step)
-        parts.exchange.replica.contributions = self._exact
-        self._inspection = Inspection(parts.model, parts.exchange.layout, parts.batches, self._exact)
-        sizes = (self._config.replicas, self._config.accumulate)
-        self._probes = Probes(parts.model, parts.batches, self._passes, sizes) if task.probe else None
-        self._wanted = task.replica
+    def begin(self, task: Task) -> None:
+        """Look at that step."""
+        self._task = task
+        self._samples: dict[int, list[int]] = {}  # by replica
+        self._first: dict[int, NotFinite] = {}
 
     def every(self, steps: int, *, priority: Literal["", "high"] = "") -> Any:
         """Leave the evaluation out: what the run has decided from its result is known."""
@@ -64,33 +58,43 @@ class ReplayedRun(Run):
 
     def __iter__(self) -> Iterator[Micro]:
         for micro in super().__iter__():
-            self._inspection.end()
             if micro.step > self._task.step:
                 break
             if micro.step == self._task.step:
-                if self._probes is not None and self._probes.found is None:
-                    yield from self._probes.of(micro.step)
-                    assert self._probes.found is not None
-                    self._wanted = self._probes.found.replica
-                if self._wanted in (-1, micro.replica):
-                    self._inspection.begin(micro, debug=self._task.debug)
+                if not self._samples:
+                    for name, module in self._parts.model.named_modules():
+                        module.register_forward_hook(partial(self._passed, name or "the model"))
+                indices = self._parts.batches.indices(micro.step, micro.replica, micro.index)
+                self._samples.setdefault(micro.replica, []).extend(indices)
+                self._computing = micro.replica
             yield micro
-        self._inspection.end()
         self._answer()
         raise SystemExit(0)  # what the script does after its loop (saving the model) is no part of the replay
 
+    def _passed(self, name: str, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """A forward pass of this module has ended."""
+        if self._computing not in self._first and not _is_finite(output):
+            own = module.parameters(recurse=False)
+            found = NotFinite(name, type(module).__name__, _is_finite(inputs), _is_finite(own))
+            self._first[self._computing] = found
+
     def _answer(self) -> None:
-        found = None if self._probes is None else self._probes.found
-        device = self._parts.tensors.device.type
-        looked = tuple(self._described(one) for one in self._inspection.looked)
-        answer = Answer(looked, found, device)
+        looked = tuple(
+            Looked(replica, tuple(samples), self._first.get(replica)) for replica, samples in self._samples.items()
+        )
+        answer = Answer(looked, self._parts.tensors.device.type)
         Path(self._task.answer).write_bytes(msgspec.json.encode(answer))
 
-    def _described(self, looked: Looked) -> Looked:
-        """With texts for its samples: they are read again now, when no byte depends on it any more."""
-        sizes = self._task.step, looked.replica, self._config.accumulate
-        texts = described(self._dataset, self._parts.batches, *sizes)
-        return msgspec.structs.replace(looked, described=texts)
+
+def _is_finite(values: Any) -> bool:
+    """True if all floating-point numbers in these tensors, also nested, are finite."""
+    if isinstance(values, torch.Tensor):
+        return not values.is_floating_point() or bool(torch.isfinite(values).all())
+    if isinstance(values, dict):
+        return all(_is_finite(value) for value in values.values())
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes):
+        return all(_is_finite(value) for value in values)
+    return True
 
 
 class ReplayJob(EmbeddedJob):
@@ -119,7 +123,7 @@ class ReplayJob(EmbeddedJob):
             own_schedule=own_schedule, parallel=parallel, init=init, **settings,
         )  # fmt: skip
         assert isinstance(run, ReplayedRun)
-        run.begin(self._task, given(dataset).dataset)
+        run.begin(self._task)
         return run
 
 

@@ -38,8 +38,8 @@ class Contributions:
         if self.active and (place := self._places.get(shard)) is not None:
             self._digests[place] = digest_of(gradient, weight)
 
-    def take(self, loss: float) -> bytes:
-        """The replica is computed, with this mean loss: return the digests in the order of `dense_shards`.
+    def take(self) -> bytes:
+        """The replica is computed: return the digests in the order of `dense_shards`.
 
         They are zeros for a shard that was not seen; b"" if none are recorded.
         """
