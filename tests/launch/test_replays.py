@@ -203,14 +203,16 @@ def test_a_replay_has_the_rates_that_evaluations_have_reduced(tmp_path: Path) ->
 
 
 def events(folder: Path, *lines: str) -> None:
-    (folder / "events.jsonl").write_text("\n".join(lines))
+    (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 def test_the_losses_of_a_log_are_those_of_the_last_time(tmp_path: Path) -> None:
     events(
-        tmp_path, '{"t":1,"type":"StepDone","step":0,"loss":2.0}', '{"type":"StepDone","step":1,"loss":3.0}',
-        '{"type":"StepDone","step":0,"loss":1.5}', '{"type":"StepDone","step":2,"loss":null}', '{"type":"StepDone","st',
-        '{"type":"Aborted","reason":"worker0: the loss of replica 2 at step 3 is inf: nothing of that step"}',
+        tmp_path, '{"t":1,"type":"StepDone","step":0,"loss":2.0,"items":1}',
+        '{"t":2,"type":"StepDone","step":1,"loss":3.0,"items":1}',
+        '{"t":3,"type":"StepDone","step":0,"loss":1.5,"items":1}',
+        '{"t":5,"type":"StepDone","step":2,"loss":null,"items":1}', '{"t":6,"type":"StepDone","st',
+        '{"t":7,"type":"Aborted","reason":"worker0: the loss of replica 2 at step 3 is inf: nothing of that step"}',
     )  # fmt: skip
     found = recorded_losses(tmp_path)
     assert list(found) == [0, 1, 2, 3]

@@ -15,6 +15,9 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 
+GONE = {  # options that there were: what to do instead
+    "--tensorboard": "--track tensorboard:FOLDER writes the run's figures for TensorBoard",
+}
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 START, RUNNING, AFTER, BY_HAND = "Start a job", "While a job runs", "Afterwards", "A cluster by hand"
 PANELS = (START, RUNNING, AFTER, BY_HAND)  # in the order of `rallypoint --help`

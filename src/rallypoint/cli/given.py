@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from rallypoint.cli.app import GONE
 from rallypoint.errors import ConfigError, UsageError, meant, to_install
 from rallypoint.launch.plan import RUN_FILE
 
@@ -81,6 +82,8 @@ def refuse_option(context: typer.Context, first: str, what: str) -> None:
     if not first.startswith("-"):
         return
     name = first.partition("=")[0]
+    if name in GONE:
+        raise UsageError(f"there is no option {name}: {GONE[name]}")
     known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("--")]
     if what == "recipe" and (owner := _owner(name, context.args)):
         words = [word for word in context.args if word != owner]

@@ -89,5 +89,6 @@ class Page:
             news = reader.news(follower.run)
         if news is None:
             return None
-        read = {} if follower.read >= follower.size else {"read": round(follower.read / max(1, follower.size), 3)}
+        log = follower.log
+        read = {} if log.read >= log.size else {"read": round(log.read / max(1, log.size), 3)}
         return {**news, **read, **({"facts": self._facts} if first else {})}

@@ -6,12 +6,15 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from rallypoint.watch.metrics.measures import Histogram
+
 _RATIO = 1.02  # of the bounds of two neighbouring classes: quantiles are right to 2 %
 _SHORTEST_S = 1e-5
 _STALL = 3.0  # a step that takes so many times the median is a stall
 _OFTEN = 64  # the median is computed anew after so many steps, and in the first ones at each
 _AT_ONCE_S = 1e-3  # steps that are announced so close together were done before
 _MOST_AT_ONCE = 1000
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _ENOUGH = 10  # steps, before there is a median to compare with
 
 
@@ -57,12 +60,14 @@ class StepTimes:
         lost: cause -> the seconds by which stalls were longer than the median.
         stalls: the number of stalls.
         longest: (seconds, step, cause) of the longest stall.
+        histogram: how many steps took at most so long, by BOUNDS_S.
     """
 
     total: float = 0.0
     lost: Counter[str] = field(default_factory=Counter)
     stalls: int = 0
     longest: tuple[float, int, str] = (0.0, -1, "")
+    histogram: Histogram = field(default_factory=lambda: Histogram(BOUNDS_S))
     _classes: Counter[int] = field(default_factory=Counter)
     _count: int = 0
     _median: float = 0.0
@@ -78,6 +83,7 @@ class StepTimes:
             self.lost[cause] += seconds - median  # type: ignore[assignment]
             self.longest = max(self.longest, (seconds, step, cause))
         self.total += seconds
+        self.histogram.add(seconds)
         self._count += 1
         self._classes[math.ceil(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S, _RATIO))] += 1
         return stall

@@ -9,9 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import msgspec
-
-from rallypoint.errors import DataError
+from rallypoint.watch.follow import rows_of
 
 _WINDOW, _FEWEST = 32, 5  # steps before a spike that say what is usual
 _SPREADS = 8.0  # a spike is so many usual deviations above the median
@@ -33,26 +31,12 @@ def recorded_losses(folder: Path) -> dict[int, float]:
     Raises DataError without a log.
     """
     found: dict[int, float] = {}
-    try:
-        with open(folder / "events.jsonl", "rb") as lines:
-            for line in lines:
-                if b'"StepDone"' in line or b'"Aborted"' in line:
-                    _take(line, found)
-    except OSError as error:
-        raise DataError(f"the log {folder / 'events.jsonl'} cannot be read: {error.strerror}") from None
+    for run in rows_of(folder):
+        if run.row is not None and "loss" in run.row[1]:
+            found[run.row[0]] = run.row[1]["loss"]
+        elif failed := _FAILED.search(run.why):
+            found[int(failed[1])] = float(failed[2])
     return dict(sorted(found.items()))
-
-
-def _take(line: bytes, found: dict[int, float]) -> None:
-    try:
-        event = msgspec.json.decode(line)
-    except msgspec.DecodeError:
-        return  # a line that was torn
-    if event.get("type") == "StepDone":
-        loss = event.get("loss")
-        found[int(event["step"])] = math.nan if loss is None else float(loss)
-    elif failed := _FAILED.search(str(event.get("reason", ""))):
-        found[int(failed[1])] = float(failed[2])
 
 
 def first_spike(losses: Mapping[int, float]) -> Spike | None:
