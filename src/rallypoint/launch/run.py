@@ -382,13 +382,13 @@ def _interrupt(run: ClusterRun, handles: Sequence[Handle]) -> None:
 
 def _note_members(run: ClusterRun) -> None:
     """Tell the supervisor who is in the newest view. The job can do without standbys."""
-    if (members := run.console.members) is not None:
+    if (members := run.console.state.view) is not None:
         run.supervisor.members((*members.workers, *members.servers, *members.aggregators))
 
 
 def _was_given_up(run: ClusterRun, worker: str) -> bool:
     """True if a worker that took part is no member any more: it may be paused, and hears nothing of the end."""
-    members = run.console.members
+    members = run.console.state.view
     return members is not None and worker not in (*members.workers, *members.standby)
 
 
@@ -404,7 +404,7 @@ def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float 
     Ctrl-C again ends the wait, and so does SIGTERM. A notice does not: batch systems repeat it (SIGXCPU comes each
     second), and leave time for just this.
     """
-    steps = run.console.steps_done
+    steps = run.console.state.step
     if run._observer is None or not run.plan.snapshots or not run.console.steps_stored < steps:
         return
     run._observer.send(SnapshotWanted())

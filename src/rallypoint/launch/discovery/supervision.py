@@ -231,7 +231,7 @@ class Supervisor:
 
     def _never_joined(self, worker: str) -> bool:
         """True if a worker that was started again is not in the job's last view: there is nothing left for it."""
-        members = self._console.members if self._console else None
+        members = self._console.state.view if self._console else None
         return worker in self._again and members is not None and worker not in (*members.workers, *members.standby)
 
     def _job_is_over(self) -> bool:
@@ -246,7 +246,7 @@ class Supervisor:
     def _deserted(self) -> int | None:
         """Return 1 if every worker has ended, and the job is not over: the coordinator would wait for ever."""
         console = self._console
-        empty = console is not None and console.members is not None and not console.members.workers
+        empty = console is not None and console.state.view is not None and not console.state.view.workers
         if console is None or not empty or console.finished or console.failure:
             self._empty_since = None
             return None

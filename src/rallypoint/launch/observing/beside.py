@@ -56,8 +56,9 @@ class Beside:
 
     def look(self, console: RunConsole) -> list[str]:
         """Look at how the run gets on. Returns what is to be said."""
-        over = console.finished or console.holding or console.failure or console.members is None or console.of_sums
-        self._reports.steps(-1 if over else console.steps_done)
+        state = console.state
+        over = console.finished or console.holding or console.failure or state.view is None or state.of_sums
+        self._reports.steps(-1 if over else state.step)
         tracked = [line for tracker in self._trackers for line in tracker.said()]
         return [*self._page.said(), *tracked, *self._reports.said()]
 

@@ -20,9 +20,8 @@ import msgspec
 from rallypoint.errors import UsageError
 from rallypoint.launch.folder import REPORTS
 from rallypoint.launch.plan import Launch
-from rallypoint.launch.reporting.picture import Picture, config_of, view_of
+from rallypoint.launch.reporting.picture import Picture, config_of, sentence_of, view_of
 from rallypoint.launch.reporting.redaction import Redaction, secrets_among, secrets_in
-from rallypoint.launch.reporting.sentence import sentence_of
 from rallypoint.net.frames import PROTOCOL
 
 MOST_BYTES = 16 << 20  # of all texts together
@@ -101,7 +100,7 @@ def _environment_of(pid: int) -> Mapping[str, str]:
 def _parts(picture: Picture, sentence: str, doctor: str) -> Iterator[tuple[str, str]]:
     yield "report.txt", "\n".join([sentence, "", *_overview(picture)]) + "\n"
     yield "events.jsonl", b"\n".join([*picture.events, b""]).decode(errors="replace")
-    members = [msgspec.to_builtins(view) for view in picture.members]
+    members = [msgspec.to_builtins(view) for view in picture.run.views]
     yield "views.json", _json({"newest": view_of(picture.state), "members": members})
     yield "settings.json", _json({"plan": _plan(picture.plan), "settings": config_of(picture.state)})
     yield "versions.json", _json(_versions())
@@ -124,13 +123,14 @@ def _parts(picture: Picture, sentence: str, doctor: str) -> Iterator[tuple[str, 
 
 def _overview(picture: Picture) -> Iterator[str]:
     yield f"run: {picture.folder}, {'under way' if picture.running else 'not under way'}"
-    yield f"steps: {picture.step} of {picture.steps or 'nobody knows how many'}"
+    run = picture.run
+    yield f"steps: {run.step} of {(run.plan and run.plan.steps) or 'nobody knows how many'}"
     if picture.silent_s is not None:
         yield f"the last event was {picture.silent_s:.1f} s ago"
-    if picture.waits:
-        yield f"it waits: {picture.waits}"
-    if picture.said:
-        yield f"the coordinator's last word: {picture.said}"
+    if run.waits:
+        yield f"it waits: {run.waits}"
+    if run.said:
+        yield f"the coordinator's last word: {run.said}"
     for process in picture.processes:
         owner = process.owner
         state = process.crash or process.state or ("lives" if process.here else process.why_none or "ended")

@@ -5,16 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from rallypoint.net.messages import Planned
 from rallypoint.net.sampling.messages import ScriptAt
 
 _RATE_OVER_S = 10.0
 _PLAIN_EVERY_S = 5.0
-
-
-def is_of_sums(plan: Planned | None) -> bool:
-    """True if the job makes sums for scripts, which decide when they end."""
-    return plan is not None and plan.steps == 0
 
 
 class SumsShown:
@@ -26,10 +20,8 @@ class SumsShown:
         self._last_plain = time.monotonic()
 
     def take(self, script: ScriptAt) -> None:
-        """A script is so far."""
-        now = time.monotonic()
-        if script.sums > self._at.sums:
-            self._at = script
+        """The furthest script is so far."""
+        now, self._at = time.monotonic(), script
         self._recent.append((now, self._at.nbytes))
         while len(self._recent) > 2 and self._recent[0][0] < now - _RATE_OVER_S:
             self._recent.popleft()
@@ -48,12 +40,13 @@ class SumsShown:
         self._last_plain, self._printed = now, self._at.sums
         return self.line
 
-    def done(self, seconds: float) -> str:
-        """What follows ``done:``."""
-        return (
-            f"the scripts have ended after {_sums(self._at.sums)}, {self._at.nbytes / 1e6:,.1f} MB from each worker, "
-            f"in {seconds:.1f} s"
-        )
+
+def done_of(script: ScriptAt, seconds: float) -> str:
+    """What follows ``done:``."""
+    return (
+        f"the scripts have ended after {_sums(script.sums)}, {script.nbytes / 1e6:,.1f} MB from each worker, "
+        f"in {seconds:.1f} s"
+    )
 
 
 def _sums(number: int) -> str:
