@@ -14,7 +14,7 @@ from rallypoint.cli import app
 from rallypoint.cli.given import hint_at_folder, hint_at_page, options_of
 from rallypoint.core.modes.markdown import markdown_modes, markdown_table
 from rallypoint.errors import UsageError, to_install
-from rallypoint.launch.observing import page
+from rallypoint.launch.observing import beside
 from rallypoint.launch.plan import RUN_FILE
 from rallypoint.recipes import RECIPES
 
@@ -64,7 +64,7 @@ def test_a_page_that_is_missing_is_told_to_who_looks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(page, "missing", lambda: "uvicorn")
+    monkeypatch.setattr(beside, "missing", lambda: "uvicorn")
     hint_at_page(False)
     assert capsys.readouterr().err == ""
     hint_at_page(None)

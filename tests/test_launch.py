@@ -28,14 +28,13 @@ from rallypoint.errors import UnprovenPeer, UsageError
 from rallypoint.launch import interrupts, launcher
 from rallypoint.launch import run as cluster_run
 from rallypoint.launch.ask import resize
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.local import LocalCluster
 from rallypoint.launch.engines.relay import Relay
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
-from rallypoint.launch.showing.screen import Screen
 from rallypoint.launch.supervisor import Limits
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.messages import Finished, Hello, Members, Message, SnapshotWanted

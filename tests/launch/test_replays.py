@@ -27,9 +27,8 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.launch.replaying import command, digests
-from rallypoint.launch.replaying.command import Looked, NotFinite
+from rallypoint.launch.replaying.command import Looked, NotFinite, differs, lines_of
 from rallypoint.launch.replaying.losses import first_spike, recorded_losses
-from rallypoint.launch.replaying.text import differs, lines_of
 from rallypoint.net.recording.messages import Contributed, Updated
 from rallypoint.store.manifest import Manifest
 from rallypoint.testing.contracts.beside import until

@@ -8,9 +8,9 @@ import pytest
 
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import REPORTS
-from rallypoint.launch.reporting.automatic import MOST, AutomaticReports
-from rallypoint.launch.reporting.kept_lines import KeptLines
 from rallypoint.launch.reporting.picture import Picture, sentence_of
+from rallypoint.launch.reporting.redaction import KeptLines
+from rallypoint.launch.reporting.reports import MOST, AutomaticReports
 from rallypoint.launch.reporting.stacks import Owner, Process
 from rallypoint.net.messages import Aborted, Finished, Snapshotted, StepDone, Waiting
 

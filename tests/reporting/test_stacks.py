@@ -15,8 +15,8 @@ import pytest
 
 from rallypoint.launch import environment
 from rallypoint.launch.folder import STACKS
-from rallypoint.launch.reporting.bundle import write_report
 from rallypoint.launch.reporting.picture import Picture
+from rallypoint.launch.reporting.reports import write_report
 from rallypoint.launch.reporting.stacks import Owner, processes_of
 from rallypoint.testing.contracts.beside import until
 

@@ -18,13 +18,13 @@ import pytest
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.folder import COORDINATOR_LOCK
-from rallypoint.launch.observing import page
-from rallypoint.launch.observing.page import PageProcess, check_page
+from rallypoint.launch.observing import beside
+from rallypoint.launch.observing.beside import PageProcess, check_page
 from rallypoint.launch.options import RunOptions
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.programs import Program
+from rallypoint.watch.app import HEADER
 from rallypoint.watch.follow import EVENTS
-from rallypoint.watch.locked import HEADER
 
 SCRIPT = """
 import pathlib, time, torch, rallypoint as rp
@@ -181,6 +181,6 @@ def test_a_page_that_cannot_be_served_says_why_and_the_run_goes_on(
 
 def test_without_its_packages_the_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RunOptions(watch=True).run(["train.py"]).watch
-    monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(beside.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install .*uvicorn"):
         check_page()

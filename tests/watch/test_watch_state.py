@@ -29,7 +29,7 @@ from rallypoint.net.messages import (
 from rallypoint.net.ordering.messages import RateScaled
 from rallypoint.net.recording.messages import AuditFound
 from rallypoint.net.sampling.messages import LinkSample, Sampled
-from rallypoint.watch.answer import Reader
+from rallypoint.watch.app import Reader
 from rallypoint.watch.follow import EVENTS, Follower, event_of
 from rallypoint.watch.state import RunState, Timelines
 from rallypoint.watch.steps import Pace, StepTimes

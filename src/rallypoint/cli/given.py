@@ -115,7 +115,7 @@ def hint_at_folder(folder: str) -> None:
 
 def hint_at_page(watch: bool | None) -> None:
     """Say why a run that is watched from a terminal has no page, where nobody has said whether it should."""
-    from rallypoint.launch.observing.page import missing
+    from rallypoint.launch.observing.beside import missing
 
     if watch is None and sys.stdout.isatty() and (name := missing()):
         print(f"hint: this run has no page, which needs {name}: {to_install('watch')}", file=sys.stderr)

@@ -45,9 +45,8 @@ def replay(
 
     Example: [bold]rallypoint replay runs/20260131-235959 --step 1234 --replica 5[/bold]
     """
-    from rallypoint.launch.replaying.command import Wanted
+    from rallypoint.launch.replaying.command import Wanted, differs, lines_of
     from rallypoint.launch.replaying.command import replay as play
-    from rallypoint.launch.replaying.text import differs, lines_of
 
     if (step is None) != find_spike:
         raise UsageError("which step? give --step N, or --find-spike for the first whose loss stands out")

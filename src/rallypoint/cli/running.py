@@ -15,8 +15,7 @@ import typer
 from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import UsageError, to_install
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.facts import facts_of, resolved_of
-from rallypoint.launch.observing.operating import follow
+from rallypoint.launch.observing.page import facts_of, follow, resolved_of
 from rallypoint.launch.options import RunFolder
 from rallypoint.store.checkpoints.format import Format
 
@@ -70,7 +69,7 @@ def watch(
     Example: [bold]rallypoint watch runs/20260131-235959 --browser[/bold]
     """
     try:
-        from rallypoint.watch.operating import Operator
+        from rallypoint.watch.app import Operator
         from rallypoint.watch.serve import watch as serve
     except ModuleNotFoundError as error:
         raise UsageError(f"the page needs {error.name}: {to_install('watch')}") from None

@@ -12,7 +12,7 @@ import typer
 from rallypoint.cli.app import RUNNING, app
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.facts import facts_of
+from rallypoint.launch.observing.page import facts_of
 from rallypoint.launch.options import RunFolder
 
 _NICE = 10  # so much behind the run's own processes, where processors are short

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,12 +20,9 @@ from rich.text import Text
 from rallypoint.core.shard.clip import phrase
 from rallypoint.launch.output import Line
 from rallypoint.launch.plan import Launch
-from rallypoint.launch.showing.contributions import account
-from rallypoint.launch.showing.members import changes
-from rallypoint.launch.showing.screen import Screen
-from rallypoint.launch.showing.sums import SumsShown, done_of
 from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
+    Accounted,
     Held,
     Members,
     Message,
@@ -36,8 +37,159 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.ordering.messages import Drain, Ordered, RateScaled
 from rallypoint.net.sampling.messages import ScriptAt
+from rallypoint.observe.lenient import Lenient, Unhurried
 from rallypoint.store.manifest import age
 from rallypoint.watch.state import RunState
+
+_HURRIED_S = 2.0  # seconds for the last lines of a run that was interrupted
+
+
+class OutputClosed(Exception):
+    """Nobody reads our output any more."""
+
+
+class Screen(Console):
+    """A rich console that becomes silent when its reader is gone (``rallypoint run ... | head``).
+
+    What it cannot print otherwise (a full disk, a character that the stream cannot encode) is left out: see `Lenient`.
+    """
+
+    closed = False
+    hurried = False  # at the end of `unhurried`: do not wait long for the reader
+
+    @property
+    def file(self) -> IO[str]:
+        """Where it prints."""
+        return cast(IO[str], Lenient(cast(TextIO, Console.file.fget(self))))  # type: ignore[attr-defined]
+
+    @file.setter
+    def file(self, new: IO[str]) -> None:
+        self._file = new
+
+    @contextlib.contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """In the body, printing does not wait for the reader; what was not read by then is waited for at the end."""
+        if not _has_descriptor(self.file):
+            yield
+            return
+        before, output = self._file, Unhurried(cast(TextIO, self.file))
+        self._file = cast(IO[str], output)
+        try:
+            yield
+        finally:
+            output.end(_HURRIED_S if self.hurried else None)
+            self._file = before
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing any more. The default would end the thread that has just printed."""
+        self.quiet = self.closed = True
+        with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes when it exits
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _has_descriptor(file: IO[str]) -> bool:
+    try:
+        return file.fileno() >= 0
+    except (OSError, ValueError):  # (io.UnsupportedOperation is both)
+        return False
+
+
+def changes(before: Members, now: Members, replicas: int | None = None) -> list[str]:
+    """Return sentences that say who has joined and left between two views, and who computes now.
+
+    `replicas`: the job's, if they are known. A view names more workers than that while replicas move by speed: those
+    that had one and those that get one.
+    """
+    said = []
+    news = _news((*before.workers, *before.standby), (*now.workers, *now.standby))
+    begins = not before.workers and (not news or not now.workers)  # or the first weights are not safe yet
+    if (news and not begins) or (set(before.workers) != set(now.workers) and not begins):
+        idle = f", {_listed(now.standby)} stand{'s' * (len(now.standby) == 1)} by" if now.standby else ""
+        if replicas is not None and len(now.workers) > replicas:
+            one = f"{replicas} of {_listed(now.workers)} compute{'s' * (replicas == 1)}"
+            who = f"{one}: replicas are assigned by speed{idle}"
+        else:
+            who = f"{_listed(now.workers)} compute{'s' * (len(now.workers) < 2)}{idle}"
+        said.append(f"{news}: {who}" if news else who)
+    if news := _news(before.servers, now.servers):
+        said.append(f"{news}: the parameters are on {_listed(now.servers)}")
+    if news := _news(before.aggregators, now.aggregators):
+        said.append(f"{news}: {len(now.through)} workers have an aggregator")
+    return said
+
+
+def _news(before: Sequence[str], now: Sequence[str]) -> str:
+    gone = [name for name in before if name not in now]
+    new = [name for name in now if name not in before]
+    parts = [f"without {_listed(gone)}"] if gone else []
+    return " and ".join([*parts, *([f"with {_listed(new)}"] if new else [])])
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return ``worker2, worker10``: ordered by their numbers."""
+    return ", ".join(sorted(names, key=lambda name: (len(name), name))) or "nobody"
+
+
+def account(accounted: Accounted) -> str:
+    """Return a line that says what happened to the contributions."""
+    said = [f"{accounted.applied:,} contributions applied"]
+    said += [f"{accounted.folded:,} folded into another's update"] if accounted.folded else []
+    said += [f"{accounted.dropped:,} dropped"] if accounted.dropped else []
+    if late := sorted(accounted.staleness.items()):
+        said.append(f"staleness p50 {_quantile(late, 0.5)}, p99 {_quantile(late, 0.99)}, at most {late[-1][0]} updates")
+    return ", ".join(said)
+
+
+def _quantile(counts: list[tuple[int, int]], share: float) -> int:
+    total, seen = sum(count for _, count in counts), 0
+    for value, count in counts:
+        seen += count
+        if seen >= share * total:
+            return value
+    return 0
+
+
+class SumsShown:
+    """How many sums are made. `take` gets what the coordinator repeats, also while none is made."""
+
+    def __init__(self) -> None:
+        self._at, self._printed = ScriptAt(0), 0
+        self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+        self._last_plain = time.monotonic()
+
+    def take(self, script: ScriptAt) -> None:
+        """The furthest script is so far."""
+        now, self._at = time.monotonic(), script
+        self._recent.append((now, self._at.nbytes))
+        while len(self._recent) > 2 and self._recent[0][0] < now - _RATE_OVER_S:
+            self._recent.popleft()
+
+    @property
+    def line(self) -> str:
+        """``120 sums  3.4 MB/s from each worker``."""
+        (before, fewer), (now, more) = self._recent[0], self._recent[-1]
+        return f"{_sums(self._at.sums)}  {(more - fewer) / max(now - before, 1e-3) / 1e6:,.1f} MB/s from each worker"
+
+    def plain(self) -> str:
+        """The line for a file, if it is time for one and more sums are made than when it was last asked for; or ""."""
+        now = time.monotonic()
+        if now - self._last_plain < _PLAIN_EVERY_S or self._at.sums == self._printed:
+            return ""
+        self._last_plain, self._printed = now, self._at.sums
+        return self.line
+
+
+def done_of(script: ScriptAt, seconds: float) -> str:
+    """What follows ``done:``."""
+    return (
+        f"the scripts have ended after {_sums(script.sums)}, {script.nbytes / 1e6:,.1f} MB from each worker, "
+        f"in {seconds:.1f} s"
+    )
+
+
+def _sums(number: int) -> str:
+    return f"{number:,} sum{'s' * (number != 1)}"
+
 
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0

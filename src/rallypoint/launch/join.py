@@ -30,7 +30,7 @@ from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines
 from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel.group import RankGroup
-from rallypoint.watch.metrics.members import of_worker
+from rallypoint.watch.metrics import of_worker
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.ranks.job import RankJob
 from rallypoint.worker.ranks.watch import OTHER_RANK_S

@@ -292,7 +292,7 @@ class RunOptions(CoordinatorOptions):
 
     def _page(self) -> bool:
         """Return whether the page is served, for the plan."""
-        from rallypoint.launch.observing.page import check_page, missing
+        from rallypoint.launch.observing.beside import check_page, missing
 
         if self.watch:
             check_page()

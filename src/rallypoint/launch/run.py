@@ -16,14 +16,13 @@ from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageErr
 from rallypoint.launch import environment
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.code import kept
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import OutputClosed, RunConsole, Screen
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.engines.relay import Relay
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import NOTICES, Interrupted, noted
-from rallypoint.launch.observing.beside import Beside
-from rallypoint.launch.observing.traces import merge_trace
+from rallypoint.launch.observing.beside import Beside, merge_trace
 from rallypoint.launch.output import Output
 from rallypoint.launch.plan import (
     Launch,
@@ -34,7 +33,6 @@ from rallypoint.launch.plan import (
     server_arguments,
     write_plan,
 )
-from rallypoint.launch.showing.screen import OutputClosed, Screen
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 from rallypoint.net.handshake import LAUNCHER, Identity, new_token
 from rallypoint.net.keys import role_token

@@ -19,8 +19,7 @@ import typer
 
 from rallypoint.errors import RallypointError
 from rallypoint.observe.observed import changing_methods
-from rallypoint.observe.packed import pack, unpack
-from rallypoint.observe.recording import SUFFIX, Beginning, Call, RecordingError, read, version
+from rallypoint.observe.recording import SUFFIX, Beginning, Call, RecordingError, pack, read, unpack, version
 from rallypoint.testing.story import Told, story
 
 CALL_S = 5.0  # seconds of processor time for one call; a machine needs milliseconds

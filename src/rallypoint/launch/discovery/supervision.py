@@ -23,7 +23,7 @@ from rallypoint.errors import RallypointError, StartAgain
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.commands.by_hand import shown
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.discovery.boards import Found, board_of, listens, private_folder
 from rallypoint.launch.discovery.coordination import again, coordinator_arguments
 from rallypoint.launch.discovery.entry import Duties
@@ -33,12 +33,10 @@ from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 from rallypoint.launch.folder import Where, new_folder
 from rallypoint.launch.interrupts import noted
 from rallypoint.launch.plan import is_loopback
-from rallypoint.launch.showing.screen import Screen
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.places.binding import EVERYWHERE
-from rallypoint.observe.lenient import say
-from rallypoint.observe.unhurried import Unhurried
+from rallypoint.observe.lenient import Unhurried, say
 from rallypoint.own_files import opened
 
 _POLL_S = 0.05
