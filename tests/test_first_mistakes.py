@@ -22,6 +22,7 @@ from rallypoint.recipes import RECIPES
 @pytest.mark.parametrize(("line", "sentence"), [
     ("train --steps 5 gpt", "--steps is gpt's: rallypoint train gpt --steps 5"),
     ("chaos --layers 5 gpt --steps 9", "--layers is gpt's: rallypoint chaos gpt --layers 5 --steps 9"),
+    ("train --tensorboard logs gpt", "there is no option --tensorboard: --track tensorboard:FOLDER writes"),
     ("train --wokers 5 gpt", "there is no option --wokers: did you mean --workers?"),
     ("train gpt --step 5", "gpt has no option --step: did you mean --steps?"),
     ("train resnet --zzz 5", "resnet has no option --zzz; `rallypoint train resnet --help` lists them"),

@@ -27,12 +27,12 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.launch.replaying import command, digests
-from rallypoint.launch.replaying.command import Looked, NotFinite, differs, lines_of
-from rallypoint.launch.replaying.losses import first_spike, recorded_losses
+from rallypoint.launch.replaying.command import Looked, NotFinite, differs, first_spike, lines_of
 from rallypoint.net.recording.messages import Contributed, Updated
 from rallypoint.store.manifest import Manifest
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.programs import Program, run_program
+from rallypoint.watch.follow import recorded_losses
 from rallypoint.worker.tensors import ModelTensors
 
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "ignore"}

@@ -41,6 +41,11 @@ from rallypoint.observe.lenient import Lenient, Unhurried
 from rallypoint.store.manifest import age
 from rallypoint.watch.state import RunState
 
+_PLAIN_EVERY_S = 5.0
+_RATE_OVER_S = 10.0
+_STARTING = 6  # times more patience with a coordinator while processes start, which takes all of a machine's cores
+_WIDE = 80  # columns: a narrower terminal shows only the step and the loss
+_REFUSED = "refused: "  # how the coordinator's message about a refused worker begins
 _HURRIED_S = 2.0  # seconds for the last lines of a run that was interrupted
 
 
@@ -189,13 +194,6 @@ def done_of(script: ScriptAt, seconds: float) -> str:
 
 def _sums(number: int) -> str:
     return f"{number:,} sum{'s' * (number != 1)}"
-
-
-_PLAIN_EVERY_S = 5.0
-_RATE_OVER_S = 10.0
-_STARTING = 6  # times more patience with a coordinator while processes start, which takes all of a machine's cores
-_WIDE = 80  # columns: a narrower terminal shows only the step and the loss
-_REFUSED = "refused: "  # how the coordinator's message about a refused worker begins
 
 
 class _Figures(ProgressColumn):

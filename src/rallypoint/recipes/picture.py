@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rallypoint.errors import DataError, to_install
-from rallypoint.launch.replaying.losses import recorded_losses
 from rallypoint.recipes.chart import chart
-from rallypoint.watch.follow import rows_of
+from rallypoint.watch.follow import recorded_losses, rows_of
 from rallypoint.watch.state import EVALUATION
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ _LOOK_S = 0.25
 
 Event = tuple[Message, float]
 _BEGIN = re.compile(rb'\{"t":([0-9.]{1,24}),')  # what `EventLog` adds to a message
+_FAILED = re.compile(r"the loss of replica \d+ at step (\d+) is (nan|inf|-inf)")
 _messages = msgspec.json.Decoder(Message)
 
 
@@ -102,6 +103,20 @@ def rows_of(folder: Path) -> Iterator[RunState]:
         for event in events:
             if run.take(*event) and (run.row is not None or run.ended):
                 yield run
+
+
+def recorded_losses(folder: Path) -> dict[int, float]:
+    """Return the mean loss by step, the newest where a step was made again. A loss that ended the run is in it too.
+
+    Raises DataError without a log.
+    """
+    found: dict[int, float] = {}
+    for run in rows_of(folder):
+        if run.row is not None and "loss" in run.row[1]:
+            found[run.row[0]] = run.row[1]["loss"]
+        elif failed := _FAILED.search(run.why):
+            found[int(failed[1])] = float(failed[2])
+    return dict(sorted(found.items()))
 
 
 class Follower:

@@ -27,6 +27,8 @@ from rallypoint.observe.lines import Allowance
 from rallypoint.observe.trace import merge
 
 _END_S = 3.0  # seconds in which it may tell others how the run has ended
+_TRACKER_S = 20.0  # seconds in which a tracker may write what is left
+_NEEDS = ("starlette", "uvicorn")
 _CHUNK = 64 << 10
 _MOST_WAITING, _LONGEST = 1000, 2000  # lines that were not asked for yet; characters of each
 _BURST, _EVERY_S = 100, 5.0  # lines that are shown at once; seconds for each after that
@@ -129,16 +131,6 @@ class Companion:
             self._left_out += 1
 
 
-_NEEDS = ("starlette", "uvicorn")
-
-
-class PageProcess(Companion):
-    """The process that serves the page of the run in the folder `run` (`wanted`: False: nothing does)."""
-
-    def __init__(self, run: str, *, wanted: bool) -> None:
-        super().__init__("watch", run, what="the page cannot be served", wanted=wanted)
-
-
 def missing() -> str:
     """Return which package that serves the page is not installed; "": none."""
     return next((name for name in _NEEDS if importlib.util.find_spec(name) is None), "")
@@ -159,16 +151,13 @@ def merge_trace(plan: Launch, console: RunConsole) -> None:
     console.console.print(f"trace of {spans} spans in {plan.trace}: open it at https://ui.perfetto.dev")
 
 
-_TRACKER_S = 20.0  # seconds in which a tracker may write what is left
-
-
 class Beside:
     """The observers of one run. None of them can slow it. Only one thread may call it."""
 
     def __init__(self, plan: Launch) -> None:
         folder = Path(plan.folder)
         self._targets = Targets(folder, plan.metrics)
-        self._page = PageProcess(plan.folder, wanted=plan.watch)
+        self._page = Companion("watch", plan.folder, what="the page cannot be served", wanted=plan.watch)
         self._trackers = [
             Companion("track", plan.folder, "--track", to, what=f"nothing goes to {to}", end_s=_TRACKER_S)
             for to in plan.track

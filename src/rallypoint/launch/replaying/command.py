@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -27,10 +28,15 @@ from rallypoint.launch.code.kept import CODE, worker_argv
 from rallypoint.launch.code.trusted import refuse_others_script, refuse_others_words
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.replaying import digests
-from rallypoint.launch.replaying.losses import Spike, first_spike, recorded_losses
 from rallypoint.observe.lines import printable
 from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.watch.follow import recorded_losses
+
+_WINDOW, _FEWEST = 32, 5  # steps before a spike that say what is usual
+_SPREADS = 8.0  # a spike is so many usual deviations above the median
+_LEAST = 0.25  # and at least this share of the median
+_SAMPLES, _TENSORS = 64, 12  # that are shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,10 +268,10 @@ def _compared(run: Path, task: Task, manifest: Manifest, answer: Answer, replica
     then_losses, now_losses = recorded_losses(run), recorded_losses(now_in)
     with KeptFingerprints(run) as then, KeptFingerprints(now_in) as now:
         losses = {number: one.loss for number, one in now.contributions(task.step).items()}
-        if spike is not None:
+        if spike is not None and losses:
             replica = max(losses, key=lambda number: losses[number] if math.isfinite(losses[number]) else math.inf)
         replicas = tuple(
-            Replica(seen, repr(losses[seen.replica]),
+            Replica(seen, repr(losses.get(seen.replica, math.nan)),
                     digests.contribution(layout, then, now, task.step, seen.replica))
             for seen in answer.replicas if replica in (-1, seen.replica)
         )  # fmt: skip
@@ -298,7 +304,30 @@ def _steps(count: int) -> str:
     return f"{count} step{'s' * (count != 1)}"
 
 
-_SAMPLES, _TENSORS = 64, 12  # that are shown
+class Spike(NamedTuple):
+    """A step whose loss stands out, and the median loss of the steps before it (nan: there are too few)."""
+
+    step: int
+    loss: float
+    usual: float
+
+
+def first_spike(losses: Mapping[int, float]) -> Spike | None:
+    """Return the first step whose loss is not finite, or far above the median of the 32 steps before; None: no such.
+
+    Far is more than 8 usual deviations (1.4826 times the median distance from the median), and a quarter of the median.
+    """
+    before: list[float] = []
+    for step, loss in losses.items():
+        usual = median(before) if len(before) >= _FEWEST else math.nan
+        if not math.isfinite(loss):
+            return Spike(step, loss, usual)
+        if len(before) >= _FEWEST:
+            spread = 1.4826 * median(abs(one - usual) for one in before)
+            if loss - usual > max(_SPREADS * spread, _LEAST * abs(usual)):
+                return Spike(step, loss, usual)
+        before = [*before[1 - _WINDOW :], loss]
+    return None
 
 
 def differs(result: Replayed) -> bool:

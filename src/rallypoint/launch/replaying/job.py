@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -13,18 +13,12 @@ import torch
 from rallypoint.config.changes import changed_record
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.state import Resumed
-from rallypoint.data.spec import Collate, Data, Loader
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.replaying.command import Answer, Looked, NotFinite, Task
-from rallypoint.parallel.plan import Parallel
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.evaluating.evaluations import Evaluation
 from rallypoint.worker.loop.micro import Micro
-from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.models import Model
-from rallypoint.worker.streamed.first_values import Init
 
 
 class ReplayedRun(Run):
@@ -33,11 +27,7 @@ class ReplayedRun(Run):
     What the run has decided from its evaluations is in the task.
     """
 
-    def begin(self, task: Task) -> None:
-        """Look at that step."""
-        self._task = task
-        self._samples: dict[int, list[int]] = {}  # by replica
-        self._first: dict[int, NotFinite] = {}
+    task: Task
 
     def every(self, steps: int, *, priority: Literal["", "high"] = "") -> Any:
         """Leave the evaluation out: what the run has decided from its result is known."""
@@ -57,10 +47,12 @@ class ReplayedRun(Run):
         """Do nothing: the replay ends after its step."""
 
     def __iter__(self) -> Iterator[Micro]:
+        self._samples: dict[int, list[int]] = {}  # by replica
+        self._first: dict[int, NotFinite] = {}
         for micro in super().__iter__():
-            if micro.step > self._task.step:
+            if micro.step > self.task.step:
                 break
-            if micro.step == self._task.step:
+            if micro.step == self.task.step:
                 if not self._samples:
                     for name, module in self._parts.model.named_modules():
                         module.register_forward_hook(partial(self._passed, name or "the model"))
@@ -83,7 +75,7 @@ class ReplayedRun(Run):
             Looked(replica, tuple(samples), self._first.get(replica)) for replica, samples in self._samples.items()
         )
         answer = Answer(looked, self._parts.tensors.device.type)
-        Path(self._task.answer).write_bytes(msgspec.json.encode(answer))
+        Path(self.task.answer).write_bytes(msgspec.json.encode(answer))
 
 
 def _is_finite(values: Any) -> bool:
@@ -97,36 +89,16 @@ def _is_finite(values: Any) -> bool:
     return True
 
 
-class ReplayJob(EmbeddedJob):
-    """A worker with its own cluster, which begins with a run's snapshot. It writes into the task's folder alone."""
-
-    run_type = ReplayedRun
-
-    def __init__(self, task: Task) -> None:
-        manifest = SnapshotStore(task.snapshots).load(task.snapshot)
-        record, _ = changed_record(manifest.job, task.settings, manifest.version)
-        decided = msgspec.structs.replace(manifest.decided, reductions=task.reductions, stop=None)
-        self._task = task
-        super().__init__(
-            resume=Resumed(record, manifest.id, manifest.version, decided=decided, scales=task.scales),
-            about=JoinInfo(overrides=record.config, folder=task.folder, snapshots=task.snapshots),
-        )
-
-    def train(
-        self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
-        own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
-        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[TrainSettings],
-    ) -> Run:  # fmt: skip
-        """As `Job.train`."""
-        run = super().train(
-            model, dataset, collate_fn=collate_fn, loader=loader, own_optimizer=own_optimizer,
-            own_schedule=own_schedule, parallel=parallel, init=init, **settings,
-        )  # fmt: skip
-        assert isinstance(run, ReplayedRun)
-        run.begin(self._task)
-        return run
-
-
-def replay_job(path: str) -> ReplayJob:
-    """Return the job of the replay whose task is in this file."""
-    return ReplayJob(msgspec.json.decode(Path(path).read_bytes(), type=Task))
+def replay_job(path: str) -> EmbeddedJob:
+    """Return the job of the replay whose task is in this file: a worker with its own cluster, which begins with a run's
+    snapshot, and writes into the task's folder alone."""
+    task = msgspec.json.decode(Path(path).read_bytes(), type=Task)
+    manifest = SnapshotStore(task.snapshots).load(task.snapshot)
+    record, _ = changed_record(manifest.job, task.settings, manifest.version)
+    decided = msgspec.structs.replace(manifest.decided, reductions=task.reductions, stop=None)
+    job = EmbeddedJob(
+        resume=Resumed(record, manifest.id, manifest.version, decided=decided, scales=task.scales),
+        about=JoinInfo(overrides=record.config, folder=task.folder, snapshots=task.snapshots),
+    )
+    job.run_type = type("ReplayedRun", (ReplayedRun,), {"task": task})
+    return job

@@ -15,6 +15,10 @@ from typing import BinaryIO
 
 from rallypoint.launch.folder import CONSOLE, CONSOLE_BEFORE
 
+MOST_BYTES = 1 << 20  # of kept lines: then the file becomes the one before, and that one goes
+_LONGEST = 2000  # characters of a line that is kept
+_MOST_WAITING = 10_000  # lines that wait for a disk that hangs
+_END_S = 1.0
 HIDDEN = "***"
 LONGEST_LINE = 4000  # characters
 _LEAST = 6  # a shorter value is in too many words that are no secret
@@ -102,12 +106,6 @@ def _looks_random(word: str) -> bool:
     """True for a long word of mixed cases with several digits: no name that a person has given looks so."""
     digits = sum(c.isdigit() for c in word)
     return digits >= 4 and any(c.isupper() for c in word) and any(c.islower() for c in word)
-
-
-MOST_BYTES = 1 << 20  # then the file becomes the one before, and that one goes
-_LONGEST = 2000
-_MOST_WAITING = 10_000  # lines that wait for a disk that hangs
-_END_S = 1.0
 
 
 class KeptLines:

@@ -29,6 +29,10 @@ from rallypoint.net.frames import PROTOCOL
 
 MOST_BYTES = 16 << 20  # of all texts together
 MOST_REPORTS = 24  # in one run's folder
+MOST = 8  # reports of one launcher
+_USUAL = 10.0  # a stall takes so many times the longest of the last steps
+_CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+_END_S = 5.0
 _MOST_PROCESSES = 64  # whose stacks are in a report
 _VERSIONS = (
     "rallypoint", "torch", "numpy", "msgspec", "fsspec", "zstandard", "cryptography", "xxhash", "safetensors", "ray",
@@ -189,12 +193,6 @@ def _writer(out: Path) -> Iterator[Any]:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-
-
-MOST = 8  # reports of one launcher
-_USUAL = 10.0  # a stall takes so many times the longest of the last steps
-_CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
-_END_S = 5.0
 
 
 class AutomaticReports:
