@@ -25,9 +25,10 @@ from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.sums.digests import dense_shards, pieces_of
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError, UsageError
+from rallypoint.launch.observing import digests
+from rallypoint.launch.observing import replay as command
+from rallypoint.launch.observing.replay import Looked, NotFinite, differs, first_spike, lines_of
 from rallypoint.launch.plan import Launch, write_plan
-from rallypoint.launch.replaying import command, digests
-from rallypoint.launch.replaying.command import Looked, NotFinite, differs, first_spike, lines_of
 from rallypoint.net.recording.messages import Contributed, Updated
 from rallypoint.store.manifest import Manifest
 from rallypoint.testing.contracts.beside import until

@@ -8,10 +8,10 @@ import pytest
 
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import REPORTS
-from rallypoint.launch.reporting.picture import Picture, sentence_of
-from rallypoint.launch.reporting.redaction import KeptLines
-from rallypoint.launch.reporting.reports import MOST, AutomaticReports
-from rallypoint.launch.reporting.stacks import Owner, Process
+from rallypoint.launch.observing.picture import Picture, sentence_of
+from rallypoint.launch.observing.redaction import KeptLines
+from rallypoint.launch.observing.reports import MOST, AutomaticReports
+from rallypoint.launch.observing.stacks import Owner, Process
 from rallypoint.net.messages import Aborted, Finished, Snapshotted, StepDone, Waiting
 
 STOPPED = Process(Owner("worker1", "worker", 4711, "node3"), True, "stopped", "", "", "the process is stopped")

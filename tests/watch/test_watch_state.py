@@ -79,6 +79,13 @@ def test_curves_hold_what_was_logged_at_each_step() -> None:
     assert (run.step, run.ended) == (4, "")
 
 
+def test_a_step_whose_loss_nobody_has_said_has_none() -> None:
+    run = run_of(msgspec.structs.replace(PLAN, loss="said"), StepDone(0, 5.0, 8), StepDone(1, math.nan, 8))
+    assert run.row == (1, {})
+    assert run.curves["loss"].columns()["step"] == [0]
+    assert (run.loss, run.curves["loss"].odd) == (5.0, 0)
+
+
 def test_the_last_stall_has_the_sentence_that_was_said_meanwhile() -> None:
     run = run_of(PLAN, members(), *steps(0, 20))
     assert run.stalled is None

@@ -45,8 +45,8 @@ def replay(
 
     Example: [bold]rallypoint replay runs/20260131-235959 --step 1234 --replica 5[/bold]
     """
-    from rallypoint.launch.replaying.command import Wanted, differs, lines_of
-    from rallypoint.launch.replaying.command import replay as play
+    from rallypoint.launch.observing.replay import Wanted, differs, lines_of
+    from rallypoint.launch.observing.replay import replay as play
 
     if (step is None) != find_spike:
         raise UsageError("which step? give --step N, or --find-spike for the first whose loss stands out")
@@ -77,8 +77,8 @@ def diff(
 
     Example: [bold]rallypoint diff runs/20260131-235959 runs/20260201-101500[/bold]
     """
-    from rallypoint.launch.replaying.digests import diff as compare
-    from rallypoint.launch.replaying.digests import words_of
+    from rallypoint.launch.observing.digests import diff as compare
+    from rallypoint.launch.observing.digests import words_of
 
     found = compare(run, other, -1 if step is None else step)
     print(msgspec.json.encode(found).decode() if json else words_of(found))

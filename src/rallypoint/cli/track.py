@@ -32,8 +32,8 @@ def track(
 
     Example: [bold]rallypoint track runs/20260131-235959 --track tensorboard:logs[/bold]
     """
-    from rallypoint.launch.reporting.picture import is_running
-    from rallypoint.launch.reporting.redaction import Redaction, secrets_among
+    from rallypoint.launch.observing.picture import is_running
+    from rallypoint.launch.observing.redaction import Redaction, secrets_among
     from rallypoint.watch.trackers import open_tracker
     from rallypoint.watch.tracking import RunFacts, parse_target, place_of
     from rallypoint.watch.tracking import track as follow

@@ -254,15 +254,14 @@ class RunState:
         self.waits = self.ended = self.why = ""
         if done.computed > 0.0:
             self.computed.append(done.computed)
-        if self.plan is None or done.has_loss(self.plan):
-            self.loss = done.loss
-        self.lr = done.lr if done.lr is not None else self.lr
-        known = {"loss": self.loss, "lr": done.lr}
+        known = {} if self.plan is not None and not done.has_loss(self.plan) else {"loss": done.loss}
+        if done.lr is not None:
+            known["lr"] = done.lr
+        self.loss, self.lr = known.get("loss", self.loss), known.get("lr", self.lr)
         self._keep(self.figures, done.figures)
         for name, value in {**known, **done.figures}.items():
-            if value is not None:
-                self._curve(self.curves, name, done.step, value)
-        self.row = done.step, {**done.figures, **{name: value for name, value in known.items() if value is not None}}
+            self._curve(self.curves, name, done.step, value)
+        self.row = done.step, {**done.figures, **known}
         if self.went_back:
             self._mark("back", f"back to step {done.step}")
         if (seconds := self._pace.step(self.now)) is not None:

@@ -29,9 +29,9 @@ from rallypoint.launch.health import Health, stuck_for
 from rallypoint.launch.launcher import INTERRUPTED
 from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
 from rallypoint.launch.observing.metrics import of_process
+from rallypoint.launch.observing.stacks import keep_stacks
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
-from rallypoint.launch.reporting.stacks import keep_stacks
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers

@@ -20,9 +20,9 @@ from rallypoint.launch.engines.cluster import Command, Exit
 from rallypoint.launch.engines.lines import Lines
 from rallypoint.launch.folder import STACKS
 from rallypoint.launch.observing.metrics import Targets
+from rallypoint.launch.observing.redaction import KeptLines, secrets_among, secrets_in
+from rallypoint.launch.observing.reports import AutomaticReports
 from rallypoint.launch.plan import Launch
-from rallypoint.launch.reporting.redaction import KeptLines, secrets_among, secrets_in
-from rallypoint.launch.reporting.reports import AutomaticReports
 from rallypoint.observe.lines import Allowance
 from rallypoint.observe.trace import merge
 

@@ -26,8 +26,8 @@ from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.code.kept import CODE, worker_argv
 from rallypoint.launch.code.trusted import refuse_others_script, refuse_others_words
+from rallypoint.launch.observing import digests
 from rallypoint.launch.plan import Launch, read_plan
-from rallypoint.launch.replaying import digests
 from rallypoint.observe.lines import printable
 from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import SnapshotStore

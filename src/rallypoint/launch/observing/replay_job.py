@@ -14,7 +14,7 @@ from rallypoint.config.changes import changed_record
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.launch.replaying.command import Answer, Looked, NotFinite, Task
+from rallypoint.launch.observing.replay import Answer, Looked, NotFinite, Task
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.worker.evaluating.evaluations import Evaluation
 from rallypoint.worker.loop.micro import Micro

@@ -18,8 +18,8 @@ from rallypoint.coordinator.journal import kept_state
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import RallypointError
 from rallypoint.launch.folder import CONSOLE, CONSOLE_BEFORE, COORDINATOR_LOCK, LOCK, read_where
+from rallypoint.launch.observing.stacks import Process, processes_of
 from rallypoint.launch.plan import Launch, read_plan
-from rallypoint.launch.reporting.stacks import Process, processes_of
 from rallypoint.net.keys import ROLES, role_token
 from rallypoint.watch.follow import EVENTS, event_of
 from rallypoint.watch.state import RunState

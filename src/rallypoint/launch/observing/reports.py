@@ -22,9 +22,9 @@ import msgspec
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import REPORTS
+from rallypoint.launch.observing.picture import Picture, config_of, picture_of, sentence_of, view_of
+from rallypoint.launch.observing.redaction import Redaction, secrets_among, secrets_in
 from rallypoint.launch.plan import Launch
-from rallypoint.launch.reporting.picture import Picture, config_of, picture_of, sentence_of, view_of
-from rallypoint.launch.reporting.redaction import Redaction, secrets_among, secrets_in
 from rallypoint.net.frames import PROTOCOL
 
 MOST_BYTES = 16 << 20  # of all texts together
