@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.errors import DataError
+from rallypoint.errors import DataError, UsageError
 from rallypoint.net.messages import Message
 from rallypoint.watch.state import RunState
 
@@ -26,6 +26,12 @@ _FAILED = re.compile(r"the loss of replica \d+ at step (\d+) is (nan|inf|-inf)")
 _messages = msgspec.json.Decoder(Message)
 
 
+def check_log(folder: Path) -> None:
+    """UsageError if there is no log in the folder."""
+    if not (folder / EVENTS).is_file():
+        raise UsageError(f"{folder} has no {EVENTS}: name the folder of a run, as runs/20260131-235959")
+
+
 def event_of(line: bytes) -> Event | None:
     """One line of the log: the message, and the time (s). None if it is not a whole event: a torn line, or a kind that
     this version does not know."""
@@ -36,17 +42,21 @@ def event_of(line: bytes) -> Event | None:
         t, rest = float(begin[1]), b"{" + line[begin.end() :]
         if not math.isfinite(t):
             return None
-        return (_messages.decode(rest) if b":null" not in rest else _with_nan(rest)), t
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
+        return _message(rest), t
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError):
         return None
 
 
-def _with_nan(line: bytes) -> Message:
-    """A message of which JSON could not tell some numbers: they were nan or infinite."""
-    fields = msgspec.json.decode(line)
-    for name in ("loss", "figures", "values"):
-        fields |= {name: _nan(fields[name])} if name in fields else {}
-    message: Message = msgspec.convert(fields, Message)
+def _message(line: bytes) -> Message:
+    try:
+        message: Message = _messages.decode(line)
+    except msgspec.ValidationError:
+        if b":null" not in line:
+            raise
+        fields = msgspec.json.decode(line)  # numbers that JSON cannot tell: they were nan or infinite
+        for name in ("loss", "figures", "values"):
+            fields |= {name: _nan(fields[name])} if name in fields else {}
+        message = msgspec.convert(fields, Message)
     return message
 
 

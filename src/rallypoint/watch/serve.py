@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rallypoint.errors import UsageError
 from rallypoint.watch.app import Comparison, Operator, Page
-from rallypoint.watch.follow import EVENTS, Follower
+from rallypoint.watch.follow import Follower, check_log
 
 MOST = 128  # connections; fewer where the process may open few files
 ASK_S = 10.0  # seconds for a request, from the connection's beginning, or from the answer before, to the request's end
@@ -175,8 +175,7 @@ def compared(
 
 
 def _follower(folder: Path) -> Follower:
-    if not (folder / EVENTS).is_file():
-        raise UsageError(f"{folder} has no {EVENTS}: name the folder of a run, as runs/20260131-235959")
+    check_log(folder)
     return Follower(folder)
 
 
@@ -230,22 +229,3 @@ def _listening(port: int) -> Iterator[socket.socket]:
             raise UsageError(f"port {port} cannot be used ({error.strerror}): choose another --port") from None
         listening.listen(_QUEUE)
         yield listening
-
-
-def watch(
-    folder: Path, facts: dict[str, Any], port: int, opened: Callable[[str], None], operator: Operator | None = None,
-    resolved: Callable[[], dict[str, str]] = dict,
-) -> None:  # fmt: skip
-    """Serve the page (see `Page`) until Ctrl-C; `opened` is called with its address once it can be opened."""
-    with served(folder, facts, port, operator, resolved) as (address, server):
-        opened(address)
-        server.run()
-
-
-def compare(
-    folders: Mapping[str, Path], settings: Mapping[str, Mapping[str, str]], port: int, opened: Callable[[str], None]
-) -> None:
-    """Serve the page that compares these runs until Ctrl-C, as `watch` does."""
-    with compared(folders, settings, port) as (address, server):
-        opened(address)
-        server.run()

@@ -18,7 +18,7 @@ import msgspec
 
 from rallypoint.errors import UsageError, to_install
 from rallypoint.own_files import opened, read_file
-from rallypoint.watch.follow import EVENTS, Event, Log
+from rallypoint.watch.follow import Event, Log, check_log
 from rallypoint.watch.state import EVALUATION, RunState
 
 _LOOK_S = 0.25
@@ -108,8 +108,7 @@ def track(
     after that is given again. Returns the next step. Raises UsageError if there is no log, or another process does the
     same now, and what the tracker raises.
     """
-    if not (folder / EVENTS).is_file():
-        raise UsageError(f"{folder} has no {EVENTS}: name the folder of a run, as runs/20260131-235959")
+    check_log(folder)
     with _alone(place):
         log, before = Log(folder), _position(place)
         tracked = _Tracked(tracker, facts)
