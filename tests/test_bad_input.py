@@ -18,7 +18,7 @@ import rallypoint as rp
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import DataError, ModelError, NonFiniteLoss, UsageError
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 pytestmark = pytest.mark.programs
 

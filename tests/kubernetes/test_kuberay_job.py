@@ -12,7 +12,7 @@ import pytest
 from manifests import rendered, the
 from test_pods import SCRIPT, wanted
 
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 

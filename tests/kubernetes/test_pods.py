@@ -16,7 +16,7 @@ from rallypoint.launch.kubernetes.beside import certificates, new_secret
 from rallypoint.launch.kubernetes.objects import plain
 from rallypoint.net.tls.making import make_certificates
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 pytestmark = pytest.mark.programs
 

@@ -29,12 +29,12 @@ from rallypoint.launch.observing import digests
 from rallypoint.launch.observing import replay as command
 from rallypoint.launch.observing.replay import Looked, NotFinite, differs, first_spike, lines_of
 from rallypoint.launch.plan import Launch, write_plan
-from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.net.messages import Contributed, Updated
 from rallypoint.store.manifest import Manifest
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import Program, run_program
 from rallypoint.watch.follow import recorded_losses
 from rallypoint.worker.tensors import ModelTensors
+from support.programs import Program, run_program
 
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "ignore"}
 # Replica 1 waits at the gate; sample POISON has a label that is far off; layer BAD divides by zero at step 9

@@ -66,12 +66,10 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.STREAMED: {"parameters": "streamed", "prefetch_bytes": 200},
     Feature.FINGERPRINTS: {"fingerprints": 2},
     Feature.AUDIT: {"audit": 0.6},
-    Feature.AUDIT_SERVERS: {"audit_servers": 2},
     Feature.OWN_LOOP: {"order": "own"},
     Feature.KEYED: {"keyed": True},
     Feature.STREAM: {"order": "stream"},
     Feature.PASSES: {"order": "stream", "passes": 1},
-    Feature.ONCE: {"order": "once"},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},
@@ -152,16 +150,8 @@ def items(part: int) -> Iterator[Any]:
         yield x + torch.rand(6), y, index
 
 
-def endless(part: int) -> Iterator[Any]:
-    """A part of a stream that each worker reads for itself."""
-    while True:
-        yield from items(part)
-
-
 def data_of(cell: CellJob) -> Any:
     """What the cell trains on."""
-    if cell.has(Feature.ONCE):
-        return rp.Stream(endless, parts=2, once=True)
     if cell.has(Feature.STREAM) or cell.has(Feature.PASSES):
         return rp.Stream(items, parts=2, passes=cell.settings.get("passes"))
     return dataset()

@@ -22,9 +22,9 @@ from rallypoint.launch.observing import beside
 from rallypoint.launch.observing.beside import Companion, check_page
 from rallypoint.launch.options import RunOptions
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import Program
 from rallypoint.watch.app import HEADER
 from rallypoint.watch.follow import EVENTS
+from support.programs import Program
 
 SCRIPT = """
 import pathlib, time, torch, rallypoint as rp

@@ -16,11 +16,11 @@ from rallypoint.errors import UsageError
 from rallypoint.net.messages import Aborted, Finished, Metrics, Skipped, StepDone
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.trackers import TRACKER_CONTRACT, Make, Read, Shown
-from rallypoint.testing.programs import Program, run_program
 from rallypoint.watch import tracking
 from rallypoint.watch.follow import EVENTS
 from rallypoint.watch.trackers import open_tracker
 from rallypoint.watch.tracking import RunFacts, place_of, track
+from support.programs import Program, run_program
 
 
 @pytest.fixture(autouse=True)

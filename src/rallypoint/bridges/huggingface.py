@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
-from rallypoint.data.replica_batches import ReplicaSampler
+from rallypoint.data.order import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.join import join
 from rallypoint.launch.wrapping.wrap import wrap_in

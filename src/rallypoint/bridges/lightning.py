@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from rallypoint.data.replica_batches import ReplicaSampler
+from rallypoint.data.order import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.join import join
 from rallypoint.launch.wrapping.wrap import wrap_in

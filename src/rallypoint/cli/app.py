@@ -8,6 +8,11 @@ import typer
 
 import rallypoint
 
+GONE = {  # commands that earlier versions had: what to do instead
+    "learning-rate": "end the run (Ctrl-C), then go on with rallypoint resume RUN --set optimizer.lr=1e-4",
+    "snapshot-every": "say it at the start (--snapshot-steps, --snapshot-seconds), or ask for one: rallypoint snapshot",
+}
+
 app = typer.Typer(
     help="Data-parallel training for PyTorch: workers compute gradients, servers own the parameters, any of them may "
     "die.\n\nBegin with [bold]rallypoint train gpt[/bold], or with a script of your own: "

@@ -34,7 +34,7 @@ class Settings(TypedDict, total=False):
     keep_best: str
     best_is: Literal["min", "max"]
     seed: int
-    order: Literal["shuffled", "sequential", "windowed", "own", "stream", "once"]
+    order: Literal["shuffled", "sequential", "windowed", "own", "stream"]
     passes: int
     mixed_shards: int
     precision: Literal["fp32", "bf16", "fp16"]
@@ -63,5 +63,4 @@ class Settings(TypedDict, total=False):
     fingerprints: int
     audit: float
     audit_action: Literal["drain", "stop", "tell"]
-    audit_servers: int
     tune: Literal["off", "auto"]

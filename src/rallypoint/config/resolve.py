@@ -11,6 +11,7 @@ import msgspec
 
 from rallypoint.config.cadence import cadence_of
 from rallypoint.config.checks import check, features_with
+from rallypoint.config.keys import GONE
 from rallypoint.config.models import by_model
 from rallypoint.config.tree import JobConfig
 from rallypoint.config.values import wrong_value
@@ -151,6 +152,8 @@ _NO_SPEC = {
 
 
 def _as_data(key: str, value: Any) -> Any:
+    if key in GONE:
+        raise ConfigError(f"{key} is gone: {GONE[key]}")
     if key not in JobConfig.__struct_fields__:
         raise ConfigError(
             f"job.train has an unknown field `{key}`: {_INSTEAD.get(key) or _nearest(key)}"

@@ -65,7 +65,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         seed: seed of the sample order and of every replica's randomness.
         order: "shuffled": every pass over the data set has its own order; "sequential": the data set's; "windowed":
             shards (files, row groups) are shuffled, and samples in a few at a time; "own": the script's (`rp.wrap`);
-            "stream": an iterator's (`rp.Stream`); "once": that of an iterator of which each item comes once.
+            "stream": an iterator's (`rp.Stream`).
         passes: of a stream: the job ends after so many passes over it; 0: `steps` counts.
         mixed_shards: from how many shards the replicas together read at a time with ``order="windowed"``: each reads
             from ``mixed_shards // replicas`` of them, and at least from one.
@@ -111,8 +111,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             before two workers agree on its bytes.
         audit_action: what happens to a worker whose contribution two others have proved wrong: "drain" gives it up,
             "stop" ends the job, "tell" only says so. None of them uses that contribution.
-        audit_servers: every so many versions each server compares a digest of each shard's whole state with its
-            backup's, and with the state right before the next update; 0: never.
         tune: "auto": while the job runs, values of `in_flight_bytes` and `pace_mbit` are tried, and kept where steps
             get shorter. Where nobody says them, `shard_bytes` and how often snapshots are taken are chosen too. The
             bytes are the same.
@@ -135,7 +133,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     keep_best: str = ""
     best_is: Literal["min", "max"] = "min"
     seed: int = 0
-    order: Literal["shuffled", "sequential", "windowed", "own", "stream", "once"] = "shuffled"
+    order: Literal["shuffled", "sequential", "windowed", "own", "stream"] = "shuffled"
     passes: int = 0
     mixed_shards: int = 16
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -165,7 +163,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fingerprints: int = 0
     audit: float = 0.0
     audit_action: Literal["drain", "stop", "tell"] = "drain"
-    audit_servers: int = 0
     tune: Literal["off", "auto"] = "off"
 
     @cached_property
@@ -337,8 +334,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.HOLD: config.hold != "fp32", Feature.STREAMED: config.streamed,
         Feature.OWN_OPTIMIZER: bool(config.own_optimizer),
         Feature.OWN_LOOP: config.order == "own",
-        Feature.STREAM: config.order in ("stream", "once"), Feature.ONCE: config.order == "once",
-        Feature.PASSES: config.passes > 0,
+        Feature.STREAM: config.order == "stream", Feature.PASSES: config.passes > 0,
         Feature.FRESH_INNER: local is not None and not local.keep_inner,
         Feature.FRAGMENTS: local is not None and local.fragments > 1,
         Feature.SYNC_EVERY: any(group.sync_every is not None or group.sync_offset for group in groups),
@@ -346,7 +342,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.FOLD: isinstance(policy, Async) and policy.fold > 1,
         Feature.COMPENSATION: config.compensation > 0,
         Feature.FINGERPRINTS: config.fingerprints > 0, Feature.KEYED: config.keyed,
-        Feature.AUDIT: config.audit > 0, Feature.AUDIT_SERVERS: config.audit_servers > 0,
+        Feature.AUDIT: config.audit > 0,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 

@@ -20,13 +20,14 @@ from rich.text import Text
 from rallypoint.core.shard.clip import phrase
 from rallypoint.launch.output import Line
 from rallypoint.launch.plan import Launch
-from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Accounted,
+    Drain,
     Held,
     Members,
     Message,
     Metrics,
+    Ordered,
     Planned,
     Resize,
     Say,
@@ -35,7 +36,6 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import Drain, Ordered, RateScaled
 from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.lenient import Lenient, Unhurried
 from rallypoint.store.manifest import age
@@ -268,8 +268,7 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case (Say(text=text) | Waiting(text=text) | ServerMismatch(text=text) | RateScaled(text=text)
-                  | Ordered(text=text, refused=False)):  # fmt: skip
+            case Say(text=text) | Waiting(text=text) | Ordered(text=text, refused=False):
                 self.say(escape(text))
             case Held(text=text):
                 self.holding = True

@@ -54,8 +54,6 @@ MEASURES: dict[str, Measure] = {
     "rallypoint_lost_seconds": Measure("counter", "Seconds lost to stalls, by what happened meanwhile.", ("cause",)),
     "rallypoint_skipped": Measure("counter", "What was skipped because it was not finite.", ("what",)),
     "rallypoint_repeated_reports": Measure("counter", "Steps of replicas that were computed twice, and reported."),
-    "rallypoint_server_mismatches": Measure(
-        "counter", "Shards that audits found with other bytes than they should have (audit_servers=)."),
     "rallypoint_members": Measure("gauge", "Members of the newest view.", ("role",)),
     "rallypoint_members_joined": Measure("counter", "Members that have joined.", ("role",)),
     "rallypoint_members_gone": Measure("counter", "Members that have died or left.", ("role",)),
@@ -233,7 +231,6 @@ class JobFigures:
         yield from (Reading("rallypoint_skipped", run.skipped[what], {"what": what})
                     for what in ("steps", "contributions"))  # fmt: skip
         yield Reading("rallypoint_repeated_reports", run.again)
-        yield Reading("rallypoint_server_mismatches", run.mismatches)
         yield from self._read_members()
         yield from self._read_snapshots()
 
@@ -265,7 +262,7 @@ class JobFigures:
         terms, run = self._terms, self._run
         seconds, steps = terms.snapshot_seconds, terms.snapshot_steps
         if run.period is not None:
-            seconds, steps = run.period.seconds, run.period.steps
+            seconds, steps = run.period, 0
         yield Reading("rallypoint_snapshot_period_seconds", seconds if terms.snapshots else 0.0)
         yield Reading("rallypoint_snapshot_period_steps", steps if terms.snapshots else 0)
         newest = run.snapshots[-1] if run.snapshots else None

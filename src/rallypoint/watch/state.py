@@ -12,24 +12,24 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
     Applied,
+    AuditFound,
     Finished,
     Held,
     Members,
     Metrics,
+    Ordered,
     Planned,
     Say,
     Skipped,
+    SnapshotEvery,
     Snapshotted,
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import Ordered, RateScaled, SnapshotEvery
-from rallypoint.net.recording.messages import AuditFound
 from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.observe.lines import Once
 from rallypoint.watch.machines import Machines, by_number
@@ -148,14 +148,13 @@ class RunState:
     said: str = ""  # the last sentence of another kind
     snapshots: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_SNAPSHOTS))
     stored: int = 0  # how many snapshots are complete
-    period: SnapshotEvery | None = None  # how often one is due, since that was ordered
+    period: float | None = None  # s between two, if the job has chosen that
     times: StepTimes = field(default_factory=StepTimes)
     computed: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_COMPUTED))  # s, of slowest replicas
     stalled: dict[str, Any] | None = None  # the last stall, with what was said or has happened meanwhile
     accounted: Accounted | None = None  # what the first shard's primary has counted
     late: dict[str, float] = field(default_factory=dict)  # worker -> mean seconds behind the first, of late
     skipped: Counter[str] = field(default_factory=Counter)  # "steps", "contributions"
-    mismatches: int = 0  # that audits of servers have found
     revision: int = 0
     _clock: float = 0.0  # the last time that the coordinator said
     _pace: Pace = field(default_factory=Pace)
@@ -208,8 +207,8 @@ class RunState:
             case Snapshotted(version=version, nbytes=nbytes, seconds=seconds):
                 self.stored += 1
                 self.snapshots.append({"t": self.now, "version": version, "nbytes": nbytes, "seconds": seconds})
-            case SnapshotEvery():
-                self.period = message
+            case SnapshotEvery(seconds=seconds):
+                self.period = seconds
             case Accounted():
                 self.accounted = message
             case Skipped():
@@ -217,11 +216,6 @@ class RunState:
                 self._mark("skip", f"step {message.step} skipped: not finite")
             case AuditFound():
                 self._audited(message)
-            case ServerMismatch(text=text):
-                self.mismatches += 1
-                self._mark("audit", text)
-            case RateScaled(text=text, step=step):
-                self._mark("rate", text, step)
             case Waiting(text=text):
                 self.waits = text
                 self._cause, self._said = self._cause or "waiting", text
@@ -316,10 +310,10 @@ class RunState:
         if all(mark["text"] != text for mark in self.marks):
             self._mark("audit", text)
 
-    def _mark(self, kind: str, text: str, step: int = -1) -> None:
-        """Put a tick at `step`; -1: at the step that is reached."""
+    def _mark(self, kind: str, text: str) -> None:
+        """Put a tick at the step that is reached."""
         self._cause, self._said = kind, self._said or text
-        self.marks.append({"t": self.now, "step": self.step if step < 0 else step, "kind": kind, "text": text})
+        self.marks.append({"t": self.now, "step": self.step, "kind": kind, "text": text})
 
     def _end(self, how: str, why: str) -> None:
         self.over_at = self.now if self.over_at < 0 else self.over_at

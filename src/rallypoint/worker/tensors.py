@@ -18,7 +18,6 @@ from rallypoint.optim.rows import refusal
 from rallypoint.worker.carried import Carried, Carry
 from rallypoint.worker.model_checks import check_apart, check_kept, check_model, check_trained
 from rallypoint.worker.models import check_optimizers
-from rallypoint.worker.samples import carried_ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,7 @@ class ModelTensors:
     Persistent buffers (for example BatchNorm statistics) are shared; the other buffers stay private to this worker.
     `tables` has, for each of the layout's tables, the modules that use it. `tied` maps each further name of a tied
     tensor to its name in the layout. With fp16, `loss_scale` is shared like a buffer: the scale, and the steps applied
-    with it (fp32, shape (2,)). What replicas carry is among `buffers`, with tensors of each replica; `samples` is
-    the ledger of a stream that comes only once.
+    with it (fp32, shape (2,)). What replicas carry is among `buffers`, with tensors of each replica.
 
     Raises ModelError when the model or a table cannot be trained like this.
     """
@@ -114,11 +112,9 @@ class ModelTensors:
         specs = [_spec(name, p, group_of(config, name, p.dim())) for name, p in trained.items()]
         specs += [_spec(name, b, -1) for name, b in shared.items()]
         self.carried = Carried(carry, config.replicas, device) if carry is not None else None
-        self.samples = carried_ledger(config.replicas) if config.order == "once" else None
-        for state in (self.carried, self.samples):
-            if state is not None:
-                specs += state.specs
-                shared |= state.tensors
+        if self.carried is not None:
+            specs += self.carried.specs
+            shared |= self.carried.tensors
         rows = [_spec(name, sharing[0].weight, group_of(config, name, 2)) for name, sharing in tables.items()]
         self.tables = list(tables.values())
         self.layout: Layout = build_layout(

@@ -81,7 +81,6 @@ CONFLICTS = (
     }.items()),
     *(Conflict(_F.ALTERNATE, other, f"{why}, or leave alternate out") for other, why in {
         _F.PLATEAU: "its reductions count steps, and each model counts its own updates; use a schedule",
-        _F.RESCALE: "it counts from a step on, and each model counts its own updates; use a schedule",
         _F.HOLD: "the last version of a model that the last step does not update would stay rounded; use fp32",
         _F.DOWN: "the last version of each model goes raw, and which one that is depends on where the job ends; use "
                  "leave down= out",
@@ -131,16 +130,6 @@ CONFLICTS = (
         _F.PASSES, _F.ALTERNATE,
         "a step may read the samples of the step before; leave passes out, and give steps",
     ),
-    *(Conflict(_F.ONCE, other, f"{why}, or leave once out") for other, why in {
-        _F.BACKUP_TASKS: "a second worker has other samples for the same replica, and those of one of them would be "
-                         "lost each time; leave --backup-tasks out",
-        _F.AUDIT: "no other worker has the replica's samples, so none can compute it again; leave audit out",
-        _F.FINGERPRINTS: "no step can be replayed, as its samples are gone; leave fingerprints out",
-        _F.ALTERNATE: "a step may read the samples of the step before; leave alternate out",
-        _F.STREAMED: "a worker that keeps no parameters takes no whole versions, and the ledger is a part of them; use "
-                     "parameters=local",
-        _F.AGGREGATORS: "what an aggregator has added up is not dropped when a worker dies; leave --aggregators out",
-    }.items()),
     Conflict(
         _F.FOLD, _F.REPLICATION,
         "the backup applies each contribution by itself, so none is folded into another's update; use fold=1, or leave "

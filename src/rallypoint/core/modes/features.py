@@ -31,14 +31,12 @@ class Feature(enum.Enum):
     STREAMED = 'parameters="streamed"'
     FINGERPRINTS = "fingerprints="
     AUDIT = "audit="
-    AUDIT_SERVERS = "audit_servers="
     OWN_OPTIMIZER = "own_optimizer="
     SUMS = "sums for a loop of the script's own (bridges.ddp, bridges.c10d)"
     OWN_LOOP = "rp.wrap (a loop of its own)"
     KEYED = "job.store"
     STREAM = "rp.Stream"
     PASSES = "passes= of rp.Stream"
-    ONCE = "once=True of rp.Stream"
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"
     FRAGMENTS = "fragments="
@@ -62,8 +60,6 @@ class Feature(enum.Enum):
     AGGREGATORS = "--aggregators"
     RANKS = "--ranks (a worker that is a group of ranks)"
     BY_SPEED = "assignment by speed"
-    # the operator
-    RESCALE = "rallypoint learning-rate"
     # the script
     EVALUATION = "run.every"
     STOP = "run.stop or break"

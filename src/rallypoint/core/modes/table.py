@@ -161,9 +161,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         ),
         {_M.SYNC: YES},
     ),
-    _F.AUDIT_SERVERS: _row(
-        YES, {_M.ALL_REDUCE: No("servers hold no state that could change: leave it out")}
-    ),
     _F.SUMS: _row(No("a script's loop waits for sums of all workers; use sync=rp.Sync()"), {_M.SYNC: YES}),
     _F.OWN_OPTIMIZER: _row(
         No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),
@@ -260,16 +257,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             _M.STAGGERED: _STAYS,
         },
     ),
-    _F.RESCALE: _row(
-        No(
-            "it counts from a version on that all replicas compute from, and that servers make of a whole step; use "
-            "sync=rp.Sync() without a quorum, or give the schedule before the start"
-        ),
-        {
-            _M.SYNC: YES,
-            _M.ALL_REDUCE: No("workers step: use own_schedule=, or sync=rp.Sync()"),
-        },
-    ),
     _F.EVALUATION: _row(),
     _F.STOP: _row(
         YES,
@@ -291,20 +278,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             "step; leave passes out, and give steps"
         ),
         {_M.SYNC: YES, _M.ALL_REDUCE: YES},
-    ),
-    _F.ONCE: _row(
-        No(
-            "its ledger belongs to a version that has exactly one contribution of each replica at each step; use "
-            "sync=rp.Sync() without a quorum"
-        ),
-        {
-            _M.SYNC: YES,
-            _M.ALL_REDUCE: No("what a roll-back does to the ledger is not tested there; use sync=rp.Sync()"),
-            **_local(No(
-                "who takes a replica over computes its whole round again, and all samples of that round would be lost; "
-                "use sync=rp.Sync()"
-            )),
-        },
     ),
     _F.KEYED: _row(_NO_KEYS, dict.fromkeys((_M.SYNC, _M.SSP, _M.ASYNC), YES)),
 }

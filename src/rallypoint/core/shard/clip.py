@@ -84,7 +84,7 @@ def clip_scale(norm: float, clip: float | None) -> float:
 
 def total_norm(norms: Iterable[float]) -> float:
     """The 2-norm of a vector from the 2-norms of its pieces. Computed in float64 and correctly rounded."""
-    return math.sqrt(math.fsum(norm * norm for norm in norms))
+    return math.sqrt(math.fsum([norm * norm for norm in norms]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,12 @@ class Rule:
 
     def verdict(self, step: int, measures: Sequence[Measure], generation: ViewNumber) -> Verdict:
         """The decision on a step, from the measures in shard order."""
-        loss_scale = max(measure.loss_scale for measure in measures) if self.scaled else 1.0
-        norm = total_norm(measure.norm for measure in measures) / loss_scale
-        losses = _union(measure.not_finite for measure in measures)
-        gradients = _union(measure.gradients for measure in measures)
-        at = next(((measure.shard, measure.at) for measure in measures if measure.at >= 0), None)
+        loss_scale = max([measure.loss_scale for measure in measures]) if self.scaled else 1.0
+        norm = total_norm([measure.norm for measure in measures]) / loss_scale
+        losses = _union([measure.not_finite for measure in measures])
+        gradients = _union([measure.gradients for measure in measures])
+        bad = [(measure.shard, measure.at) for measure in measures if measure.at >= 0]
+        at = bad[0] if bad else None
         factor = clip_scale(norm, self.clip) / loss_scale
         found = Verdict(step, norm, factor, losses, generation, gradients, at, loss_scale=loss_scale)
         if found.whole or not self.examines:
@@ -136,7 +137,7 @@ def _listed(replicas: Sequence[int]) -> str:
 
 
 def _union(replicas: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sorted({replica for some in replicas for replica in some}))
+    return tuple(sorted(set().union(*replicas)))
 
 
 _REMEMBERED = 2  # steps whose decision is kept, for a backup promoted in the middle of a step

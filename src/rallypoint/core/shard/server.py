@@ -18,8 +18,6 @@ from rallypoint.core.shard.clip import ClipMachine, Measure, Tell, Verdict
 from rallypoint.core.shard.copies.pairs import Pairs
 from rallypoint.core.shard.invariants import check_server
 from rallypoint.core.shard.machine import ShardMachine, summed
-from rallypoint.core.shard.ordering.hold import RateAwaited as RateAwaited
-from rallypoint.core.shard.ordering.hold import RateHold
 from rallypoint.core.shard.plan import Plan
 from rallypoint.core.view import View, ViewNumber
 
@@ -76,7 +74,7 @@ class On:
     effect: shard_effects.Effect
 
 
-Effect = Own | Disown | Restore | Report | Disproved | On | Tell | Verdict | RateAwaited
+Effect = Own | Disown | Restore | Report | Disproved | On | Tell | Verdict
 
 
 @dataclass(slots=True)
@@ -92,7 +90,6 @@ class ServerMachine:
     _clip: ClipMachine | None = None
     _linked: set[str] = field(default_factory=set)
     _refused: Verdict | None = None  # the verdict that stops the job
-    _rates: RateHold = field(default_factory=RateHold)
 
     def machine(self, index: int) -> ShardMachine | None:
         """The shard's machine; None if this server does not hold the shard."""
@@ -138,8 +135,9 @@ class ServerMachine:
             self.pairs.filling.discard((index, event.incoming))  # the first one after a fill
             effects += self._fill_some(self.held, asks=False)
         else:  # its sum in progress had to be decided first
-            fills = [e.effect for e in effects if isinstance(e, On) and isinstance(e.effect, shard_effects.Fill)]
-            self.pairs.filling |= {(index, fill.incoming) for fill in fills}
+            for one in effects:
+                if isinstance(one, On) and isinstance(one.effect, shard_effects.Fill):
+                    self.pairs.filling.add((index, one.effect.incoming))
         return effects
 
     def capture(self, version: int) -> list[Effect]:
@@ -205,7 +203,7 @@ class ServerMachine:
 
     def report_again(self) -> list[Effect]:
         """What a coordinator that was restarted may not know: the verdict that stops the job, which updates wait."""
-        return [*([] if self._refused is None else [Report(self._refused)]), *self._rates.again()]
+        return [] if self._refused is None else [Report(self._refused)]
 
     def decided(self, verdict: Verdict) -> list[Effect]:
         """Apply a verdict to every shard that waits for it.
@@ -237,13 +235,6 @@ class ServerMachine:
         """Adopt a view, if it is newer than the current one."""
         if self.view is not None and view.number <= self.view.number:
             return []
-        effects = self._adopt(view)
-        effects += [e for i in self._rates.adopt(view, self._machines) for e in self.handle(i, shard_events.GoOn())]
-        return [*effects, *self._rates.again()]
-
-    # ---- views ----
-
-    def _adopt(self, view: View) -> list[Effect]:
         before, self.view = self.view, view
         stayed = {(member.id, member.incarnation) for member in before.servers} if before is not None else set()
         self._linked &= {member.id for member in view.servers if (member.id, member.incarnation) in stayed}

@@ -16,7 +16,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.errors import DataError, RallypointError, UsageError
 from rallypoint.launch import ask
 from rallypoint.launch.plan import Launch, read_plan
-from rallypoint.net.ordering.messages import AnyOrder, Drain, Pause, SnapshotEvery, StopWanted
+from rallypoint.net.messages import AnyOrder, Drain, Pause, StopWanted
 
 _NEWEST = 8  # of so many versions one is looked for of which all shards have told their digests
 
@@ -87,8 +87,6 @@ def follow(run: Path, wish: Wish) -> str:
             if not wish.workers and not wish.servers:
                 raise UsageError("to what size? give a number of workers or of servers")
             return ask.resize(run, wish.workers, wish.servers, _unsaid)
-        case "rate":
-            return ask.change_rate(run, wish.factor, _unsaid)
         case _:
             return ask.order(run, _order(wish), _unsaid)
 
@@ -103,7 +101,5 @@ def _order(wish: Wish) -> AnyOrder:
             return StopWanted(wish.reason)
         case "drain":
             return Drain(wish.member)
-        case "period":
-            return SnapshotEvery(wish.steps, wish.seconds)
         case _:
             return Pause(on=wish.order == "pause")

@@ -18,10 +18,8 @@ import msgspec
 from rallypoint.coordinator.journal import JOURNAL, kept_state
 from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.deciding.scales import merged
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
-from rallypoint.core.view import Scale
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.code.kept import CODE, worker_argv
@@ -66,7 +64,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         step: the step to look at.
         settings: settings over those of the run, nested: none changes a byte.
         reductions: the versions from which on the run has reduced its rates once more (`plateau`), ascending.
-        scales: the factors on the learning rate that the run's operators have ordered.
         folder: where the replay keeps its log and its digests.
         answer: the file for the `Answer`.
     """
@@ -76,7 +73,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     settings: dict[str, Any] = {}
     reductions: tuple[int, ...] = ()
-    scales: tuple[Scale, ...] = ()
     folder: str
     answer: str
 
@@ -164,8 +160,7 @@ def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
     with tempfile.TemporaryDirectory(prefix="rallypoint-replay-") as folder:
         task = Task(
             snapshots=_place(plan.snapshots), snapshot=manifest.id, step=step, settings=_settings(manifest.job),
-            reductions=reductions, scales=merged(() if state is None else state.scales, manifest.scales),
-            folder=folder, answer=str(Path(folder) / "answer.json"),
+            reductions=reductions, folder=folder, answer=str(Path(folder) / "answer.json"),
         )  # fmt: skip
         answer = _computed(argv, task, manifest.job.threads or plan.threads_at_first, wanted)
         return _compared(run, task, manifest, answer, wanted.replica, spike)

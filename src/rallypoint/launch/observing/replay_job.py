@@ -97,7 +97,7 @@ def replay_job(path: str) -> EmbeddedJob:
     record, _ = changed_record(manifest.job, task.settings, manifest.version)
     decided = msgspec.structs.replace(manifest.decided, reductions=task.reductions, stop=None)
     job = EmbeddedJob(
-        resume=Resumed(record, manifest.id, manifest.version, decided=decided, scales=task.scales),
+        resume=Resumed(record, manifest.id, manifest.version, decided=decided),
         about=JoinInfo(overrides=record.config, folder=task.folder, snapshots=task.snapshots),
     )
     job.run_type = type("ReplayedRun", (ReplayedRun,), {"task": task})

@@ -67,12 +67,11 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
 
 def optimizer_content(
     states: Mapping[str, Mapping[str, torch.Tensor | float]], config: JobConfig, layout: Layout, version: int,
-    reductions: int, scale: float = 1.0,
+    reductions: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the optimizer's part of a checkpoint: `states` by parameter name, and each parameter's settings.
 
-    A rate is that of the next update, after so many `reductions` (``plateau=``), times `scale`. The version of the job
-    is `version`.
+    A rate is that of the next update, after so many `reductions` (``plateau=``). The version of the job is `version`.
     Its base rate is there too, as torch's schedulers look for it (`initial_lr`).
     """
     cadence = cadence_of(config, layout.shards)
@@ -87,7 +86,7 @@ def optimizer_content(
         if entry.spec.group < 0 or not touched:
             continue
         own = of_group(config, entry.spec.group)
-        rate = scale * rate_of(own, min(cadence.updates_before(touched[0], version), own.rounds - 1), reductions)
+        rate = rate_of(own, min(cadence.updates_before(touched[0], version), own.rounds - 1), reductions)
         base = peak_of(own.applied_schedule)
         spec = of_shard(own.applied, layout.shards[touched[0]].columns)
         settings = settings_of(own, entry.spec.group)

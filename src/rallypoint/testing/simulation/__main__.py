@@ -19,11 +19,9 @@ from rallypoint.testing.simulation.policies import (
     AuditedWrong,
     Carrying,
     Deciding,
-    Flipped,
     Keyed,
     Paused,
     Played,
-    Rescaled,
     Resumed,
     Scaled,
     Uneven,
@@ -60,9 +58,9 @@ def main(
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
     job = sync
-    while isinstance(job, Paused | Rescaled | Uneven | Resumed):
+    while isinstance(job, Paused | Uneven | Resumed):
         job = job.of
-    alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped(), Alternating())
+    alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Alternating())
     same = job in (*alone, Keyed()) or isinstance(job, Carrying)
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well

@@ -19,13 +19,11 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Holder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
-from rallypoint.core.view import Scale
 from rallypoint.testing.simulation.replicas import scale as loss_scale
 from rallypoint.testing.simulation.replicas.audited import AuditedJob
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, combine, tree
 from rallypoint.testing.simulation.replicas.decided import Undisturbed
 from rallypoint.testing.simulation.replicas.layouts import Alternate, layout_of, models_in, several_models
-from rallypoint.testing.simulation.replicas.names import combine, tree
 from rallypoint.testing.simulation.replicas.rounds import Names, Rounds, Trained
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
@@ -53,7 +51,6 @@ class SimulatedJob:
     stop: ScriptStops | None = None  # same bytes only
     every: int = 0  # an evaluation is due after so many steps; 0: never
     rules: Rules = field(default_factory=Rules)  # by which evaluations decide
-    scales: tuple[Scale, ...] | None = ()  # that operators order, with what comes of it; None: it is not known yet
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)  # states that were under way
     audits: AuditedJob | None = None
@@ -216,7 +213,7 @@ class SimulatedJob:
 
     def check_version(self, shard: int, version: int, content: Content) -> None:
         """AssertionError unless this is the shard's version `version`: every contribution that is due, once."""
-        if self.same_bytes and not (self.may_differ or self.scales is None):
+        if self.same_bytes and not self.may_differ:
             round = self.cadence.begun(shard, version)
             assert content == self.trajectory[round][shard], f"other bytes in shard {shard} at version {version}"
         elif not self.same_bytes and isinstance(self.sync, LocalSteps):
@@ -322,7 +319,7 @@ class SimulatedJob:
 
     @cached_property
     def undisturbed_decisions(self) -> Undisturbed:
-        return Undisturbed(self.rules, self.every, self.steps, self.scales or ())
+        return Undisturbed(self.rules, self.every, self.steps)
 
     @cached_property
     def trajectory(self) -> list[list[Content]]:

@@ -16,7 +16,7 @@ import torch
 from rallypoint.config import JobConfig, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
-from rallypoint.core.streams import end
+from rallypoint.core.order import stream_reads
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
@@ -29,21 +29,21 @@ from rallypoint.net.messages import (
     GiveUp,
     Leaving,
     Propose,
+    Reached,
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
-from rallypoint.net.views.messages import Reached
 from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
-from rallypoint.worker.auditing.kernels import kernels_of
 from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.initial import digest_of
 from rallypoint.worker.exchange.links import Context
+from rallypoint.worker.kernels import kernels_of
 from rallypoint.worker.keys.exchange import KeyExchange
 from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape, declared, first_values
 from rallypoint.worker.keys.store import KeyStore
@@ -58,7 +58,7 @@ from rallypoint.worker.ranks.followers import NoFollowers
 from rallypoint.worker.ranks.lead import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
 from rallypoint.worker.ranks.watch import cause_of, watch_of
-from rallypoint.worker.sharing.sharing import Sharing
+from rallypoint.worker.sharing import Sharing
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging, staging_for
@@ -175,7 +175,7 @@ class Job(Member):
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
         first = self.id == min(one.id for one in exchange.view.workers)
-        reads = end.reads(config.passes, config.steps, given="steps" in settings)
+        reads = stream_reads(config.passes, config.steps, given="steps" in settings)
         for sentence in (why_so, reads):
             if sentence and first:
                 self._say(sentence)
