@@ -52,6 +52,7 @@ EXPORTED = [
     "cosine",
     "join",
     "linear",
+    "scaled_lr",
     "step_decay",
     "tabulated",
     "wrap",

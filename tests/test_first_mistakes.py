@@ -25,7 +25,7 @@ from rallypoint.recipes import RECIPES
     ("train --wokers 5 gpt", "there is no option --wokers: did you mean --workers?"),
     ("train gpt --step 5", "gpt has no option --step: did you mean --steps?"),
     ("train resnet --zzz 5", "resnet has no option --zzz; `rallypoint train resnet --help` lists them"),
-    ("chaos gan --lerning-rate=1", "gan has no option --lerning-rate"),
+    ("chaos resnet --lerning-rate=1", "resnet has no option --lerning-rate"),
 ])  # fmt: skip
 def test_a_recipes_option_that_is_misplaced_or_misspelt_is_told_before_anything_starts(
     line: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

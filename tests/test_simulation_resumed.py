@@ -26,7 +26,7 @@ from rallypoint.testing.simulation.store import SimulatedStore
 
 KINDS = (
     "sync", "quorum:2", "ssp:1", "async", "fragments:2", "all-reduce", "codec-state", "inner:3", "delay:1", "tables",
-    "stopped", "scaled", "decided", "carrying", "store", "alternating",
+    "stopped", "scaled", "decided", "carrying", "store",
 )  # fmt: skip
 
 

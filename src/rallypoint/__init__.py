@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rallypoint.core.loss_scale import LossScaling
     from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
-    from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
+    from rallypoint.core.schedule import constant, cosine, linear, scaled_lr, step_decay, tabulated
     from rallypoint.data.cache.cache import Cache
     from rallypoint.data.sources.parquet import Parquet
     from rallypoint.data.sources.tars import WebDataset
@@ -74,6 +74,7 @@ _HOMES = {
     "cosine": "rallypoint.core.schedule",
     "join": "rallypoint.launch.join",
     "linear": "rallypoint.core.schedule",
+    "scaled_lr": "rallypoint.core.schedule",
     "step_decay": "rallypoint.core.schedule",
     "tabulated": "rallypoint.core.schedule",
     "wrap": "rallypoint.launch.wrapping.wrap",
@@ -119,6 +120,7 @@ __all__ = [
     "cosine",
     "join",
     "linear",
+    "scaled_lr",
     "step_decay",
     "tabulated",
     "wrap",

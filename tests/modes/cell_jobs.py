@@ -44,7 +44,6 @@ OF_SYNC: dict[Feature, dict[str, Any]] = {
     Feature.FOLD: {"fold": 2},
     Feature.COMPENSATION: {"delay_compensation": 0.04},
 }
-OPTIMIZERS = {"first": {"type": "sgd", "lr": 0.05, "momentum": 0.5}, "last": {"type": "adam", "lr": 0.02}}
 OF_ASYNC = {Feature.FOLD, Feature.COMPENSATION}  # under rp.LocalSteps a setting of its `over`
 SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.CLIP: {"clip": 0.5},
@@ -55,8 +54,6 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.SUMS: {"optimizer": {"type": "sum"}},
     Feature.ACCUMULATE: {"accumulate": 2},
     Feature.GROUPS: {"groups": [{"match": ["last.*"], "lr_scale": 0.5, "weight_decay": 0.1}]},
-    Feature.MODELS: {"optimizer": OPTIMIZERS},
-    Feature.ALTERNATE: {"optimizer": OPTIMIZERS, "alternate": ["last", "first", "last"]},
     Feature.SYNC_EVERY: {"groups": [{"match": ["last.*"], "sync_every": 2}]},
     Feature.CODEC: {"codec": {"type": "fp16"}},
     Feature.CODEC_STATE: {"codec": {"type": "int8"}},
@@ -164,10 +161,8 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
     model = Net(cell)
     own = [torch.optim.Adagrad(model.parameters(), lr=0.05)] if cell.has(Feature.OWN_OPTIMIZER) else []
     settings = {key: value for key, value in cell.settings.items() if key != "optimizer" or not own}
-    several = cell.has(Feature.MODELS) or cell.has(Feature.ALTERNATE)
-    models = {"first": model.first, "last": model.last} if several else model
     first = {"hidden": torch.zeros(2, 10), "steps": torch.tensor(0)} if cell.has(Feature.CARRY) else None
-    run = job.train(models, data_of(cell), own_optimizer=own, carry=first, **settings)
+    run = job.train(model, data_of(cell), own_optimizer=own, carry=first, **settings)
     wait = _gate(job, cell)
     hash_of = _hash_in_evaluation(run, model, cell) if cell.has(Feature.STREAMED) else lambda: weights_hash(model)
     if cell.has(Feature.STOP_WHEN):

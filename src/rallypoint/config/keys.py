@@ -13,9 +13,13 @@ from rallypoint.config.tree import JobConfig
 from rallypoint.core.typed import hints_of
 from rallypoint.errors import ConfigError, meant
 
+_SEVERAL = "models that take turns, each with its own optimizer, are keys of job.store: see examples/gan.py"
 GONE = {  # settings that earlier versions had: what to do instead
+    **dict.fromkeys(("alternate", "batch_for", "optimizers"), _SEVERAL),
+    **dict.fromkeys(("scale_lr", "base_batch"), "give the rate, optimizer=rp.SGD(lr=rp.scaled_lr(0.1, 512, base=64))"),
     "audit_servers": "servers' memory is not audited any more: with --replication 2 a primary and its backup compare "
     "digests at each version; use memory with ECC",
+    "offload": "wrap the forward pass in torch.autograd.graph.save_on_cpu()",
 }
 
 

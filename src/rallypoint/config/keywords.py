@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from rallypoint.codec.spec import CodecSpec
@@ -20,14 +20,9 @@ class Settings(TypedDict, total=False):
     replicas: int
     batch: int
     steps: int
-    optimizer: Optimizer | Mapping[str, Optimizer]
-    optimizers: dict[str, Optimizer]
-    alternate: Sequence[str | Sequence[str]]
-    batch_for: Literal["iteration", "step"]
+    optimizer: Optimizer
     sync: Mode
     accumulate: int
-    scale_lr: Literal["none", "linear", "sqrt"]
-    base_batch: int
     clip: float | None
     average: EMA | SWA | None
     plateau: ReduceOnPlateau | None
@@ -41,7 +36,6 @@ class Settings(TypedDict, total=False):
     loss_scale: LossScaling
     hold: Literal["fp32", "bf16"]
     recompute: Literal["none", "blocks"]
-    offload: Literal["none", "activations"]
     nonfinite: Literal["stop", "skip", "continue"]
     decay_1d: bool
     groups: Sequence[Group]

@@ -9,7 +9,6 @@ import msgspec
 
 from rallypoint.codec.spec import Raw
 from rallypoint.config import JobConfig, parse
-from rallypoint.config.models import shown
 from rallypoint.coordinator.acts import Act, Log, Record, Send
 from rallypoint.coordinator.claims import Early
 from rallypoint.coordinator.inbox import Connection
@@ -265,8 +264,7 @@ class Announcer:
         if self.tally is None or (done := self.tally.add(report)) is None:
             return []
         step, config = self.config.steps_at(done.step + 1) - 1, self.config
-        own, update = shown(config, step)
-        rate = None if config.own_optimizer else rate_at(own.schedule, update, own.steps)
+        rate = None if config.own_optimizer else rate_at(config.schedule, step, config.steps)
         if rate is not None and config.plateau is not None:
             rate = config.plateau.reduced(rate, reductions_at(self._machine.course.views.reductions, step))
         return self.announce(msgspec.structs.replace(done, step=step, lr=rate), now)

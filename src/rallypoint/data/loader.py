@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from rallypoint.config import JobConfig, batch_at
+from rallypoint.config import JobConfig
 from rallypoint.core.order import SampleOrder, StreamOrder, derive_seed, stream_looks_ahead
 from rallypoint.data.collate import collated, gathered
 from rallypoint.data.dataset import MapDataset, NotASample, check_dataset, fetch, shard_lengths
@@ -128,12 +128,12 @@ class MicroBatches:
     def indices(self, step: int, replica: int, micro: int) -> Sequence[int]:
         """Return the positions of a micro-batch's samples in the data set."""
         part, parts = self._part
-        of_replica = self._order.samples(batch_at(self.config, step), replica)
+        of_replica = self._order.samples(step, replica)
         of_micro = of_replica[micro * self._micro : (micro + 1) * self._micro]
         return of_micro[part * self._micro // parts : (part + 1) * self._micro // parts]
 
     def _seed(self, step: int, replica: int, micro: int) -> int:
-        return derive_seed(self.config.seed, "data", batch_at(self.config, step), replica, micro, *self._parted)
+        return derive_seed(self.config.seed, "data", step, replica, micro, *self._parted)
 
     def compute_seed(self, step: int, replica: int, micro: int) -> int:
         """Return the seed of a micro-batch's forward pass."""

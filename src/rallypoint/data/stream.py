@@ -16,7 +16,7 @@ import torch
 from torch.utils.data._utils import worker as of_torch
 
 from rallypoint.config import JobConfig
-from rallypoint.config.plain import step_by_step
+from rallypoint.config.tree import step_by_step
 from rallypoint.core.order import StreamOrder, derive_seed
 from rallypoint.data.dataset import NotASample
 from rallypoint.data.randomness import seed_everything, untouched

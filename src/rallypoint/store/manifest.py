@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
-from rallypoint.config.kept import kept_record
+from rallypoint.config.changes import kept_record
 from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import build_now

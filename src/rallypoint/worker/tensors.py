@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rallypoint.config import JobConfig, group_of, matrices_of, of_group, ranks_of
+from rallypoint.config import JobConfig, group_of, matrices_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
 from rallypoint.core.loss_scale import ENTRY
 from rallypoint.core.modes import Feature, why_not
@@ -17,7 +17,6 @@ from rallypoint.errors import ModelError
 from rallypoint.optim.rows import refusal
 from rallypoint.worker.carried import Carried, Carry
 from rallypoint.worker.model_checks import check_apart, check_kept, check_model, check_trained
-from rallypoint.worker.models import check_optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,6 @@ class ModelTensors:
         with, of a state that it carries from step to step."""
         check_model(model)
         tables = _tables(model, config)
-        check_optimizers(model, config)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables}
         with_values = {name: p for name, p in trained.items() if name not in made}
         check_trained(with_values)
@@ -212,7 +210,7 @@ def _refused(module: torch.nn.Embedding | torch.nn.EmbeddingBag, name: str, conf
     if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
         return "padding_idx, max_norm and scale_grad_by_freq are not supported with sparse=True"
     why = why_not(config.mode.name, Feature.TABLES, config.features)
-    return why or refusal(of_group(config, group_of(config, name, 2)).optimizer)
+    return why or refusal(config.optimizer)
 
 
 def _spec(name: str, tensor: torch.Tensor, group: int) -> TensorSpec:

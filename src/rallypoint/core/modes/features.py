@@ -21,8 +21,6 @@ class Feature(enum.Enum):
     ACCUMULATE = "accumulate="
     MUON = "optimizer=rp.Muon()"
     GROUPS = "weight_decay= or lr_scale= of a group"
-    ALTERNATE = "alternate="
-    MODELS = "optimizer={...} (several models)"
     CODEC = "a lossy codec="
     CODEC_STATE = "a codec= with state (error feedback, momentum, factors)"
     DOWN = "a lossy down="

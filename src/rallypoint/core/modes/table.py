@@ -94,22 +94,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     _F.PLATEAU: _row(_DECIDES_NOT, {_M.SYNC: YES}),
     _F.ACCUMULATE: _row(),
     _F.GROUPS: _row(),
-    _F.MODELS: _row(
-        YES,
-        {
-            **_local(No("workers step one optimizer between two rounds; use one optimizer, or sync=rp.Sync()")),
-            _M.ALL_REDUCE: No(
-                "workers step: give one for each model as own_optimizer=[...], or use sync=rp.Sync()"
-            ),
-        },
-    ),
-    _F.ALTERNATE: _row(
-        No(
-            "which models a version updates follows from its number, and all of them have to be at that version; use "
-            "sync=rp.Sync() without a quorum, or leave it out"
-        ),
-        {_M.SYNC: YES, _M.ALL_REDUCE: No("workers step all models at once; use sync=rp.Sync(), or leave it out")},
-    ),
     _F.MUON: _row(
         YES,
         {

@@ -14,7 +14,6 @@ from typing import Annotated
 
 import msgspec
 
-from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.view import ViewNumber
 
 _FIRST = ViewNumber()
@@ -147,8 +146,8 @@ _REMEMBERED = 2  # steps whose decision is kept, for a backup promoted in the mi
 class ClipMachine:
     """Takes measures; returns `Tell` and `Verdict`. It lives for one `generation`; a roll-back replaces it.
 
-    `shards` are all shards of the layout that wait for it; at a step, those of them that `cadence` says are due. `own`
-    are those whose primary is this server; it changes with the view. Steps are the job's.
+    `shards` are all shards of the layout that wait for it; `own` those whose primary is this server, which changes with
+    the view. Steps are the job's.
 
     A server that died may have sent its measures to only some of the others. So every server sends all that it knows
     again (`retell`) whenever the servers change.
@@ -158,11 +157,9 @@ class ClipMachine:
     own: frozenset[int]
     rule: Rule
     generation: ViewNumber = _FIRST
-    cadence: Cadence = TOGETHER
     _known: dict[int, dict[int, Measure]] = field(default_factory=dict)
     _verdicts: dict[int, Verdict] = field(default_factory=dict)
     _told: dict[int, frozenset[int]] = field(default_factory=dict)  # step -> the shards sent
-    _due: dict[int, frozenset[int]] = field(default_factory=dict)  # step -> the shards that wait at it
     _all: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,7 +170,7 @@ class ClipMachine:
         if step in self._verdicts:
             return [*self._tell(step, self._known[step]), self._verdicts[step]]  # we became primary after it
         known = self._learn(step, [measure])
-        return [*self._tell(step, known), *(self._decide(step, known) if self._own(step) <= known.keys() else [])]
+        return [*self._tell(step, known), *(self._decide(step, known) if self.own <= known.keys() else [])]
 
     def told(self, step: int, measures: Iterable[Measure]) -> list[Tell | Verdict]:
         """Another server sent its measures."""
@@ -196,21 +193,21 @@ class ClipMachine:
 
     def _tell(self, step: int, known: dict[int, Measure]) -> list[Tell]:
         """This server's measures, once they are complete. Some may come from an earlier primary of the shard."""
-        own = self._own(step)
+        own = self.own
         if not own or not own <= known.keys() or self._told.get(step) == own:
             return []
         self._told[step] = own
         return [Tell(step, tuple(known[shard] for shard in sorted(own)))]
 
     def _learn(self, step: int, measures: Iterable[Measure]) -> dict[int, Measure]:
-        known, expected = self._known.setdefault(step, {}), self._expected(step)
+        known = self._known.setdefault(step, {})
         for measure in measures:
-            if measure.shard in expected:
+            if measure.shard in self._all:
                 known.setdefault(measure.shard, measure)
         return known
 
     def _decide(self, step: int, known: dict[int, Measure]) -> list[Tell | Verdict]:
-        if len(known) < len(self._expected(step)):
+        if len(known) < len(self._all):
             return []
         verdict = self.rule.verdict(step, [known[shard] for shard in sorted(known)], self.generation)
         self._verdicts[step] = verdict
@@ -218,29 +215,16 @@ class ClipMachine:
             self._known.pop(old, None)
             self._verdicts.pop(old, None)
             self._told.pop(old, None)
-            self._due.pop(old, None)
         return [verdict]
-
-    def _expected(self, step: int) -> frozenset[int]:
-        """The shards that wait for the decision on this step."""
-        if self.cadence.together:
-            return self._all
-        if step not in self._due:
-            self._due[step] = frozenset(shard for shard in self.shards if self.cadence.due(shard, step))
-        return self._due[step]
-
-    def _own(self, step: int) -> frozenset[int]:
-        return self.own if self.cadence.together else self.own & self._expected(step)
 
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
         assert self.own <= self._all, f"shards {sorted(self.own - self._all)} are measured, and do not count"
         newest = max(self._verdicts, default=-1)
         for step, known in self._known.items():
-            expected = self._expected(step)
-            assert known.keys() <= expected, f"step {step}: measures of shards that do not count: {sorted(known)}"
-            decided = step not in self._verdicts or len(known) == len(expected)
-            assert decided, f"step {step} was decided with {len(known)} of {len(expected)} measures"
+            assert known.keys() <= self._all, f"step {step}: measures of shards that do not count: {sorted(known)}"
+            decided = step not in self._verdicts or len(known) == len(self._all)
+            assert decided, f"step {step} was decided with {len(known)} of {len(self._all)} measures"
         for step, verdict in self._verdicts.items():
             assert step > newest - _REMEMBERED, f"the verdict of step {step} is kept beside that of step {newest}"
             assert verdict.generation == self.generation, f"{verdict} is of another generation than {self.generation}"

@@ -180,8 +180,7 @@ class ServerMachine:
         if measure.at >= 0 and not measure.gradients and len(contributions) == 1:
             measure = msgspec.structs.replace(measure, gradients=(contributions[0][1],))
         if measure.shard in self.plan.decides:
-            round = self.plan.cadence.round_of(measure.shard, step)
-            return [] if self._clip is None else self._remember(self._clip.measured(round, measure))
+            return [] if self._clip is None else self._remember(self._clip.measured(step, measure))
         if machine is None or not machine.awaiting or self.view is None:
             return []
         begun = contributions[0][0] if contributions else machine.version
@@ -213,8 +212,8 @@ class ServerMachine:
         """
         if self.view is None or verdict.generation != self.view.generation or verdict.stops:
             return []
-        due = [i for i in self.held if i in self.plan.decides and self.plan.cadence.due(i, verdict.step)]
-        return [effect for index in due for effect in self.handle(index, _for_shard(index, verdict, self.plan))]
+        event = shard_events.Decide(verdict.step, verdict.scale)
+        return [effect for index in self.held if index in self.plan.decides for effect in self.handle(index, event)]
 
     def peer_linked(self, server: str) -> list[Effect]:
         """The link to another server is up (again): send it all measures, because it may have missed some."""
@@ -278,10 +277,9 @@ class ServerMachine:
         done = machine.handle(
             shard_events.Assigned(primary, backup, fresh, view.proven(index), arrived, third, third_fresh)
         )
-        round = self.plan.cadence.round_of(index, machine.version)
-        verdict = self._clip.verdict(round) if self._clip is not None else None
+        verdict = self._clip.verdict(machine.version) if self._clip is not None else None
         if verdict is not None and index in self.plan.decides and not verdict.stops:
-            done += machine.handle(_for_shard(index, verdict, self.plan))  # decided before we held the shard
+            done += machine.handle(shard_events.Decide(verdict.step, verdict.scale))  # decided before we held the shard
         return effects + [On(index, effect) for effect in done]
 
     def _disown(self, index: int) -> Disown:
@@ -320,8 +318,3 @@ class ServerMachine:
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the server or a shard is in a state that it can never reach."""
         check_server(self, FILLS_AT_ONCE)
-
-
-def _for_shard(index: int, verdict: Verdict, plan: Plan) -> shard_events.Decide:
-    """The verdict as an event for one shard, which counts its own updates."""
-    return shard_events.Decide(plan.cadence.updates_before(index, verdict.step), verdict.scale)

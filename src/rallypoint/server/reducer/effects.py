@@ -172,13 +172,12 @@ class Effects:
             desk.replication.send_update(index, effect, finished)
 
     def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
-        """The update, with its step in the learning-rate schedule counted in the job's rounds (where models are updated
-        alternately: in the shard's updates, which are its model's), and the reductions that count for it: this server
-        has the view that says them (see `View.limit`)."""
+        """The update, with its step in the learning-rate schedule counted in the job's rounds, and the reductions that
+        count for it: this server has the view that says them (see `View.limit`)."""
         view = self._desk.shell.machine.view
         if view is not None and view.reductions:
             effect = replace(effect, reductions=reductions_at(view.reductions, effect.step))
-        if self._cadence.together or self._desk.job.config.alternate:
+        if self._together:
             return effect
         return replace(effect, step=self._cadence.round_of(index, effect.step))
 

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rallypoint.config.plain import steps_plainly
 from rallypoint.config.resolve import parse
+from rallypoint.config.tree import steps_plainly
 from rallypoint.core.job import JobRecord
 from rallypoint.errors import SnapshotFailed
 from rallypoint.store.checkpoints.dcp import optimizer_content, write_dcp

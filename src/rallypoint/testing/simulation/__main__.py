@@ -14,7 +14,6 @@ import typer
 from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.testing.simulation.policies import (
     WORDS,
-    Alternating,
     Audited,
     AuditedWrong,
     Carrying,
@@ -60,7 +59,7 @@ def main(
     job = sync
     while isinstance(job, Paused | Uneven | Resumed):
         job = job.of
-    alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Alternating())
+    alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong())
     same = job in (*alone, Keyed()) or isinstance(job, Carrying)
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well

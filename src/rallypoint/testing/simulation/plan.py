@@ -20,7 +20,6 @@ from rallypoint.testing.simulation.operating import links
 from rallypoint.testing.simulation.operating.pauses import PAUSE, pauses
 from rallypoint.testing.simulation.operating.resuming import RESUME, resumed
 from rallypoint.testing.simulation.policies import (
-    Alternating,
     Audited,
     AuditedWrong,
     Carrying,
@@ -40,7 +39,6 @@ from rallypoint.testing.simulation.policies import (
     Uneven,
 )
 from rallypoint.testing.simulation.replicas.audited import AuditedJob
-from rallypoint.testing.simulation.replicas.layouts import models_in, some_alternate
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
@@ -111,7 +109,7 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     if isinstance(played, Paused | Uneven | Resumed):
         return around[type(played)](make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
-        Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding,
+        Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding,
         Carrying: _carrying, Poisoned: _poisoned, Tables: _with_tables, Stopped: _stopped, Keyed: as_store,
     }  # fmt: skip
     if change := changes.get(type(played)):
@@ -233,13 +231,6 @@ def _carrying(plan: Plan) -> Plan:
     """Each replica carries a state: a shard more for each of them."""
     job, more = plan.job, plan.job.replicas
     return replace(plan, job=replace(job, carries=True, shards=job.shards + more, buffers=job.buffers + more))
-
-
-def _alternating(plan: Plan) -> Plan:
-    """Several models, each of which has a shard or more. In every third plan evaluations are leased."""
-    plan, alternate = _evaluating(plan) if plan.seed % 3 == 0 else plan, some_alternate(plan.seed, plan.job.steps)
-    shards = max(plan.job.shards, plan.job.buffers + len(models_in(alternate)))
-    return replace(plan, job=replace(plan.job, shards=shards, alternate=alternate))
 
 
 def _with_tables(plan: Plan) -> Plan:

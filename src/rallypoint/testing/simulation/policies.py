@@ -10,7 +10,7 @@ Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
-    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, alternating, "
+    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, "
     "carrying or carrying:WORD, store or store:WORD, "
     "paused or paused:WORD, uneven or uneven:WORD, resumed or resumed:WORD"
 )
@@ -77,11 +77,6 @@ class AuditedWrong:
 
 
 @dataclass(frozen=True)
-class Alternating:
-    """A synchronous job of several models that steps update alternately."""
-
-
-@dataclass(frozen=True)
 class Carrying:
     """A job whose replicas carry a state from step to step."""
 
@@ -95,10 +90,9 @@ class Keyed:
     sync: Sync | BoundedStaleness | Async = field(default_factory=Sync)
 
 
-_Alone = Alternating | Scaled | Evaluating | Deciding | Audited | AuditedWrong
+_Alone = Scaled | Evaluating | Deciding | Audited | AuditedWrong
 _ALONE: dict[str, type[_Alone]] = {
     "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "audited": Audited, "audited:wrong": AuditedWrong,
-    "alternating": Alternating,
 }  # fmt: skip
 _Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Carrying | Keyed
 
@@ -200,7 +194,7 @@ def _parse_mode(text: str) -> Mode:
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
     match policy:
-        case Alternating() | Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong():
+        case Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong():
             return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
         case Paused(of=played):
             of = word_for(played)

@@ -35,7 +35,7 @@ class Passes:
         self._parts, self._config, self._early = parts, parts.config, early
         self._exchange, self._installed_early = parts.exchange, installed_early
         self.autocast = Autocast(parts.config, parts.tensors.device)
-        self._activations = Activations(parts.model, parts.config, parts.tensors.device)
+        self._activations = Activations(parts.model, parts.config)
         self._streamed, self._carried = parts.streamed, parts.tensors.carried
         self._own = parts.config.order == "own"
         tables = [one.weight for same in parts.tensors.tables for one in same]
@@ -76,7 +76,6 @@ class Passes:
                 self._habits.enter(micro)
             seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
         self.autocast.enter()
-        self._activations.enter()
         if self._streamed is not None:
             self._streamed.begin()
 
@@ -84,7 +83,6 @@ class Passes:
         """End ``with micro:`` (called by Micro)."""
         if self._streamed is not None:
             self._streamed.leave()
-        self._activations.leave()
         if self._carried is not None:
             self._carried.keep()
         self.autocast.leave()

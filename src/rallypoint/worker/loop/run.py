@@ -325,7 +325,7 @@ class Run:
         for index in range(self._config.accumulate):
             batch = self._prefetched.take((step, replica, index))
             scale = self._parts.tensors.loss_scale
-            micro = Micro(self._passes, self._config, step=step, replica=replica, index=index, batch=batch, scale=scale)
+            micro = Micro(self._passes, step=step, replica=replica, index=index, batch=batch, scale=scale)
             last = index == self._config.accumulate - 1
             with self._guard.script(step, values=last and compares(step), late=True):
                 self._early.begin()

@@ -53,7 +53,6 @@ from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.loop.start_values import started
 from rallypoint.worker.membership import TOO_LATE, DataPlane, Member
-from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.ranks.followers import NoFollowers
 from rallypoint.worker.ranks.lead import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
@@ -122,12 +121,11 @@ class Job(Member):
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
 
     def train(
-        self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
+        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
         parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[TrainSettings],
     ) -> Run:  # fmt: skip
-        """Train `model` (in place) on `dataset` with the settings of `JobConfig`; iterate over the result. Several
-        models are a dict, and so are their optimizers: see `config.models`.
+        """Train `model` (in place) on `dataset` with the settings of `JobConfig`; iterate over the result.
 
         `dataset` is map-style, a DataLoader or an iterable (`Stream`): see `given` for what it decides. `collate_fn`
         makes a batch of a list of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how
@@ -150,9 +148,8 @@ class Job(Member):
             raise ConfigError("optimizer= and own_optimizer= are both given: the job steps only one; leave one out")
         kinds = ", ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in own)
         overrides, data = self._link.welcome.overrides, given(dataset, collate_fn, loader)
-        model, by_name = one_model(model, settings)
-        config = with_own_optimizer(resolve({**data.settings, **by_name}, overrides), kinds, overrides)
-        given_keys = {*data.settings, *by_name, *overrides}
+        config = with_own_optimizer(resolve({**data.settings, **settings}, overrides), kinds, overrides)
+        given_keys = {*data.settings, *settings, *overrides}
         config, why_so = started(config, model, given_keys, self._link.welcome, alone=self._group is None)
         if config.order == "own" and not self.run_type.own:
             raise ConfigError('order="own" is set by rp.wrap: leave it out of job.train')

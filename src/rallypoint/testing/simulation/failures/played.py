@@ -12,7 +12,6 @@ from rallypoint.testing.simulation.operating.pauses import PAUSE
 from rallypoint.testing.simulation.operating.resuming import RESUME
 from rallypoint.testing.simulation.plan import Plan
 from rallypoint.testing.simulation.policies import (
-    Alternating,
     Audited,
     AuditedWrong,
     Carrying,
@@ -52,8 +51,8 @@ def played_by(plan: Plan) -> Played:
         return AuditedWrong() if job.audits.wrong else Audited()
     if job.carries:
         return Carrying(job.sync)
-    if job.alternate or job.fp16:
-        return Alternating() if job.alternate else Scaled()
+    if job.fp16:
+        return Scaled()
     if job.every:
         return Deciding() if job.rules.steers else Evaluating()
     if job.tables:

@@ -1,132 +1,23 @@
-"""Several models, and several backward passes of one micro-batch: what a loop may do, and the sentences that refuse."""
+"""Several backward passes of one micro-batch: what a loop may do, and the sentences that refuse."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 import rallypoint as rp
-from rallypoint.codec.spec import Bf16
-from rallypoint.config import resolve
 from rallypoint.core.order import SampleOrder
-from rallypoint.errors import ConfigError, ModelError, RallypointError, UsageError
+from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.worker.models import one_model
 from rallypoint.worker.tensors import weights_hash
 
 VALUES = torch.linspace(-1, 1, 96).view(32, 3)
 DATA = torch.utils.data.TensorDataset(VALUES)
-BOTH: dict[str, Any] = {"optimizer": {"a": rp.SGD(lr=0.1), "b": rp.Adam(lr=0.01)}, "alternate": ("a", "b")}
 Body = Callable[[rp.Micro, nn.Module], None]
-
-
-def two() -> dict[str, nn.Module]:
-    torch.manual_seed(3)
-    return {"a": nn.Linear(3, 4), "b": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))}
-
-
-def train(models: dict[str, nn.Module], **settings: Any) -> tuple[str, list[tuple[int, tuple[str, ...], int]]]:
-    """Return the weights' hash, and of each micro-batch its step, whom it updates and its iteration."""
-    seen = []
-    stop = settings.pop("stop", -1)
-    with EmbeddedJob(servers=2) as job:
-        run = job.train(models, DATA, **{"batch": 4, "steps": 6, "shard_bytes": 64, **BOTH, **settings})
-        for micro in run:
-            with micro:
-                seen.append((micro.step, micro.updates, micro.iteration))
-                micro.backward(models["b"](models["a"](micro.batch[0])).square().mean())
-            if micro.step == stop:
-                run.stop()
-        assert run.lead
-    return weights_hash(nn.ModuleDict(models)), seen
-
-
-def test_a_micro_batch_says_which_models_its_step_updates() -> None:
-    _, seen = train(two())
-    assert seen == [(step, ("a", "b")[step % 2 : step % 2 + 1], step // 2) for step in range(6)]
-
-
-def test_a_model_that_a_step_does_not_update_keeps_its_bytes_whatever_gradient_it_gets() -> None:
-    models, before = two(), two()
-    train(models, steps=2, alternate=("a", "a", "b"), batch=4)  # ends before b's first step
-    assert weights_hash(models["b"][0]) == weights_hash(before["b"][0])
-    assert weights_hash(models["a"]) != weights_hash(before["a"])
-    assert models["a"].weight.grad is None
-    assert models["b"][0].weight.grad is None
-
-
-@pytest.mark.parametrize("at", [0, 1, 2, 3])
-def test_a_script_stops_the_job_with_the_step_in_progress_whichever_model_that_updates(at: int) -> None:
-    assert train(two(), stop=at)[0] == train(two(), steps=at + 1)[0]
-
-
-def test_the_rate_and_adam_s_steps_of_a_model_count_its_own_updates() -> None:
-    models, plain = two(), two()
-    cosine = rp.cosine(0.1, warmup=1)
-    train(models, optimizer={"a": rp.SGD(lr=cosine), "b": rp.Adam(lr=cosine)}, alternate=("a", "b", "b"), steps=7)
-    optimizers = {"a": torch.optim.SGD(plain["a"].parameters()), "b": torch.optim.Adam(plain["b"].parameters())}
-    from rallypoint.core.schedule import rate_at
-
-    order = SampleOrder(seed=0, samples=32, replicas=1, batch=4)
-    done = {"a": 0, "b": 0}
-    for step, name in enumerate("abbabba"):
-        for model in plain.values():
-            model.zero_grad()
-        plain["b"](plain["a"](VALUES[order.samples(step // 3, 0)])).square().mean().backward()
-        optimizers[name].param_groups[0]["lr"] = rate_at(cosine, done[name], {"a": 3, "b": 4}[name])
-        done[name] += 1
-        optimizers[name].step()
-    assert weights_hash(nn.ModuleDict(models)) == weights_hash(nn.ModuleDict(plain))
-
-
-@pytest.mark.parametrize(("models", "settings", "sentence"), [
-    ({"a": nn.Linear(3, 4), "b": "b"}, BOTH, "the model 'b' is a str"),
-    ({"a": nn.Linear(3, 4), "b.c": nn.Linear(4, 2)}, {}, "'b.c' cannot be the name of a model"),
-    (two(), {"optimizer": {"a": rp.SGD()}}, "the model 'b' has no optimizer"),
-    (two(), {"optimizer": {"a": rp.SGD(), "b": rp.SGD(), "c": rp.SGD()}}, "the model 'c' is not there, or is frozen"),
-    (two(), {"optimizer": {"a": rp.SGD(), "b": torch.optim.SGD([nn.Parameter(torch.ones(1))])}}, "SGD"),
-    (two(), {**BOTH, "alternate": ("a",)}, "alternate leaves out b"),
-    (two(), {**BOTH, "alternate": ("a", "c")}, "alternate names 'c', which is no model of this job: there are a, b"),
-    (two(), {**BOTH, "alternate": "ab"}, "alternate is 'ab': it must be a list of names, or of lists of names"),
-    (two(), {**BOTH, "alternate": (), "sync": rp.LocalSteps(steps=2)}, "is not supported under rp.LocalSteps"),
-    (two(), {**BOTH, "sync": rp.Async()}, r"alternate= is not supported under rp.Async\(\)"),
-    (two(), {**BOTH, "down": Bf16()}, "alternate= is not supported together with a lossy down="),
-    (two(), {**BOTH, "alternate": ("a", (), "b")}, "alternate has an empty entry"),
-    (nn.Linear(3, 2), {"alternate": ("a", "b")}, "give job.train a dict of models"),
-    (nn.Linear(3, 2), BOTH, "optimizer is a dict, and there is one model"),
-], ids=lambda value: value[:40] if isinstance(value, str) else "")  # fmt: skip
-def test_what_cannot_be_trained_is_refused_with_a_sentence(
-    models: Any, settings: dict[str, Any], sentence: str
-) -> None:
-    with EmbeddedJob() as job, pytest.raises((ConfigError, ModelError), match=sentence):
-        job.train(models, DATA, **{"batch": 4, "steps": 4, **settings})
-
-
-def test_a_parameter_of_two_models_is_refused() -> None:
-    models = two()
-    models["b"][0].weight = nn.Parameter(torch.ones(4, 4))
-    models["a"] = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
-    models["a"][1].weight = models["b"][0].weight
-    with EmbeddedJob() as job, pytest.raises(ModelError, match="is one of the model 'a' too"):
-        job.train(models, DATA, batch=4, **BOTH)
-
-
-def test_a_setting_of_one_optimizer_is_refused_where_each_model_has_its_own() -> None:
-    _, settings = one_model(two(), BOTH)
-    with pytest.raises(ConfigError, match=r"optimizer\.lr is set, and each model has .* set optimizers\.a\.lr"):
-        resolve(settings, {"optimizer": {"lr": 0.5}})
-    assert resolve(settings, json.loads(msgspec.json.encode(resolve(settings)))) == resolve(settings)
-    changed = resolve(settings, {"optimizers": {"b": {"lr": 0.5}}})
-    assert changed.optimizers == {"a": rp.SGD(lr=0.1), "b": rp.Adam(lr=0.5)}
-
-
-# ---- several backward passes ----
 
 
 def parts(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,23 +177,3 @@ def test_torch_autograd_grad_leaves_nothing_behind() -> None:
         (loss + slope.square().sum() + sum((g.square().sum() for g in own), torch.zeros(()))).backward()
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), model.parameters(), strict=True))
-
-
-def test_evaluations_decide_when_a_job_of_several_models_ends() -> None:
-    def ended(**settings: Any) -> str:
-        models = two()
-        with EmbeddedJob(servers=2) as job:
-            run = job.train(models, DATA, **{"batch": 4, "steps": 12, "shard_bytes": 64, **BOTH, **settings})
-            if "steps" not in settings:
-                run.stop_when("value", above=3.0)
-
-            @run.every(2)
-            def value(step: int) -> dict[str, float]:
-                return {"value": float(step)}
-
-            for micro in run:
-                with micro:
-                    micro.backward(models["b"](models["a"](micro.batch[0])).square().mean())
-        return weights_hash(nn.ModuleDict(models))
-
-    assert ended() == ended(steps=6), "step 4 decides, and counts from step 6 on"
