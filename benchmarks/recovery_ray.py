@@ -56,12 +56,12 @@ class Losses:
         missed = [name for name, (node, _) in self._known.items() if node not in self._gone and name not in here]
         self.restarted += len(missed)
         self._known = {name: place for name, place in self._known.items() if name not in missed} | here
-        members = run.console.members
+        members = run.console.state.view
         joined = set() if members is None else {*members.workers, *members.standby, *members.servers}
         whole = len(here) == self.processes and not any(node in self._gone for node, _ in here.values())
         if not (whole and joined == here.keys() - {"coordinator"}):
-            self._due = run.console.steps_done + _BETWEEN
-        elif len(self.events) < self.wanted and run.console.steps_done >= self._due:
+            self._due = run.console.state.step + _BETWEEN
+        elif len(self.events) < self.wanted and run.console.state.step >= self._due:
             self._lose_one(run, here)
 
     def _lose_one(self, run: ClusterRun, here: dict[str, tuple[str, int]]) -> None:
@@ -70,7 +70,7 @@ class Losses:
         node = nodes[len(self.events) % len(nodes)]
         names = ", ".join(sorted(name for name, (where, _) in here.items() if where == node.node_id))
         self._gone.add(node.node_id)
-        self.events.append(Event(time.time(), "lose a node", names, run.console.steps_done, run.console.again))
+        self.events.append(Event(time.time(), "lose a node", names, run.console.state.step, run.console.state.again))
         self.nodes.remove_node(node, allow_graceful=False)
         self.nodes.add_node(num_cpus=self.cpus, object_store_memory=_STORE_BYTES)
 

@@ -37,7 +37,7 @@ from rallypoint.launch.chaos.report import ledger_of
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.launcher import launch
 from rallypoint.launch.plan import Launch
-from rallypoint.watch.locked import HEADER
+from rallypoint.watch.app import HEADER
 
 KINDS = {
     "unwatched": (), "metrics": ("metrics",), "page": ("page",), "everything": ("metrics", "page", "fingerprints"),

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from rallypoint.launch import console as shown_by
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.observing.beside import Beside
-from rallypoint.launch.showing import sums
 from rallypoint.net.messages import Finished, Members, Planned
 from rallypoint.net.sampling.messages import ScriptAt
 
@@ -26,7 +26,7 @@ def shown(said: io.StringIO, *, terminal: bool = False) -> RunConsole:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     made = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(sums.time, "monotonic", lambda: made.now)  # (the module `time`: the console's too)
+    monkeypatch.setattr(shown_by.time, "monotonic", lambda: made.now)  # (the module `time`: the console's too)
     return made
 
 

@@ -13,7 +13,7 @@ import rallypoint
 from rallypoint.cli import app
 from rallypoint.cli.given import hint_at_folder, hint_at_page, options_of
 from rallypoint.errors import UsageError, to_install
-from rallypoint.launch.observing import page
+from rallypoint.launch.observing import beside
 from rallypoint.launch.plan import RUN_FILE
 from rallypoint.recipes import RECIPES
 
@@ -21,6 +21,7 @@ from rallypoint.recipes import RECIPES
 @pytest.mark.parametrize(("line", "sentence"), [
     ("train --steps 5 gpt", "--steps is gpt's: rallypoint train gpt --steps 5"),
     ("chaos --layers 5 gpt --steps 9", "--layers is gpt's: rallypoint chaos gpt --layers 5 --steps 9"),
+    ("train --tensorboard logs gpt", "there is no option --tensorboard: --track tensorboard:FOLDER writes"),
     ("train --wokers 5 gpt", "there is no option --wokers: did you mean --workers?"),
     ("train gpt --step 5", "gpt has no option --step: did you mean --steps?"),
     ("train resnet --zzz 5", "resnet has no option --zzz; `rallypoint train resnet --help` lists them"),
@@ -63,7 +64,7 @@ def test_a_page_that_is_missing_is_told_to_who_looks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(page, "missing", lambda: "uvicorn")
+    monkeypatch.setattr(beside, "missing", lambda: "uvicorn")
     hint_at_page(False)
     assert capsys.readouterr().err == ""
     hint_at_page(None)

@@ -28,14 +28,13 @@ from rallypoint.errors import UnprovenPeer, UsageError
 from rallypoint.launch import interrupts, launcher
 from rallypoint.launch import run as cluster_run
 from rallypoint.launch.ask import resize
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.local import LocalCluster
 from rallypoint.launch.engines.relay import Relay
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
-from rallypoint.launch.showing.screen import Screen
 from rallypoint.launch.supervisor import Limits
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.messages import Finished, Hello, Members, Message, SnapshotWanted
@@ -164,7 +163,7 @@ def test_a_coordinator_that_is_silent_is_named(tmp_path: Path, monkeypatch: pyte
 
     def intervene(run: ClusterRun) -> None:
         (coordinator,) = run.of_role("coordinator")
-        if not stopped and run.console.steps_done > 0:
+        if not stopped and run.console.state.step > 0:
             stopped.append(said.getvalue().count(sentence))
             coordinator.signal(signal.SIGSTOP)
         elif stopped and said.getvalue().count(sentence) > stopped[0]:
@@ -277,7 +276,7 @@ def until(*moves: Callable[[ClusterRun], bool]) -> Callable[[ClusterRun], None]:
 
 
 def at_step(step: int) -> Callable[[ClusterRun], bool]:
-    return lambda run: run.console.steps_done >= step
+    return lambda run: run.console.state.step >= step
 
 
 def opens(gate: Path, step: int) -> Callable[[ClusterRun], bool]:
@@ -458,7 +457,7 @@ def join_by_hand(played: Played) -> subprocess.Popen[str]:
 
 
 def stands_by(run: ClusterRun) -> bool:
-    return run.console.members is not None and "mine" in run.console.members.standby
+    return run.console.state.view is not None and "mine" in run.console.state.view.standby
 
 
 @pytest.mark.slow
@@ -478,7 +477,7 @@ def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undist
         return True
 
     def computes(run: ClusterRun) -> bool:
-        return run.console.members is not None and "mine" in run.console.members.workers
+        return run.console.state.view is not None and "mine" in run.console.state.view.workers
 
     moves = until(at_step(5), by_hand, stands_by, drop_one, computes, opens(gate, 99))
     assert played.run(moves) == 0, played.said
@@ -727,7 +726,7 @@ def test_a_notice_that_is_repeated_does_not_end_the_wait_for_the_last_snapshot(
 
     monkeypatch.setattr(run, "_observer", SimpleNamespace(send=sent.append, close=lambda: None))
     monkeypatch.setattr(run, "_look", look)
-    run.console.steps_done = 7
+    run.console.state.step = 7
     with run:
         cluster_run._take_last_snapshot(run, interrupts, 60.0)
     assert sent == [SnapshotWanted()]
@@ -770,7 +769,7 @@ def test_the_last_snapshot_is_taken_when_nobody_reads_the_output_any_more(tmp_pa
     done: list[int] = []
 
     def closes(run: ClusterRun) -> bool:
-        done.append(run.console.steps_done)
+        done.append(run.console.state.step)
         screen.quiet = screen.closed = True  # as `Screen.on_broken_pipe` does
         return True
 

@@ -49,9 +49,9 @@ from rallypoint.launch.folder import (
     token_file,
     write_where,
 )
+from rallypoint.launch.observing.replay import Wanted, replay
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
-from rallypoint.launch.replaying.command import Wanted, replay
 from rallypoint.net.messages import Say
 from rallypoint.own_files import OpenFolder, is_alone_in_group
 from rallypoint.store import closing

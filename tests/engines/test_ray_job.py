@@ -105,7 +105,7 @@ def test_a_node_lost_without_grace_changes_no_byte_and_restarts_nobody_else(tmp_
     roles = ("coordinator", "server", "worker")
 
     def intervene(run: ClusterRun) -> bool:
-        if not before and run.console.steps_done > 20 and len(places(run, *roles)) == 7:
+        if not before and run.console.state.step > 20 and len(places(run, *roles)) == 7:
             before.update(places(run, *roles))
             gone = sorted(nodes.worker_nodes, key=lambda node: node.node_id)[0]
             lost.append(gone.node_id)
@@ -113,7 +113,7 @@ def test_a_node_lost_without_grace_changes_no_byte_and_restarts_nobody_else(tmp_
             add_node(nodes, 3)
         elif before and len(now := places(run, *roles)) == 7 and not any(node in lost for node, _ in now.values()):
             after.update(now)
-            members = run.console.members
+            members = run.console.state.view
             return members is None or not {"worker4", "worker5", "server2"} <= {*members.workers, *members.servers}
         return True
 
@@ -132,14 +132,14 @@ def test_a_node_that_is_about_to_go_hands_over_and_a_killed_coordinator_comes_ba
     told: list[str] = []
 
     def intervene(run: ClusterRun) -> bool:
-        if not going and run.console.steps_done > 20 and len(places(run, "server", "worker")) == 6:
+        if not going and run.console.state.step > 20 and len(places(run, "server", "worker")) == 6:
             (coordinator,) = run.of_role("coordinator")
             coordinator.signal(signal.SIGKILL)
             going.append(min(node.node_id for node in nodes.worker_nodes))
             told.extend(name for name, (node, _) in places(run, "server", "worker").items() if node in going)
             drain(going[0])
             add_node(nodes, 3)
-        members = run.console.members
+        members = run.console.state.view
         here = set() if members is None else {*members.workers, *members.servers}
         return not going or not {"worker4", "worker5", "server2"} <= here or bool(here & set(told))
 

@@ -12,11 +12,10 @@ import pytest
 from rallypoint.errors import UsageError
 from rallypoint.launch.environment import ANSWERS_AT, HEALTH, METRICS_TOKEN, METRICS_TOKEN_FILE
 from rallypoint.launch.health import Health, answering, health_at
-from rallypoint.launch.observing.metrics import of_process
-from rallypoint.launch.observing.targets import Targets
+from rallypoint.launch.observing.metrics import Targets, of_process
 from rallypoint.launch.options import RunOptions
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.watch.metrics.measures import Reading
+from rallypoint.watch.metrics import Reading
 
 TOKEN = "a token for metrics"
 

@@ -26,7 +26,7 @@ from rallypoint.launch.engines.cluster import Command, Exit
 from rallypoint.launch.engines.local import LocalCluster
 from rallypoint.launch.engines.relay import Relay
 from rallypoint.launch.environment import LISTENS_AT, failure_line
-from rallypoint.launch.observing.companion import Companion
+from rallypoint.launch.observing.beside import Companion
 from rallypoint.launch.output import Output
 from rallypoint.launch.plan import Launch
 from rallypoint.launch.run import ClusterRun

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -25,16 +24,15 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.sums.digests import dense_shards, pieces_of
 from rallypoint.core.view import ViewNumber
-from rallypoint.data.loader import MicroBatches
 from rallypoint.errors import DataError, UsageError
+from rallypoint.launch.observing import digests
+from rallypoint.launch.observing import replay as command
+from rallypoint.launch.observing.replay import Looked, NotFinite, differs, first_spike, lines_of
 from rallypoint.launch.plan import Launch, write_plan
-from rallypoint.launch.replaying import command, comparing, difference, inspection, samples
-from rallypoint.launch.replaying.losses import first_spike, recorded_losses
-from rallypoint.launch.replaying.task import Layer, Looked, NotFinite, Probed
-from rallypoint.launch.replaying.text import differs, lines_of
 from rallypoint.net.messages import Contributed, Updated
 from rallypoint.store.manifest import Manifest
 from rallypoint.testing.contracts.beside import until
+from rallypoint.watch.follow import recorded_losses
 from rallypoint.worker.tensors import ModelTensors
 from support.programs import Program, run_program
 
@@ -59,12 +57,9 @@ class Block(torch.nn.Module):
         return out / 0.0 if self.number == BAD and run.step == 9 else out
 model = torch.nn.Sequential(Block(0), torch.nn.BatchNorm1d(6), Block(1), Block(2), torch.nn.Linear(6, 1))
 gate = Path(__file__).parent / "gate"
-class Labelled(torch.utils.data.TensorDataset):
-    def describe(self, sample):
-        return f"label {sample[1].item():.0f}"
 with rp.join() as job:
     run = job.train(
-        model, Labelled(x, y), replicas=4, batch=4, steps=16, shard_bytes=128, fingerprints=2,
+        model, torch.utils.data.TensorDataset(x, y), replicas=4, batch=4, steps=16, shard_bytes=128, fingerprints=2,
         optimizer=rp.AdamW(lr=rp.cosine(1e-2, warmup=3)), clip=1.0,
     )
     @run.every(5)
@@ -140,12 +135,10 @@ def test_a_replay_of_a_run_that_had_kills_has_the_recorded_bytes_and_finds_a_poi
     assert spike is not None, recorded_losses(run)
     result = replayed(run, "--find-spike")
     assert result["step"] == spike.step
-    assert 42 in result["probed"]["samples"]
-    assert len(result["probed"]["samples"]) == 2  # BatchNorm computes no sample alone
     (replica,) = result["replicas"]
-    assert replica["seen"]["replica"] == result["probed"]["replica"]
-    of_sample = dict(zip(replica["seen"]["samples"], replica["seen"]["described"], strict=True))
-    assert [place for place, text in of_sample.items() if text == "label 500"] == [42]
+    assert 42 in replica["seen"]["samples"]
+    assert float(replica["loss"]) == max(map(float, result["losses"]))
+    assert len(result["losses"]) == 4
     assert replica["compared"]["differ"] == {}
 
     script = run / "code" / "script.py"
@@ -169,9 +162,9 @@ def test_a_layer_that_makes_a_nan_is_named(tmp_path: Path) -> None:
         program.wait()
     result = replayed(run, "--find-spike")
     assert result["step"] == 9
-    (seen,) = [one["seen"] for one in result["replicas"]]
-    assert seen["not_finite"] == {"module": "2", "kind": "Block", "inputs": True, "parameters": True}
-    assert seen["loss_text"] == "nan"
+    (replica,) = result["replicas"]
+    assert replica["seen"]["not_finite"] == {"module": "2", "kind": "Block", "inputs": True, "parameters": True}
+    assert replica["loss"] == "nan"
 
 
 # Each evaluation but the first one reduces the rate
@@ -210,14 +203,16 @@ def test_a_replay_has_the_rates_that_evaluations_have_reduced(tmp_path: Path) ->
 
 
 def events(folder: Path, *lines: str) -> None:
-    (folder / "events.jsonl").write_text("\n".join(lines))
+    (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 def test_the_losses_of_a_log_are_those_of_the_last_time(tmp_path: Path) -> None:
     events(
-        tmp_path, '{"t":1,"type":"StepDone","step":0,"loss":2.0}', '{"type":"StepDone","step":1,"loss":3.0}',
-        '{"type":"StepDone","step":0,"loss":1.5}', '{"type":"StepDone","step":2,"loss":null}', '{"type":"StepDone","st',
-        '{"type":"Aborted","reason":"worker0: the loss of replica 2 at step 3 is inf: nothing of that step"}',
+        tmp_path, '{"t":1,"type":"StepDone","step":0,"loss":2.0,"items":1}',
+        '{"t":2,"type":"StepDone","step":1,"loss":3.0,"items":1}',
+        '{"t":3,"type":"StepDone","step":0,"loss":1.5,"items":1}',
+        '{"t":5,"type":"StepDone","step":2,"loss":null,"items":1}', '{"t":6,"type":"StepDone","st',
+        '{"t":7,"type":"Aborted","reason":"worker0: the loss of replica 2 at step 3 is inf: nothing of that step"}',
     )  # fmt: skip
     found = recorded_losses(tmp_path)
     assert list(found) == [0, 1, 2, 3]
@@ -273,94 +268,41 @@ def test_shards_and_tensors_that_differ_are_named(tmp_path: Path) -> None:
         fingerprints(tmp_path / "one") as one, fingerprints(tmp_path / "same") as same,
         fingerprints(tmp_path / "other", flipped=True) as other,
     ):  # fmt: skip
-        compared = comparing.contribution(LAYOUT, one, same, 4, 1)
+        compared = digests.contribution(LAYOUT, one, same, 4, 1)
         assert (compared.worker, compared.equal, compared.unknown) == ("worker3", len(dense_shards(LAYOUT)), 0)
-        assert comparing.version(LAYOUT, one, same, 5).differ == ()
-        assert comparing.first_difference(LAYOUT, one, same, range(9)) == ""
+        assert digests.version(LAYOUT, one, same, 5).differ == ()
+        assert digests.first_difference(LAYOUT, one, same, range(9)) == ""
         second = dense_shards(LAYOUT)[1]
         names = tuple(piece.name for piece in pieces_of(LAYOUT)[second])
-        assert comparing.contribution(LAYOUT, one, other, 4, 1).differ == {second: names}
-        assert comparing.version(LAYOUT, one, other, 5).differ == (pieces_of(LAYOUT)[2][0].name,)
-        found = comparing.first_difference(LAYOUT, one, other, range(9))
+        assert digests.contribution(LAYOUT, one, other, 4, 1).differ == {second: names}
+        assert digests.version(LAYOUT, one, other, 5).differ == (pieces_of(LAYOUT)[2][0].name,)
+        found = digests.first_difference(LAYOUT, one, other, range(9))
         assert found == f"replica 1 at step 4 (then on worker3), first in {', '.join(names)}"
-        nothing = comparing.contribution(LAYOUT, one, other, 4, 0)
+        nothing = digests.contribution(LAYOUT, one, other, 4, 0)
         assert (nothing.worker, nothing.equal, nothing.unknown) == ("", 0, len(dense_shards(LAYOUT)))
 
 
-def test_the_debugger_stops_in_the_forward_pass_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Doubles(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + x
-
-    model = Doubles()
-    inspection._debug_forward(model)
-    monkeypatch.setattr("sys.stdin", io.StringIO("p x.tolist()\nc\n"))
-    assert model(torch.ones(2)).tolist() == [2.0, 2.0]
-    assert "[1.0, 1.0]" in capsys.readouterr().out
-    assert model(torch.ones(1)).tolist() == [2.0]
-    assert "forward" not in vars(model)
-
-
-def test_samples_are_described_by_the_data_set_or_by_their_shapes_with_the_augmentation_of_then() -> None:
-    class Noisy(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 20
-
-        def __getitem__(self, index: int) -> tuple[int, float]:
-            return index, float(torch.rand(()))
-
-    class Described(Noisy):
-        def describe(self, sample: tuple[int, float]) -> str:
-            if sample[0] % 2:
-                raise ValueError("odd")
-            return f"{sample[0]} and {sample[1]}"
-
-    config = resolve({"replicas": 2, "batch": 4, "accumulate": 2})
-    plain = Noisy()
-    batches = MicroBatches(plain, config, torch.device("cpu"))
-    then = [sample for micro in (0, 1) for sample in batches.fetched(5, 1, micro)]
-    torch.rand(7)  # the script goes on
-    assert samples.described(plain, batches, 5, 1, 2) == tuple(f"({index}, {noise})" for index, noise in then)
-    part = torch.utils.data.Subset(Described(), list(range(20)))
-    texts = samples.described(part, batches, 5, 1, 2)
-    for (index, noise), text in zip(then, texts, strict=True):
-        assert text == ("describe() failed: ValueError: odd" if index % 2 else f"{index} and {noise}")
-    assert samples.outline({"x": torch.zeros(3, 32, 32), "y": [torch.tensor(7), "a\x1b"], "z": torch.ones(2)}) == (
-        "{x: float32 [3, 32, 32] from 0 to 0, y: (int64 7, 'a\\x1b'), z: float32 [1.0, 1.0]}"
-    )
-    assert samples.outline(list(range(99))) == "(0, 1, 2, 3, 4, 5, 6, 7, and 91 more)"
-
-
 def test_a_result_in_words() -> None:
-    layers = (Layer("0.weight", 2.0, -1.0, 1.0, 0), Layer("0.bias", 1.0, 0.0, 1.0, 3))
-    seen = Looked(1, (7, 9), "nan", "nan", layers, NotFinite("blocks.2", "Block", True, True), ("seven\n",))
-    compared = comparing.Compared("worker0", {0: "00", 1: "01"}, 1, 0, {1: ("0.weight",)})
+    seen = Looked(1, (7, 9), NotFinite("blocks.2", "Block", True, True))
+    compared = digests.Compared("worker0", {0: "00", 1: "01"}, 1, 0, {1: ("0.weight",)})
     result = command.Replayed(
-        4, "step-00000003-1", 1, "cpu", "nan", "", (command.Replica(seen, compared),),
-        comparing.Version(5, 0, ("0.weight",)), "replica 1 at step 4", "inf", "2.0",
-        Probed(1, (9,), ("0.5", "nan"), "nan"),
+        4, "step-00000003-1", 1, "cpu", "nan", "", (command.Replica(seen, "nan", compared),),
+        digests.Version(5, 0, ("0.weight",)), "replica 1 at step 4", "inf", "2.0", ("0.5", "nan"),
     )  # fmt: skip
-    assert list(lines_of(result, layers=True)) == [
+    assert list(lines_of(result)) == [
         "step 4 stands out: its recorded loss is inf, usually 2",
         "  losses of its replicas 0 to 1: 0.5, nan",
-        "  it is replica 1, sample 9 of the data set: loss nan alone",
         "step 4: loss nan, none is recorded; on cpu",
-        "replica 1: loss nan, gradient norm nan",
-        "  samples 7, 9",
-        "    7: seven\\n",
+        "replica 1: loss nan, samples 7, 9 of the data set",
         "  first output that is not finite: blocks.2 (Block); its inputs are finite",
-        "  0.weight  norm 2, from -1 to 1",
-        "  0.bias    norm 1, from 0 to 1, 3 not finite",
         "  contribution: 1 of 2 shards differ from what worker0 computed then; the first is shard 1 (0.weight)",
         "version 5, after the step: 0.weight differ",
         "differs from what is recorded: replica 1 at step 4",
     ]
-    strange = msgspec.structs.replace(result, departs="\x1b[2J", version=comparing.Version(5, 0, ("\x1b]0;x\x07",)))
-    assert all(line.isprintable() for line in lines_of(strange, layers=True))
+    strange = msgspec.structs.replace(result, departs="\x1b[2J", version=digests.Version(5, 0, ("\x1b]0;x\x07",)))
+    assert all(line.isprintable() for line in lines_of(strange))
     assert differs(result)
-    assert not differs(msgspec.structs.replace(result, replicas=(), departs="", version=comparing.Version(5, 0, ())))
+    assert not differs(msgspec.structs.replace(result, replicas=(), departs="", version=digests.Version(5, 0, ())))
 
 
 def test_what_cannot_be_replayed_is_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -400,8 +342,8 @@ def test_two_runs_are_only_read(tmp_path: Path) -> None:
     for path in (*one.iterdir(), *other.iterdir()):
         path.chmod(0o640)
     before = contents(one) | contents(other)
-    found = difference.diff(one, other)
-    assert difference.words_of(found) == "equal: all 1 versions that both have recorded, up to version 5"
+    found = digests.diff(one, other)
+    assert digests.words_of(found) == "equal: all 1 versions that both have recorded, up to version 5"
     after = contents(one) | contents(other)
     assert before.keys() == after.keys()
     assert [name for name in after if after[name] != before[name]] in ([], [str(one / f"{JOURNAL}-shm")])  # its index
@@ -414,7 +356,7 @@ def test_a_link_in_a_run_s_folder_is_not_followed(tmp_path: Path, name: str) -> 
     (other / name).unlink()
     (other / name).symlink_to(one / name)
     with pytest.raises(DataError, match=rf"{name} is not a regular file"):
-        difference.diff(one, other)
+        digests.diff(one, other)
 
 
 @pytest.mark.parametrize("change", [
@@ -426,11 +368,11 @@ def test_a_link_in_a_run_s_folder_is_not_followed(tmp_path: Path, name: str) -> 
 ])  # fmt: skip
 def test_digests_of_another_type_or_length_are_a_sentence(tmp_path: Path, change: str) -> None:
     one, other = journaled(tmp_path / "one"), journaled(tmp_path / "other", flipped=True)
-    assert difference.diff(one, other).contribution
+    assert digests.diff(one, other).contribution
     with contextlib.closing(sqlite3.connect(other / FINGERPRINTS)) as kept, kept:
         kept.execute(change)
     with pytest.raises(DataError, match="digests"):
-        difference.diff(one, other)
+        digests.diff(one, other)
 
 
 def test_a_file_of_digests_that_is_too_large_without_any_step_ends_no_thread(tmp_path: Path) -> None:
@@ -445,8 +387,8 @@ def test_a_file_of_digests_that_is_too_large_without_any_step_ends_no_thread(tmp
 
 
 def test_a_difference_is_printable() -> None:
-    found = difference.Difference(3, 1, 4, ("a\x1b[2J",), "replica 1 (then on \x1b]0;x\x07)")
-    assert difference.words_of(found).isprintable()
+    found = digests.Difference(3, 1, 4, ("a\x1b[2J",), "replica 1 (then on \x1b]0;x\x07)")
+    assert digests.words_of(found).isprintable()
 
 
 def test_reductions_of_the_rates_after_the_snapshot_are_in_the_journal(tmp_path: Path) -> None:

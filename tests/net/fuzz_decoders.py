@@ -20,8 +20,8 @@ from rallypoint.core.layout import Shard
 from rallypoint.errors import RallypointError
 from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
 from rallypoint.net.messages import decode
-from rallypoint.observe.packed import pack as packed
-from rallypoint.observe.packed import unpack as unpacked
+from rallypoint.observe.recording import pack as packed
+from rallypoint.observe.recording import unpack as unpacked
 from rallypoint.server.intake.checks import FrameChecks
 from rallypoint.server.intake.job import ServerJob
 from rallypoint.store.state import read_state

@@ -15,7 +15,7 @@ from rallypoint.net.messages import Beat, decode, encode
 from rallypoint.net.sampling.messages import MOST_PACED
 from rallypoint.net.sampling.pacing import Pacing
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.observe.traffic import Pace, Traffic
+from rallypoint.observe.usage import Pace, Traffic
 
 MIB = 1 << 20
 VIEW = View(

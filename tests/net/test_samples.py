@@ -14,8 +14,7 @@ from rallypoint.net.messages import decode, encode
 from rallypoint.net.sampling.messages import MOST_LINKS, LinkSample, Sampled
 from rallypoint.net.sampling.sampler import EVERY_S, Sampler, sampler_for
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.observe.machine import Gpu, Usage, usage
-from rallypoint.observe.traffic import Link
+from rallypoint.observe.usage import Gpu, Link, Usage, usage
 
 LINKS = {"10.0.0.8:1": LinkSample(0.001, 100.0, 200.0), "10.0.0.9:1": LinkSample(0, 1, 1)}
 SAMPLE = Sampled(5.0, 0.5, 6, 8, links=LINKS)

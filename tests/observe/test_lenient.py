@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.launch.showing.screen import Screen
-from rallypoint.observe.lenient import Lenient, encode_all, flush_output, say
-from rallypoint.observe.unhurried import Unhurried
+from rallypoint.launch.console import Screen
+from rallypoint.observe.lenient import Lenient, Unhurried, encode_all, flush_output, say
 
 FULL = Path("/dev/full")  # a file on a disk without room
 

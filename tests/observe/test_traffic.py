@@ -6,7 +6,7 @@ import pytest
 
 from rallypoint.errors import LinkError
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.observe.traffic import Traffic
+from rallypoint.observe.usage import Traffic
 
 
 def test_what_ended_is_kept_and_counted_once() -> None:

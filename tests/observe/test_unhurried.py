@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from rallypoint.observe.unhurried import Unhurried
+from rallypoint.observe.lenient import Unhurried
 
 LEFT_OUT = r"\((\d+) lines were left out here: nobody read the output, or there was no room\)\n"
 

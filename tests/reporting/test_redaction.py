@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.launch.reporting.redaction import HIDDEN, LONGEST_LINE, Redaction, secrets_among, secrets_in
+from rallypoint.launch.observing.redaction import HIDDEN, LONGEST_LINE, Redaction, secrets_among, secrets_in
 
 PLANTED = "Pl4ntedS3cretV4lue"
 

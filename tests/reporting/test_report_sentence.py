@@ -8,11 +8,10 @@ import pytest
 
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import REPORTS
-from rallypoint.launch.reporting.automatic import MOST, AutomaticReports
-from rallypoint.launch.reporting.kept_lines import KeptLines
-from rallypoint.launch.reporting.picture import Picture
-from rallypoint.launch.reporting.sentence import sentence_of
-from rallypoint.launch.reporting.stacks import Owner, Process
+from rallypoint.launch.observing.picture import Picture, sentence_of
+from rallypoint.launch.observing.redaction import KeptLines
+from rallypoint.launch.observing.reports import MOST, AutomaticReports
+from rallypoint.launch.observing.stacks import Owner, Process
 from rallypoint.net.messages import Aborted, Finished, Snapshotted, StepDone, Waiting
 
 STOPPED = Process(Owner("worker1", "worker", 4711, "node3"), True, "stopped", "", "", "the process is stopped")
@@ -45,7 +44,7 @@ def test_it_says_what_happened_to_whom_and_what_to_do(
 ) -> None:
     picture = Picture("run", running=running, processes=processes, silent_s=0.5 if events else None)
     for event in events:
-        picture.take(event)
+        picture.run.take(event, 0.0)
     assert sentence_of(picture) == sentence
 
 

@@ -15,14 +15,14 @@ import pytest
 
 from rallypoint.launch import environment
 from rallypoint.launch.folder import STACKS
-from rallypoint.launch.reporting.bundle import write_report
-from rallypoint.launch.reporting.picture import Picture
-from rallypoint.launch.reporting.stacks import Owner, processes_of
+from rallypoint.launch.observing.picture import Picture
+from rallypoint.launch.observing.reports import write_report
+from rallypoint.launch.observing.stacks import Owner, processes_of
 from rallypoint.testing.contracts.beside import until
 
 SCRIPT = """
 import ctypes, sys, threading
-from rallypoint.launch.reporting.stacks import keep_stacks
+from rallypoint.launch.observing.stacks import keep_stacks
 keep_stacks("worker")
 def waits_in_here():
     print("ready", flush=True)
@@ -73,7 +73,7 @@ def test_a_process_says_where_its_threads_are_and_goes_on(start: Start, tmp_path
 
 SAME_NUMBER = """
 import os, pathlib, sys
-from rallypoint.launch.reporting.stacks import keep_stacks
+from rallypoint.launch.observing.stacks import keep_stacks
 first = pathlib.Path(sys.argv[1]) / f"worker0-{os.getpid()}.txt"
 first.write_text('{"name":"worker0","role":"worker","pid":%d,"host":"here"}\\n' % os.getpid())
 keep_stacks("worker")

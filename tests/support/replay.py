@@ -23,8 +23,7 @@ from rallypoint.core.shard.server import On
 from rallypoint.core.view import View
 from rallypoint.errors import RallypointError
 from rallypoint.observe.observed import changing_methods
-from rallypoint.observe.packed import pack, unpack
-from rallypoint.observe.recording import SUFFIX, Beginning, Call, RecordingError, read, version
+from rallypoint.observe.recording import SUFFIX, Beginning, Call, RecordingError, pack, read, unpack, version
 
 CALL_S = 5.0  # seconds of processor time for one call; a machine needs milliseconds
 

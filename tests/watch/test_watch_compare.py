@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 from rallypoint import cli
 from rallypoint.errors import UsageError
 from rallypoint.net.messages import Finished, Metrics
-from rallypoint.watch.compare import Comparison
+from rallypoint.watch.app import HEADER, Comparison
 from rallypoint.watch.follow import EVENTS, Follower
-from rallypoint.watch.locked import HEADER
 from rallypoint.watch.serve import compared
 
 

@@ -28,10 +28,9 @@ from rallypoint.net.messages import (
     StepDone,
 )
 from rallypoint.observe.trace import Tracer
-from rallypoint.watch.metrics.exposition import Exposition
-from rallypoint.watch.metrics.job import JobFigures
-from rallypoint.watch.metrics.measures import MEASURES, Counts, Histogram, Reading, Several
-from rallypoint.watch.metrics.members import of_aggregator, of_server, of_worker
+from rallypoint.watch.exposition import Exposition
+from rallypoint.watch.metrics import MEASURES, JobFigures, Reading, Several, of_aggregator, of_server, of_worker
+from rallypoint.watch.steps import Counts, Histogram
 
 TERMS = Terms(replication=2, snapshots=True, snapshot_seconds=60.0, snapshot_steps=5)
 

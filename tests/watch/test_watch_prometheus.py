@@ -23,7 +23,7 @@ import yaml
 
 import rallypoint.watch
 from rallypoint.testing.contracts.beside import until
-from rallypoint.watch.metrics.measures import MEASURES
+from rallypoint.watch.metrics import MEASURES
 
 SHIPPED = Path(rallypoint.watch.__file__).parent / "prometheus"
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")

@@ -18,12 +18,12 @@ import pytest
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.folder import COORDINATOR_LOCK
-from rallypoint.launch.observing import page
-from rallypoint.launch.observing.page import PageProcess, check_page
+from rallypoint.launch.observing import beside
+from rallypoint.launch.observing.beside import Companion, check_page
 from rallypoint.launch.options import RunOptions
 from rallypoint.testing.contracts.beside import until
+from rallypoint.watch.app import HEADER
 from rallypoint.watch.follow import EVENTS
-from rallypoint.watch.locked import HEADER
 from support.programs import Program
 
 SCRIPT = """
@@ -133,7 +133,7 @@ def test_a_launcher_that_is_killed_takes_its_page_with_it(run: Program, tmp_path
 # ---- the process alone ----
 
 
-def said(process: PageProcess) -> str:
+def said(process: Companion) -> str:
     lines: list[str] = []
 
     def any_said() -> bool:
@@ -147,7 +147,7 @@ def said(process: PageProcess) -> str:
 @pytest.mark.slow
 def test_the_page_s_process_says_where_it_is_once_and_ends_when_it_is_closed(tmp_path: Path) -> None:
     (tmp_path / EVENTS).touch()
-    process = PageProcess(str(tmp_path), wanted=True)
+    process = Companion("watch", str(tmp_path), what="the page cannot be served")
     try:
         process.start()
         process.start()
@@ -163,7 +163,7 @@ def test_the_page_s_process_says_where_it_is_once_and_ends_when_it_is_closed(tmp
 
 
 def test_a_page_that_is_not_wanted_is_no_process() -> None:
-    process = PageProcess("nowhere", wanted=False)
+    process = Companion("watch", "nowhere", what="", wanted=False)
     process.start()
     assert process.said() == []
     process.close()
@@ -173,7 +173,7 @@ def test_a_page_that_cannot_be_served_says_why_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nosuch"))
-    process = PageProcess(str(tmp_path), wanted=True)
+    process = Companion("watch", str(tmp_path), what="the page cannot be served")
     process.start()
     assert process.said() == ["the page cannot be served: No such file or directory"]
     process.close()
@@ -181,6 +181,6 @@ def test_a_page_that_cannot_be_served_says_why_and_the_run_goes_on(
 
 def test_without_its_packages_the_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RunOptions(watch=True).run(["train.py"]).watch
-    monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(beside.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install .*uvicorn"):
         check_page()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ from rallypoint.net.messages import (
     Waiting,
 )
 from rallypoint.net.sampling.messages import LinkSample, Sampled
-from rallypoint.watch.answer import Reader
-from rallypoint.watch.follow import EVENTS, Follower, take_line
-from rallypoint.watch.members import Timelines
-from rallypoint.watch.state import RunState
+from rallypoint.watch.app import Reader
+from rallypoint.watch.follow import EVENTS, Follower, event_of
+from rallypoint.watch.state import RunState, Timelines
 from rallypoint.watch.steps import Pace, StepTimes
 
 PLAN = Planned(10, 2, "samples", 100, 3, ("worker0", "worker1"), ("server0",), items=8)
@@ -68,6 +68,13 @@ def test_curves_hold_what_was_logged_at_each_step() -> None:
     assert run.curves["seconds a step"].columns()["step"] == [1, 2, 3]
     assert run.evaluations["val_loss"].columns() == {"step": [4], "mean": [1.5], "low": [1.5], "high": [1.5]}
     assert (run.step, run.ended) == (4, "")
+
+
+def test_a_step_whose_loss_nobody_has_said_has_none() -> None:
+    run = run_of(msgspec.structs.replace(PLAN, loss="said"), StepDone(0, 5.0, 8), StepDone(1, math.nan, 8))
+    assert run.row == (1, {})
+    assert run.curves["loss"].columns()["step"] == [0]
+    assert (run.loss, run.curves["loss"].odd) == (5.0, 0)
 
 
 def test_the_last_stall_has_the_sentence_that_was_said_meanwhile() -> None:
@@ -259,9 +266,14 @@ def test_a_log_that_was_replaced_begins_anew(tmp_path: Path) -> None:
     b'{"t":"x","type":"Say","text":"x"}', b'{"t":1.0,"type":"Say","text":3}', b'{"t":1.2.3,"type":"Say","text":"x"}',
 ])  # fmt: skip
 def test_a_line_that_is_no_event_of_ours_is_passed_over(bad: bytes) -> None:
-    run = RunState()
-    assert not take_line(run, bad)
-    assert run.revision == 0
+    assert event_of(bad) is None
+
+
+def test_numbers_that_json_cannot_tell_are_nan() -> None:
+    for event in (StepDone(3, math.nan, 8, figures={"x": math.inf, "y": 2.0}), Metrics(3, {"val": math.nan})):
+        found = event_of(line(0.0, event))
+        assert found is not None
+        assert str(found[0]) == str(event).replace("inf", "nan")
 
 
 def test_steps_that_a_new_coordinator_announces_at_once_are_no_fast_steps() -> None:

@@ -13,16 +13,13 @@ import pytest
 from test_watch_state import PLAN, line, members, steps
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.reporting.redaction import Redaction
 from rallypoint.net.messages import Aborted, Finished, Metrics, Skipped, StepDone
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.trackers import TRACKER_CONTRACT, Make, Read, Shown
+from rallypoint.watch import tracking
 from rallypoint.watch.follow import EVENTS
-from rallypoint.watch.tracking import follow, tensorboard
-from rallypoint.watch.tracking.follow import place_of, track
-from rallypoint.watch.tracking.tensorboard import TensorBoard
-from rallypoint.watch.tracking.tracker import RunFacts
-from rallypoint.watch.tracking.tracking import Tracking
+from rallypoint.watch.trackers import open_tracker
+from rallypoint.watch.tracking import RunFacts, place_of, track
 from support.programs import Program, run_program
 
 
@@ -37,7 +34,6 @@ class Remembering:
 
     def __init__(self) -> None:
         self.logged: dict[str, dict[int, float]] = {}
-        self.events: list[tuple[int, str]] = []
         self.twice = 0
 
     def start(self, run: RunFacts) -> None:
@@ -45,62 +41,45 @@ class Remembering:
             for step in [step for step in curve if step >= run.step]:
                 del curve[step]
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
             self.twice += step in self.logged.get(name, {})
             self.logged.setdefault(name, {})[step] = value
-
-    def event(self, step: int, text: str) -> None:
-        self.events.append((step, text))
-
-    def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-def test_curves_evaluations_and_events_are_given_once_whatever_goes_back() -> None:
+def test_curves_and_evaluations_are_given_once_whatever_goes_back() -> None:
     tracker = Remembering()
-    tracking = Tracking(tracker, RunFacts("run"))
+    tracked = tracking._Tracked(tracker, RunFacts("run"))
     for message in (
         PLAN, members("worker0 worker1"), *steps(0, 4), Metrics(4, {"val": 1.5}), Metrics(4, {"val": 1.5}),
         *steps(4, 6), members("worker1\x1b[2J worker2"), Skipped(5, (0,)), *steps(4, 6), Metrics(6, {"val": 1.0}),
         PLAN, *steps(6, 7), Finished(),
     ):  # fmt: skip
-        tracking.take(message)
+        tracked.take((message, 0.0))
     assert tracker.logged["loss"] == {step: 5.0 - step for step in range(7)}
     assert tracker.logged["lr"] == dict.fromkeys(range(7), 0.1)
     assert tracker.logged["evaluation/val"] == {4: 1.5, 6: 1.0}  # that of version 4 is not void
     assert tracker.twice == 0
-    assert tracker.events == [
-        (5, "with worker2, worker1\\x1b[2J"), (5, "without worker0, worker1"), (5, "step 5 skipped: not finite"),
-        (3, "back to step 4"), (6, "finished"),
-    ]  # fmt: skip
 
 
 def shown_by_tensorboard(folder: Path) -> Shown:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     shown = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     shown.Reload()
-    curves = {tag: [(one.step, one.value) for one in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
-    texts = shown.Tensors("events/text_summary") if "events/text_summary" in shown.Tags()["tensors"] else []
-    return curves, [(one.step, one.tensor_proto.string_val[0].decode()) for one in texts]
+    return {tag: [(one.step, one.value) for one in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
 
 
 @pytest.mark.parametrize("check", TRACKER_CONTRACT)
 def test_tensorboard_keeps_the_contract(tmp_path: Path, check: Callable[[Make, Read], None]) -> None:
     pytest.importorskip("tensorboardX")
-    check(lambda: TensorBoard(str(tmp_path)), lambda: shown_by_tensorboard(tmp_path / "run"))
-
-
-def test_without_its_package_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'tensorboardX"):
-        TensorBoard(str(tmp_path))
+    check(lambda: open_tracker(f"tensorboard:{tmp_path}"), lambda: shown_by_tensorboard(tmp_path / "run"))
 
 
 def test_a_log_is_followed_from_where_it_was_left(tmp_path: Path) -> None:
     """A tracker that dies between two steps, a torn line, a resumed run, another run in the same folder."""
-    log, place = tmp_path / EVENTS, place_of(tmp_path, "kind", "target")
+    log, place = tmp_path / EVENTS, place_of(tmp_path, "kind:target")
     begins = [PLAN, *steps(0, 4), Aborted("x")]
     log.write_bytes(b"".join(line(n, message) for n, message in enumerate(begins)) + b'{"t":')
     tracker = Remembering()
@@ -115,7 +94,7 @@ def test_a_log_is_followed_from_where_it_was_left(tmp_path: Path) -> None:
     assert follow() == 6
     assert tracker.logged["loss"] == {step: 5.0 - step for step in range(6)}
     assert tracker.twice == 0
-    assert json.loads(place.read_text())["step"] == 6
+    assert json.loads(place.read_text())["events"] == 12
     log.unlink()
     (tmp_path / "other").touch()  # so that the new log has another number
     log.write_bytes(line(0, PLAN) + line(1, StepDone(0, 9.0, 8)))
@@ -127,9 +106,9 @@ def test_a_log_is_followed_from_where_it_was_left(tmp_path: Path) -> None:
 
 def test_two_processes_never_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`rallypoint track` beside a run that tracks itself: one waits for the other to end, and then there is no more."""
-    monkeypatch.setattr(follow, "PREDECESSOR_S", 0.0)
+    monkeypatch.setattr(tracking, "PREDECESSOR_S", 0.0)
     (tmp_path / EVENTS).write_bytes(b"".join(line(n, message) for n, message in enumerate([PLAN, *steps(0, 4)])))
-    tracker, place, over = Remembering(), place_of(tmp_path, "kind", "target"), threading.Event()
+    tracker, place, over = Remembering(), place_of(tmp_path, "kind:target"), threading.Event()
     first = threading.Thread(target=track, args=(tmp_path, RunFacts("run"), tracker, place, over, lambda: True))
     first.start()
     try:
@@ -141,15 +120,6 @@ def test_two_processes_never_write_the_same(tmp_path: Path, monkeypatch: pytest.
         first.join()
     assert track(tmp_path, RunFacts("run"), tracker, place, threading.Event(), lambda: False) == 4
     assert tracker.twice == 0
-
-
-def test_tensorboard_shows_no_secret_of_an_event(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
-    tracker = TensorBoard(str(tmp_path), Redaction(["hunter-two"]))
-    tracker.start(RunFacts("run"))
-    tracker.event(0, "failed: hunter-two")
-    tracker.close()
-    assert shown_by_tensorboard(tmp_path / "run")[1] == [(0, "failed: ***")]
 
 
 SCRIPT = """
@@ -180,7 +150,7 @@ def test_tensorboard_shows_a_run_with_a_killed_worker(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     run, gate = tmp_path / "run", tmp_path / "gate"
     (tmp_path / "script.py").write_text(SCRIPT)
-    options = ["--workers", "2", "--servers", "1", "--folder", str(run), "--tensorboard", str(tmp_path / "logs")]
+    options = ["--workers", "2", "--servers", "1", "--folder", str(run), "--track", f"tensorboard:{tmp_path}/logs"]
     argv = ["-m", "rallypoint.cli", "run", *options, str(tmp_path / "script.py"), str(gate)]
     program = Program(argv, tmp_path / "said", {**os.environ})
     try:
@@ -195,15 +165,13 @@ def test_tensorboard_shows_a_run_with_a_killed_worker(tmp_path: Path) -> None:
         program.wait()
     lines = [json.loads(text) for text in (run / EVENTS).read_text().splitlines()]
     losses = {one["step"]: one["loss"] for one in lines if one["type"] == "StepDone"}
-    curves, events = shown_by_tensorboard(tmp_path / "logs" / "run")
+    curves = shown_by_tensorboard(tmp_path / "logs" / "run")
     assert [step for step, _ in curves["loss"]] == list(range(30))
     assert curves["loss"] == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in losses.items()]
     assert len(curves["lr"]) == 30
     assert curves["figure"] == [(step, step) for step in range(30)]
     assert curves["evaluation/loss"] == [(10, 5.0), (20, 10.0), (30, 15.0)]
-    assert any("without worker1" in text for _, text in events), events
-    assert events[-1] == (29, "finished")
 
-    again = ["-m", "rallypoint.cli", "track", str(run), "--tensorboard", str(tmp_path / "logs")]
+    again = ["-m", "rallypoint.cli", "track", str(run), "--track", f"tensorboard:{tmp_path}/logs"]
     assert run_program(again, tmp_path / "again", env={**os.environ})[0] == 0
-    assert shown_by_tensorboard(tmp_path / "logs" / "run") == (curves, events)
+    assert shown_by_tensorboard(tmp_path / "logs" / "run") == curves

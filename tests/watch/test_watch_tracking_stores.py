@@ -1,4 +1,7 @@
-"""Trackers whose stores cannot take back a step: W&B offline and MLflow, read back with the library itself."""
+"""Trackers whose stores cannot take back a step: W&B offline and MLflow, read back with the library itself.
+
+A run that went back is several of theirs: each holds up to where the next one, in its name, says that it begins.
+"""
 
 from __future__ import annotations
 
@@ -13,87 +16,12 @@ from typing import Any
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.reporting.redaction import Redaction
 from rallypoint.testing.contracts.trackers import TRACKER_CONTRACT, Make, Read, Shown
-from rallypoint.watch.tracking import kinds
-from rallypoint.watch.tracking.copying import Copying
-from rallypoint.watch.tracking.kinds import open_tracker, parse_target
-from rallypoint.watch.tracking.tracker import RunFacts
+from rallypoint.watch import tracking
+from rallypoint.watch.trackers import open_tracker
+from rallypoint.watch.tracking import parse_target
 
 WHY = "an optional tracker: pip install 'rallypoint[{}]'"
-
-
-class Listing:
-    """A store in memory: it can only add, and hide."""
-
-    def __init__(self, runs: list[tuple[str, list[Any]]]) -> None:
-        self.runs, self.hidden = runs, list[int]()
-
-    def hide(self, name: str, step: int) -> None:
-        self.hidden.append(step)
-        self.runs[:] = [run for run in self.runs if run[0] != name]
-
-    def begin(self, run: RunFacts) -> None:
-        self.runs.append((run.name, []))
-
-    def log(self, step: int, scalars: Any) -> None:
-        self.runs[-1][1].append((step, dict(scalars)))
-
-    def event(self, step: int, text: str) -> None:
-        self.runs[-1][1].append((step, text))
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def shown(rows: list[tuple[int, Any]]) -> Shown:
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for step, what in rows:
-        for name, value in () if isinstance(what, str) else what.items():
-            curves.setdefault(name, []).append((step, value))
-    return curves, [row for row in rows if isinstance(row[1], str)]
-
-
-@pytest.mark.parametrize("check", TRACKER_CONTRACT)
-def test_a_store_that_can_only_add_keeps_the_contract(tmp_path: Path, check: Callable[[Make, Read], None]) -> None:
-    runs = list[tuple[str, list[Any]]]()
-
-    def read() -> Shown:
-        ((_, rows),) = runs  # one run is seen
-        return shown(rows)
-
-    check(lambda: Copying(tmp_path, Listing(runs)), read)
-
-
-def test_a_torn_row_is_left_out_and_other_runs_are_left_alone(tmp_path: Path) -> None:
-    runs = list[tuple[str, list[Any]]]()
-    for name in ("other", "run"):
-        tracker = Copying(tmp_path, Listing(runs))
-        tracker.start(RunFacts(name))
-        tracker.log(0, {"loss": math.inf})
-        tracker.event(0, "said")
-        tracker.log(1, {"loss": 1.0})
-        tracker.close()
-    with (tmp_path / "run.rows.jsonl").open("a") as file:
-        file.write('[2, {"lo')
-    store = Listing(runs)
-    tracker = Copying(tmp_path, store)
-    tracker.start(RunFacts("run", step=1))
-    tracker.close()
-    assert store.hidden == [1]
-    assert dict(runs)["run"] == [(0, {"loss": math.inf}), (0, "said")]
-    assert len(dict(runs)["other"]) == 3
-
-
-def test_no_secret_of_an_event_reaches_a_store_or_its_rows(tmp_path: Path) -> None:
-    runs = list[tuple[str, list[Any]]]()
-    tracker = Copying(tmp_path, Listing(runs), Redaction(["hunter-two"]))
-    tracker.start(RunFacts("run"))
-    tracker.event(0, "failed: hunter-two")
-    tracker.close()
-    assert runs[-1][1] == [(0, "failed: ***")]
-    assert "hunter-two" not in (tmp_path / "run.rows.jsonl").read_text()
 
 
 @pytest.fixture
@@ -109,46 +37,59 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(before)
 
 
+def together(parts: list[tuple[str, Shown]]) -> Shown:
+    """What the parts of a run hold together, the oldest first: each voids what those before have from its step on."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for name, part in parts:
+        first = int(name.removeprefix("run from step ")) if name != "run" else 0
+        for curve in curves.values():
+            curve[:] = [point for point in curve if point[0] < first]
+        for of, points in part.items():
+            curves.setdefault(of, []).extend(points)
+    return curves
+
+
 def read_mlflow(folder: Path) -> Shown:
     tracking = pytest.importorskip("mlflow.tracking", reason=WHY.format("mlflow"))
     client = tracking.MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("rallypoint").experiment_id
-    (run,) = client.search_runs([experiment])  # what its page shows
-    assert run.info.run_name == "run"
-    curves = {}
-    for name in run.data.metrics:
-        points = client.get_metric_history(run.info.run_id, name)
-        curves[name] = sorted((one.step, math.inf if one.value > 1.7e308 else one.value) for one in points)
-    told = [path.read_text().splitlines() for path in (folder / "artifacts" / run.info.run_id).rglob("events.txt")]
-    events = [(int(step), text) for lines in told for step, text in (line.split("\t", 1) for line in lines)]
-    return curves, events
+    parts = []
+    for run in client.search_runs([experiment], "tags.`rallypoint.run` = 'run'", order_by=["start_time ASC"]):
+        curves = {}
+        for name in run.data.metrics:
+            points = client.get_metric_history(run.info.run_id, name)
+            curves[name] = sorted((one.step, math.inf if one.value > 1.7e308 else one.value) for one in points)
+        parts.append((run.info.run_name, curves))
+    return together(parts)
 
 
 def read_wandb(folder: Path) -> Shown:
-    """The records of the one run that `wandb sync` would send. The file: blocks of 32 KiB, records in pieces."""
+    """The records that `wandb sync` would send. A file: blocks of 32 KiB, records in pieces."""
     records = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason=WHY.format("wandb"))
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    data, at, piece, rows = path.read_bytes(), 7, b"", []
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        piece += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
-            rows.append(records.Record.FromString(piece))
-            piece = b""
-    return shown([row for one in rows if one.HasField("history") for row in [_row(one.history)]])
+    parts = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns):
+        data, at, piece, name = path.read_bytes(), 7, b"", ""
+        curves: dict[str, list[tuple[int, float]]] = {}
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+            piece += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):  # whole, or the last piece
+                record, piece = records.Record.FromString(piece), b""
+                name = record.run.display_name if record.HasField("run") else name
+                for of, point in _points(record.history) if record.HasField("history") else ():
+                    curves.setdefault(of, []).append(point)
+        parts.append((name, curves))
+    return together(parts)
 
 
-def _row(history: Any) -> tuple[int, Any]:
+def _points(history: Any) -> Iterator[tuple[str, tuple[int, float]]]:
     values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
     step = values.pop("rallypoint/step")
-    values = {name: value for name, value in values.items() if not name.startswith("_")}
-    if "event" in values:
-        return step, values["event"]
-    return step, {name: float(value) for name, value in values.items()}
+    return ((name, (step, float(value))) for name, value in values.items() if not name.startswith("_"))
 
 
 @pytest.mark.usefixtures("_environment")
@@ -165,9 +106,9 @@ def test_a_target_that_cannot_be_is_said_in_a_sentence(monkeypatch: pytest.Monke
     for wrong in ("wandb", "wandb:", "prometheus:logs", ""):
         with pytest.raises(UsageError, match="KIND being one of tensorboard, wandb, mlflow"):
             parse_target(wrong)
-    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs (alembic|mlflow): pip install 'mlflow-skinny"):
         parse_target("mlflow:logs")
-    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: object())
     monkeypatch.chdir(tmp_path)
     assert parse_target("wandb:a:b") == f"wandb:{tmp_path}/a:b"

@@ -16,11 +16,10 @@ import psutil
 import pytest
 from test_watch_state import PLAN, line, members, steps
 
-from rallypoint.watch import visitors
+from rallypoint.watch import serve
+from rallypoint.watch.app import HEADER
 from rallypoint.watch.follow import EVENTS
-from rallypoint.watch.locked import HEADER
-from rallypoint.watch.serve import served
-from rallypoint.watch.visitors import Visitors
+from rallypoint.watch.serve import Visitors, served
 
 PATIENCE_S = 60
 
@@ -63,7 +62,7 @@ def ends(sock: socket.socket) -> bool:
 def test_who_asks_nothing_whole_is_cut_off_after_a_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr(visitors, "ASK_S", 0.2)
+    monkeypatch.setattr(serve, "ASK_S", 0.2)
     with page(folder) as where, socket.create_connection(where) as silent:
         silent.sendall(said)
         assert ends(silent)
@@ -71,7 +70,7 @@ def test_who_asks_nothing_whole_is_cut_off_after_a_time(
 
 
 def test_who_does_not_read_the_answers_is_cut_off_after_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visitors, "READ_S", 0.2)
+    monkeypatch.setattr(serve, "READ_S", 0.2)
     with served(folder, {}) as (address, server), server.in_thread():
         where, token = address.removeprefix("http://").split("/?token=")
         with socket.create_connection(("127.0.0.1", int(where.partition(":")[2])), PATIENCE_S) as deaf:

@@ -8,11 +8,6 @@ import typer
 
 import rallypoint
 
-GONE = {  # commands that earlier versions had: what to do instead
-    "learning-rate": "end the run (Ctrl-C), then go on with rallypoint resume RUN --set optimizer.lr=1e-4",
-    "snapshot-every": "say it at the start (--snapshot-steps, --snapshot-seconds), or ask for one: rallypoint snapshot",
-}
-
 app = typer.Typer(
     help="Data-parallel training for PyTorch: workers compute gradients, servers own the parameters, any of them may "
     "die.\n\nBegin with [bold]rallypoint train gpt[/bold], or with a script of your own: "
@@ -20,13 +15,16 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 
-PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-START, RUNNING, AFTER, BY_HAND = "Start a job", "While a job runs", "Afterwards", "A cluster by hand"
-PANELS = (START, RUNNING, AFTER, BY_HAND)  # in the order of `rallypoint --help`
-GONE = {  # commands that earlier versions had: what to do instead
+GONE = {  # commands and options that earlier versions had: what to do instead
+    "learning-rate": "end the run (Ctrl-C), then go on with rallypoint resume RUN --set optimizer.lr=1e-4",
+    "snapshot-every": "say it at the start (--snapshot-steps, --snapshot-seconds), or ask for one: rallypoint snapshot",
+    "--tensorboard": "--track tensorboard:FOLDER writes the run's figures for TensorBoard",
     "train finetune": "it is a script now: rallypoint run examples/finetune.py --model gpt2 --data texts",
     "train gan": "it is a script now, with job.store in place of job.train: rallypoint run examples/gan.py",
 }
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+START, RUNNING, AFTER, BY_HAND = "Start a job", "While a job runs", "Afterwards", "A cluster by hand"
+PANELS = (START, RUNNING, AFTER, BY_HAND)  # in the order of `rallypoint --help`
 FIRST = ("run", "train")  # of their panel's commands; the others follow as they were registered
 
 

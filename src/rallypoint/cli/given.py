@@ -75,6 +75,8 @@ def refuse_option(context: typer.Context, first: str, what: str) -> None:
     if not first.startswith("-"):
         return
     name = first.partition("=")[0]
+    if name in GONE:
+        raise UsageError(f"there is no option {name}: {GONE[name]}")
     known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("--")]
     if what == "recipe" and (owner := _owner(name, context.args)):
         words = [word for word in context.args if word != owner]
@@ -106,7 +108,7 @@ def hint_at_folder(folder: str) -> None:
 
 def hint_at_page(watch: bool | None) -> None:
     """Say why a run that is watched from a terminal has no page, where nobody has said whether it should."""
-    from rallypoint.launch.observing.page import missing
+    from rallypoint.launch.observing.beside import missing
 
     if watch is None and sys.stdout.isatty() and (name := missing()):
         print(f"hint: this run has no page, which needs {name}: {to_install('watch')}", file=sys.stderr)

@@ -23,14 +23,10 @@ def replay(
         "--step", min=0, metavar="N", help="The step to look at: 0 is the first.",
     )] = None,
     replica: Annotated[int | None, typer.Option(
-        "--replica", min=0, metavar="N", help="Look at this replica only, layer by layer.",
+        "--replica", min=0, metavar="N", help="Look at this replica only.",
     )] = None,
     find_spike: Annotated[bool, typer.Option(
-        "--find-spike", "--bisect-loss-spike",
-        help="Find the first step whose recorded loss stands out; then its replica, and the sample.",
-    )] = False,
-    debug: Annotated[bool, typer.Option(
-        "--debug", help="Open pdb in the model's forward pass of that replica.",
+        "--find-spike", help="Find the first step whose recorded loss stands out, and the replica with its samples.",
     )] = False,
     on_cpu: Annotated[bool, typer.Option("--on-cpu", help="Hide the GPUs. Other kernels have other bytes.")] = False,
     current_code: Annotated[bool, typer.Option(
@@ -44,30 +40,25 @@ def replay(
     a temporary folder. The run's own folder is only read, and may be that of a run that goes on. The script's loop ends
     after the step, and its evaluations are left out.
 
-    Shown are each replica's samples, loss and gradient norm; the first module whose output is not finite; and whether
+    Shown are each replica's loss and samples; the first module whose output is not finite; and whether
     the contribution equals what the run has recorded (fingerprints=N: of every Nth step). Status 1: something differs.
 
     Example: [bold]rallypoint replay runs/20260131-235959 --step 1234 --replica 5[/bold]
     """
-    from rallypoint.launch.replaying.command import Wanted
-    from rallypoint.launch.replaying.command import replay as play
-    from rallypoint.launch.replaying.text import differs, lines_of
+    from rallypoint.launch.observing.replay import Wanted, differs, lines_of
+    from rallypoint.launch.observing.replay import replay as play
 
     if (step is None) != find_spike:
         raise UsageError("which step? give --step N, or --find-spike for the first whose loss stands out")
-    if debug and replica is None:
-        raise UsageError("--debug in which replica? give --replica N")
-    if debug and json:
-        raise UsageError("--debug is a conversation, and --json a document: leave one of them out")
     wanted = Wanted(
-        step=-1 if step is None else step, replica=-1 if replica is None else replica, debug=debug,
-        on_cpu=on_cpu, current=current_code, quiet=json,
+        step=-1 if step is None else step, replica=-1 if replica is None else replica, on_cpu=on_cpu,
+        current=current_code, quiet=json,
     )  # fmt: skip
     result = play(run, wanted, lambda text: print(text, file=sys.stderr if json else sys.stdout, flush=True))
     if json:
         print(msgspec.json.encode(result).decode())
     else:
-        print("\n".join(lines_of(result, layers=replica is not None or find_spike)))
+        print("\n".join(lines_of(result)))
     raise typer.Exit(1 if differs(result) else 0)
 
 
@@ -86,8 +77,8 @@ def diff(
 
     Example: [bold]rallypoint diff runs/20260131-235959 runs/20260201-101500[/bold]
     """
-    from rallypoint.launch.replaying.difference import diff as compare
-    from rallypoint.launch.replaying.difference import words_of
+    from rallypoint.launch.observing.digests import diff as compare
+    from rallypoint.launch.observing.digests import words_of
 
     found = compare(run, other, -1 if step is None else step)
     print(msgspec.json.encode(found).decode() if json else words_of(found))

@@ -36,8 +36,8 @@ def plan(
     What would a finished run, or one that goes on, gain from more servers or bf16? [bold]rallypoint plan
     runs/20260131-235959 --link 10Gbit --codec bf16[/bold]
     """
+    from rallypoint.launch.console import Screen
     from rallypoint.launch.costing.answer import answer
-    from rallypoint.launch.showing.screen import Screen
 
     answer(options, run, Screen(highlight=False))
 
@@ -57,7 +57,7 @@ def simulate(options: ScaleOptions) -> None:
     Over 8 data centres: [bold]rallypoint simulate --workers 8 --servers 8 --sites 8 --site-link 1Gbit --delay 50ms
     --local-steps 100 --fragments 4 --codec int8[/bold]
     """
-    from rallypoint.launch.showing.screen import Screen
+    from rallypoint.launch.console import Screen
     from rallypoint.testing.scale.answer import answer
 
     answer(options, Screen(highlight=False))

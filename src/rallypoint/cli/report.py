@@ -31,8 +31,8 @@ def report(
 
     Example: [bold]rallypoint report runs/20260131-235959 --out report.zip[/bold]
     """
-    from rallypoint.launch.reporting.bundle import place_in, write_report
-    from rallypoint.launch.reporting.picture import picture_of
+    from rallypoint.launch.observing.picture import picture_of
+    from rallypoint.launch.observing.reports import place_in, write_report
 
     if not run.is_dir():
         raise UsageError(f"there is no folder {run}: name that of a run, as runs/20260131-235959")

@@ -15,8 +15,7 @@ import typer
 from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import UsageError, to_install
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.facts import facts_of, resolved_of
-from rallypoint.launch.observing.operating import follow
+from rallypoint.launch.observing.page import facts_of, follow, resolved_of
 from rallypoint.launch.options import RunFolder
 from rallypoint.store.checkpoints.format import Format
 
@@ -70,23 +69,20 @@ def watch(
     Example: [bold]rallypoint watch runs/20260131-235959 --browser[/bold]
     """
     try:
-        from rallypoint.watch.operating import Operator
-        from rallypoint.watch.serve import watch as serve
+        from rallypoint.watch.app import Operator
+        from rallypoint.watch.serve import served
     except ModuleNotFoundError as error:
         raise UsageError(f"the page needs {error.name}: {to_install('watch')}") from None
 
     if hold_lifeline():  # of a run that serves its own page
         os.nice(_NICE)
 
-    def opened(address: str) -> None:
-        print(f"the page of {run}: {address}", flush=True)
-        if browser:
-            webbrowser.open(address)
-
     operator = Operator(secrets.token_urlsafe(16), functools.partial(follow, run)) if buttons else None
     if operator is not None:
         print(f"the operator's token, for its buttons: {operator.token}", flush=True)
-    serve(run, facts_of(run), port, opened, operator, functools.partial(resolved_of, run))
+    with served(run, facts_of(run), port, operator, functools.partial(resolved_of, run)) as (address, server):
+        _opened(str(run), address, browser=browser)
+        server.run()
 
 
 @app.command(rich_help_panel=RUNNING)
@@ -104,7 +100,7 @@ def compare(
     if len(runs) < 2:
         raise UsageError("compare with which run? name two folders")
     try:
-        from rallypoint.watch.serve import compare as serve
+        from rallypoint.watch.serve import compared
     except ModuleNotFoundError as error:
         raise UsageError(f"the page needs {error.name}: {to_install('watch')}") from None
 
@@ -115,12 +111,16 @@ def compare(
     if len(folders) < len(runs):
         raise UsageError("the same run is named twice")
 
-    def opened(address: str) -> None:
-        print(f"the page of {', '.join(folders)}: {address}", flush=True)
-        if browser:
-            webbrowser.open(address)
+    settings = {name: facts_of(run)["settings"] for name, run in folders.items()}
+    with compared(folders, settings, port) as (address, server):
+        _opened(", ".join(folders), address, browser=browser)
+        server.run()
 
-    serve(folders, {name: facts_of(run)["settings"] for name, run in folders.items()}, port, opened)
+
+def _opened(what: str, address: str, *, browser: bool) -> None:
+    print(f"the page of {what}: {address}", flush=True)
+    if browser:
+        webbrowser.open(address)
 
 
 @app.command(rich_help_panel=RUNNING)

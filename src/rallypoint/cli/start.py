@@ -106,7 +106,7 @@ def chaos(
     """
     from rallypoint.launch.chaos.chaos import chaos as play
     from rallypoint.launch.chaos.chaos import parse_faults, random_faults
-    from rallypoint.launch.showing.screen import Screen
+    from rallypoint.launch.console import Screen
 
     refuse_option(context, recipe, "recipe")
     faults = parse_faults(schedule) or random_faults(

@@ -12,7 +12,7 @@ import typer
 from rallypoint.cli.app import RUNNING, app
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.facts import facts_of
+from rallypoint.launch.observing.page import facts_of
 from rallypoint.launch.options import RunFolder
 
 _NICE = 10  # so much behind the run's own processes, where processors are short
@@ -21,31 +21,24 @@ _NICE = 10  # so much behind the run's own processes, where processors are short
 @app.command(rich_help_panel=RUNNING)
 def track(
     run: RunFolder,
-    tensorboard: Annotated[str | None, typer.Option(
-        "--tensorboard", metavar="FOLDER", help="Where TensorBoard looks: tensorboard --logdir FOLDER.",
-    )] = None,
-    track: Annotated[str | None, typer.Option(
+    track: Annotated[str, typer.Option(
         "--track", metavar="KIND:FOLDER", help="The tracker: tensorboard, wandb (offline) or mlflow, and its folder.",
-    )] = None,
+    )],
 ) -> None:  # fmt: skip
-    """Write a run's figures and events for a tracker, while the run goes on or afterwards.
+    """Write a run's figures for a tracker, while the run goes on or afterwards.
 
     It ends when the run does. Called again it goes on where it ended: no step is written twice. `rallypoint run` does
-    it by itself, with the same options.
+    it by itself, with the same option.
 
-    Example: [bold]rallypoint track runs/20260131-235959 --tensorboard logs[/bold]
+    Example: [bold]rallypoint track runs/20260131-235959 --track tensorboard:logs[/bold]
     """
-    from rallypoint.launch.reporting.picture import is_running
-    from rallypoint.launch.reporting.redaction import Redaction, secrets_among
-    from rallypoint.watch.tracking.follow import place_of
-    from rallypoint.watch.tracking.follow import track as follow
-    from rallypoint.watch.tracking.kinds import open_tracker, targets_of
-    from rallypoint.watch.tracking.tracker import RunFacts
+    from rallypoint.launch.observing.picture import is_running
+    from rallypoint.launch.observing.redaction import Redaction, secrets_among
+    from rallypoint.watch.trackers import open_tracker
+    from rallypoint.watch.tracking import RunFacts, parse_target, place_of
+    from rallypoint.watch.tracking import track as follow
 
-    targets = targets_of([track] if track else None, tensorboard)
-    if len(targets) != 1:
-        raise UsageError("name one tracker: --tensorboard FOLDER or --track KIND:FOLDER")
-    (target,), closing, beside = targets, threading.Event(), hold_lifeline()
+    target, closing, beside = parse_target(track), threading.Event(), hold_lifeline()
     kind, _, to = target.partition(":")
     if beside:
         os.nice(_NICE)
@@ -54,13 +47,9 @@ def track(
     known = facts_of(run)
     redact = Redaction(secrets_among(os.environ))
     settings = {name: redact(value) for name, value in known["settings"].items() if name != "command"}
-    place = place_of(run, kind, to)
+    place, facts = place_of(run, target), RunFacts(known["name"], settings)
     try:
-        tracker = open_tracker(target, redact)
-        steps = follow(
-            run, RunFacts(known["name"], settings), tracker, place, closing, lambda: beside or is_running(run)
-        )
-        tracker.close()
+        steps = follow(run, facts, open_tracker(target), place, closing, lambda: beside or is_running(run))
     except RallypointError:
         raise
     except Exception as error:

@@ -132,17 +132,6 @@ class MicroBatches:
         of_micro = of_replica[micro * self._micro : (micro + 1) * self._micro]
         return of_micro[part * self._micro // parts : (part + 1) * self._micro // parts]
 
-    def fetched(self, step: int, replica: int, micro: int) -> list[Any]:
-        """Return a micro-batch's samples, not collated."""
-        with one_thread():
-            return self._reading.read(self.indices(step, replica, micro), self._seed(step, replica, micro))[0]
-
-    def batch_of(self, samples: list[Any]) -> Any:
-        """Return these samples, collated, on the device. Raises DataError as `load`."""
-        with one_thread():
-            batch = self._collated(samples)
-        return self.on_device(batch)
-
     def _seed(self, step: int, replica: int, micro: int) -> int:
         return derive_seed(self.config.seed, "data", step, replica, micro, *self._parted)
 

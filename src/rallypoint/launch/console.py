@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import sys
 import time
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, TextIO, cast
 
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
@@ -17,15 +20,9 @@ from rich.text import Text
 from rallypoint.core.shard.clip import phrase
 from rallypoint.launch.output import Line
 from rallypoint.launch.plan import Launch
-from rallypoint.launch.showing.contributions import account
-from rallypoint.launch.showing.members import changes
-from rallypoint.launch.showing.screen import Screen
-from rallypoint.launch.showing.sums import SumsShown, is_of_sums
 from rallypoint.net.messages import (
-    Aborted,
     Accounted,
     Drain,
-    Finished,
     Held,
     Members,
     Message,
@@ -40,14 +37,163 @@ from rallypoint.net.messages import (
     Waiting,
 )
 from rallypoint.net.sampling.messages import ScriptAt
-from rallypoint.observe.lines import Once
+from rallypoint.observe.lenient import Lenient, Unhurried
 from rallypoint.store.manifest import age
+from rallypoint.watch.state import RunState
 
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
 _STARTING = 6  # times more patience with a coordinator while processes start, which takes all of a machine's cores
 _WIDE = 80  # columns: a narrower terminal shows only the step and the loss
 _REFUSED = "refused: "  # how the coordinator's message about a refused worker begins
+_HURRIED_S = 2.0  # seconds for the last lines of a run that was interrupted
+
+
+class OutputClosed(Exception):
+    """Nobody reads our output any more."""
+
+
+class Screen(Console):
+    """A rich console that becomes silent when its reader is gone (``rallypoint run ... | head``).
+
+    What it cannot print otherwise (a full disk, a character that the stream cannot encode) is left out: see `Lenient`.
+    """
+
+    closed = False
+    hurried = False  # at the end of `unhurried`: do not wait long for the reader
+
+    @property
+    def file(self) -> IO[str]:
+        """Where it prints."""
+        return cast(IO[str], Lenient(cast(TextIO, Console.file.fget(self))))  # type: ignore[attr-defined]
+
+    @file.setter
+    def file(self, new: IO[str]) -> None:
+        self._file = new
+
+    @contextlib.contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """In the body, printing does not wait for the reader; what was not read by then is waited for at the end."""
+        if not _has_descriptor(self.file):
+            yield
+            return
+        before, output = self._file, Unhurried(cast(TextIO, self.file))
+        self._file = cast(IO[str], output)
+        try:
+            yield
+        finally:
+            output.end(_HURRIED_S if self.hurried else None)
+            self._file = before
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing any more. The default would end the thread that has just printed."""
+        self.quiet = self.closed = True
+        with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes when it exits
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _has_descriptor(file: IO[str]) -> bool:
+    try:
+        return file.fileno() >= 0
+    except (OSError, ValueError):  # (io.UnsupportedOperation is both)
+        return False
+
+
+def changes(before: Members, now: Members, replicas: int | None = None) -> list[str]:
+    """Return sentences that say who has joined and left between two views, and who computes now.
+
+    `replicas`: the job's, if they are known. A view names more workers than that while replicas move by speed: those
+    that had one and those that get one.
+    """
+    said = []
+    news = _news((*before.workers, *before.standby), (*now.workers, *now.standby))
+    begins = not before.workers and (not news or not now.workers)  # or the first weights are not safe yet
+    if (news and not begins) or (set(before.workers) != set(now.workers) and not begins):
+        idle = f", {_listed(now.standby)} stand{'s' * (len(now.standby) == 1)} by" if now.standby else ""
+        if replicas is not None and len(now.workers) > replicas:
+            one = f"{replicas} of {_listed(now.workers)} compute{'s' * (replicas == 1)}"
+            who = f"{one}: replicas are assigned by speed{idle}"
+        else:
+            who = f"{_listed(now.workers)} compute{'s' * (len(now.workers) < 2)}{idle}"
+        said.append(f"{news}: {who}" if news else who)
+    if news := _news(before.servers, now.servers):
+        said.append(f"{news}: the parameters are on {_listed(now.servers)}")
+    if news := _news(before.aggregators, now.aggregators):
+        said.append(f"{news}: {len(now.through)} workers have an aggregator")
+    return said
+
+
+def _news(before: Sequence[str], now: Sequence[str]) -> str:
+    gone = [name for name in before if name not in now]
+    new = [name for name in now if name not in before]
+    parts = [f"without {_listed(gone)}"] if gone else []
+    return " and ".join([*parts, *([f"with {_listed(new)}"] if new else [])])
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return ``worker2, worker10``: ordered by their numbers."""
+    return ", ".join(sorted(names, key=lambda name: (len(name), name))) or "nobody"
+
+
+def account(accounted: Accounted) -> str:
+    """Return a line that says what happened to the contributions."""
+    said = [f"{accounted.applied:,} contributions applied"]
+    said += [f"{accounted.folded:,} folded into another's update"] if accounted.folded else []
+    said += [f"{accounted.dropped:,} dropped"] if accounted.dropped else []
+    if late := sorted(accounted.staleness.items()):
+        said.append(f"staleness p50 {_quantile(late, 0.5)}, p99 {_quantile(late, 0.99)}, at most {late[-1][0]} updates")
+    return ", ".join(said)
+
+
+def _quantile(counts: list[tuple[int, int]], share: float) -> int:
+    total, seen = sum(count for _, count in counts), 0
+    for value, count in counts:
+        seen += count
+        if seen >= share * total:
+            return value
+    return 0
+
+
+class SumsShown:
+    """How many sums are made. `take` gets what the coordinator repeats, also while none is made."""
+
+    def __init__(self) -> None:
+        self._at, self._printed = ScriptAt(0), 0
+        self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+        self._last_plain = time.monotonic()
+
+    def take(self, script: ScriptAt) -> None:
+        """The furthest script is so far."""
+        now, self._at = time.monotonic(), script
+        self._recent.append((now, self._at.nbytes))
+        while len(self._recent) > 2 and self._recent[0][0] < now - _RATE_OVER_S:
+            self._recent.popleft()
+
+    @property
+    def line(self) -> str:
+        """``120 sums  3.4 MB/s from each worker``."""
+        (before, fewer), (now, more) = self._recent[0], self._recent[-1]
+        return f"{_sums(self._at.sums)}  {(more - fewer) / max(now - before, 1e-3) / 1e6:,.1f} MB/s from each worker"
+
+    def plain(self) -> str:
+        """The line for a file, if it is time for one and more sums are made than when it was last asked for; or ""."""
+        now = time.monotonic()
+        if now - self._last_plain < _PLAIN_EVERY_S or self._at.sums == self._printed:
+            return ""
+        self._last_plain, self._printed = now, self._at.sums
+        return self.line
+
+
+def done_of(script: ScriptAt, seconds: float) -> str:
+    """What follows ``done:``."""
+    return (
+        f"the scripts have ended after {_sums(script.sums)}, {script.nbytes / 1e6:,.1f} MB from each worker, "
+        f"in {seconds:.1f} s"
+    )
+
+
+def _sums(number: int) -> str:
+    return f"{number:,} sum{'s' * (number != 1)}"
 
 
 class _Figures(ProgressColumn):
@@ -76,28 +222,17 @@ class RunConsole:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Screen(highlight=False)
+        self.state = RunState()
         self.failure: str | None = None
-        self._accounted: Accounted | None = None
         self.finished = False
-        self._stopped = (-1, "")  # the step with which the script has stopped the job, and why
-        self._over_at = 0.0  # when the job ended: what comes after that is no training
-        self._plan: Planned | None = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._recent: deque[tuple[float, int]] = deque()
         self._sums = SumsShown()
-        self._metrics: dict[str, float] = {}
-        self._skipped = Counter[bool]()  # contributions (True), or whole steps
         self._start = time.monotonic()
         self._last_plain = 0.0
-        self.steps_done = 0
-        self.again = 0
-        self.members: Members | None = None
         self.sizes: queue.SimpleQueue[Resize | Drain] = queue.SimpleQueue()  # requests to change the cluster's size
         self._said: set[str] = set()
-        self._evaluated = Once()
-        self.snapshots = 0
-        self.version = -1  # of the last snapshot; -1: none so far
         self._said_done = False
         self.holding = False  # members hold the newest version, which is not stored yet
         self.heard = time.monotonic()  # when the coordinator last sent something
@@ -116,18 +251,18 @@ class RunConsole:
 
     def show(self, message: Message) -> None:
         """Show one announcement of the coordinator."""
-        self.heard = time.monotonic()
+        state, self.heard = self.state, time.monotonic()
+        first, before = state.plan is None, state.view
+        if not state.take(message, self.heard):
+            return
         match message:
-            case Planned():
-                self._plan_shown(message)
+            case Planned() if first:
+                self._begin(message)
             case StepDone():
                 self._step(message)
             case ScriptAt():
-                self._sums_made(message)
-            case Metrics(step=step, values=values, generation=generation):
-                if not self._evaluated.is_new((step, generation, str(values))):
-                    return  # workers have repeated it to the next coordinator
-                self._metrics = values
+                self._sums_made()
+            case Metrics(step=step, values=values):
                 self.console.print(f"[cyan]step {step:>6}[/cyan]  {_figures(values)}")
             case Say(text=text) if text.startswith(_REFUSED):
                 if text not in self._said:
@@ -140,30 +275,25 @@ class RunConsole:
                 self.say(f"[bold yellow]{escape(text)}[/bold yellow]")
             case Skipped():
                 self._skipped_shown(message)
-            case Members():
-                self._members_shown(message)
+            case Members() if before is not None:
+                replicas = state.plan.replicas if state.plan is not None else None
+                for sentence in changes(before, message, replicas):
+                    self.say(f"[dim]{escape(sentence)}[/dim]")
             case Resize(workers=workers, servers=servers):
                 to = [f"workers {workers}"] * (workers > 0) + [f"servers {servers}"] * (servers > 0)
                 self.console.print(f"changing the number of processes: {', '.join(to)}")
                 self.sizes.put(message)
             case Drain():
                 self.sizes.put(message)
-            case Snapshotted():
-                self.snapshots += 1
-                self.version = message.version
-                if message.version == 0:
-                    self._start = time.monotonic()  # workers compute from now on
-                else:
-                    size, seconds = _size(message.nbytes), message.seconds
-                    self.console.print(f"[dim]snapshot of step {self.steps_stored}: {size} in {seconds:.1f} s[/dim]")
-            case Accounted():
-                self._accounted = message
-            case Aborted(reason=reason):
-                self.failure = reason
-            case Finished(stopped_at=stopped_at, why=why):
-                self._stopped = (stopped_at, why)
-                self._over_at = self._over_at or time.monotonic()
-                self.finished = True
+            case Snapshotted(version=0):
+                self._start = self.heard  # workers compute from now on
+            case Snapshotted(nbytes=nbytes, seconds=seconds):
+                size = _size(nbytes)
+                self.console.print(f"[dim]snapshot of step {self.steps_stored}: {size} in {seconds:.1f} s[/dim]")
+            case _:
+                if state.ended == "failed":
+                    self.failure = state.why
+                self.finished = self.finished or state.ended == "finished"
 
     def warn_of_silence(self, after: float) -> None:
         """Warn when the coordinator has sent nothing for `after` seconds: it cannot report that itself (I8).
@@ -172,11 +302,11 @@ class RunConsole:
         """
         now = time.monotonic()
         silence = now - self.heard
-        after *= 1 if self._plan is not None else _STARTING
+        after *= 1 if self.state.plan is not None else _STARTING
         if now - max(self.heard, self._silence_said) > after:
             self._silence_said = now
-            what = "Sums" if self.of_sums else "Steps"
-            without = "" if self._plan is None else f" {what} go on without it, but nobody can join or be replaced"
+            what = "Sums" if self.state.of_sums else "Steps"
+            without = "" if self.state.plan is None else f" {what} go on without it, but nobody can join or be replaced"
             self.say(
                 f"nothing has been heard from the coordinator for {silence:.0f} s: is it stopped, or its machine "
                 f"overloaded?{without}"
@@ -185,57 +315,55 @@ class RunConsole:
     @property
     def steps_stored(self) -> int:
         """The steps of training in the last snapshot; -1 if there is none so far."""
-        every, steps = (1, self.version) if self._plan is None else (self._plan.steps_per_round, self._plan.steps)
-        return min(self.version * every, steps) if self.version >= 0 else -1
+        state = self.state
+        return state.steps_in(state.snapshots[-1]["version"]) if state.snapshots else -1
 
     def say_how_to_go_on(self, plan: Launch, *, failed: bool) -> None:
         """Name the command that continues this run and the step it begins with, or say that there is no snapshot."""
-        began = age(plan.resume)
-        if self.version < 0 and began is not None:
-            self.version = began[0]
-        if not plan.snapshots or self.steps_stored < 0:
-            if self.steps_done > 0:
+        began, stored = age(plan.resume), self.steps_stored
+        if stored < 0 and began is not None:
+            stored = self.state.steps_in(began[0])
+        if not plan.snapshots or stored < 0:
+            if self.state.step > 0:
                 self.say("there is no snapshot of this run to go on from")
             return
         hint = " (--set KEY=VALUE changes settings)" if failed else ""
         way = f"rallypoint resume {escape(plan.folder)}{hint}"
-        self.console.print(f"to go on from step {self.steps_stored}, the last snapshot: {way}", soft_wrap=True)
+        self.console.print(f"to go on from step {stored}, the last snapshot: {way}", soft_wrap=True)
 
     def close(self) -> None:
         """Remove the live line, and print what the run did."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        if self.finished and self._plan is not None and not self._said_done:
+        state, plan = self.state, self.state.plan
+        if self.finished and plan is not None and not self._said_done:
             self._said_done = True
-            seconds = (self._over_at or time.monotonic()) - self._start
-            if self.of_sums:
-                self.console.print(f"[bold]done[/bold]: {self._sums.done(seconds)}")
+            seconds = (state.over_at if state.over_at >= 0 else time.monotonic()) - self._start
+            if state.of_sums:
+                self.console.print(f"[bold]done[/bold]: {done_of(state.script, seconds)}")
                 return
             # Each item once, even if it was computed again
-            (stopped_at, why), last = self._stopped, self._plan.steps
+            (stopped_at, why), last = state.stopped, plan.steps
             steps = f"{last} steps"
             if stopped_at >= 0:
                 last, steps = stopped_at, f"{stopped_at} of {last} steps ({escape(why)})"
-            items = self._plan.items * (last - self._plan.done)
-            if self._plan.done:  # the others were an earlier run's
-                steps += f", of them {last - self._plan.done} now"
+            items = plan.items * (last - state.began_at)
+            if state.began_at:  # the others were an earlier run's
+                steps += f", of them {last - state.began_at} now"
             self.console.print(
-                f"[bold]done[/bold]: {steps}, {items:,} {escape(self._plan.item)} "
-                f"in {seconds:.1f} s ({items / max(seconds, 1e-9):,.0f} {escape(self._plan.item)}/s)"
+                f"[bold]done[/bold]: {steps}, {items:,} {escape(plan.item)} "
+                f"in {seconds:.1f} s ({items / max(seconds, 1e-9):,.0f} {escape(plan.item)}/s)"
             )
-            for alone in sorted(self._skipped):
-                self.console.print(f"[yellow]{self._left_out(alone)}: a loss or a gradient was not finite[/yellow]")
-            if self._accounted is not None:
-                self.console.print(account(self._accounted))
+            for kind in ("steps", "contributions"):
+                if state.skipped[kind]:
+                    self.console.print(f"[yellow]{self._left_out(kind)}: a loss or a gradient was not finite[/yellow]")
+            if state.accounted is not None:
+                self.console.print(account(state.accounted))
 
-    def _plan_shown(self, plan: Planned) -> None:
-        if self._plan is not None:  # from a coordinator that took over: this run started earlier than it
-            self._plan = msgspec.structs.replace(plan, done=self._plan.done)
-            return
-        self._plan = plan
+    def _begin(self, plan: Planned) -> None:
         self._start = time.monotonic()
-        if self.of_sums:
+        if self.state.of_sums:
             self._sums_begin(plan)
             return
         replica = "contributor" if plan.loss == "never" else "replica"
@@ -252,11 +380,6 @@ class RunConsole:
             )
             self._progress.start()
 
-    @property
-    def of_sums(self) -> bool:
-        """True if the job makes sums for scripts: it has no steps."""
-        return is_of_sums(self._plan)
-
     def _sums_begin(self, plan: Planned) -> None:
         self.console.print(
             f"sums of {_count(len(plan.workers), 'worker')} on {_count(len(plan.servers), 'server')}; the scripts "
@@ -267,30 +390,23 @@ class RunConsole:
             self._task = self._progress.add_task("0 sums", total=None)
             self._progress.start()
 
-    def _sums_made(self, script: ScriptAt) -> None:
-        self._sums.take(script)
+    def _sums_made(self) -> None:
+        self._sums.take(self.state.script)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=self._sums.line)
         elif line := self._sums.plain():
             self.console.print(line)
 
-    def _members_shown(self, members: Members) -> None:
-        before, self.members = self.members, members
-        if before is None:
-            return
-        for sentence in changes(before, members, self._plan.replicas if self._plan is not None else None):
-            self.say(f"[dim]{escape(sentence)}[/dim]")
-
     def _skipped_shown(self, skipped: Skipped) -> None:
         """Show the first one, and the 10th, the 100th and so on: many of them say no more than their number."""
-        self._skipped[skipped.alone] += 1
-        count = self._skipped[skipped.alone]
+        kind = "contributions" if skipped.alone else "steps"
+        count = self.state.skipped[kind]
         if str(count).rstrip("0") != "1":
             return
         why = phrase(skipped.replicas, skipped.gradients, skipped.parameter)
         named = self._named(skipped.step)
         what = f"a contribution to {named} dropped" if skipped.alone else f"{named} skipped"
-        rest = f"; {self._left_out(skipped.alone)} so far" if count > 1 else ""
+        rest = f"; {self._left_out(kind)} so far" if count > 1 else ""
         scale = f"; the loss scale is {skipped.loss_scale:g} now" if skipped.loss_scale else ""
         self.say(f"[yellow]{what}: {escape(why)}{scale}{rest}[/yellow]")
 
@@ -299,47 +415,50 @@ class RunConsole:
         self.console.print(sentence, soft_wrap=not self.console.is_terminal)
 
     def _step(self, done: StepDone) -> None:
-        now = time.monotonic()
-        self.steps_done, self.again = done.step + 1, done.again
+        now, state, plan = self.heard, self.state, self.state.plan
+        assert plan is not None
         self._recent.append((now, done.items))
         while self._recent[0][0] < now - _RATE_OVER_S and len(self._recent) > 2:
             self._recent.popleft()
-        assert self._plan is not None
-        loss = f"{done.loss:.4f}" if done.has_loss(self._plan) else ""
+        loss = f"{done.loss:.4f}" if done.has_loss(plan) else ""
         if self._progress is not None and self._task is not None:
             self._progress.update(
-                self._task, completed=done.step + 1, loss=loss or "-", rate=self._rate(),
-                metrics=_figures({**done.figures, **self._metrics}),
+                self._task, completed=state.step, loss=loss or "-", rate=self._rate(plan.item),
+                metrics=_figures({**done.figures, **state.evaluation[1]}),
             )  # fmt: skip
-        elif now - self._last_plain >= _PLAIN_EVERY_S or done.step + 1 == self._plan.steps:
+        elif now - self._last_plain >= _PLAIN_EVERY_S or state.step == plan.steps:
             self._last_plain = now
-            here = max(1, done.step + 1 - self._plan.done)  # steps since this run began, or went on
-            left = (now - self._start) / here * (self._plan.steps - done.step - 1)
+            here = max(1, state.step - state.began_at)  # steps since this run began, or went on
+            left = (now - self._start) / here * (plan.steps - state.step)
             # The first step's time is no estimate
-            estimate = f"  {self._rate()}  {left:.0f} s left" if here > 1 else ""
+            estimate = f"  {self._rate(plan.item)}  {left:.0f} s left" if here > 1 else ""
             logged = f"  {_figures(done.figures)}" if done.figures else ""
             told = f"  loss {loss}" if loss else ""
-            self.console.print(f"step {done.step + 1}/{self._plan.steps}{told}{logged}{estimate}")
+            self.console.print(f"step {state.step}/{plan.steps}{told}{logged}{estimate}")
 
     def _named(self, round: int) -> str:
         """Name one of the servers' rounds in the user's words: a step, or the steps of the round."""
-        every = self._plan.steps_per_round if self._plan is not None else 1
+        every = self._every
         return f"step {round}" if every == 1 else f"the round of {every} steps from step {round * every} on"
 
-    def _left_out(self, alone: bool) -> str:
-        """How many steps were skipped, or (`alone`) contributions dropped, as a phrase."""
-        count, unit = self._skipped[alone], "step"
-        if self._plan is not None and self._plan.steps_per_round > 1:
-            unit = "round"
-        unit, what = ("contribution", "dropped") if alone else (unit, "skipped")
+    @property
+    def _every(self) -> int:
+        """The steps of a round."""
+        return self.state.plan.steps_per_round if self.state.plan is not None else 1
+
+    def _left_out(self, kind: str) -> str:
+        """How many steps were skipped, or contributions dropped, as a phrase."""
+        count, unit, what = self.state.skipped[kind], "round" if self._every > 1 else "step", "skipped"
+        if kind == "contributions":
+            unit, what = "contribution", "dropped"
         return f"{count:,} {unit}{'s' * (count != 1)} {what}"
 
-    def _rate(self) -> str:
-        if len(self._recent) < 2 or self._plan is None:
+    def _rate(self, item: str) -> str:
+        if len(self._recent) < 2:
             return ""
         seconds = self._recent[-1][0] - self._recent[0][0]
         items = sum(count for _, count in list(self._recent)[1:])
-        return f"{items / max(seconds, 1e-9):,.0f} {self._plan.item}/s"
+        return f"{items / max(seconds, 1e-9):,.0f} {item}/s"
 
 
 def _count(number: int, what: str) -> str:

@@ -28,7 +28,7 @@ from rallypoint.store.snapshots import SnapshotStore
 
 CLUSTER_FILE = "cluster.json"
 CONSOLE, CONSOLE_BEFORE = "console.log", "console.log.1"  # what processes have printed: see `reporting.kept_lines`
-STACKS, REPORTS = "stacks", "reports"  # see `launch.reporting`
+STACKS, REPORTS = "stacks", "reports"  # see `launch.observing`
 LOCK = "lock"
 COORDINATOR_LOCK = "coordinator.lock"
 PREDECESSOR_S = 5.0  # so long a coordinator waits for the one before it to end

@@ -24,13 +24,13 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.health import answering, health_at
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.launch.observing.metrics import of_process
-from rallypoint.launch.reporting.stacks import keep_stacks
+from rallypoint.launch.observing.stacks import keep_stacks
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines
 from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel.group import RankGroup
-from rallypoint.watch.metrics.members import of_worker
+from rallypoint.watch.metrics import of_worker
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.ranks.job import RankJob
 from rallypoint.worker.ranks.watch import OTHER_RANK_S
@@ -66,7 +66,7 @@ def join() -> Job | RankJob:
         raise UsageError(IN_A_CHILD)
     coordinator = os.environ.get(environment.COORDINATOR)
     if os.environ.get(environment.REPLAY):
-        from rallypoint.launch.replaying.job import replay_job
+        from rallypoint.launch.observing.replay_job import replay_job
 
         sys.excepthook = _one_sentence
         return _closed_at_exit(replay_job(os.environ[environment.REPLAY]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from rallypoint.launch.code import kept
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import OutputClosed, RunConsole, Screen
 from rallypoint.launch.engines.choice import cluster_of, kind_of
 from rallypoint.launch.folder import (
     CLUSTER_FILE,
@@ -23,7 +23,6 @@ from rallypoint.launch.folder import (
 from rallypoint.launch.interrupts import Interrupted, raised
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.launch.run import ClusterRun, Intervene
-from rallypoint.launch.showing.screen import OutputClosed, Screen
 
 INTERRUPTED = 130  # the exit status after Ctrl-C
 CLOSED = 141  # the status of a process that SIGPIPE ended, when nobody reads our output any more

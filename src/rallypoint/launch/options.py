@@ -243,10 +243,6 @@ class RunOptions(CoordinatorOptions):
         help="Serve the run's page while it goes on, to this machine alone; the address is printed. Without either: "
         r"where the output is a terminal, and rallypoint\[watch] is installed.",
     )] = None  # fmt: skip
-    tensorboard: Annotated[Path | None, option(
-        metavar="FOLDER", panel=_FILES,
-        help="Write the run's figures for TensorBoard: into a folder of the run's name.",
-    )] = None  # fmt: skip
     track: Annotated[list[str] | None, option(
         metavar="KIND:FOLDER", panel=_FILES,
         help="Write the run's figures for a tracker: tensorboard, wandb (offline) or mlflow. Can be repeated.",
@@ -296,7 +292,7 @@ class RunOptions(CoordinatorOptions):
 
     def _page(self) -> bool:
         """Return whether the page is served, for the plan."""
-        from rallypoint.launch.observing.page import check_page, missing
+        from rallypoint.launch.observing.beside import check_page, missing
 
         if self.watch:
             check_page()
@@ -304,9 +300,9 @@ class RunOptions(CoordinatorOptions):
 
     def _tracked(self) -> tuple[str, ...]:
         """Return where the run's figures go, for the plan."""
-        from rallypoint.watch.tracking.kinds import targets_of
+        from rallypoint.watch.tracking import parse_targets
 
-        return targets_of(self.track, self.tensorboard)
+        return parse_targets(self.track or ())
 
     def _targets(self) -> str:
         """Return where the file with the places of metrics belongs, for the plan."""

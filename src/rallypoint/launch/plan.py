@@ -47,7 +47,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         ranks: the processes of each worker; with more than one it is a group: see `launch.engines.ranks`.
         metrics: the folder for the file that says where each process tells its metrics; "": none does.
         watch: the run's page is served while it goes on: see `launch.observing.page`.
-        track: where the run's figures go, each ``KIND:FOLDER``: see `watch.tracking.kinds`.
+        track: where the run's figures go, each ``KIND:FOLDER``: see `watch.trackers`.
         report_after: seconds without a step until the run leaves a report; 0: it leaves none.
         threads: the intra-op threads of workers and servers; None: nobody has said it, so the coordinator decides when
             it knows whether a job goes on: see `CoordinatorService`.

@@ -16,14 +16,13 @@ from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageErr
 from rallypoint.launch import environment
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.code import kept
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import OutputClosed, RunConsole, Screen
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.engines.relay import Relay
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import NOTICES, Interrupted, noted
-from rallypoint.launch.observing.beside import Beside
-from rallypoint.launch.observing.traces import merge_trace
+from rallypoint.launch.observing.beside import Beside, merge_trace
 from rallypoint.launch.output import Output
 from rallypoint.launch.plan import (
     Launch,
@@ -34,7 +33,6 @@ from rallypoint.launch.plan import (
     server_arguments,
     write_plan,
 )
-from rallypoint.launch.showing.screen import OutputClosed, Screen
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 from rallypoint.net.handshake import LAUNCHER, Identity, new_token
 from rallypoint.net.keys import role_token
@@ -382,13 +380,13 @@ def _interrupt(run: ClusterRun, handles: Sequence[Handle]) -> None:
 
 def _note_members(run: ClusterRun) -> None:
     """Tell the supervisor who is in the newest view. The job can do without standbys."""
-    if (members := run.console.members) is not None:
+    if (members := run.console.state.view) is not None:
         run.supervisor.members((*members.workers, *members.servers, *members.aggregators))
 
 
 def _was_given_up(run: ClusterRun, worker: str) -> bool:
     """True if a worker that took part is no member any more: it may be paused, and hears nothing of the end."""
-    members = run.console.members
+    members = run.console.state.view
     return members is not None and worker not in (*members.workers, *members.standby)
 
 
@@ -404,7 +402,7 @@ def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float 
     Ctrl-C again ends the wait, and so does SIGTERM. A notice does not: batch systems repeat it (SIGXCPU comes each
     second), and leave time for just this.
     """
-    steps = run.console.steps_done
+    steps = run.console.state.step
     if run._observer is None or not run.plan.snapshots or not run.console.steps_stored < steps:
         return
     run._observer.send(SnapshotWanted())

@@ -36,7 +36,7 @@ from rallypoint.net.sampling.kernel import (
 from rallypoint.net.sampling.port import Port
 from rallypoint.net.transport import PLAIN, Secured
 from rallypoint.observe.lines import Sparingly
-from rallypoint.observe.traffic import Traffic
+from rallypoint.observe.usage import Traffic
 
 _BACKLOG = 256
 _FULL = {errno.EMFILE, errno.ENFILE}

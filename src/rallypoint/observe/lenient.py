@@ -1,9 +1,15 @@
-"""Output that ends nobody's work: what cannot be printed is left out."""
+"""Output that ends nobody's work, and holds nobody up."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
+import os
+import select
 import sys
+import threading
+from collections import deque
 from typing import Any, TextIO
 
 
@@ -69,3 +75,99 @@ def encode_all() -> None:
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")
+
+
+_GONE = (errno.EPIPE, errno.EBADF)  # other errors may pass: a full disk has room again
+MOST = 8 << 20  # characters that wait for the reader; what comes then is left out, with a sentence
+
+
+class Unhurried(io.TextIOBase):
+    """Writes to the descriptor of `file`. When its reader is gone, `write` raises BrokenPipeError.
+
+    A terminal that was stopped (Ctrl-S), or a pager that nobody scrolls, would otherwise hold up whoever prints. Text
+    that finds no room, on a full disk, is left out, and so is what a terminal does not take that is gone.
+    """
+
+    def __init__(self, file: TextIO, most: int = MOST) -> None:
+        file.flush()  # what comes after that goes past its buffer
+        self._file, self._most = file, most
+        self._changed = threading.Condition()
+        self._waiting: deque[str] = deque()
+        self._size = self._left_out = 0  # characters that wait; lines for which there was no room
+        self._broken = self._ending = False
+        self._thread = threading.Thread(target=self._write_all, name="output", daemon=True)
+        self._thread.start()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._file.encoding
+
+    def isatty(self) -> bool:
+        return self._file.isatty()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def write(self, text: str) -> int:
+        """Let the thread write this; leave it out if too much is waiting. Raises BrokenPipeError: nobody reads it."""
+        with self._changed:
+            if self._broken:
+                raise BrokenPipeError("nobody reads the output")
+            if self._size + len(text) > self._most:
+                self._left_out += text.count("\n")
+                return len(text)
+            self._tell_of_what_is_missing()
+            self._append(text)
+        return len(text)
+
+    def end(self, patience: float | None) -> bool:
+        """Wait until all is written, not longer than `patience` seconds. Returns False if something is left."""
+        with self._changed:
+            self._tell_of_what_is_missing()
+            self._ending = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._broken or not self._size, patience)
+
+    def _tell_of_what_is_missing(self) -> None:
+        if self._left_out:
+            self._append(f"({self._left_out} lines were left out here: nobody read the output, or there was no room)\n")
+            self._left_out = 0
+
+    def _append(self, text: str) -> None:
+        self._waiting.append(text)
+        self._size += len(text)
+        self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        while (text := self._next()) is not None:
+            data = memoryview(text.encode(self._file.encoding, errors="replace"))
+            try:
+                while data:
+                    data = data[self._write(data) :]
+            except (OSError, ValueError) as error:
+                with self._changed:
+                    if isinstance(error, ValueError) or error.errno in _GONE:
+                        self._broken = True
+                        self._changed.notify_all()
+                        return
+                    self._left_out += text.count("\n")
+            with self._changed:
+                self._size -= len(text)
+                self._changed.notify_all()
+
+    def _write(self, data: memoryview) -> int:
+        """Write some of it, once there is room; return how much. The descriptor may not wait itself."""
+        fd = self._file.fileno()
+        while True:
+            try:
+                return os.write(fd, data)
+            except BlockingIOError:  # whoever shares a terminal or a pipe with us may have set it so (ssh, node)
+                room = select.poll()  # (select takes no descriptor above 1023)
+                room.register(fd, select.POLLOUT)
+                room.poll()
+
+    def _next(self) -> str | None:
+        """Return what is to be written next; it counts as waiting until it is. None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ending)
+            return self._waiting.popleft() if self._waiting else None

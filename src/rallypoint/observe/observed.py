@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rallypoint.observe.lenient import say
-from rallypoint.observe.packed import PackingError
-from rallypoint.observe.recording import LIMIT_BYTES, Recorder, answered, call_of
+from rallypoint.observe.recording import LIMIT_BYTES, PackingError, Recorder, answered, call_of
 
 RECORD, RECORD_MB, CHECK = "RALLYPOINT_RECORD", "RALLYPOINT_RECORD_MB", "RALLYPOINT_CHECK"
 QUESTIONS = frozenset({

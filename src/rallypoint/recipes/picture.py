@@ -11,10 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from rallypoint.errors import DataError, to_install
-from rallypoint.launch.replaying.losses import recorded_losses
+from rallypoint.watch.follow import recorded_losses, rows_of
+from rallypoint.watch.state import EVALUATION
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,16 +70,11 @@ def _figure(losses: dict[int, float], measured: dict[str, dict[int, float]]) -> 
 def _measured(log: Path) -> dict[str, dict[int, float]]:
     """The results of evaluations, by name and step."""
     found: dict[str, dict[int, float]] = {}
-    with open(log / "events.jsonl", "rb") as lines:
-        for line in lines:
-            if b'"Metrics"' not in line:
-                continue
-            try:
-                event = msgspec.json.decode(line)
-            except msgspec.DecodeError:
-                continue  # a line that was torn
-            for name, value in event.get("values", {}).items():
-                found.setdefault(name, {})[int(event["step"])] = math.nan if value is None else float(value)
+    for run in rows_of(log):
+        step, figures = run.row or (0, {})
+        for name in figures:
+            if name.startswith(EVALUATION):
+                found.setdefault(name.removeprefix(EVALUATION), {})[step] = figures[name]
     return {name: dict(sorted(values.items())) for name, values in found.items()}
 
 

@@ -1,22 +1,267 @@
-"""The page's web application: a few files, and a stream of what changes. Without an operator it can only be read."""
+"""The page's web application: a few files, a stream of what changes, orders of who has the operator's token."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+import contextlib
+import hmac
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rallypoint.watch.answer import Reader
+from rallypoint.core.typed import Name
+from rallypoint.errors import RallypointError
 from rallypoint.watch.follow import Follower
-from rallypoint.watch.locked import Lock, file, healthy, middleware
-from rallypoint.watch.operating import Operator
+from rallypoint.watch.series import Series
+from rallypoint.watch.state import RunState
+
+HEADER = "X-Rallypoint-Token"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
+}  # fmt: skip
+_HOSTS = ["127.0.0.1", "localhost", "[::1]", "::1"]  # a page elsewhere cannot make a browser ask under its own name
+_KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class Lock:
+    """Gives answers to who has `token`: ``lock(answer)`` is one that asks for it first, in the header HEADER.
+
+    It is in no cookie: a browser sends those of 127.0.0.1 to each of its ports, where other users may have servers. The
+    page takes it out of the address ``/?token=TOKEN``, and keeps it in the storage of its tab.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def __call__(self, answer: Answer) -> Answer:
+        async def locked(request: Request) -> Response:
+            if hmac.compare_digest(request.headers.get(HEADER, "").encode(), self._token.encode()):
+                response = await answer(request)
+            else:
+                response = PlainTextResponse(
+                    "open the address that `rallypoint watch` has printed, with its token\n", 403
+                )
+            response.headers.update(_HEADERS)
+            return response
+
+        return locked
+
+
+def middleware() -> list[Middleware]:
+    """What stands before every answer: no other host's name, and gzip."""
+    return [Middleware(TrustedHostMiddleware, allowed_hosts=_HOSTS), Middleware(GZipMiddleware)]
+
+
+async def healthy(request: Request) -> Response:
+    """The page is served."""
+    return PlainTextResponse("ok\n")
+
+
+def file(name: str) -> Answer:
+    """A file of the page. Anybody may have it: a browser can send no token before, and it tells nothing of the run."""
+    kind = f"{_KINDS[name.rpartition('.')[2]]}; charset=utf-8"
+
+    async def answer(request: Request) -> Response:
+        text = files("rallypoint.watch").joinpath("page", name).read_bytes()
+        return Response(text, media_type=kind, headers=_HEADERS)
+
+    return answer
+
+
+_MOST_BYTES, _MOST_AT_ONCE = 4096, 4
+_WAITING = ("snapshot", "resize")  # orders that may take as long as a machine takes to come
+_Number = Annotated[int, msgspec.Meta(ge=0, le=10_000)]
+
+
+class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One press of a button. `member` is for ``drain``, `reason` for ``stop``, numbers (0: keep it) for ``resize``."""
+
+    order: Literal["snapshot", "pause", "continue", "stop", "drain", "resize"]
+    member: Name = ""
+    reason: Name = ""
+    workers: _Number = 0
+    servers: _Number = 0
+
+
+_wishes = msgspec.json.Decoder(Wish)
+
+
+@dataclass(slots=True)
+class Operator:
+    """Takes orders from who shows `token`, and has `follow` carry them out.
+
+    `follow` may block, is called on threads of its own, and returns a sentence; RallypointError is a refusal.
+
+    The token comes in a header, never in an address, and a page elsewhere cannot set that header; it could not send a
+    right ``Origin`` either. At most four orders are carried out at a time; and of those that wait for the cluster
+    (snapshot, resize) one, beside them, so that a job can always be stopped.
+    """
+
+    token: str
+    follow: Callable[[Wish], str]
+    _quick: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_AT_ONCE))
+    _waiting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+
+    async def answer(self, request: Request) -> Response:
+        """The answer to ``POST /order``: ``{"said": SENTENCE}``."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if request.headers.get("origin") != f"http://{request.headers.get('host')}":
+            return _answered("orders come from this page only", 403)
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            return _answered("that is not the operator's token, which `rallypoint watch --buttons` has printed", 403)
+        try:
+            wish = _wishes.decode(await _body(request))
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            return _answered(f"that is no order: {error}", 400)
+        room = self._waiting if wish.order in _WAITING else self._quick
+        if room.locked():
+            busy = "a snapshot or resize is" if room is self._waiting else f"{_MOST_AT_ONCE} orders are"
+            return _answered(f"{busy} being carried out: wait for that", 503)
+        async with room:
+            try:
+                return _answered(await _on_thread(lambda: self.follow(wish)))
+            except RallypointError as error:
+                return _answered(str(error), 409)
+
+
+async def _on_thread(call: Callable[[], str]) -> str:
+    """Call it on a thread that nobody waits for at the end: an order may take minutes."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[str] = loop.create_future()
+
+    def settle(said: str, error: BaseException | None) -> None:
+        if not answer.done():
+            answer.set_result(said) if error is None else answer.set_exception(error)
+
+    def run() -> None:
+        said, failed = "", None
+        try:
+            said = call()
+        except BaseException as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the page has ended meanwhile
+            loop.call_soon_threadsafe(settle, said, failed)
+
+    threading.Thread(target=run, name="order", daemon=True).start()
+    return await answer
+
+
+async def _body(request: Request) -> bytes:
+    data = b""
+    async for piece in request.stream():
+        data += piece
+        if len(data) > _MOST_BYTES:
+            raise ValueError("it is too long")
+    return data
+
+
+def _answered(text: str, status: int = 200) -> Response:
+    return JSONResponse({"said": text}, status)
+
+
+@dataclass(slots=True)
+class Reader:
+    """What one page knows already. `news` is made for it alone."""
+
+    _seen: dict[str, tuple[int, int]] = field(default_factory=dict)  # curve -> its revision, and its last point's step
+    _lists: dict[str, object] = field(default_factory=dict)  # part -> what it was made from
+    _revision: int = -1
+
+    @property
+    def began(self) -> bool:
+        """True if this page knows something already."""
+        return self._revision >= 0
+
+    def news(self, run: RunState) -> dict[str, Any] | None:
+        """What has changed since the last call, for JSON; None if nothing has."""
+        if run.revision == self._revision:
+            return None
+        self._revision = run.revision
+        said: dict[str, Any] = {
+            "now": round(run.now, 2),
+            "step": run.step,
+            "sums": run.sums,
+            "again": run.again,
+            "ended": run.ended,
+            "why": run.why,
+            "late": _late(run),
+            "times": _times(run),
+            "skipped": run.skipped,
+            "stalled": run.stalled,
+            "ledger": _ledger(run),
+        }
+        for part, curves in (("curves", run.curves), ("evaluations", run.evaluations)):
+            said[part] = self._curves(part, curves)
+        plan = None if run.plan is None else msgspec.to_builtins(run.plan)
+        marked = len(run.marks), run.marks[-1] if run.marks else None
+        told = len(run.sentences), run.sentences[-1] if run.sentences else None
+        stored = len(run.snapshots), run.snapshots[-1] if run.snapshots else None
+        self._part(said, "plan", plan, lambda: plan)
+        self._part(said, "members", run.members.revision, run.members.rows)
+        self._part(said, "machines", run.machines.revision, run.machines.told)
+        self._part(said, "marks", marked, lambda: list(run.marks))
+        self._part(said, "sentences", told, lambda: list(run.sentences))
+        self._part(said, "snapshots", stored, lambda: list(run.snapshots))
+        return said
+
+    def _part(self, said: dict[str, Any], name: str, made_from: object, make: Any) -> None:
+        if name not in self._lists or self._lists[name] != made_from:
+            self._lists[name] = made_from
+            said[name] = make()
+
+    def _curves(self, part: str, curves: Mapping[str, Series]) -> dict[str, Any]:
+        """For each curve that has changed its points, from step `from` on: the page drops what it has from there on."""
+        changed = {}
+        for name, series in curves.items():
+            revision, end = self._seen.get(f"{part} {name}", (-1, 0))
+            if series.revision == revision:
+                continue
+            start = end if 0 <= series.whole <= revision else 0
+            self._seen[f"{part} {name}"] = series.revision, series.end
+            changed[name] = {"from": start, "width": series.width, **series.columns(start)}
+        return changed
+
+
+def _late(run: RunState) -> dict[str, float]:
+    return {worker: round(seconds, 4) for worker, seconds in run.late.items()}
+
+
+def _ledger(run: RunState) -> dict[str, Any]:
+    """What was used and counted so far. `staleness`: [mean, most] updates, in streaming modes."""
+    said: dict[str, Any] = {"updates": run.step, "used": run.step * (0 if run.plan is None else run.plan.items)}
+    if (counted := run.accounted) is not None:
+        said |= {name: getattr(counted, name) for name in ("applied", "folded", "dropped", "repeats")}
+        if number := sum(counted.staleness.values()):
+            mean = sum(updates * count for updates, count in counted.staleness.items()) / number
+            said["staleness"] = [round(mean, 2), max(counted.staleness)]
+    return said
+
+
+def _times(run: RunState) -> dict[str, Any]:
+    times = run.times
+    seconds, step, cause = times.longest
+    return {
+        "p50": times.quantile(0.5), "p99": times.quantile(0.99), "goodput": round(times.goodput, 4),
+        "stalls": times.stalls, "lost": {cause: round(lost, 2) for cause, lost in times.lost.items()},
+        "longest": {"seconds": round(seconds, 2), "step": step, "cause": cause},
+    }  # fmt: skip
+
 
 _FILES = {"": "index.html", **{name: name for name in ("ask.js", "page.js", "page.css", "uplot.js", "uplot.css")}}
 _EVERY_S, _STILL_S = 0.5, 15.0  # between two looks; between two signs of life
@@ -89,5 +334,56 @@ class Page:
             news = reader.news(follower.run)
         if news is None:
             return None
-        read = {} if follower.read >= follower.size else {"read": round(follower.read / max(1, follower.size), 3)}
+        log = follower.log
+        read = {} if log.read >= log.size else {"read": round(log.read / max(1, log.size), 3)}
         return {**news, **read, **({"facts": self._facts} if first else {})}
+
+
+_OF_ALL = ("ask.js", "compare.js", "page.css", "uplot.js", "uplot.css")
+_COMPARED = {"": "compare.html", **{name: name for name in _OF_ALL}}
+
+
+class Comparison:
+    """The application for several runs: ``Comparison({name: follower}, {name: settings}, token).app``.
+
+    ``GET /runs`` has all of them; ``/runs?seen=STATE`` answers 204 while nothing has changed since that state.
+    """
+
+    def __init__(
+        self, followers: Mapping[str, Follower], settings: Mapping[str, Mapping[str, str]], token: str
+    ) -> None:
+        self._followers, self.closing, lock = followers, False, Lock(token)
+        self._differ = _differing(settings)
+        routes = [Route("/healthz", healthy), Route("/runs", lock(self._runs))]
+        routes += [Route(f"/{path}", file(name)) for path, name in _COMPARED.items()]
+        self.app = Starlette(routes=routes, middleware=middleware())
+
+    async def _runs(self, request: Request) -> Response:
+        state = "-".join(f"{one.generation}.{one.run.revision}" for one in self._followers.values())
+        if request.query_params.get("seen") == state:
+            return Response(status_code=204)
+        runs = []
+        for name, follower in self._followers.items():
+            with follower.lock:
+                runs.append({"name": name, **_told(follower.run), "settings": self._differ.get(name, {})})
+        return Response(msgspec.json.encode({"state": state, "runs": runs}), media_type="application/json")
+
+
+def _told(run: RunState) -> dict[str, Any]:
+    times = run.times
+    curves = {**run.curves, **{f"{name} (evaluation)": curve for name, curve in run.evaluations.items()}}
+    return {
+        "step": run.step, "steps": 0 if run.plan is None else run.plan.steps, "ended": run.ended, "why": run.why,
+        "p50": times.quantile(0.5), "p99": times.quantile(0.99), "goodput": round(times.goodput, 4),
+        "stalls": times.stalls, "curves": {
+            name: {key: column for key, column in curve.columns().items() if key in ("step", "mean")}
+            for name, curve in curves.items()
+        },
+    }  # fmt: skip
+
+
+def _differing(settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """For each run the settings that are not the same in all of them."""
+    names = {name for own in settings.values() for name in own}
+    differ = sorted(name for name in names if len({own.get(name, "") for own in settings.values()}) > 1)
+    return {run: {name: own.get(name, "") for name in differ} for run, own in settings.items()}

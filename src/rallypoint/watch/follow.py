@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from rallypoint.errors import DataError, UsageError
 from rallypoint.net.messages import Message
 from rallypoint.watch.state import RunState
 
@@ -17,47 +20,124 @@ _PIECE_BYTES = 1 << 20
 _LINE_BYTES = 16 << 20  # a longer line is none of ours
 _LOOK_S = 0.25
 
-
+Event = tuple[Message, float]
 _BEGIN = re.compile(rb'\{"t":([0-9.]{1,24}),')  # what `EventLog` adds to a message
+_FAILED = re.compile(r"the loss of replica \d+ at step (\d+) is (nan|inf|-inf)")
 _messages = msgspec.json.Decoder(Message)
 
 
-def event_of(line: bytes) -> tuple[Message, float] | None:
+def check_log(folder: Path) -> None:
+    """UsageError if there is no log in the folder."""
+    if not (folder / EVENTS).is_file():
+        raise UsageError(f"{folder} has no {EVENTS}: name the folder of a run, as runs/20260131-235959")
+
+
+def event_of(line: bytes) -> Event | None:
     """One line of the log: the message, and the time (s). None if it is not a whole event: a torn line, or a kind that
     this version does not know."""
     begin = _BEGIN.match(line)
     if begin is None:
         return None
     try:
-        return _messages.decode(b"{" + line[begin.end() :]), float(begin[1])
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
+        t, rest = float(begin[1]), b"{" + line[begin.end() :]
+        if not math.isfinite(t):
+            return None
+        return _message(rest), t
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError):
         return None
 
 
-def take_line(run: RunState, line: bytes) -> bool:
-    """Give one line of the log to `run`. Returns False if it is not a whole event; see `event_of`."""
-    event = event_of(line)
-    if event is None:
-        return False
+def _message(line: bytes) -> Message:
     try:
-        run.take(*event)
-    except ValueError:
-        return False
-    return True
+        message: Message = _messages.decode(line)
+    except msgspec.ValidationError:
+        if b":null" not in line:
+            raise
+        fields = msgspec.json.decode(line)  # numbers that JSON cannot tell: they were nan or infinite
+        for name in ("loss", "figures", "values"):
+            fields |= {name: _nan(fields[name])} if name in fields else {}
+        message = msgspec.convert(fields, Message)
+    return message
+
+
+def _nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _nan(one) for name, one in value.items()}
+    return math.nan if value is None else value
+
+
+class Log:
+    """The log in a run's folder. It may be replaced or cut (``--overwrite``).
+
+    Attributes:
+        generation: rises when the log has begun anew.
+        read, size: how many bytes were read, and how many there are.
+        file: the file's number on its disk; -1: there was none yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.generation, self.read, self.size, self.file = 0, 0, 0, -1
+        self._path, self._rest = folder / EVENTS, b""
+
+    def piece(self) -> list[Event] | None:
+        """The events of the next piece of it; None if there is nothing new."""
+        try:
+            with self._path.open("rb") as file:
+                about = self._path.stat()
+                self.size = about.st_size
+                if about.st_size < self.read or about.st_ino != self.file:
+                    self.generation += self.file >= 0
+                    self.read, self._rest, self.file = 0, b"", about.st_ino
+                file.seek(self.read)
+                piece = file.read(_PIECE_BYTES)
+        except OSError:
+            return None
+        if not piece:
+            return None
+        self.read += len(piece)
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > _LINE_BYTES:
+            self._rest = b""
+        return [event for line in lines if (event := event_of(line)) is not None]
+
+
+def rows_of(folder: Path) -> Iterator[RunState]:
+    """Yield the state of a run whenever it has a new `row`; and at its end, where that has a reason.
+
+    Raises DataError without a log.
+    """
+    log, run = Log(folder), RunState()
+    if not (folder / EVENTS).is_file():
+        raise DataError(f"the log {folder / EVENTS} cannot be read: there is none")
+    while (events := log.piece()) is not None:
+        for event in events:
+            if run.take(*event) and (run.row is not None or run.ended):
+                yield run
+
+
+def recorded_losses(folder: Path) -> dict[int, float]:
+    """Return the mean loss by step, the newest where a step was made again. A loss that ended the run is in it too.
+
+    Raises DataError without a log.
+    """
+    found: dict[int, float] = {}
+    for run in rows_of(folder):
+        if run.row is not None and "loss" in run.row[1]:
+            found[run.row[0]] = run.row[1]["loss"]
+        elif failed := _FAILED.search(run.why):
+            found[int(failed[1])] = float(failed[2])
+    return dict(sorted(found.items()))
 
 
 class Follower:
     """Keeps `run` up to date with the log in `folder`, on a thread of its own.
 
-    Hold `lock` to read `run`. The file may be replaced or cut (``--overwrite``): then `run` begins anew.
+    Hold `lock` to read `run`. If the log is replaced, `run` begins anew.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.run, self.lock = RunState(), threading.Lock()
+        self.run, self.lock, self.log = RunState(), threading.Lock(), Log(folder)
         self.generation = 0  # rises when `run` has begun anew
-        self.read, self.size = 0, 0  # bytes of the log
-        self._path, self._rest = folder / EVENTS, b""
-        self._file = -1  # the file's number on its disk
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
 
@@ -73,34 +153,12 @@ class Follower:
 
     def look(self, closing: Callable[[], bool] = lambda: False) -> None:
         """Read what is new, a piece at a time."""
-        while not closing() and (piece := self._piece()):
-            *lines, self._rest = (self._rest + piece).split(b"\n")
-            if len(self._rest) > _LINE_BYTES:
-                self._rest = b""
+        while not closing() and (events := self.log.piece()) is not None:
             with self.lock:
-                for line in lines:
-                    if line:
-                        take_line(self.run, line)
-
-    def _piece(self) -> bytes:
-        try:
-            with self._path.open("rb") as file:
-                about = self._path.stat()
-                self.size = about.st_size
-                if about.st_size < self.read or about.st_ino != self._file:
-                    self._anew(about.st_ino)
-                file.seek(self.read)
-                piece = file.read(_PIECE_BYTES)
-        except OSError:
-            return b""
-        self.read += len(piece)
-        return piece
-
-    def _anew(self, file: int) -> None:
-        with self.lock:
-            if self._file >= 0:
-                self.run, self.generation = RunState(), self.generation + 1
-            self.read, self._rest, self._file = 0, b"", file
+                if self.generation != self.log.generation:
+                    self.run, self.generation = RunState(), self.log.generation
+                for event in events:
+                    self.run.take(*event)
 
     def _follow(self) -> None:
         while not self._closing.is_set():

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rallypoint.net.sampling.messages import LinkSample, Sampled
-from rallypoint.watch.members import by_number
 
 _HISTORY = 40  # looks at a machine
 _APART_S = 4.0  # between two of them: each member of a machine tells of it
@@ -103,3 +102,9 @@ def _told(name: str, host: Host, own: list[Sampled]) -> dict[str, Any]:
         "waited": max((one.waited_for_data for one in own), default=0.0),
         "gpus": [[gpu.busy, gpu.used, gpu.total] for gpu in sample.gpus],
     }  # fmt: skip
+
+
+def by_number(name: str) -> tuple[str, int, str]:
+    """A key that sorts worker2 before worker10."""
+    stem = name.rstrip("0123456789")
+    return stem, int(name[len(stem) :][:18] or 0), name

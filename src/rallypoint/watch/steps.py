@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _RATIO = 1.02  # of the bounds of two neighbouring classes: quantiles are right to 2 %
@@ -12,7 +14,39 @@ _STALL = 3.0  # a step that takes so many times the median is a stall
 _OFTEN = 64  # the median is computed anew after so many steps, and in the first ones at each
 _AT_ONCE_S = 1e-3  # steps that are announced so close together were done before
 _MOST_AT_ONCE = 1000
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _ENOUGH = 10  # steps, before there is a median to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """A histogram's value: for each bound how many values were at most that high, of all, and their sum."""
+
+    bounds: Sequence[float]
+    cumulative: Sequence[int]
+    count: int
+    total: float
+
+
+class Histogram:
+    """Counts values by bounds. One thread adds, any may read: a reading may lack the value that is being added."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts, self._total = [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Add a value, so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
+
+    def read(self) -> Counts:
+        """The counts until now."""
+        cumulative, seen = list[int](), 0
+        for count in list(self._counts):
+            seen += count
+            cumulative.append(seen)
+        return Counts(self._bounds, cumulative[:-1], seen, self._total)
 
 
 @dataclass(slots=True)
@@ -57,12 +91,14 @@ class StepTimes:
         lost: cause -> the seconds by which stalls were longer than the median.
         stalls: the number of stalls.
         longest: (seconds, step, cause) of the longest stall.
+        histogram: how many steps took at most so long, by BOUNDS_S.
     """
 
     total: float = 0.0
     lost: Counter[str] = field(default_factory=Counter)
     stalls: int = 0
     longest: tuple[float, int, str] = (0.0, -1, "")
+    histogram: Histogram = field(default_factory=lambda: Histogram(BOUNDS_S))
     _classes: Counter[int] = field(default_factory=Counter)
     _count: int = 0
     _median: float = 0.0
@@ -78,6 +114,7 @@ class StepTimes:
             self.lost[cause] += seconds - median  # type: ignore[assignment]
             self.longest = max(self.longest, (seconds, step, cause))
         self.total += seconds
+        self.histogram.add(seconds)
         self._count += 1
         self._classes[math.ceil(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S, _RATIO))] += 1
         return stall

@@ -18,9 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rallypoint.core.typed import LONGEST_TEXT
-from rallypoint.errors import UsageError
 from rallypoint.observe.lines import printable
-from rallypoint.watch.follow import EVENTS, Follower
+from rallypoint.watch.follow import Follower, check_log
 from rallypoint.watch.series import Series
 from rallypoint.watch.state import RunState
 
@@ -37,8 +36,7 @@ def top(folder: Path, console: Console, *, once: bool = False) -> None:
 
     Raises UsageError if there is no log.
     """
-    if not (folder / EVENTS).is_file():
-        raise UsageError(f"{folder} has no {EVENTS}: name the folder of a run, as runs/20260131-235959")
+    check_log(folder)
     follower, name = Follower(folder), folder.resolve().name
     follower.look()
     if once or not console.is_terminal:

@@ -122,19 +122,19 @@ class Chaos:
         whom = self._strike(fault, run)
         number = f"{len(self.events) + 1}/{self._total}"
         run.console.console.print(f"[bold red]chaos[/bold red] {number}: {fault.what} {whom}")
-        self.events.append(Event(time.time(), fault.what, whom, run.console.steps_done, run.console.again))
+        self.events.append(Event(time.time(), fault.what, whom, run.console.state.step, run.console.state.again))
         if fault.kind == "everything":
             raise _EverythingDied
 
     def _due(self, run: ClusterRun) -> bool:
         done = self._total - len(self._faults)
-        if run.console.steps_done < (done + 1) * self._steps // (self._total + 2):
+        if run.console.state.step < (done + 1) * self._steps // (self._total + 2):
             return False
         return self._recovered(run) or time.monotonic() - self._last > _SETTLE_S
 
     def _recovered(self, run: ClusterRun) -> bool:
         """True if all members are back, and every shard that should be is on two servers."""
-        members = run.console.members
+        members = run.console.state.view
         if members is None or self._stopped:
             return False
         workers = len(members.workers) + len(members.standby)
@@ -156,7 +156,7 @@ class Chaos:
 
     def _hit(self, fault: Fault, run: ClusterRun) -> str:
         alive = run.of_role(fault.object)
-        busy = set(run.console.members.workers) if run.console.members is not None else set()
+        busy = set(run.console.state.view.workers) if run.console.state.view is not None else set()
         computing = [handle for handle in alive if handle.command.name in busy]
         if not alive:
             return "(nobody there)"

@@ -22,17 +22,16 @@ from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
 from rallypoint.launch.commands.begin import command_of, start_of
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, coordinated, token_file
 from rallypoint.launch.health import Health, stuck_for
 from rallypoint.launch.launcher import INTERRUPTED
 from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
 from rallypoint.launch.observing.metrics import of_process
+from rallypoint.launch.observing.stacks import keep_stacks
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
-from rallypoint.launch.reporting.stacks import keep_stacks
-from rallypoint.launch.showing.screen import Screen
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
@@ -41,9 +40,7 @@ from rallypoint.net.places.whereabouts import Whereabouts
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines
-from rallypoint.watch.metrics.job import JobFigures
-from rallypoint.watch.metrics.measures import Reading
-from rallypoint.watch.metrics.members import of_aggregator, of_server, of_view
+from rallypoint.watch.metrics import JobFigures, Reading, of_aggregator, of_server, of_view
 
 if TYPE_CHECKING:
     from rallypoint.aggregator.service import AggregatorService

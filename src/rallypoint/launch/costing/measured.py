@@ -16,7 +16,7 @@ from rallypoint.core.layout import Entry, Layout
 from rallypoint.core.modes import Feature
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.plan import read_plan
-from rallypoint.watch.follow import EVENTS, Follower
+from rallypoint.watch.follow import Follower, check_log
 from rallypoint.watch.state import RunState
 
 _SPARSE_BYTES = 6.0  # of each word that top-k and DGC send
@@ -62,8 +62,7 @@ class MeasuredRun:
 
 def measured_run(folder: Path) -> MeasuredRun:
     """Read the run in `folder`. UsageError if there is none, or nothing is known of its model yet."""
-    if not (folder / EVENTS).is_file():
-        raise UsageError(f"{folder} has no {EVENTS}: name the folder of a run, as runs/20260131-235959")
+    check_log(folder)
     state = kept_state(folder)
     if state is None or state.record is None:
         raise UsageError(f"{folder} does not say what is trained: its job has not begun, or its journal is gone")

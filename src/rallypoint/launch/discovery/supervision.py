@@ -23,7 +23,7 @@ from rallypoint.errors import RallypointError, StartAgain
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.commands.by_hand import shown
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.discovery.boards import Found, board_of, listens, private_folder
 from rallypoint.launch.discovery.coordination import again, coordinator_arguments
 from rallypoint.launch.discovery.entry import Duties
@@ -33,12 +33,10 @@ from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 from rallypoint.launch.folder import Where, new_folder
 from rallypoint.launch.interrupts import noted
 from rallypoint.launch.plan import is_loopback
-from rallypoint.launch.showing.screen import Screen
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.places.binding import EVERYWHERE
-from rallypoint.observe.lenient import say
-from rallypoint.observe.unhurried import Unhurried
+from rallypoint.observe.lenient import Unhurried, say
 from rallypoint.own_files import opened
 
 _POLL_S = 0.05
@@ -231,7 +229,7 @@ class Supervisor:
 
     def _never_joined(self, worker: str) -> bool:
         """True if a worker that was started again is not in the job's last view: there is nothing left for it."""
-        members = self._console.members if self._console else None
+        members = self._console.state.view if self._console else None
         return worker in self._again and members is not None and worker not in (*members.workers, *members.standby)
 
     def _job_is_over(self) -> bool:
@@ -246,7 +244,7 @@ class Supervisor:
     def _deserted(self) -> int | None:
         """Return 1 if every worker has ended, and the job is not over: the coordinator would wait for ever."""
         console = self._console
-        empty = console is not None and console.members is not None and not console.members.workers
+        empty = console is not None and console.state.view is not None and not console.state.view.workers
         if console is None or not empty or console.finished or console.failure:
             self._empty_since = None
             return None

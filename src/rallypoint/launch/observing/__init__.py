@@ -1,1 +1,1 @@
-"""What a launcher shows of its run beside the console: the page, and where each process's metrics are."""
+"""What is seen of a run beside its console: its page, metrics, reports; and what is computed again of its steps."""

@@ -1,23 +1,154 @@
-"""What observes a run from beside it: its page, a tracker, where its metrics are, its kept lines, its reports."""
+"""What observes a run from beside it: its page and trackers (processes that read its log), reports, its trace."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import os
+import queue
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
+from rallypoint.errors import UsageError, to_install
 from rallypoint.launch import environment
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Command, Exit
+from rallypoint.launch.engines.lines import Lines
 from rallypoint.launch.folder import STACKS
-from rallypoint.launch.observing.companion import Companion
-from rallypoint.launch.observing.page import PageProcess
-from rallypoint.launch.observing.targets import Targets
+from rallypoint.launch.observing.metrics import Targets
+from rallypoint.launch.observing.redaction import KeptLines, secrets_among, secrets_in
+from rallypoint.launch.observing.reports import AutomaticReports
 from rallypoint.launch.plan import Launch
-from rallypoint.launch.reporting.automatic import AutomaticReports
-from rallypoint.launch.reporting.kept_lines import KeptLines
-from rallypoint.launch.reporting.redaction import secrets_among, secrets_in
+from rallypoint.observe.lines import Allowance
+from rallypoint.observe.trace import merge
 
+_END_S = 3.0  # seconds in which it may tell others how the run has ended
 _TRACKER_S = 20.0  # seconds in which a tracker may write what is left
+_NEEDS = ("starlette", "uvicorn")
+_CHUNK = 64 << 10
+_MOST_WAITING, _LONGEST = 1000, 2000  # lines that were not asked for yet; characters of each
+_BURST, _EVERY_S = 100, 5.0  # lines that are shown at once; seconds for each after that
+
+
+class Companion:
+    """``rallypoint COMMAND RUN OPTIONS`` in a process (`wanted`: False: in none). `what`: what fails without it.
+
+    It reads the run's log alone, so it cannot slow a step, and lives on when the coordinator dies. It ends with the
+    launcher, however that ends. Only one thread may call it.
+    """
+
+    def __init__(
+        self, command: str, run: str, *options: str, what: str, wanted: bool = True, end_s: float = _END_S
+    ) -> None:
+        """`end_s`: seconds in which it may end by itself, when the run is over."""
+        self._arguments, self._wanted, self._what, self._end_s = (command, run, *options), wanted, what, end_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._lines: queue.Queue[str] = queue.Queue(_MOST_WAITING)
+        self._shown = Allowance(_BURST, _EVERY_S, time.monotonic())
+        self._left_out = 0  # lines for which there was no room; the reader's thread counts them
+        self._lifeline = -1  # the end of it that breaks when this process ends
+
+    def start(self) -> None:
+        """Start it; the run's log must exist. Does nothing when it was started before: one that failed stays away.
+        """
+        if not self._wanted:
+            return
+        self._wanted = False
+        argv = [sys.executable, "-P", "-m", "rallypoint.cli", *self._arguments]
+        held, self._lifeline = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(held,),
+                env={**os.environ, environment.LIFELINE: str(held), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is for the launcher, which ends it at last
+            )  # fmt: skip
+        except OSError as error:
+            self._keep(f"{self._what}: {error.strerror}")
+            return
+        finally:
+            os.close(held)
+        of_it = (self._process,)
+        name = f"output of rallypoint {self._arguments[0]}"
+        self._reader = threading.Thread(target=self._read, args=of_it, name=name, daemon=True)
+        self._reader.start()
+
+    def said(self) -> list[str]:
+        """Return the lines that it has printed meanwhile: where the page is, say, or why there is none.
+
+        Not more of them than a person reads: of a flood it returns the first lines, then one now and then, and how many
+        were left out.
+        """
+        now, lines = time.monotonic(), list[str]()
+        for _ in range(self._lines.qsize()):
+            line = self._lines.get()
+            if self._shown.take(now):
+                lines.append(line)
+        if lines and (left_out := self._left_out + self._shown.omitted):
+            self._left_out = self._shown.omitted = 0
+            lines.append(f"({left_out} more lines of `rallypoint {self._arguments[0]}` were left out)")
+        return lines
+
+    def end(self) -> None:
+        """Tell it to end, and do not wait: `close` does."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def close(self) -> None:
+        """End it, after it has done what is left to do. May be called more than once."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(self._end_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._reader is not None:
+            self._reader.join()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+        self._process, self._reader, self._lifeline = None, None, -1
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert isinstance(process.stdout, io.BufferedReader)
+        lines = Lines()
+        with process.stdout as stream, contextlib.suppress(OSError):
+            while data := stream.read1(_CHUNK):
+                for line in lines.feed(data):
+                    self._keep(line)
+            for line in lines.rest():
+                self._keep(line)
+
+    def _keep(self, line: str) -> None:
+        """Keep a line for `said`; who prints is never held up."""
+        try:
+            self._lines.put_nowait(line[:_LONGEST])
+        except queue.Full:
+            self._left_out += 1
+
+
+def missing() -> str:
+    """Return which package that serves the page is not installed; "": none."""
+    return next((name for name in _NEEDS if importlib.util.find_spec(name) is None), "")
+
+
+def check_page() -> None:
+    """UsageError if what serves the page is not installed."""
+    if name := missing():
+        raise UsageError(f"the page needs {name}: {to_install('watch')}")
+
+
+def merge_trace(plan: Launch, console: RunConsole) -> None:
+    """Write what the processes have recorded to the file that the plan names, and say where it is."""
+    parts = list(Path(plan.folder).glob("trace-*.json"))
+    spans = merge(parts, Path(plan.trace))
+    for part in parts:
+        part.unlink()
+    console.console.print(f"trace of {spans} spans in {plan.trace}: open it at https://ui.perfetto.dev")
 
 
 class Beside:
@@ -26,7 +157,7 @@ class Beside:
     def __init__(self, plan: Launch) -> None:
         folder = Path(plan.folder)
         self._targets = Targets(folder, plan.metrics)
-        self._page = PageProcess(plan.folder, wanted=plan.watch)
+        self._page = Companion("watch", plan.folder, what="the page cannot be served", wanted=plan.watch)
         self._trackers = [
             Companion("track", plan.folder, "--track", to, what=f"nothing goes to {to}", end_s=_TRACKER_S)
             for to in plan.track
@@ -56,8 +187,9 @@ class Beside:
 
     def look(self, console: RunConsole) -> list[str]:
         """Look at how the run gets on. Returns what is to be said."""
-        over = console.finished or console.holding or console.failure or console.members is None or console.of_sums
-        self._reports.steps(-1 if over else console.steps_done)
+        state = console.state
+        over = console.finished or console.holding or console.failure or state.view is None or state.of_sums
+        self._reports.steps(-1 if over else state.step)
         tracked = [line for tracker in self._trackers for line in tracker.said()]
         return [*self._page.said(), *tracked, *self._reports.said()]
 

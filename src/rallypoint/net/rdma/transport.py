@@ -7,7 +7,7 @@ from rallypoint.net.rdma.choice import environment_of
 from rallypoint.net.rdma.connection import NixlConnection
 from rallypoint.net.tcp import TcpListener, TcpTransport
 from rallypoint.observe.lines import Sparingly
-from rallypoint.observe.traffic import Traffic
+from rallypoint.observe.usage import Traffic
 
 RING_BYTES = 8 << 20
 

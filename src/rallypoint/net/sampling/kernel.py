@@ -9,7 +9,7 @@ import struct
 import sys
 
 from rallypoint.core.tuning.port import Sent
-from rallypoint.observe.traffic import Pace
+from rallypoint.observe.usage import Pace
 
 DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
 UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data

@@ -8,7 +8,7 @@ import msgspec
 
 from rallypoint.core.typed import LONGEST_NAME, Count, Index, Name, Seconds
 from rallypoint.net.greetings import AnyMessage
-from rallypoint.observe.machine import MOST_GPUS
+from rallypoint.observe.usage import MOST_GPUS
 
 MOST_LINKS = 64  # of a member: those with the most bytes
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rallypoint.core.view import View
-from rallypoint.observe.traffic import Flow, Pace, Traffic
+from rallypoint.observe.usage import Flow, Pace, Traffic
 
 _LEAST_BYTES = 256 << 10  # of one connection since the last beat: fewer say more of round trips than of links
 

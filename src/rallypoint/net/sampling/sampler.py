@@ -9,8 +9,7 @@ from functools import cache
 
 from rallypoint.net.sampling.messages import MOST_LINKS, GpuSample, LinkSample, Sampled
 from rallypoint.net.transport import Transport
-from rallypoint.observe.machine import Usage, can_read, nvidia_library, usage
-from rallypoint.observe.traffic import Link, Traffic
+from rallypoint.observe.usage import Link, Traffic, Usage, can_read, nvidia_library, usage
 
 EVERY_S = 5.0
 

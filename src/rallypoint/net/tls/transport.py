@@ -6,7 +6,7 @@ from rallypoint.net.tcp import TcpListener, TcpTransport
 from rallypoint.net.tls.connection import TlsConnection
 from rallypoint.net.tls.files import TlsFiles
 from rallypoint.net.transport import LEAST_IN_FLIGHT
-from rallypoint.observe.traffic import Traffic
+from rallypoint.observe.usage import Traffic
 
 
 class TlsListener:

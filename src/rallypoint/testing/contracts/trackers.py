@@ -1,7 +1,6 @@
 """What every `Tracker` does: call each function of TRACKER_CONTRACT with a fresh target.
 
-`make` returns a tracker of one and the same target; `read` what the target shows: name -> [(step, value)], by step, and
-[(step, text)] of the events.
+`make` returns a tracker of one and the same target; `read` what the target shows: name -> [(step, value)], by step.
 """
 
 from __future__ import annotations
@@ -9,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from rallypoint.watch.tracking.tracker import RunFacts, Tracker
+from rallypoint.watch.tracking import RunFacts, Tracker
 
-Shown = tuple[Mapping[str, list[tuple[int, float]]], list[tuple[int, str]]]
+Shown = Mapping[str, list[tuple[int, float]]]
 Make = Callable[[], Tracker]
 Read = Callable[[], Shown]
 
@@ -22,14 +21,12 @@ def it_shows_what_it_was_given(make: Make, read: Read) -> None:
     for step in range(5):
         tracker.log(step, {"loss": 5.0 - step, "lr": 0.5})
     tracker.log(5, {"evaluation/loss": 2.5})
-    tracker.event(3, "without worker1")
     tracker.close()
     tracker.close()
-    curves, events = read()
+    curves = read()
     assert curves["loss"] == [(step, 5.0 - step) for step in range(5)]
     assert curves["lr"] == [(step, 0.5) for step in range(5)]
     assert curves["evaluation/loss"] == [(5, 2.5)]
-    assert events == [(3, "without worker1")]
 
 
 def it_shows_no_step_twice_when_a_run_goes_back(make: Make, read: Read) -> None:
@@ -39,33 +36,29 @@ def it_shows_no_step_twice_when_a_run_goes_back(make: Make, read: Read) -> None:
         for number in range(step, last):
             tracker.log(number, {"loss": float(last)})
     tracker.close()
-    assert read()[0]["loss"] == [(0, 2.0), (1, 2.0), (2, 4.0), (3, 4.0)]
+    assert read()["loss"] == [(0, 2.0), (1, 2.0), (2, 4.0), (3, 4.0)]
 
 
-def another_one_goes_on_where_one_was_killed(make: Make, read: Read) -> None:
-    killed = make()
-    killed.start(RunFacts("run"))
+def another_one_goes_on_where_one_has_ended(make: Make, read: Read) -> None:
+    first = make()
+    first.start(RunFacts("run"))
     for step in range(6):
-        killed.log(step, {"loss": 1.0})
-    killed.flush()  # and no close
+        first.log(step, {"loss": 1.0})
+    first.close()
     other = make()
     other.start(RunFacts("run", step=4))
     for step in range(4, 8):
         other.log(step, {"loss": 2.0})
     other.close()
-    assert read()[0]["loss"] == [(step, 1.0 if step < 4 else 2.0) for step in range(8)]
-    killed.close()
+    assert read()["loss"] == [(step, 1.0 if step < 4 else 2.0) for step in range(8)]
 
 
-def values_need_not_be_finite_nor_texts_short(make: Make, read: Read) -> None:
+def values_need_not_be_finite(make: Make, read: Read) -> None:
     tracker = make()
     tracker.start(RunFacts("run"))
     tracker.log(0, {"loss": math.inf, "a figure": -math.inf, "b/ü": math.nan})
-    tracker.event(0, "long " * 1000)
     tracker.close()
-    curves, events = read()
-    assert curves["loss"] == [(0, math.inf)]
-    assert len(events) == 1
+    assert read()["loss"] == [(0, math.inf)]
 
 
 def it_may_be_closed_without_a_start(make: Make, read: Read) -> None:
@@ -73,6 +66,6 @@ def it_may_be_closed_without_a_start(make: Make, read: Read) -> None:
 
 
 TRACKER_CONTRACT = (
-    it_shows_what_it_was_given, it_shows_no_step_twice_when_a_run_goes_back, another_one_goes_on_where_one_was_killed,
-    values_need_not_be_finite_nor_texts_short, it_may_be_closed_without_a_start,
+    it_shows_what_it_was_given, it_shows_no_step_twice_when_a_run_goes_back, another_one_goes_on_where_one_has_ended,
+    values_need_not_be_finite, it_may_be_closed_without_a_start,
 )  # fmt: skip

@@ -1,5 +1,5 @@
 "use strict";
-// Everything that the page shows comes over one stream (watch/answer.py). Texts are set as text, never as HTML.
+// Everything that the page shows comes over one stream (watch/app.py). Texts are set as text, never as HTML.
 
 const one = (id) => document.getElementById(id);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();

@@ -297,7 +297,7 @@ class Run:
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
             settings=optimizer.settings_digest() if optimizer is not None else "", figures=figures,
         ))  # fmt: skip
-        if digests := self._exchange.replica.contributions.take(loss):
+        if digests := self._exchange.replica.contributions.take():
             self._parts.coordinator.send(Contributed(round, replica, loss, digests, generation))
 
     def _go_ahead(self) -> Iterator[Micro]:

@@ -24,13 +24,9 @@ class Contributions:
         self._digests: list[bytes] = []
         self.active = False
 
-    def records(self, step: int) -> bool:
-        """True if the contributions to this step are recorded."""
-        return self._every > 0 and step % self._every == 0
-
     def begin(self, step: int, replica: int) -> None:
         """A replica begins. `active` is True while its contribution is recorded."""
-        self.active = self.records(step)
+        self.active = self._every > 0 and step % self._every == 0
         self._digests = [_UNKNOWN] * len(self._places) if self.active else []
 
     def filled(self, shard: int, gradient: torch.Tensor, weight: float) -> None:
@@ -38,8 +34,8 @@ class Contributions:
         if self.active and (place := self._places.get(shard)) is not None:
             self._digests[place] = digest_of(gradient, weight)
 
-    def take(self, loss: float) -> bytes:
-        """The replica is computed, with this mean loss: return the digests in the order of `dense_shards`.
+    def take(self) -> bytes:
+        """The replica is computed: return the digests in the order of `dense_shards`.
 
         They are zeros for a shard that was not seen; b"" if none are recorded.
         """

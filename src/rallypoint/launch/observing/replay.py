@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,13 +24,17 @@ from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.code.kept import CODE, worker_argv
 from rallypoint.launch.code.trusted import refuse_others_script, refuse_others_words
+from rallypoint.launch.observing import digests
 from rallypoint.launch.plan import Launch, read_plan
-from rallypoint.launch.replaying import comparing
-from rallypoint.launch.replaying.losses import Spike, first_spike, recorded_losses
-from rallypoint.launch.replaying.task import Answer, Looked, Probed, Task
 from rallypoint.observe.lines import printable
 from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.watch.follow import recorded_losses
+
+_WINDOW, _FEWEST = 32, 5  # steps before a spike that say what is usual
+_SPREADS = 8.0  # a spike is so many usual deviations above the median
+_LEAST = 0.25  # and at least this share of the median
+_SAMPLES, _TENSORS = 64, 12  # that are shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +43,7 @@ class Wanted:
 
     Attributes:
         step: the step; -1: the first whose recorded loss stands out.
-        replica: which of its replicas; -1: all.
-        debug: open the debugger in the forward pass of that replica.
+        replica: which of its replicas; -1: all, and of a step that stands out the one with the highest loss.
         on_cpu: hide the GPUs.
         current: run the script as it is now, not the copy that the run has kept.
         quiet: what the script prints goes to the error stream.
@@ -47,17 +51,65 @@ class Wanted:
 
     step: int = -1
     replica: int = -1
-    debug: bool = False
     on_cpu: bool = False
     current: bool = False
     quiet: bool = False
 
 
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process that computes is asked for, as a file in a folder of its own.
+
+    Attributes:
+        snapshots, snapshot: where to begin.
+        step: the step to look at.
+        settings: settings over those of the run, nested: none changes a byte.
+        reductions: the versions from which on the run has reduced its rates once more (`plateau`), ascending.
+        folder: where the replay keeps its log and its digests.
+        answer: the file for the `Answer`.
+    """
+
+    snapshots: str
+    snapshot: str
+    step: int
+    settings: dict[str, Any] = {}
+    reductions: tuple[int, ...] = ()
+    folder: str
+    answer: str
+
+
+class NotFinite(msgspec.Struct, frozen=True):
+    """The first module of a forward pass whose output is not finite.
+
+    `inputs`, `parameters`: whether its inputs and its own parameters are finite.
+    """
+
+    module: str
+    kind: str
+    inputs: bool
+    parameters: bool
+
+
+class Looked(msgspec.Struct, frozen=True):
+    """One replica at the step. `samples` are positions in the data set, in the order of the batch."""
+
+    replica: int
+    samples: tuple[int, ...]
+    not_finite: NotFinite | None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the process has seen of all replicas, and on which device it has computed."""
+
+    replicas: tuple[Looked, ...]
+    device: str
+
+
 class Replica(msgspec.Struct, frozen=True):
-    """What was seen of a replica, and how it compares."""
+    """What was seen of a replica, its loss as a text, and how its contribution compares."""
 
     seen: Looked
-    compared: comparing.Compared
+    loss: str
+    compared: digests.Compared
 
 
 class Replayed(msgspec.Struct, frozen=True):
@@ -71,7 +123,7 @@ class Replayed(msgspec.Struct, frozen=True):
         version: the version after the step.
         departs: where the replay first differs from the record, as a phrase; "": nowhere.
         spike, usual: why this step, with --find-spike: its loss, and the median of those before.
-        probed: where its loss comes from.
+        losses: with --find-spike, those of all replicas.
     """
 
     step: int
@@ -81,11 +133,11 @@ class Replayed(msgspec.Struct, frozen=True):
     loss: str
     recorded_loss: str
     replicas: tuple[Replica, ...]
-    version: comparing.Version
+    version: digests.Version
     departs: str = ""
     spike: str = ""
     usual: str = ""
-    probed: Probed | None = None
+    losses: tuple[str, ...] = ()
 
 
 def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
@@ -107,12 +159,11 @@ def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
     say(f"from snapshot {printable(manifest.id)}: {_steps(step - manifest.version)} to step {step}")
     with tempfile.TemporaryDirectory(prefix="rallypoint-replay-") as folder:
         task = Task(
-            snapshots=_place(plan.snapshots), snapshot=manifest.id, step=step, replica=wanted.replica,
-            settings=_settings(manifest.job), reductions=reductions, folder=folder,
-            answer=str(Path(folder) / "answer.json"), debug=wanted.debug, probe=spike is not None,
+            snapshots=_place(plan.snapshots), snapshot=manifest.id, step=step, settings=_settings(manifest.job),
+            reductions=reductions, folder=folder, answer=str(Path(folder) / "answer.json"),
         )  # fmt: skip
         answer = _computed(argv, task, manifest.job.threads or plan.threads_at_first, wanted)
-        return _compared(run, task, manifest, answer, spike)
+        return _compared(run, task, manifest, answer, wanted.replica, spike)
 
 
 def _spike_of(run: Path) -> Spike:
@@ -196,7 +247,7 @@ def _computed(argv: tuple[str, ...], task: Task, threads: int, wanted: Wanted) -
     sys.stdout.flush()
     try:
         done = subprocess.run(
-            argv, env=ours, stdin=None if wanted.debug else subprocess.DEVNULL, check=False,
+            argv, env=ours, stdin=subprocess.DEVNULL, check=False,
             stdout=sys.stderr.fileno() if wanted.quiet else None,
         )  # fmt: skip
     except OSError as error:
@@ -207,22 +258,30 @@ def _computed(argv: tuple[str, ...], task: Task, threads: int, wanted: Wanted) -
     return msgspec.json.decode(answer.read_bytes(), type=Answer)
 
 
-def _compared(run: Path, task: Task, manifest: Manifest, answer: Answer, spike: Spike | None) -> Replayed:
+def _compared(run: Path, task: Task, manifest: Manifest, answer: Answer, replica: int, spike: Spike | None) -> Replayed:
     layout, now_in = manifest.job.layout, Path(task.folder)
     then_losses, now_losses = recorded_losses(run), recorded_losses(now_in)
     with KeptFingerprints(run) as then, KeptFingerprints(now_in) as now:
+        losses = {number: one.loss for number, one in now.contributions(task.step).items()}
+        if spike is not None and losses:
+            replica = max(losses, key=lambda number: losses[number] if math.isfinite(losses[number]) else math.inf)
         replicas = tuple(
-            Replica(seen, comparing.contribution(layout, then, now, task.step, seen.replica))
-            for seen in answer.replicas
-        )
+            Replica(seen, repr(losses.get(seen.replica, math.nan)),
+                    digests.contribution(layout, then, now, task.step, seen.replica))
+            for seen in answer.replicas if replica in (-1, seen.replica)
+        )  # fmt: skip
         steps = range(manifest.version, task.step + 1)
-        departs = comparing.first_difference(layout, then, now, steps) or _other_loss(then_losses, now_losses, steps)
-        version = comparing.version(layout, then, now, task.step + 1)
-    return Replayed(
+        departs = digests.first_difference(layout, then, now, steps) or _other_loss(then_losses, now_losses, steps)
+        version = digests.version(layout, then, now, task.step + 1)
+    result = Replayed(
         task.step, manifest.id, task.step - manifest.version, answer.device, _text(now_losses, task.step),
-        _text(then_losses, task.step), replicas, version, departs, "" if spike is None else repr(spike.loss),
-        "" if spike is None or math.isnan(spike.usual) else repr(spike.usual), answer.probed,
+        _text(then_losses, task.step), replicas, version, departs,
     )  # fmt: skip
+    if spike is None:
+        return result
+    usual = "" if math.isnan(spike.usual) else repr(spike.usual)
+    of_all = tuple(repr(losses[number]) for number in sorted(losses))
+    return msgspec.structs.replace(result, spike=repr(spike.loss), usual=usual, losses=of_all)
 
 
 def _other_loss(then: dict[int, float], now: dict[int, float], steps: range) -> str:
@@ -238,3 +297,95 @@ def _text(losses: dict[int, float], step: int) -> str:
 
 def _steps(count: int) -> str:
     return f"{count} step{'s' * (count != 1)}"
+
+
+class Spike(NamedTuple):
+    """A step whose loss stands out, and the median loss of the steps before it (nan: there are too few)."""
+
+    step: int
+    loss: float
+    usual: float
+
+
+def first_spike(losses: Mapping[int, float]) -> Spike | None:
+    """Return the first step whose loss is not finite, or far above the median of the 32 steps before; None: no such.
+
+    Far is more than 8 usual deviations (1.4826 times the median distance from the median), and a quarter of the median.
+    """
+    before: list[float] = []
+    for step, loss in losses.items():
+        usual = median(before) if len(before) >= _FEWEST else math.nan
+        if not math.isfinite(loss):
+            return Spike(step, loss, usual)
+        if len(before) >= _FEWEST:
+            spread = 1.4826 * median(abs(one - usual) for one in before)
+            if loss - usual > max(_SPREADS * spread, _LEAST * abs(usual)):
+                return Spike(step, loss, usual)
+        before = [*before[1 - _WINDOW :], loss]
+    return None
+
+
+def differs(result: Replayed) -> bool:
+    """True if the replay has not the recorded bytes."""
+    return bool(result.departs or result.version.differ or any(one.compared.differ for one in result.replicas))
+
+
+def lines_of(result: Replayed) -> Iterator[str]:
+    """Yield the lines that say what was seen, each `printable`."""
+    for line in _lines(result):
+        yield printable(line, len(line))  # a run's folder may be somebody else's
+
+
+def _lines(result: Replayed) -> Iterator[str]:
+    if result.spike:
+        usual = f", usually {_short(result.usual)}" if result.usual else ""
+        yield f"step {result.step} stands out: its recorded loss is {_short(result.spike)}{usual}"
+        losses = ", ".join(map(_short, result.losses))
+        yield f"  losses of its replicas 0 to {len(result.losses) - 1}: {losses}"
+    recorded = f"recorded {_short(result.recorded_loss)}" if result.recorded_loss else "none is recorded"
+    same = " (equal)" if result.loss and result.loss == result.recorded_loss else ""
+    yield f"step {result.step}: loss {_short(result.loss) or 'not finite'}, {recorded}{same}; on {result.device}"
+    for replica in result.replicas:
+        yield from _replica(replica)
+    yield _version(result)
+    if result.departs:
+        yield f"differs from what is recorded: {result.departs}"
+
+
+def _replica(replica: Replica) -> Iterator[str]:
+    seen, compared = replica.seen, replica.compared
+    samples = ", ".join(map(str, seen.samples[:_SAMPLES])) + (", ..." if len(seen.samples) > _SAMPLES else "")
+    yield f"replica {seen.replica}: loss {_short(replica.loss)}, samples {samples} of the data set"
+    if (bad := seen.not_finite) is not None:
+        inputs = "its inputs are finite" if bad.inputs else "so are some of its inputs"
+        own = "" if bad.parameters else ", and its own parameters are not"
+        yield f"  first output that is not finite: {bad.module} ({bad.kind}); {inputs}{own}"
+    total = compared.equal + compared.unknown + len(compared.differ)
+    if not compared.worker:
+        yield f"  contribution: {total} shards; the run has recorded none of this step (fingerprints=)"
+    elif compared.differ:
+        shard, names = next(iter(compared.differ.items()))
+        yield (
+            f"  contribution: {len(compared.differ)} of {total} shards differ from what {compared.worker} computed "
+            f"then; the first is shard {shard} ({', '.join(names)})"
+        )
+    else:
+        yield f"  contribution: {compared.equal} of {total} shards equal what {compared.worker} computed then"
+
+
+def _version(result: Replayed) -> str:
+    version = result.version
+    if version.differ:
+        return f"version {version.version}, after the step: {', '.join(version.differ[:_TENSORS])} differ"
+    if version.equal:
+        return f"version {version.version}, after the step: equal"
+    return f"version {version.version}, after the step: the run has recorded nothing of it"
+
+
+def _short(text: str) -> str:
+    """Return a number in a few digits."""
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    return f"{value:.6g}" if math.isfinite(value) else text

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import stat
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,16 @@ from rallypoint.coordinator.journal import kept_state
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import RallypointError
 from rallypoint.launch.folder import CONSOLE, CONSOLE_BEFORE, COORDINATOR_LOCK, LOCK, read_where
+from rallypoint.launch.observing.stacks import Process, processes_of
 from rallypoint.launch.plan import Launch, read_plan
-from rallypoint.launch.reporting.stacks import Process, processes_of
 from rallypoint.net.keys import ROLES, role_token
-from rallypoint.net.messages import Aborted, Finished, Members, Message, Say, Snapshotted, StepDone, Waiting
 from rallypoint.watch.follow import EVENTS, event_of
+from rallypoint.watch.state import RunState
 
 _EVENT_BYTES = 4 << 20  # of the log's end
 _MOST_EVENTS = 2000
 _LOG_BYTES = 512 << 10
+LONG_S = 10.0  # a run whose log says nothing for so long is silent
 
 
 @dataclass(slots=True)
@@ -37,56 +38,22 @@ class Picture:
         folder: its name, for commands.
         running: somebody runs it now.
         silent_s: seconds since its log was last written; None without a log.
-        step: how many steps are done, as far as the log's end says; `steps`: of how many.
-        waits: the last sentence about what the job waits for, if no step has been done since.
-        said: the last sentence of another kind.
-        ended: "finished", "failed", or "".
-        why: why it has ended so.
-        stored: the version of the newest snapshot that the log's end names; -1: none.
+        run: what the end of the log says of it.
         events: the log's last lines.
-        members: the last views, as the log has them.
         troubles: what could not be read.
     """
 
     folder: str
     running: bool = False
     silent_s: float | None = None
-    step: int = 0
-    steps: int = 0
-    waits: str = ""
-    said: str = ""
-    ended: str = ""
-    why: str = ""
-    stored: int = -1
+    run: RunState = field(default_factory=RunState)
     events: list[bytes] = field(default_factory=list)
-    members: deque[Members] = field(default_factory=lambda: deque(maxlen=20))
     processes: list[Process] = field(default_factory=list)
     plan: Launch | None = None
     state: ClusterState | None = None
     log: str = ""
     tokens: list[str] = field(default_factory=list)  # to be hidden
     troubles: list[str] = field(default_factory=list)
-
-    def take(self, message: Message) -> None:
-        """Take one event of the log, in their order."""
-        match message:
-            case StepDone(step=step):
-                self.step, self.waits, self.ended, self.why = step + 1, "", "", ""
-            case Waiting(text=text):
-                self.waits = text
-            case Say(text=text):
-                self.said = text
-            case Members():
-                self.members.append(message)
-            case Snapshotted(version=version):
-                self.stored = version
-            case Finished(stopped_at=at, why=why):
-                self.ended, self.why = "finished", f"its script stopped it at step {at}: {why}" if at >= 0 else ""
-            case Aborted(reason=reason):
-                self.ended, self.why = "failed", reason
-            case _:
-                if (steps := getattr(message, "steps", None)) is not None:  # Planned
-                    self.steps, self.ended, self.why = steps, "", ""
 
 
 def picture_of(folder: Path, *, ask: bool) -> Picture:
@@ -145,7 +112,7 @@ def _read_events(picture: Picture, path: Path) -> None:
         del lines[0]  # a part of one
     for line in lines:
         if (event := event_of(line)) is not None:
-            picture.take(event[0])
+            picture.run.take(*event)
     picture.events = [line for line in lines if line][-_MOST_EVENTS:]
 
 
@@ -181,3 +148,79 @@ def config_of(state: ClusterState | None) -> dict[str, Any]:
 def view_of(state: ClusterState | None) -> Any:
     """The newest view, as the journal has it."""
     return None if state is None or state.view is None else msgspec.to_builtins(state.view, str_keys=True)
+
+
+# ---- the first sentence of a report ----
+
+def sentence_of(picture: Picture) -> str:
+    """What has happened, to whom, what to do."""
+    run = picture.run
+    if run.ended == "finished":
+        at, why = run.stopped
+        by_script = f": its script stopped it at step {at}: {why}" if at >= 0 else ""
+        return f"The run has finished after {run.step} steps{by_script}."
+    crashed = [process for process in picture.processes if process.crash]
+    if run.ended == "failed":
+        return f"The run failed {_at(run)}: {_stop(run.why)}{_crashes(crashed)}{_going_on(picture)}"
+    if not picture.running:
+        if picture.silent_s is None:
+            return f"Nothing has happened in {picture.folder}: there is no log of events. Is it a run's folder?"
+        return f"The run was interrupted {_at(run)}, and nobody runs it now.{_crashes(crashed)}{_going_on(picture)}"
+    if stopped := [process for process in picture.processes if process.state]:
+        return f"{_at(run).capitalize()} {_who(stopped)}{_waits(run)} {_wake(stopped)}"
+    if run.waits:
+        cause = f"{_at(run).capitalize()} the run is {_stop(run.waits)}{_crashes(crashed)}"
+        return f"{cause} The stacks say where each process is."
+    if crashed:
+        where = f"in {_file(crashed[-1])}"
+        return f"{_crashes(crashed).strip()} The run goes on {_at(run)}: {where} is what it did."
+    if picture.silent_s is not None and picture.silent_s > LONG_S:
+        return (
+            f"{_at(run).capitalize()} nothing has happened for {picture.silent_s:.0f} s, and the coordinator says "
+            "nothing: the stacks say where each process is."
+        )
+    return f"The run goes on {_at(run)}."
+
+
+def _at(run: RunState) -> str:
+    if not run.step:
+        return "before its first step"
+    return f"after {run.step}{f' of {run.plan.steps}' if run.plan is not None and run.plan.steps else ''} steps"
+
+
+def _stop(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _who(processes: list[Process]) -> str:
+    named = [f"{p.owner.name} (process {p.owner.pid} on {p.owner.host}) is {p.state}" for p in processes[:3]]
+    more = f" and {len(processes) - 3} more" if len(processes) > 3 else ""
+    return " and ".join(named) + more
+
+
+def _waits(run: RunState) -> str:
+    return f"; the run is {_stop(run.waits)}" if run.waits else "."
+
+
+def _wake(processes: list[Process]) -> str:
+    stopped = [str(process.owner.pid) for process in processes if process.state.startswith("stopped")]
+    if not stopped:
+        return "It comes back when its device answers."
+    pids = " ".join(stopped[:10])
+    return f"`kill -CONT {pids}` lets it go on, `kill -KILL {pids}` lets another take its place."
+
+
+def _crashes(processes: list[Process]) -> str:
+    last = processes[-1] if processes else None
+    return f" {last.owner.name} on {last.owner.host} crashed: {_stop(last.crash)}" if last is not None else ""
+
+
+def _file(process: Process) -> str:
+    return f"stacks/{process.owner.name}-{process.owner.pid}.txt"
+
+
+def _going_on(picture: Picture) -> str:
+    if not picture.run.snapshots:
+        return ""
+    version = picture.run.snapshots[-1]["version"]
+    return f" `rallypoint resume {shlex.quote(picture.folder)}` goes on from version {version}."

@@ -1,4 +1,4 @@
-"""A report as a file: everything that somebody else needs to understand a run, bounded, and without secrets."""
+"""Reports: everything that somebody else needs to understand a run, as a file; and those that a run makes by itself."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import queue
 import re
 import secrets
 import sys
+import threading
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import RallypointError, UsageError
+from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import REPORTS
+from rallypoint.launch.observing.picture import Picture, config_of, picture_of, sentence_of, view_of
+from rallypoint.launch.observing.redaction import Redaction, secrets_among, secrets_in
 from rallypoint.launch.plan import Launch
-from rallypoint.launch.reporting.picture import Picture, config_of, view_of
-from rallypoint.launch.reporting.redaction import Redaction, secrets_among, secrets_in
-from rallypoint.launch.reporting.sentence import sentence_of
 from rallypoint.net.frames import PROTOCOL
 
 MOST_BYTES = 16 << 20  # of all texts together
 MOST_REPORTS = 24  # in one run's folder
+MOST = 8  # reports of one launcher
+_USUAL = 10.0  # a stall takes so many times the longest of the last steps
+_CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
+_END_S = 5.0
 _MOST_PROCESSES = 64  # whose stacks are in a report
 _VERSIONS = (
     "rallypoint", "torch", "numpy", "msgspec", "fsspec", "zstandard", "cryptography", "xxhash", "safetensors", "ray",
@@ -101,7 +107,7 @@ def _environment_of(pid: int) -> Mapping[str, str]:
 def _parts(picture: Picture, sentence: str, doctor: str) -> Iterator[tuple[str, str]]:
     yield "report.txt", "\n".join([sentence, "", *_overview(picture)]) + "\n"
     yield "events.jsonl", b"\n".join([*picture.events, b""]).decode(errors="replace")
-    members = [msgspec.to_builtins(view) for view in picture.members]
+    members = [msgspec.to_builtins(view) for view in picture.run.views]
     yield "views.json", _json({"newest": view_of(picture.state), "members": members})
     yield "settings.json", _json({"plan": _plan(picture.plan), "settings": config_of(picture.state)})
     yield "versions.json", _json(_versions())
@@ -124,13 +130,14 @@ def _parts(picture: Picture, sentence: str, doctor: str) -> Iterator[tuple[str, 
 
 def _overview(picture: Picture) -> Iterator[str]:
     yield f"run: {picture.folder}, {'under way' if picture.running else 'not under way'}"
-    yield f"steps: {picture.step} of {picture.steps or 'nobody knows how many'}"
+    run = picture.run
+    yield f"steps: {run.step} of {(run.plan and run.plan.steps) or 'nobody knows how many'}"
     if picture.silent_s is not None:
         yield f"the last event was {picture.silent_s:.1f} s ago"
-    if picture.waits:
-        yield f"it waits: {picture.waits}"
-    if picture.said:
-        yield f"the coordinator's last word: {picture.said}"
+    if run.waits:
+        yield f"it waits: {run.waits}"
+    if run.said:
+        yield f"the coordinator's last word: {run.said}"
     for process in picture.processes:
         owner = process.owner
         state = process.crash or process.state or ("lives" if process.here else process.why_none or "ended")
@@ -186,3 +193,73 @@ def _writer(out: Path) -> Iterator[Any]:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+class AutomaticReports:
+    """Makes the reports, each on a thread of its own, so that nothing waits for them.
+
+    A stall is a time without a step: more than `after` seconds (0: there are no reports), and more than ten times the
+    longest of the steps before. Only one thread may call it.
+    """
+
+    def __init__(self, folder: Path, after: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._after, self._clock = folder, after, clock
+        self._made = 0
+        self._steps, self._stepped = -1, 0.0
+        self._longest = 0.0
+        self._told = False  # this stall has its report
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def steps(self, done: int) -> None:
+        """So many steps are done now (-1: the job has not begun, or is over). Makes a report of a stall."""
+        now = self._clock()
+        if done != self._steps:
+            if self._steps >= 0 and done >= 0 and not self._told:
+                self._longest = max(0.9 * self._longest, now - self._stepped)
+            self._steps, self._stepped, self._told = done, now, False
+        if done < 0 or self._told or not self._after or now - self._stepped <= max(self._after, _USUAL * self._longest):
+            return
+        self._told = True
+        self._begin("stall", f"no step for {now - self._stepped:.0f} s", ask=True)
+
+    def ended(self, name: str, how: Exit) -> None:
+        """That process has ended. Makes a report if it has crashed."""
+        if how.signal in _CRASHES:
+            self._begin("crash", f"{name} {how}", ask=False)
+
+    def failed(self) -> None:
+        """The run has failed. Makes a report, and waits for it for a moment."""
+        self._begin("failure", "", ask=False)
+        self.close()
+
+    def said(self) -> list[str]:
+        """The sentences about reports that are complete since the last call."""
+        lines = list[str]()
+        while not self._said.empty():
+            lines.append(self._said.get())
+        return lines
+
+    def close(self) -> None:
+        """Wait for a report that is being made."""
+        if self._thread is not None:
+            self._thread.join(_END_S)
+
+    def _begin(self, kind: str, why: str, *, ask: bool) -> None:
+        if not self._after or self._made >= MOST or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._made += 1
+        self._thread = threading.Thread(target=self._make, args=(kind, why, ask), name="report", daemon=True)
+        self._thread.start()
+
+    def _make(self, kind: str, why: str, ask: bool) -> None:
+        try:
+            report = write_report(picture_of(self._folder, ask=ask), place_in(self._folder, kind))
+        except (RallypointError, OSError) as error:
+            self._said.put(f"no report could be made: {error}")
+            return
+        except Exception as error:  # of a torn file that no version has written: the run goes on
+            self._said.put(f"no report could be made: {type(error).__name__}: {error}")
+            return
+        about = f"{why}. {report.sentence} " if why else ""
+        self._said.put(f"{about}For others, a report: {report.path}")

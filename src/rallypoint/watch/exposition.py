@@ -16,7 +16,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from rallypoint.watch.metrics.measures import MEASURES, Counts, Reading, Several
+from rallypoint.watch.metrics import MEASURES, Reading, Several
+from rallypoint.watch.steps import Counts
 
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "summary": SummaryMetricFamily,
              "histogram": HistogramMetricFamily}  # fmt: skip

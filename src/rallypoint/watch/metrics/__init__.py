@@ -1,1 +1,0 @@
-"""Figures of each process for Prometheus: what is measured, from what exists anyway, read when somebody asks."""
