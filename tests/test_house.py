@@ -32,7 +32,6 @@ LARGE_CLASSES = {
 LONG_SIGNATURES = {
     "cli/by_hand.py: worker": "typer makes each option of the command line from an argument",
     "cli/start.py: chaos": "typer makes each option of the command line from an argument",
-    "cli/start.py: resume": "typer makes each option of the command line from an argument",
     "recipes/finetune.py: _command": "typer makes each option of the command line from an argument",
     "recipes/gan.py: _command": "typer makes each option of the command line from an argument",
     "recipes/gpt.py: _command": "typer makes each option of the command line from an argument",

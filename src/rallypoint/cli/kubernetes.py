@@ -9,6 +9,7 @@ import typer
 
 from rallypoint.cli.app import PASS_ON, START, app
 from rallypoint.cli.given import hint_at_misplaced, refuse_option
+from rallypoint.launch.cluster import LAUNCHER
 from rallypoint.launch.kubernetes.options import RenderOptions
 from rallypoint.launch.options import with_options
 
@@ -19,7 +20,7 @@ app.add_typer(k8s, name="k8s", rich_help_panel=START)
 
 
 @k8s.command(context_settings=PASS_ON)
-@with_options(RenderOptions)
+@with_options(RenderOptions, without=LAUNCHER)
 def render(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Your script, as the image has it; its own arguments after it.")],

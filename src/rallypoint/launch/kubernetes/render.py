@@ -35,7 +35,7 @@ def render(options: RenderOptions, script: Path, arguments: Sequence[str]) -> st
 
     Raises UsageError or ConfigError for options that cannot be, and UsageError if PyYAML is missing.
     """
-    options.check(script)
+    options.check_job(script)
     values = _values(options, script, arguments)
     template = resources.files(__package__).joinpath("jobset.yaml").read_text(encoding="utf-8")
     manifests = [filled(part, values) for part in _yaml().safe_load_all(template)]

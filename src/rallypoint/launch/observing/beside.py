@@ -26,7 +26,7 @@ class Beside:
     def __init__(self, plan: Launch) -> None:
         folder = Path(plan.folder)
         self._targets = Targets(folder, plan.metrics)
-        self._page = PageProcess(plan.folder, wanted=plan.watch)
+        self._page = PageProcess(plan.folder, wanted=bool(plan.watch))
         self._trackers = [
             Companion("track", plan.folder, "--track", to, what=f"nothing goes to {to}", end_s=_TRACKER_S)
             for to in plan.track
