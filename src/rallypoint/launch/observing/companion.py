@@ -12,7 +12,7 @@ import threading
 import time
 
 from rallypoint.launch import environment
-from rallypoint.launch.engines.lines import Lines
+from rallypoint.launch.engines.relay import Lines
 from rallypoint.observe.lines import Allowance
 
 _END_S = 3.0  # seconds in which it may tell others how the run has ended
