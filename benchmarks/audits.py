@@ -2,7 +2,7 @@
 
     python benchmarks/audits.py --json benchmarks/audits.json
 
-Planted: `faults` errors of each of four kinds (`rallypoint.testing.wrong`), each in a job of its own with three
+Planted: `faults` errors of each of four kinds (`tests/support/wrong.py`), each in a job of its own with three
 workers, on a random one of them, from a random step on. Found is an error whose worker, and no other, has lost. The
 steps that this took should be near 1/`share` in the mean; the job ends after 10/`share`.
 
@@ -35,7 +35,10 @@ from audits_member import train
 from rallypoint.core.audits.choice import Audits
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.testing.processes import ClusterFailed, ProcessCluster
-from rallypoint.testing.wrong import KINDS
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.wrong import KINDS
 
 _LOST = re.compile(r"audit: step (\d+), .* agree, and (\S+) on \S+ has computed something else")
 

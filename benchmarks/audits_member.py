@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import rallypoint as rp
-from rallypoint.testing.wrong import WrongComputation
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.wrong import WrongComputation
 
 
 def train(job: rp.Job, wrong: dict[str, str], first: int, hidden: int, settings: dict[str, Any]) -> float:

@@ -38,8 +38,11 @@ from rallypoint.launch import environment
 from rallypoint.net.handshake import new_token
 from rallypoint.net.messages import Say
 from rallypoint.net.tls.making import make_certificates
-from rallypoint.testing.netlab import Netlab
 from rallypoint.watch.follow import EVENTS, event_of
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.netlab import Netlab
 
 TUNING = ("pace_mbit", "in_flight_bytes", "tuning has")  # words of what is said of tuning
 FOLDER = Path(__file__).resolve().parent

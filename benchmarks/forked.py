@@ -11,13 +11,17 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import Any, cast
 
-from rallypoint.testing.netlab import Host
-from rallypoint.testing.programs import run_program_here
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.netlab import Host
+from support.programs import run_program_here
 
 
 class ForkedMember:

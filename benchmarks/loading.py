@@ -9,8 +9,7 @@
 2. A loop that computes 80 ms a micro-batch of 16 samples, with a transform that waits 5 ms a sample (as a disk or a
    decoder on another core would): the share of its time for which the loop waits, without and with loader processes,
    beside torch's DataLoader.
-3. Files of MosaicML's streaming, LitData and WebDataset, read by us and by those libraries (`loading_files.py`), where
-   they are installed.
+3. Tars, read by us and by webdataset (`loading_files.py`), where it is installed.
 4. The time to the first micro-batch at a step far into a data set of 10^9 samples, and at step 0.
 """
 
@@ -34,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import loading_files
 from rallypoint.config import JobConfig
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.places import places_from
+from rallypoint.data.order import places_from
 from rallypoint.data.processes import LoaderProcesses
 from rallypoint.data.spec import Loader
 

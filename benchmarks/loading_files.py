@@ -1,4 +1,4 @@
-"""The same files read by Rallypoint and by the library that wrote them: rows of benchmarks/loading.py.
+"""The same tars read by Rallypoint and by webdataset, which wrote them: rows of benchmarks/loading.py.
 
 Each case reads one whole pass of 20,480 samples (32 floats and a number), shuffled, in batches of 64, in the process,
 and then compares which samples have come.
@@ -6,7 +6,6 @@ and then compares which samples have come.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -19,8 +18,6 @@ from torch.utils.data import DataLoader
 
 from rallypoint.config import JobConfig
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.sources.litdata import LitData
-from rallypoint.data.sources.mds import MDS
 from rallypoint.data.sources.tars import WebDataset
 
 SAMPLES, BATCH = 20_480, 64
@@ -42,27 +39,6 @@ def ours(dataset: Any) -> Iterator[Any]:
     return (batches.load(step, 0, 0) for step in range(config.steps))
 
 
-def mosaic(folder: Path) -> tuple[Batches, Batches]:
-    import streaming
-
-    with streaming.MDSWriter(out=str(folder), columns={"x": "ndarray:float32:32", "y": "int"}) as writer:
-        for index in range(SAMPLES):
-            writer.write(sample(index))
-    streaming.base.util.clean_stale_shared_memory()
-    theirs = streaming.StreamingDataset(local=str(folder), shuffle=True, batch_size=BATCH)
-    dataset = MDS(folder)
-    return lambda: ours(dataset), lambda: iter(DataLoader(theirs, batch_size=BATCH))
-
-
-def lit(folder: Path) -> tuple[Batches, Batches]:
-    import litdata
-
-    litdata.optimize(sample, list(range(SAMPLES)), str(folder), chunk_bytes="1MB", num_workers=1)
-    theirs = litdata.StreamingDataset(str(folder), shuffle=True)
-    dataset = LitData(folder)
-    return lambda: ours(dataset), lambda: iter(litdata.StreamingDataLoader(theirs, batch_size=BATCH))
-
-
 def tars(folder: Path) -> tuple[Batches, Batches]:
     import webdataset
 
@@ -79,13 +55,6 @@ def tars(folder: Path) -> tuple[Batches, Batches]:
 
     dataset = WebDataset(folder, transform=decoded)
     return lambda: ours(dataset), theirs
-
-
-PEERS: tuple[tuple[str, str, str, Callable[[Path], tuple[Batches, Batches]]], ...] = (
-    ("MDS", "streaming", "mosaicml-streaming", mosaic),
-    ("LitData's chunks", "litdata", "litdata", lit),
-    ("tars", "webdataset", "webdataset", tars),
-)
 
 
 def rate(batches: Batches) -> float:
@@ -107,17 +76,13 @@ def indexing(folder: Path) -> float:
 
 
 def cases(folder: Path) -> dict[str, Callable[[], float]]:
-    """Write the files into this empty folder. A peer that is not installed is left out, with a sentence."""
-    found: dict[str, Callable[[], float]] = {}
-    for name, module, package, make in PEERS:
-        try:
-            importlib.import_module(module)
-        except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision for another torch
-            print(f"{name}: left out, the library that writes them cannot be imported ({error}): pip install {package}")
-            continue
-        mine, theirs = make(folder / module)
-        found[f"samples/s, {name}: rallypoint"] = lambda mine=mine: rate(mine)  # type: ignore[misc]
-        found[f"samples/s, {name}: {package}"] = lambda theirs=theirs: rate(theirs)  # type: ignore[misc]
-        if make is tars:
-            found["s before the first pass, tars: rallypoint"] = lambda made=folder / module: indexing(made)  # type: ignore[misc]
-    return found
+    """Write the files into this empty folder. Without webdataset there are none, and a sentence says so."""
+    try:
+        mine, theirs = tars(folder / "tars")
+    except ImportError as error:
+        print(f"tars: left out, the library that writes them cannot be imported ({error}): pip install webdataset")
+        return {}
+    return {
+        "samples/s, tars: rallypoint": lambda: rate(mine), "samples/s, tars: webdataset": lambda: rate(theirs),
+        "s before the first pass, tars: rallypoint": lambda: indexing(folder / "tars"),
+    }  # fmt: skip

@@ -20,11 +20,10 @@ from rallypoint.errors import RallypointError
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.keys import LinkKeys, role_token
-from rallypoint.net.messages import Applied, Beat, Hello, Message, NewView, Propose, Report, decode, encode
+from rallypoint.net.member import ViewReceiver
+from rallypoint.net.messages import Applied, Beat, Hello, Message, NewView, Propose, Report, ViewChange, decode, encode
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.views.messages import ViewChange
-from rallypoint.net.views.receiver import ViewReceiver
 from rallypoint.testing.scale.cluster import Size, named, record_for
 
 TOKEN, PATIENCE_S = "a token of the benchmark's", 300.0

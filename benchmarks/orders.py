@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from rallypoint.core.order import SampleOrder
-from rallypoint.data.positions import OrderAhead
+from rallypoint.data.order import OrderAhead
 
 REPLICAS, BATCH, SHARDS, SAMPLES = 8, 64, 1000, 1_000_000
 FAR = 1_950_000

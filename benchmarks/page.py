@@ -38,7 +38,10 @@ from rallypoint.net.messages import (
     StepDone,
 )
 from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled
-from rallypoint.testing.browser import Tab, browser
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.browser import Tab, browser
 
 LOOKS = {"light": (1280, False), "dark": (1280, True), "phone": (390, False)}  # width (CSS pixels), dark?
 _SERVERS, _REPLICAS = 8, 64

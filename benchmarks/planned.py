@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,9 +37,12 @@ from rallypoint.core.cost.pipeline import step_cost
 from rallypoint.core.cost.site import ON_CPU, Servers, Site, Speeds, Workers
 from rallypoint.core.cost.workload import Layer, Workload
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
-from rallypoint.testing.netlab import Host
 from train import Plan, run_once
 from train_member import Design
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.netlab import Host
 
 CASES, SEED = 40, 21
 TIE = 2.0  # standard errors: a measured lead below that is none, and either verdict is right

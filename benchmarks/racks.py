@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,11 @@ import typer
 from rich.console import Console
 
 from cluster import BenchmarkFailed, Members, Site, Spread, main, report, step_times, table
-from rallypoint.testing.netlab import Host, Netlab
 from reduce_member import Result, Task
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.netlab import Host, Netlab
 
 NAMES = {False: "flat", True: "aggregators"}
 

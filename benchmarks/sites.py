@@ -5,7 +5,7 @@
 
 Each site has a worker and a server (with `--replication 2` every shard is at two sites); the coordinator is at site 0.
 Within a site links are not limited. Each site's uplink is, and everything that takes it arrives 25 ms later, so 50 ms
-from site to site (100 ms there and back), by `rallypoint.testing.netlab`.
+from site to site (100 ms there and back), by `tests/support/netlab.py`.
 
 The fair figure is the time to Sync's last loss: local steps need more of them for the same loss, and get more.
 Computing a step is padded to the same length everywhere by sleeping (see strategies_workloads.py): three workers share
@@ -15,6 +15,7 @@ two cores.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,9 +31,12 @@ import rallypoint as rp
 from cluster import BenchmarkFailed, Members, Site, main, report, table
 from rallypoint.codec.spec import Int8
 from rallypoint.recipes.gpt_model import GPT
-from rallypoint.testing.netlab import Netlab
 from sites_member import Result, Task, shape
 from strategies import Point, reach
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.netlab import Netlab
 
 _ROWS = "sync,streaming"
 SITES, BATCH = 3, 4

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,11 @@ from rich.console import Console
 
 from cluster import Members, Place, Site, Spread, main, report, table
 from rallypoint.config import JobConfig
-from rallypoint.testing.netlab import Netlab
 from reduce_member import Task
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.netlab import Netlab
 
 _DEFAULTS = JobConfig()
 _STEPS = 1 << 20  # more than are ever made: the benchmark ends it

@@ -8,6 +8,7 @@ as measured; and what happens when a link gets slower in the middle of a run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +23,11 @@ from rich.console import Console
 from cluster import BenchmarkFailed, Members, Site, Spread, main, report, step_times, table
 from rallypoint.core.topology.told import HostFacts, RackFacts, Topology
 from rallypoint.core.topology.uplinks import Rack, duration, shares
-from rallypoint.testing.netlab import Host, Netlab
 from reduce_member import Result, Task
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.netlab import Host, Netlab
 
 EVEN, TOLD, MEASURED = "even", "told", "measured"
 RACK = "rack0"  # as `Members.start_workers` calls it

@@ -10,11 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+
+from support import netlab
 
 GRACE_S = 2.0  # for what is on its way out when a test ends
 _QUARTER = os.environ.get("QUARTER", "")
@@ -51,6 +54,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = {item for number, item in enumerate(slow) if (number - int(_QUARTER)) % 4}
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where no lab can be made, what needs one is skipped, with the reason."""
+    if item.get_closest_marker("netns") is not None and (why := _no_lab()):
+        pytest.skip(why)
+
+
+@cache
+def _no_lab() -> str:
+    try:
+        netlab.require()
+    except netlab.NetlabUnavailable as unavailable:
+        return str(unavailable)
+    return ""
 
 
 def pytest_report_header() -> str:

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.server.service import ServerService, run_servers
-from rallypoint.testing.netlab import Host
+from support.netlab import Host
 
 
 def coordinate(pipe: Connection, token: str, host: Host, terms: Terms, folder: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rallypoint.testing.programs import Program
+from support.programs import Program
 
 PATIENCE_S = 240.0  # against hanging only: a worker by hand imports torch anew, and two took more than a minute
 

@@ -18,7 +18,7 @@ import rallypoint as rp
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import DataError, ModelError, NonFiniteLoss, UsageError
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 pytestmark = pytest.mark.programs
 
@@ -114,7 +114,8 @@ def events(tmp_path: Path) -> list[dict[str, object]]:
         (("run", "nowhere.py"), "error: there is no script nowhere.py"),
         (("run", "."), "error: . is a folder: name the script in it"),
         (("worker", "."), "error: . is a folder: name the script in it"),
-        (("train", "bert"), "error: there is no recipe bert: choose one of finetune, gan, gpt, resnet"),
+        (("train", "bert"), "error: there is no recipe bert: choose one of gpt, resnet"),
+        (("train", "gan"), "error: the recipe gan is gone: it is a script now"),
         (("run", "--set", "steps", "here.py"), "error: --set steps: write it as key=value, such as steps=200"),
         (("run", "--config", "no.toml", "here.py"), "error: the configuration file no.toml cannot be read"),
         (("run", "--trace-steps", "5", "here.py"), "error: '5' is not a range of steps: write it as 5:7"),

@@ -26,7 +26,7 @@ from rallypoint.launch.commands.by_hand import _argv_of, decoded, described
 from rallypoint.launch.options import RunOptions
 from rallypoint.net.keys import role_token
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 pytestmark = pytest.mark.programs
 

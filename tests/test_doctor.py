@@ -37,7 +37,7 @@ from rallypoint.net.messages import Hello
 from rallypoint.net.tls.files import TlsFiles
 from rallypoint.net.tls.making import make_certificates
 from rallypoint.net.tls.transport import TlsTransport
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 SOUND = Facts(
     host="a", rallypoint="1", protocol=10, python="3.12", torch="2.13.0+cpu", processor="x", capability="AVX2", cores=2,

@@ -15,7 +15,6 @@ from rallypoint.core.policy import Policy
 EXPORTED = [
     "ASGD",
     "EMA",
-    "MDS",
     "SGD",
     "SWA",
     "Adadelta",
@@ -31,7 +30,6 @@ EXPORTED = [
     "Job",
     "JobConfig",
     "Lanes",
-    "LitData",
     "Loader",
     "LocalSteps",
     "LossScaling",
@@ -54,6 +52,7 @@ EXPORTED = [
     "cosine",
     "join",
     "linear",
+    "scaled_lr",
     "step_decay",
     "tabulated",
     "wrap",

@@ -14,9 +14,8 @@ import pytest
 
 from rallypoint.launch.access import token_for
 from rallypoint.net.keys import role_token
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Host, Netlab, NetlabUnavailable
-from rallypoint.testing.programs import run_program
+from support.netlab import Host, Netlab
+from support.programs import run_program
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs]
 
@@ -39,14 +38,6 @@ with rp.join() as job:
             micro.backward(torch.nn.functional.mse_loss(model(micro.batch[0]), micro.batch[1]))
 print("sha256", weights_hash(model), flush=True)
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _lab_possible() -> None:
-    try:
-        netlab.require()
-    except NetlabUnavailable as unavailable:
-        pytest.skip(str(unavailable))
 
 
 class ByHand:

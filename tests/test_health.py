@@ -22,7 +22,7 @@ from rallypoint.launch.environment import LEFT_STATUS, left_status
 from rallypoint.launch.health import MOST_ASKED_AT_ONCE, STUCK_S, Health, answering, stuck_for
 from rallypoint.server.reducer.owner import Owner
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import Program
+from support.programs import Program
 
 LOCAL = "127.0.0.1:0"
 ENV = {**os.environ, "RALLYPOINT_TOKEN": "a token for this test", "COLUMNS": "200"}

@@ -19,7 +19,7 @@ import pytest
 import rallypoint
 
 pytestmark = pytest.mark.slow  # `make check` plays them
-SOURCE = Path(rallypoint.__file__).parent
+SOURCE, ROOT = Path(rallypoint.__file__).parent, Path(__file__).parents[1]
 LINES, METHODS, ARGUMENTS, MODULES = 800, 25, 8, 16  # one noun is one file: a limit of 400 lines made corridors
 
 # ---- exceptions: what, and why ----
@@ -32,12 +32,17 @@ LARGE_CLASSES = {
 LONG_SIGNATURES = {
     "cli/by_hand.py: worker": "typer makes each option of the command line from an argument",
     "cli/start.py: chaos": "typer makes each option of the command line from an argument",
-    "recipes/finetune.py: _command": "typer makes each option of the command line from an argument",
-    "recipes/gan.py: _command": "typer makes each option of the command line from an argument",
     "recipes/gpt.py: _command": "typer makes each option of the command line from an argument",
     "recipes/resnet.py: _command": "typer makes each option of the command line from an argument",
 }
 FULL_FOLDERS: dict[str, str] = {}
+UNCALLED = {
+    "bridges/ray.py: run_shipped": "the script that the driver sends to workers calls it",
+    "launch/kubernetes/render.py: render": "the command imports it under another name",
+    "net/channel.py: Channel.waiting_bytes": "tests measure what a peer that does not read makes wait",
+    "store/export.py: average_state": "for scripts that read snapshots, beside model_state",
+    "watch/serve.py: Bound.in_thread": "tests look at the page while it is served",
+}
 RETIRED_NAMES: dict[str, str] = {}
 
 MODE_READERS = {
@@ -150,6 +155,47 @@ def test_no_folder_holds_more_modules_than_one_looks_through() -> None:
         folders[folder] = folders.get(folder, 0) + (name != "__init__.py")
     found = {folder: f"{count} modules" for folder, count in folders.items() if count > MODULES}
     check(found, FULL_FOLDERS, f"at most {MODULES} modules in a folder, or sub-folders by noun")
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """The names that code uses, and those in texts of a few words: types in quotation marks, `getattr`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
+                yield name
+            case ast.Constant(value=str(text)) if re.fullmatch(r"[\w.:\[\], ]{1,80}", text):
+                yield from re.findall(r"\w+", text)
+
+
+def public(tree: ast.Module, ours: set[str]) -> Iterator[str]:
+    """Public functions, classes and methods, but for commands and for methods of classes that others' code calls."""
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        if not (node.name.startswith("_") or any("command(" in ast.unparse(one) for one in node.decorator_list)):
+            yield node.name
+        if isinstance(node, ast.ClassDef) and all(base_of(one) in ours for one in node.bases):
+            methods = [one.name for one in node.body if isinstance(one, ast.FunctionDef)]
+            yield from (f"{node.name}.{name}" for name in methods if not name.startswith("_"))
+
+
+def base_of(node: ast.expr) -> str:
+    return ast.unparse(node).split("[")[0].split(".")[-1]
+
+
+def test_what_is_public_is_used_by_more_than_tests() -> None:
+    trees = {path: ast.parse(text) for path, text in files().items()}
+    paths = [path for folder in ("examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    beside = [ast.parse(path.read_text()) for path in paths]
+    used = {name for tree in (*trees.values(), *beside) for name in named(tree)}
+    classes = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    ours = classes | {"Struct", "Protocol", "Generic", "Enum"}
+    dead = {
+        f"{path}: {name}": "only tests name it"
+        for path, tree in trees.items() if not path.startswith("testing/")
+        for name in public(tree, ours) if name.split(".")[-1] not in used
+    }  # fmt: skip
+    check(dead, UNCALLED, "delete what only tests call, with their tests")
 
 
 MODES_THEMSELVES = ("core/modes/", "core/policy.py", "config/", "worker/sources/", "testing/")

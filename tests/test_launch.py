@@ -42,7 +42,7 @@ from rallypoint.net.messages import Finished, Hello, Members, Message, SnapshotW
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store import closing
 from rallypoint.testing.contracts.beside import until as until_true
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 pytestmark = pytest.mark.programs
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Host, Netlab, NetlabUnavailable
-from rallypoint.testing.netlab import lab as netlab_lab
+from support import netlab
+from support.netlab import Host, Netlab, NetlabUnavailable
 
 pytestmark = pytest.mark.netns
 
@@ -45,19 +44,11 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _lab_possible() -> None:
-    try:
-        netlab.require()
-    except NetlabUnavailable as unavailable:
-        pytest.skip(str(unavailable))
-
-
 @pytest.fixture
 def labs_suffix(monkeypatch: pytest.MonkeyPatch) -> str:
     """Every lab of this test carries a suffix we know, so that others on this machine do not disturb it."""
-    suffix = netlab_lab.secrets.token_hex(4)
-    monkeypatch.setattr(netlab_lab.secrets, "token_hex", lambda size: suffix)
+    suffix = netlab.secrets.token_hex(4)
+    monkeypatch.setattr(netlab.secrets, "token_hex", lambda size: suffix)
     return suffix
 
 
@@ -271,7 +262,7 @@ def test_nothing_is_left_after_an_exception_within(labs_suffix: str, error: type
 def test_nothing_is_left_after_an_interrupt_at_any_command_of_the_set_up(
     labs_suffix: str, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    call, calls_left, setting_up = netlab_lab._call, 0, True
+    call, calls_left, setting_up = netlab._call, 0, True
 
     def interrupted(argv: Sequence[str], lines: Sequence[str] = ()) -> None:
         nonlocal calls_left
@@ -282,7 +273,7 @@ def test_nothing_is_left_after_an_interrupt_at_any_command_of_the_set_up(
         if calls_left == 0 and when == "after":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(netlab_lab, "_call", interrupted)
+    monkeypatch.setattr(netlab, "_call", interrupted)
     interrupts = 0
     while setting_up:
         calls_left = interrupts + 1

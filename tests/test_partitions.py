@@ -17,11 +17,10 @@ import torch
 import rallypoint as rp
 from lab_members import coordinate, serve
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Host, Netlab, NetlabUnavailable
 from rallypoint.testing.processes import Process, ProcessCluster
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
+from support.netlab import Host, Netlab
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs]
 
@@ -29,14 +28,6 @@ STEPS = 200
 AT = 20  # the step after which the network fails
 PATIENCE_S = 200.0
 HEARTBEAT_S = 3.0  # on two cores with five tests at once, members were late by up to 2.9 s
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _lab_possible() -> None:
-    try:
-        netlab.require()
-    except NetlabUnavailable as unavailable:
-        pytest.skip(str(unavailable))
 
 
 # ---- what runs on the hosts ----

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rallypoint.testing.programs import Program, run_program
+from support.programs import Program, run_program
 
 pytestmark = pytest.mark.programs
 

@@ -11,16 +11,14 @@ import pytest
 import torch
 
 from rallypoint.errors import ConfigError, DataError
-from rallypoint.recipes import DESCRIPTIONS, RECIPES, choose_device, save_patiently
-from rallypoint.recipes import gan as gan_recipe
+from rallypoint.recipes import DESCRIPTIONS, RECIPES
 from rallypoint.recipes import gpt as gpt_recipe
 from rallypoint.recipes import resnet as resnet_recipe
 from rallypoint.recipes.digits import load_digits
-from rallypoint.recipes.gan_model import Generator
 from rallypoint.recipes.gpt_model import GPT, VOCABULARY, GPTConfig
+from rallypoint.recipes.recipe import choose_device, save_patiently
 from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
-from rallypoint.recipes.text import TextDataset, load_text, read_bytes, split_files
-from rallypoint.recipes.text_files import list_text_files, stdlib_folder
+from rallypoint.recipes.text import TextDataset, list_text_files, load_text, read_bytes, split_files, stdlib_folder
 
 SMALLEST = GPTConfig(layers=2, heads=2, width=16, block=24)
 
@@ -326,23 +324,6 @@ class TestCommandLine:
     def test_an_error_is_one_sentence_and_status_1(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert gpt_recipe.main(["--load", str(tmp_path)]) == 1
         assert capsys.readouterr().err.startswith(f"error: {tmp_path} holds no trained GPT")
-
-    def test_a_gan_shows_real_and_made_images_at_its_end(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        options = ["--iterations", "2", "--batch", "8", "--width", "4", "--device", "cpu", "--out", str(tmp_path)]
-        assert gan_recipe.main(options) == 0
-        said = capsys.readouterr().out
-        assert "real images:" in said
-        assert "made by the generator:" in said
-        generator = Generator.load(tmp_path)
-        assert generator(torch.zeros(3, generator.config.noise)).shape == (3, 1, 8, 8)
-        with pytest.raises(DataError, match="holds no trained generator"):
-            Generator.load(tmp_path / "elsewhere")
-
-    def test_a_picture_has_two_characters_for_each_pixel(self) -> None:
-        images = torch.tensor([[[0.0, 1.0], [0.5, 0.0]], [[1.0, 1.0], [0.0, 0.2]]])[:, None]
-        assert gan_recipe.picture(images) == "  @@  @@@@\n==      ::"
 
     def test_an_unknown_option_is_status_2(self) -> None:
         assert resnet_recipe.main(["--bogus"]) == 2

@@ -15,19 +15,16 @@ from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Effect
 from rallypoint.observe.recording import RecordingError
-from rallypoint.testing import replay as replaying
-from rallypoint.testing.replay import recordings, replay, told
-from rallypoint.testing.simulation.policies import Alternating, Played, word_for
+from rallypoint.testing.simulation.policies import Played, word_for
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
-from rallypoint.testing.story import story
+from support import replay as replaying
+from support.replay import recordings, replay, story, told
 
-POLICIES = (
-    Sync(), Sync(quorum=2), BoundedStaleness(1), Async(fold=3), LocalSteps(2, fragments=2), AllReduce(), Alternating(),
-)  # fmt: skip
+POLICIES = (Sync(), Sync(quorum=2), BoundedStaleness(1), Async(fold=3), LocalSteps(2, fragments=2), AllReduce())
 
 
 def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rallypoint.testing.replay", *arguments]
+    command = [sys.executable, replaying.__file__, *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": "4711"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=240)
 

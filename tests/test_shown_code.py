@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 from test_survival import Cluster
 
 pytestmark = pytest.mark.programs

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.audits.duties import Duties
-from rallypoint.core.audits.opinions import Opinions
+from rallypoint.core.audits.duties import AuditDuties
+from rallypoint.core.audits.shard import Opinions
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.shard.events import Contribute
+from rallypoint.core.view import ViewNumber
 from rallypoint.testing.simulation.policies import Audited, AuditedWrong, parse_policy, word_for
 from rallypoint.testing.simulation.run import first_failure, simulate
 
@@ -47,13 +48,13 @@ def test_a_server_that_waits_for_no_second_opinion_is_found(monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_a_worker_that_is_left_alone_and_sends_nothing_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Duties.plan
+    plan = AuditDuties.plan
 
-    def forgets_nothing(self: Duties, view: Any, step: int, presum: Any) -> None:
-        self._planned = Duties("")._planned  # of no step
+    def forgets_nothing(self: AuditDuties, view: Any, step: int, presum: Any) -> None:
+        self._planned = (-1, ViewNumber(), False, frozenset())  # of no step
         plan(self, view, step, presum)
 
-    monkeypatch.setattr(Duties, "plan", forgets_nothing)
+    monkeypatch.setattr(AuditDuties, "plan", forgets_nothing)
     first_failure(Audited(), range(60))
 
 

@@ -84,17 +84,19 @@ def test_a_bug_planted_on_purpose_is_found(
     assert re.search(sentence, first_failure(Sync(), ENOUGH))
 
 
-def _started_by_hand(world: Any, job: Any, terms: Terms, store: Any, disk: Disk, outcome: Any) -> SimulatedCoordinator:
+def _started_by_hand(
+    world: Any, job: Any, terms: Terms, store: Any, disk: Disk, outcome: Any, resume: Any = None
+) -> SimulatedCoordinator:
     """Whoever starts it knows neither of earlier coordinators nor of the order: only the journal does."""
     disk.started = 0
-    return _started_with_the_first_size(world, job, terms, store, disk, outcome)
+    return _started_with_the_first_size(world, job, terms, store, disk, outcome, resume)
 
 
 def _started_with_the_first_size(
-    world: Any, job: Any, terms: Terms, store: Any, disk: Disk, outcome: Any
+    world: Any, job: Any, terms: Terms, store: Any, disk: Disk, outcome: Any, resume: Any = None
 ) -> SimulatedCoordinator:
     """The launcher has announced another size since."""
-    return SimulatedCoordinator(world, job, msgspec.structs.replace(terms, workers_max=6), store, disk, outcome)
+    return SimulatedCoordinator(world, job, msgspec.structs.replace(terms, workers_max=6), store, disk, outcome, resume)
 
 
 def _with_an_order() -> list[Plan]:

@@ -26,7 +26,7 @@ from rallypoint.testing.simulation.store import SimulatedStore
 
 KINDS = (
     "sync", "quorum:2", "ssp:1", "async", "fragments:2", "all-reduce", "codec-state", "inner:3", "delay:1", "tables",
-    "stopped", "scaled", "decided", "carrying", "store", "alternating",
+    "stopped", "scaled", "decided", "carrying", "store",
 )  # fmt: skip
 
 
@@ -94,6 +94,6 @@ def test_plans_have_a_word_and_are_played_again_as_what_they_are() -> None:
         plan = make_plan(3, played)
         assert played_by(plan) == played
         assert any(fault.kind == RESUME for fault in plan.faults)
-    for word in ("resumed:resumed", "resumed:paused", "paused:resumed", "rescaled:resumed", "uneven:resumed"):
+    for word in ("resumed:resumed", "resumed:paused", "paused:resumed", "uneven:resumed"):
         with pytest.raises(ValueError, match="no policy"):
             parse_policy(word)

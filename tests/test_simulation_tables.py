@@ -12,8 +12,8 @@ from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.core.shard.pulls import Request, Requests
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Tables, word_for
+from rallypoint.testing.simulation.pulls import RowPulls
 from rallypoint.testing.simulation.run import first_failure, simulate
-from rallypoint.testing.simulation.tables.pulls import RowPulls
 from rallypoint.worker.exchange.rows.pull import Pull
 
 FIXED = range(12)

@@ -12,9 +12,7 @@ from rallypoint.testing.simulation.policies import (
     Audited,
     CodecState,
     Deciding,
-    Flipped,
     Paused,
-    Rescaled,
     Stopped,
     Tables,
     Uneven,
@@ -23,7 +21,7 @@ from rallypoint.testing.simulation.policies import (
 from rallypoint.testing.simulation.run import first_failure, simulate
 
 KINDS = (
-    Sync(), Sync(), Sync(), Paused(), Rescaled(), Stopped(), Deciding(), Audited(), Flipped(), CodecState(), Tables(),
+    Sync(), Sync(), Sync(), Paused(), Stopped(), Deciding(), Audited(), CodecState(), Tables(),
     AllReduce(), Async(), LocalSteps(2, fragments=2),
 )  # fmt: skip
 
@@ -49,7 +47,7 @@ def test_shards_do_move_in_the_middle_of_jobs() -> None:
 
 
 def test_plans_are_played_again_as_what_they_are() -> None:
-    for word in ("uneven", "uneven:paused", "uneven:rescaled:decided"):
+    for word in ("uneven", "uneven:paused", "uneven:paused:decided"):
         played = parse_policy(word)
         assert played_by(make_plan(3, played)) == played
 

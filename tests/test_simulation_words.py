@@ -11,16 +11,13 @@ WORDS = (
     "codec-state:quorum:2", "codec-state:ssp:1", "codec-state:async", "codec-state:fragments:2", "inner:3",
     "inner-fresh:2", "inner-fragments:3", "delay:1", "delay:2", "tables", "tables:quorum:2", "tables:ssp:1",
     "tables:async", "poisoned", "poisoned:async", "poisoned:quorum:2", "scaled", "paused",
-    "paused:quorum:2", "paused:decided", "rescaled", "rescaled:decided", "rescaled:stopped", "rescaled:scaled",
-    "rescaled:paused", "rescaled:paused:decided",
+    "paused:quorum:2", "paused:decided",
 )
 NO_WORDS = (
     "", "async:2", "codec-state:", "codec-state:all-reduce", "codec-state:codec-state", "codec-state:delay:1",
     "codec-state:inner:2", "delay", "delay:", "delay:0", "fold:0", "fragments:1", "inner", "inner-fragments:1",
     "inner-fresh:", "inner:0", "quorum:0", "ssp", "ssp:", "ssp:-1", "sync:1", "tables:", "tables:all-reduce",
-    "tables:fragments:2", "tables:tables", "paused:", "paused:paused", "what", "rescaled:", "rescaled:async",
-    "rescaled:quorum:2", "rescaled:rescaled", "paused:rescaled", "rescaled:paused:async", "rescaled:stopped:all-reduce",
-
+    "tables:fragments:2", "tables:tables", "paused:", "paused:paused", "what",
 )
 
 

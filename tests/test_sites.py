@@ -15,11 +15,10 @@ import rallypoint as rp
 from lab_members import coordinate, serve
 from rallypoint.codec.spec import Int8
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Host, Netlab, NetlabUnavailable
 from rallypoint.testing.processes import ProcessCluster
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
+from support.netlab import Host, Netlab
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs]
 
@@ -29,14 +28,6 @@ PATIENCE_S = 200.0
 TERMS = Terms(
     workers_start=SITES, workers_max=SITES, servers=SITES, replication=2, heartbeat=1.0, snapshots=False
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _lab_possible() -> None:
-    try:
-        netlab.require()
-    except NetlabUnavailable as unavailable:
-        pytest.skip(str(unavailable))
 
 
 

@@ -21,7 +21,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from rallypoint.testing.programs import Program
+from support.programs import Program
 
 pytestmark = pytest.mark.programs
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.testing.replay import recordings, replay, told
-from rallypoint.testing.story import story
+from support.replay import recordings, replay, story, told
 from test_survival import AT, STEPS, Cluster, cluster
 
 __all__ = ["cluster"]  # the fixture

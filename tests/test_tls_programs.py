@@ -14,7 +14,7 @@ from members import Members, members_in
 from rallypoint.launch.folder import read_where
 from rallypoint.net.tls.files import CERTIFICATE
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]
 

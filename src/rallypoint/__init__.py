@@ -18,16 +18,13 @@ if TYPE_CHECKING:
     from rallypoint.core.loss_scale import LossScaling
     from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
-    from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
+    from rallypoint.core.schedule import constant, cosine, linear, scaled_lr, step_decay, tabulated
     from rallypoint.data.cache.cache import Cache
-    from rallypoint.data.sources.lanes import Lanes
-    from rallypoint.data.sources.litdata import LitData
-    from rallypoint.data.sources.mds import MDS
     from rallypoint.data.sources.parquet import Parquet
     from rallypoint.data.sources.tars import WebDataset
-    from rallypoint.data.sources.token_files import TokenFiles
+    from rallypoint.data.sources.tokens import Lanes, TokenFiles
     from rallypoint.data.spec import Loader
-    from rallypoint.data.streams.stream import Stream
+    from rallypoint.data.stream import Stream
     from rallypoint.launch.join import join
     from rallypoint.parallel.plan import Parallel
     from rallypoint.worker.loop.micro import Micro
@@ -53,12 +50,10 @@ _HOMES = {
     "Group": "rallypoint.config.tree",
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
-    "Lanes": "rallypoint.data.sources.lanes",
-    "LitData": "rallypoint.data.sources.litdata",
+    "Lanes": "rallypoint.data.sources.tokens",
     "Loader": "rallypoint.data.spec",
     "LocalSteps": "rallypoint.core.policy",
     "LossScaling": "rallypoint.core.loss_scale",
-    "MDS": "rallypoint.data.sources.mds",
     "Micro": "rallypoint.worker.loop.micro",
     "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
@@ -70,15 +65,16 @@ _HOMES = {
     "Run": "rallypoint.worker.loop.run",
     "SGD": "rallypoint.core.optimizer",
     "SWA": "rallypoint.core.average",
-    "Stream": "rallypoint.data.streams.stream",
+    "Stream": "rallypoint.data.stream",
     "Sync": "rallypoint.core.policy",
-    "TokenFiles": "rallypoint.data.sources.token_files",
+    "TokenFiles": "rallypoint.data.sources.tokens",
     "WebDataset": "rallypoint.data.sources.tars",
     "WrappedOptimizer": "rallypoint.worker.wrapped.optimizer",
     "constant": "rallypoint.core.schedule",
     "cosine": "rallypoint.core.schedule",
     "join": "rallypoint.launch.join",
     "linear": "rallypoint.core.schedule",
+    "scaled_lr": "rallypoint.core.schedule",
     "step_decay": "rallypoint.core.schedule",
     "tabulated": "rallypoint.core.schedule",
     "wrap": "rallypoint.bridges.wrap",
@@ -87,7 +83,6 @@ _HOMES = {
 __all__ = [
     "ASGD",
     "EMA",
-    "MDS",
     "SGD",
     "SWA",
     "Adadelta",
@@ -103,7 +98,6 @@ __all__ = [
     "Job",
     "JobConfig",
     "Lanes",
-    "LitData",
     "Loader",
     "LocalSteps",
     "LossScaling",
@@ -126,6 +120,7 @@ __all__ = [
     "cosine",
     "join",
     "linear",
+    "scaled_lr",
     "step_decay",
     "tabulated",
     "wrap",

@@ -12,7 +12,7 @@ import pytest
 
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.testing.processes import ClusterFailed, ProcessCluster
-from rallypoint.testing.wrong import KINDS
+from support.wrong import KINDS
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import wrong_workers.py by name
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import rallypoint as rp
-from rallypoint.testing.wrong import WrongComputation
 from rallypoint.worker.tensors import weights_hash
+from support.wrong import WrongComputation
 
 SETTINGS: dict[str, Any] = {
     "replicas": 6, "batch": 4, "steps": 8, "seed": 3, "shard_bytes": 256, "clip": 1.0, "audit": 1.0,

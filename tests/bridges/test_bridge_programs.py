@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rallypoint.testing.programs import Program, run_program
+from support.programs import Program, run_program
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 ENV = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}

@@ -12,11 +12,11 @@ import torch
 from trainings import BATCH, SAMPLES, train_huggingface
 
 import rallypoint as rp
-from rallypoint.data.replica_batches import ReplicaSampler
+from rallypoint.data.order import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 MISSING = not (find_spec("transformers") and find_spec("accelerate"))
 pytestmark = [

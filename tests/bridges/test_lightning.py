@@ -15,8 +15,8 @@ from trainings import fit_lightning
 from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
-from rallypoint.testing.programs import run_program
 from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
+from support.programs import run_program
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("lightning"), reason='Lightning is missing: pip install "rallypoint[lightning]"'),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 SCRIPT = Path(__file__).parent / "torch_cases.py"
 WORLD = 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from plain_training import FIRST, STEPS, going_on, half_way, same, undisturbed
 
-from rallypoint.testing.programs import Program
+from support.programs import Program
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]
 

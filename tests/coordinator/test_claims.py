@@ -18,6 +18,7 @@ from rallypoint.net.messages import (
     Applied,
     Capture,
     CaughtUp,
+    Contributed,
     Done,
     Evaluated,
     Message,
@@ -31,10 +32,10 @@ from rallypoint.net.messages import (
     Skipped,
     StepDone,
     Stored,
+    Updated,
     decode,
     encode,
 )
-from rallypoint.net.recording.messages import Contributed, Updated
 
 BIG, NOW = 1 << 63, ViewNumber(1, 4)
 

@@ -11,8 +11,7 @@ from rallypoint.coordinator.joining.shared import BURST, EVERY_S, MOST_OF_ONE_CA
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import NewView
-from rallypoint.net.sharing.messages import Caches, Holder, Offers
+from rallypoint.net.messages import Caches, Holder, NewView, Offers
 
 SECRET = b"s" * 32
 

@@ -21,6 +21,7 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce
 from rallypoint.core.view import View, ViewNumber
+from rallypoint.net.member import ViewReceiver
 from rallypoint.net.messages import (
     Aborted,
     Admitted,
@@ -44,10 +45,9 @@ from rallypoint.net.messages import (
     Resize,
     Say,
     Stored,
+    ViewChange,
     Waiting,
 )
-from rallypoint.net.views.messages import ViewChange
-from rallypoint.net.views.receiver import ViewReceiver
 
 STEPS = 40
 SHARDS = (0, 1)

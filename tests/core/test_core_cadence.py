@@ -11,14 +11,13 @@ PURE = settings(derandomize=True, deadline=None, max_examples=120)
 
 
 @st.composite
-def periods_of_several(draw: st.DrawFn) -> Period:
-    """One round, or several, of up to six."""
+def turns(draw: st.DrawFn) -> Period:
+    """One round of up to six."""
     every = draw(st.integers(1, 6))
-    first, *more = sorted(draw(st.sets(st.integers(0, every - 1), min_size=1)))
-    return Period(every, first, tuple(more))
+    return Period(every, draw(st.integers(0, every - 1)))
 
 
-TURNS = periods_of_several()
+TURNS = turns()
 
 
 @st.composite
@@ -29,24 +28,23 @@ def cadences(draw: st.DrawFn) -> Cadence:
     periods = draw(st.permutations(list(dict.fromkeys(periods))))
     more = draw(st.lists(st.sampled_from([EVERY_ROUND, *range(len(periods))]), max_size=4))
     of = (*draw(st.permutations(range(len(periods)))), *more)
-    return Cadence(tuple(periods), draw(st.integers(1, 14)), of, draw(st.booleans()))
+    return Cadence(tuple(periods), draw(st.integers(1, 14)), of)
 
 
 def rounds_of(cadence: Cadence, shard: int) -> list[int]:
     """When the shard is due, as the definition says it."""
-    index, last = cadence.period_of[shard], cadence.rounds - 1 if cadence.closes else -1
+    index, last = cadence.period_of[shard], cadence.rounds - 1
     period = Period(1, 0) if index == EVERY_ROUND else cadence.periods[index]
-    theirs = {round for first in (period.first, *period.more) for round in range(first, cadence.rounds, period.every)}
+    theirs = range(period.first, cadence.rounds, period.every)
     return [round for round in range(cadence.rounds) if round in theirs or round == last]
 
 
 @given(cadences())
 @PURE
-def test_a_shard_is_due_in_its_rounds_and_everything_is_at_the_end_of_a_job_that_closes(cadence: Cadence) -> None:
+def test_a_shard_is_due_in_its_rounds_and_everything_is_at_the_end(cadence: Cadence) -> None:
     for shard in range(len(cadence.period_of)):
         assert [t for t in range(cadence.rounds) if cadence.due(shard, t)] == rounds_of(cadence, shard)
-    last = [cadence.due(shard, cadence.rounds - 1) for shard in range(len(cadence.period_of))]
-    assert all(last) or not cadence.closes
+    assert all(cadence.due(shard, cadence.rounds - 1) for shard in range(len(cadence.period_of)))
 
 
 @given(cadences())
@@ -92,8 +90,7 @@ def test_a_round_before_the_first_or_after_the_last_has_a_witness_too(cadence: C
 @given(st.lists(TURNS, min_size=1, max_size=4))
 @PURE
 def test_the_first_round_that_nothing_is_due_at_is_found_within_a_cycle(periods: list[Period]) -> None:
-    due = {round for period in periods for first in (period.first, *period.more)
-           for round in range(first, 2 * cycle(periods), period.every)}  # fmt: skip
+    due = {round for period in periods for round in range(period.first, 2 * cycle(periods), period.every)}
     empty = [round for round in range(2 * cycle(periods)) if round not in due]
     assert first_empty(periods) == (empty[0] if empty else None)
     assert all((round + cycle(periods) in due) == (round in due) for round in range(cycle(periods)))

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from rallypoint.config import JobConfig, overrides_from, record_of, resolve
-from rallypoint.config.changes import Change, changed_record
-from rallypoint.config.kept import kept_record
+from rallypoint.config.changes import Change, changed_record, kept_record
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import SGD, AdamW

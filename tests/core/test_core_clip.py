@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.cadence import Cadence, Period
 from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, Tell, Verdict, clip_scale, total_norm
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
@@ -102,18 +101,6 @@ def test_the_first_measure_of_a_shard_counts_and_a_repeat_changes_nothing() -> N
     machine.told(0, [Measure(1, 3.0)])
     machine.told(0, [Measure(1, 99.0)])
     assert machine.measured(0, Measure(0, 4.0))[-1] == Verdict(0, 5.0, 1.0)
-
-
-def test_a_step_that_updates_some_shards_is_decided_by_their_norms_alone() -> None:
-    cadence = Cadence((Period(2, 0), Period(2, 1)), 6, (0, 1, 0), closes=False)
-    machine = ClipMachine([0, 1, 2], frozenset({0, 1}), Rule(1.0, False), cadence=cadence)
-    other = ClipMachine([0, 1, 2], frozenset({2}), Rule(1.0, False), cadence=cadence)
-    assert machine.measured(0, Measure(0, 3.0)) == [Tell(0, (Measure(0, 3.0),))]  # shard 1 is not due
-    assert machine.told(0, [Measure(2, 4.0), Measure(1, 99.0)]) == [Verdict(0, 5.0, 1.0 / (5.0 + 1e-6))]
-    assert other.told(1, [Measure(1, 0.5)]) == [Verdict(1, 0.5, 1.0)]  # and has nothing to tell
-    assert machine.measured(1, Measure(1, 0.5)) == [Tell(1, (Measure(1, 0.5),)), Verdict(1, 0.5, 1.0)]
-    for one in (machine, other):
-        one.validate()
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan])

@@ -7,15 +7,25 @@ import pytest
 from test_core_cluster import STEPS, _of
 from test_core_stop import _begun, _reported
 
-from rallypoint.coordinator.ordering.orders import Orders
+from rallypoint.coordinator.operator import Orders
 from rallypoint.core.cluster.effects import Capture, Publish
-from rallypoint.core.cluster.events import Found, Left, Paused, SnapshotWanted, Stopped
+from rallypoint.core.cluster.events import (
+    Captured,
+    Committed,
+    Found,
+    Heard,
+    Left,
+    Paused,
+    SnapshotWanted,
+    Stopped,
+    Tick,
+)
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.slots import Compute
-from rallypoint.net.ordering.messages import Drain, Order, Ordered, Pause, StopWanted
+from rallypoint.net.messages import AnyOrder, Drain, Ordered, Pause, StopWanted
 
 
 def test_a_paused_job_computes_the_step_in_progress_and_no_further_one() -> None:
@@ -79,6 +89,20 @@ def test_a_snapshot_that_is_wanted_in_a_pause_is_of_the_version_that_there_is() 
     assert capture.version == 5
 
 
+def test_while_the_job_is_paused_no_version_is_stored_twice() -> None:
+    job = _begun(snapshots=True, snapshot_seconds=10.0)
+    _reported(job, 4)
+    job.play(Paused(True))
+    versions = []
+    for now in range(10):
+        alive = [Heard(name) for name in ("s0", "s1", "w0", "w1")]
+        for capture in _of(Capture, job.play(*alive, Tick(20.0 * now))):
+            versions.append(capture.version)
+            job.play(*(Captured(server, capture.snapshot, tuple(range(99))) for server in capture.writers))
+            job.play(Committed(capture.snapshot))
+    assert versions == [5]
+
+
 def test_a_job_that_has_not_begun_or_is_at_its_end_is_not_paused() -> None:
     job = _begun()
     assert not _of(Publish, _begun(workers=1).play(Paused(False)))
@@ -90,7 +114,7 @@ def test_a_job_that_has_not_begun_or_is_at_its_end_is_not_paused() -> None:
     (Pause(), "pauses the job before step 5"), (StopWanted("enough"), "stops the job after the step"),
     (Drain("w1"), "sends w1 away"), (Drain("s0"), "sends s0 away"),
 ])  # fmt: skip
-def test_an_order_is_followed_and_told(order: Order, said: str) -> None:
+def test_an_order_is_followed_and_told(order: AnyOrder, said: str) -> None:
     job = _begun()
     _reported(job, 4)
     answer = Orders(0.0).answer(order, job.machine.course, 1.0)
@@ -111,7 +135,7 @@ def test_a_stop_in_a_pause_lets_the_job_go_on_to_its_end() -> None:
 @pytest.mark.parametrize(("order", "why"), [
     (Pause(False), "not paused"), (Drain("w7"), "no worker or server w7"), (Drain(""), "without a name"),
 ])  # fmt: skip
-def test_an_order_that_makes_no_sense_is_refused_with_a_sentence(order: Order, why: str) -> None:
+def test_an_order_that_makes_no_sense_is_refused_with_a_sentence(order: AnyOrder, why: str) -> None:
     job = _begun()
     _reported(job, 4)
     told = _told(Orders(0.0).answer(order, job.machine.course, 1.0).news)

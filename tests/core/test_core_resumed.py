@@ -16,7 +16,7 @@ from rallypoint.core.cluster.state import ClusterState, Phase, Resumed, begun_by
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import Scale, Stop
+from rallypoint.core.view import Stop
 
 MEMBERS = ("s0", "s1", "w0", "w1")
 SNAPSHOT, ELSEWHERE = "step-00000010-10002", "s3://bucket/other/step-00000010-10002"
@@ -49,10 +49,10 @@ def test_a_coordinator_killed_while_members_gather_is_followed_by_one_that_begin
 
 
 def test_it_has_what_the_snapshot_knows() -> None:
-    known = {"stop": Stop(14, "enough", "w0"), "decided": Decided(version=8), "scales": (Scale(4, 0.5, 1),)}
+    known = {"stop": Stop(14, "enough", "w0"), "decided": Decided(version=8)}
     job = _next(_Job(_terms(), resume=_resumed(**known)))
     job.come(*MEMBERS)
-    assert (job.view.stop, job.view.scales) == (Stop(14, "enough", "w0"), (Scale(4, 0.5, 1),))
+    assert job.view.stop == Stop(14, "enough", "w0")
     assert job.machine.course.evaluations.decided == Decided(version=8)
 
 
@@ -100,7 +100,7 @@ def test_without_its_snapshot_it_ends_and_never_begins_anew(snapshot: str, versi
 
 
 def test_another_jobs_snapshot_is_gone_back_to_until_this_job_has_one_of_its_own() -> None:
-    job = _Job(_terms(), resume=_resumed(ELSEWHERE, scales=(Scale(4, 0.5, 1),)))
+    job = _Job(_terms(), resume=_resumed(ELSEWHERE))
     job.come(*MEMBERS)
     assert job.view.origin == ELSEWHERE
     job.step(10)

@@ -24,7 +24,7 @@ from rallypoint.core.schedule import (
     cosine,
     linear,
     rate_at,
-    scaled,
+    scaled_lr,
     step_decay,
     tabulated,
 )
@@ -102,14 +102,6 @@ def test_a_schedule_survives_the_wire(schedule: Schedule) -> None:
     assert msgspec.convert(msgspec.to_builtins(schedule), Schedule) == schedule
 
 
-@PURE
-@given(_SCHEDULES, st.integers(0, 50))
-def test_a_scaled_schedule_has_the_rates_times_the_factor(schedule: Schedule, step: int) -> None:
-    """The warm-up and the floor too."""
-    assert rate_at(scaled(schedule, 4.0), step, 40) == pytest.approx(4.0 * rate_at(schedule, step, 40))
-    assert scaled(schedule, 1.0) is schedule
-
-
 def _saw(step: int) -> float:
     return 0.5 if step % 7 < 3 else 0.01 * step
 
@@ -124,17 +116,24 @@ def test_a_tabulated_function_gives_its_own_values_and_its_last_one_after_them()
     table = tabulated(_saw, steps=30)
     assert [rate_at(table, step, 100) for step in range(30)] == [_saw(step) for step in range(30)]
     assert {rate_at(table, step, 100) for step in (30, 31, 99)} == {_saw(29)}
-    assert [rate_at(scaled(table, 2.0), step, 100) for step in range(30)] == [2.0 * _saw(step) for step in range(30)]
 
 
 def test_equal_rates_one_after_another_are_written_once() -> None:
     assert tabulated(lambda step: 1.0 if step < 1_000 else 0.1, steps=5_000) == Table((0, 1_000), (1.0, 0.1))
 
 
-def test_a_table_is_data_of_the_job_record_and_scaled_with_the_batch() -> None:
-    record = _record(tabulated(_saw, steps=30), scale_lr="linear", base_batch=16)
-    schedule = resolve(record.config).schedule
-    assert [rate_at(schedule, step, 40) for step in range(30)] == [2.0 * _saw(step) for step in range(30)]
+def test_a_table_is_data_of_the_job_record() -> None:
+    schedule = resolve(_record(tabulated(_saw, steps=30)).config).schedule
+    assert [rate_at(schedule, step, 40) for step in range(30)] == [_saw(step) for step in range(30)]
+
+
+def test_a_rate_follows_the_global_batch_by_one_rule_or_the_other() -> None:
+    assert scaled_lr(0.1, 1024, base=256) == pytest.approx(0.4)
+    assert scaled_lr(1e-3, 1024, base=256, rule="sqrt") == pytest.approx(2e-3)
+    with pytest.raises(ConfigError, match="each is at least 1"):
+        scaled_lr(0.1, 8, base=0)
+    with pytest.raises(ConfigError, match='it is "linear" or "sqrt"'):
+        scaled_lr(0.1, 8, base=4, rule="cube")  # type: ignore[arg-type]
 
 
 def test_workers_whose_functions_differ_are_told_at_which_value() -> None:

@@ -20,11 +20,11 @@ from rallypoint.core.cluster.events import (
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.modes import Feature, ModeTraits
+from rallypoint.core.order import stream_unread
 from rallypoint.core.policy import Async, Sync
 from rallypoint.core.shard.plan import Plan
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import ServerShell
-from rallypoint.core.streams.end import unread
 from rallypoint.core.view import Stop
 from rallypoint.core.worker import slots
 from rallypoint.core.worker.factory import WorkerPlan, shell_for
@@ -252,7 +252,7 @@ def test_where_scripts_make_sums_their_end_is_no_stop() -> None:
 
 def test_steps_that_may_be_over_before_the_stream_are_said_at_the_end() -> None:
     steps = RECORD.rounds
-    assert unread(3, steps) in _ended(_job_of(passes=3, steps=steps), steps)
+    assert stream_unread(3, steps) in _ended(_job_of(passes=3, steps=steps), steps)
     assert _ended(_job_of(steps=steps), steps) == []
 
 

@@ -79,5 +79,3 @@ def test_a_chosen_period_counts_only_where_nobody_has_said_another(tune: str, to
     course.record.config["tune"] = tune
     course.tuned_period.seconds = 123.0
     assert course.snapshot_period == SnapshotPeriod(0, counts)
-    course.ordered_period = SnapshotPeriod(seconds=7.0)
-    assert course.snapshot_period == SnapshotPeriod(0, 7.0), "an operator's order comes first"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.view import Assignment, Lease, Member, Scale, View, ViewNumber
+from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
 from rallypoint.core.views.difference import (
     Entries,
     Moved,
@@ -39,7 +39,6 @@ VIEWS = st.builds(
     st.dictionaries(_SHARDS, _NUMBERS), contributors=_REPLICAS, aggregators=_MEMBERS,
     aggregator_of=st.dictionaries(_NAMES, _NAMES), speeds=st.dictionaries(_NAMES, st.floats(0.1, 9)),
     lease=st.none() | st.builds(Lease, st.integers(0, 9), _NAMES), paused=st.none() | st.integers(0, 9),
-    scales=st.lists(st.builds(Scale, st.integers(0, 9), st.floats(0.1, 2), st.integers(1, 3)), max_size=2).map(tuple),
 )  # fmt: skip
 
 

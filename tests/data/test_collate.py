@@ -13,8 +13,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rallypoint.config import JobConfig
 from rallypoint.data import collate
-from rallypoint.data.collate import collated
-from rallypoint.data.gather import gathered
+from rallypoint.data.collate import collated, gathered
 from rallypoint.data.loader import MicroBatches
 
 Point = namedtuple("Point", "x y")

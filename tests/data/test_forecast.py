@@ -6,7 +6,7 @@ from itertools import islice
 
 from rallypoint.config import JobConfig
 from rallypoint.core.policy import LocalSteps
-from rallypoint.data.places import Forecast, Place, places_after, places_from
+from rallypoint.data.order import Forecast, Place, places_after, places_from
 
 SYNC = JobConfig(replicas=4, batch=4, steps=9)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,15 +11,19 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
 import rallypoint as rp
+from rallypoint.config import JobConfig
+from rallypoint.data.loader import MicroBatches
 from rallypoint.data.spec import given
 from rallypoint.errors import DataError, UsageError
 
@@ -36,6 +41,26 @@ def begin(number: int) -> None:
 def test_a_data_set_is_taken_as_it_is() -> None:
     data = given(DATA, collate, rp.Loader(workers=3))
     assert (data.dataset, data.collate, data.loader, data.settings) == (DATA, collate, rp.Loader(workers=3), {})
+
+
+class WithPositions(IterableDataset[int]):
+    """As the data sets of LitData and MosaicML are, which read stores."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("it is read by its positions")
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return 10 * index
+
+
+def test_an_iterable_data_set_that_has_positions_is_taken_in_a_subset() -> None:
+    data = given(Subset(WithPositions(), range(12)))
+    config = JobConfig(replicas=1, batch=12, steps=1, seed=1, **data.settings)
+    batch = MicroBatches(data.dataset, config, torch.device("cpu")).load(0, 0, 0)
+    assert sorted(batch.tolist()) == list(range(0, 120, 10))
 
 
 def test_a_data_loader_says_all_that_it_can() -> None:

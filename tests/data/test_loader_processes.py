@@ -26,7 +26,7 @@ import rallypoint as rp
 from rallypoint.config import JobConfig
 from rallypoint.data.child import leave_connections
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.places import Place, places_from
+from rallypoint.data.order import Place, places_from
 from rallypoint.data.processes import LoaderProcesses, _is_dead
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError

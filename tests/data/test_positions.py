@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.order import SampleOrder
-from rallypoint.data.positions import AT_ONCE, REPLICAS, OrderAhead, SamplesOfWindows, samples_at
+from rallypoint.data.order import AT_ONCE, REPLICAS, OrderAhead, SamplesOfWindows, samples_at
 
 PURE = settings(derandomize=True, deadline=None, max_examples=40)
 _SEEDS = st.integers(0, 2**63 - 1)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.data.loader import MicroBatches, to_device
-from rallypoint.data.reading import Reading
+from rallypoint.data.loader import MicroBatches, Reading, to_device
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError
 

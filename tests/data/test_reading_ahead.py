@@ -23,12 +23,11 @@ from fsspec.implementations.local import LocalFileSystem
 import rallypoint as rp
 from rallypoint.config import JobConfig
 from rallypoint.data import ahead
-from rallypoint.data.ahead import Upcoming
-from rallypoint.data.ahead_pipe import Received, send_whole
+from rallypoint.data.ahead import Received, Upcoming, send_whole
 from rallypoint.data.cache.cache import Piece
 from rallypoint.data.dataset import fetch
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.places import Place, places_from
+from rallypoint.data.order import Place, places_from
 from rallypoint.data.processes import LoaderProcesses
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError

@@ -11,8 +11,8 @@ from jobs import _gpt, _gpt_loss
 import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.core.worker.slots import Compute
-from rallypoint.testing.reference_local import train_local_reference
 from rallypoint.worker.tensors import weights_hash
+from support.reference_local import train_local_reference
 
 PATIENCE_S = 60.0
 SETTINGS: dict[str, Any] = {

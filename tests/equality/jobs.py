@@ -16,8 +16,8 @@ from rallypoint.config import JobConfig, resolve
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.testing.reference import train_reference
-from rallypoint.testing.reference_local import train_local_reference
 from rallypoint.worker.tensors import ModelTensors, weights_hash
+from support.reference_local import train_local_reference
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manifests import Manifest, pod_of
 
-from rallypoint.testing.programs import Program
+from support.programs import Program
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from processes import Kubelet, Pod, kubelet, pods_of, told
 from rallypoint.launch.kubernetes.secrets import certificates, new_secret
 from rallypoint.net.tls.making import make_certificates
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 pytestmark = pytest.mark.programs
 

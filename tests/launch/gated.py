@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 import rallypoint
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 PATIENCE_S = 200.0
 STEPS, AT = 60, 10  # AT: the first step that is not computed before the gate is open

@@ -13,8 +13,7 @@ import pytest
 
 from rallypoint.errors import LinkError
 from rallypoint.launch import ask
-from rallypoint.net.messages import Members, Resize, Snapshotted, SnapshotWanted, StepDone
-from rallypoint.net.ordering.messages import LearningRate, Ordered, Pause, RateScaled
+from rallypoint.net.messages import Members, Ordered, Pause, Resize, Snapshotted, SnapshotWanted, StepDone
 
 
 class Job:
@@ -52,7 +51,7 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Job:
     return job
 
 
-SAID = Ordered("LearningRate", "the operator multiplies the learning rate by 0.5")
+SAID = Ordered("Pause", "the operator pauses the job before step 3")
 
 
 @pytest.mark.parametrize("job", [()], indirect=True)
@@ -60,17 +59,6 @@ def test_an_order_whose_answer_was_lost_with_the_coordinator_ends_though_steps_g
     with pytest.raises(LinkError, match="no answer within 30 s"):
         ask.order(Path("run"), Pause(), print)
     assert job.sent == [Pause()]
-
-
-@pytest.mark.parametrize("job", [(SAID,)], indirect=True)
-def test_a_rate_whose_step_nobody_says_is_ordered_all_the_same(job: Job) -> None:
-    assert ask.change_rate(Path("run"), 0.5, print) == f"{SAID.text}, from the step on that the run will say"
-    assert job.sent == [LearningRate(0.5)]
-
-
-@pytest.mark.parametrize("job", [(SAID, StepDone(1, 0.5, 8), RateScaled("from step 3 on", 3, 0.5, 0.5))], indirect=True)
-def test_the_step_is_said_once_servers_have_settled_it(job: Job) -> None:
-    assert ask.change_rate(Path("run"), 0.5, print) == "from step 3 on"
 
 
 @pytest.mark.parametrize("job", [()], indirect=True)
@@ -112,13 +100,6 @@ def test_a_resize_is_asked_for_again_when_the_coordinator_dies_before_it_counts(
 
 
 @pytest.mark.parametrize("job", [(BROKEN, WHOLE, SAID)], indirect=True)
-def test_an_order_to_multiply_the_rate_is_never_given_twice(job: Job) -> None:
-    with pytest.raises(LinkError, match="give the order again if it was not"):
-        ask.change_rate(Path("run"), 0.5, print)
-    assert job.sent == [LearningRate(0.5)]
-
-
-@pytest.mark.parametrize("job", [(SAID, BROKEN, WHOLE, RateScaled("from step 3 on", 3, 0.5, 0.5))], indirect=True)
-def test_a_coordinator_that_dies_after_its_answer_is_asked_no_more(job: Job) -> None:
-    assert ask.change_rate(Path("run"), 0.5, print) == "from step 3 on"
-    assert job.sent == [LearningRate(0.5)]
+def test_an_order_is_given_again_when_the_coordinator_dies_before_it_answers(job: Job) -> None:
+    assert ask.order(Path("run"), Pause(), lambda said: None) == SAID.text
+    assert job.sent == [Pause(), Pause()]

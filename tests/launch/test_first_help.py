@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 pytestmark = pytest.mark.programs
 ENV = {**os.environ, "COLUMNS": "200"}

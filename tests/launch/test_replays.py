@@ -32,11 +32,11 @@ from rallypoint.launch.replaying import command, comparing, difference, inspecti
 from rallypoint.launch.replaying.losses import first_spike, recorded_losses
 from rallypoint.launch.replaying.task import Layer, Looked, NotFinite, Probed
 from rallypoint.launch.replaying.text import differs, lines_of
-from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.net.messages import Contributed, Updated
 from rallypoint.store.manifest import Manifest
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import Program, run_program
 from rallypoint.worker.tensors import ModelTensors
+from support.programs import Program, run_program
 
 ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "ignore"}
 # Replica 1 waits at the gate; sample POISON has a label that is far off; layer BAD divides by zero at step 9

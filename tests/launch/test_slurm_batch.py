@@ -20,7 +20,7 @@ from rallypoint.launch.engines.slurm.batch import Batch, script_of
 from rallypoint.launch.engines.slurm.cluster import srun_command
 from rallypoint.launch.engines.ssh import ssh_command
 from rallypoint.launch.options import RunOptions, arguments_of
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -13,17 +13,12 @@ import pytest
 from gated import AT, ENV, PATIENCE_S, SCRIPT, alone, hash_of, named, steps_done, wait_until
 from sshd import Shell, kill_all, shell
 
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Netlab, NetlabUnavailable
+from support.netlab import Netlab
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Netlab]:
-    try:
-        netlab.require()
-    except NetlabUnavailable as unavailable:
-        pytest.skip(str(unavailable))
     with Netlab(hosts=2) as made:
         yield made
 

@@ -44,7 +44,6 @@ OF_SYNC: dict[Feature, dict[str, Any]] = {
     Feature.FOLD: {"fold": 2},
     Feature.COMPENSATION: {"delay_compensation": 0.04},
 }
-OPTIMIZERS = {"first": {"type": "sgd", "lr": 0.05, "momentum": 0.5}, "last": {"type": "adam", "lr": 0.02}}
 OF_ASYNC = {Feature.FOLD, Feature.COMPENSATION}  # under rp.LocalSteps a setting of its `over`
 SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.CLIP: {"clip": 0.5},
@@ -55,8 +54,6 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.SUMS: {"optimizer": {"type": "sum"}},
     Feature.ACCUMULATE: {"accumulate": 2},
     Feature.GROUPS: {"groups": [{"match": ["last.*"], "lr_scale": 0.5, "weight_decay": 0.1}]},
-    Feature.MODELS: {"optimizer": OPTIMIZERS},
-    Feature.ALTERNATE: {"optimizer": OPTIMIZERS, "alternate": ["last", "first", "last"]},
     Feature.SYNC_EVERY: {"groups": [{"match": ["last.*"], "sync_every": 2}]},
     Feature.CODEC: {"codec": {"type": "fp16"}},
     Feature.CODEC_STATE: {"codec": {"type": "int8"}},
@@ -66,12 +63,10 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.STREAMED: {"parameters": "streamed", "prefetch_bytes": 200},
     Feature.FINGERPRINTS: {"fingerprints": 2},
     Feature.AUDIT: {"audit": 0.6},
-    Feature.AUDIT_SERVERS: {"audit_servers": 2},
     Feature.OWN_LOOP: {"order": "own"},
     Feature.KEYED: {"keyed": True},
     Feature.STREAM: {"order": "stream"},
     Feature.PASSES: {"order": "stream", "passes": 1},
-    Feature.ONCE: {"order": "once"},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},
@@ -152,16 +147,8 @@ def items(part: int) -> Iterator[Any]:
         yield x + torch.rand(6), y, index
 
 
-def endless(part: int) -> Iterator[Any]:
-    """A part of a stream that each worker reads for itself."""
-    while True:
-        yield from items(part)
-
-
 def data_of(cell: CellJob) -> Any:
     """What the cell trains on."""
-    if cell.has(Feature.ONCE):
-        return rp.Stream(endless, parts=2, once=True)
     if cell.has(Feature.STREAM) or cell.has(Feature.PASSES):
         return rp.Stream(items, parts=2, passes=cell.settings.get("passes"))
     return dataset()
@@ -174,10 +161,8 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
     model = Net(cell)
     own = [torch.optim.Adagrad(model.parameters(), lr=0.05)] if cell.has(Feature.OWN_OPTIMIZER) else []
     settings = {key: value for key, value in cell.settings.items() if key != "optimizer" or not own}
-    several = cell.has(Feature.MODELS) or cell.has(Feature.ALTERNATE)
-    models = {"first": model.first, "last": model.last} if several else model
     first = {"hidden": torch.zeros(2, 10), "steps": torch.tensor(0)} if cell.has(Feature.CARRY) else None
-    run = job.train(models, data_of(cell), own_optimizer=own, carry=first, **settings)
+    run = job.train(model, data_of(cell), own_optimizer=own, carry=first, **settings)
     wait = _gate(job, cell)
     hash_of = _hash_in_evaluation(run, model, cell) if cell.has(Feature.STREAMED) else lambda: weights_hash(model)
     if cell.has(Feature.STOP_WHEN):

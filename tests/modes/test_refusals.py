@@ -48,7 +48,7 @@ def _refused(job: CellJob) -> str:
             layout = ModelTensors(torch.nn.BatchNorm1d(40), job.config).layout
         if job.has(Feature.CARRY):
             layout = ModelTensors(torch.nn.Linear(2, 2), job.config, carry=torch.zeros(2)).layout
-        asks = {Feature.STOP, Feature.STOP_WHEN, Feature.RESCALE} & {*job.features}
+        asks = {Feature.STOP, Feature.STOP_WHEN} & {*job.features}
         of_script = frozenset({*asks, Feature.RANKS} if asks else ()) & {*job.features}
         return record_of(job.config, layout).refusal_of(terms | of_script)
     except (ConfigError, ModelError) as error:

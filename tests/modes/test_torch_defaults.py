@@ -84,7 +84,7 @@ RARE: dict[str, State] = {
     "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
 }  # fmt: skip
 ELSEWHERE = {Feature.RANKS, Feature.SUMS, Feature.KEYED}  # no job of `cell_jobs.py`
-DRAWS = {Feature.STREAM, Feature.PASSES, Feature.ONCE}  # its data draw random numbers of the default type
+DRAWS = {Feature.STREAM, Feature.PASSES}  # its data draw random numbers of the default type
 SAME = [ModeName.SYNC, ModeName.ALL_REDUCE, ModeName.LOCAL, ModeName.STAGGERED]
 NO_MATTER = {Feature.RESIZE, Feature.ON_DEMAND, Feature.BY_SPEED, Feature.BACKUP_TASKS}
 NEEDS_MORE = {Feature.OWN_LOOP}  # than one process: see below

@@ -12,14 +12,11 @@ import torch
 
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.modes import TABLE, Bytes, Feature, Holder, ModeName, No
-from rallypoint.core.view import Scale
 from rallypoint.net.messages import SnapshotWanted
-from rallypoint.net.ordering.messages import LearningRate
 from rallypoint.store.export import average_state
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.processes import ProcessCluster
-from rallypoint.testing.reference import average_reference, train_reference
-from rallypoint.worker.tensors import weights_hash
+from rallypoint.testing.reference import average_reference
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import cell_jobs.py by name
 
@@ -248,17 +245,6 @@ def the_stream_ends_after_a_kill(walk: Walk) -> None:
     assert _stopped_at(walk) == ENDS_AT
 
 
-def a_worker_dies_with_what_it_has_read(walk: Walk) -> None:
-    """Other bytes than undisturbed, but every step has all of its samples."""
-    stage = walk.begin()
-    stage.until_held("worker0", "worker1")
-    stage.kill("worker1")
-    stage.open()
-    stage.result("worker0")
-    config = walk.job.config
-    assert stage.said(f"the stream: {config.steps * config.replicas * config.batch} samples used; read and not used:")
-
-
 def _stopped_at(walk: Walk) -> int:
     """Kill a worker of a job that ends by itself before its last step. Returns the step."""
     stage = walk.begin()
@@ -268,21 +254,6 @@ def _stopped_at(walk: Walk) -> int:
     stage.until_over()
     (finished,) = stage.events("Finished")
     return int(finished["stopped_at"])
-
-
-def the_rate_is_changed_and_a_worker_is_killed(walk: Walk) -> None:
-    stage = walk.begin()
-    stage.until_held("worker0", "worker1")
-    stage.order(LearningRate(0.5))
-    stage.until(lambda: stage.events("RateScaled") != [], "it is known from which step on the rate changes")
-    stage.kill("worker1")
-    stage.open()
-    (scaled,) = stage.events("RateScaled")
-    assert HELD_AT <= scaled["step"] <= HELD_AT + 1
-    model = Net(walk.job)
-    scales = [Scale(scaled["step"], 0.5, 1)]
-    train_reference(model, dataset(), loss_of, walk.job.config, scales=scales)
-    assert stage.result("worker0") == weights_hash(model)
 
 
 def a_process_is_killed_and_another_takes_its_place(walk: Walk) -> None:
@@ -300,9 +271,7 @@ def a_process_is_killed_and_another_takes_its_place(walk: Walk) -> None:
 PLAYS: dict[Feature, Callable[[Walk], None]] = {
     Feature.OWN_LOOP: a_process_is_killed_and_another_takes_its_place,
     Feature.PASSES: the_stream_ends_after_a_kill,
-    Feature.ONCE: a_worker_dies_with_what_it_has_read,
     Feature.STOP: the_script_stops_the_job_after_a_kill,
-    Feature.RESCALE: the_rate_is_changed_and_a_worker_is_killed,
     Feature.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,
     Feature.REPLICATION: a_server_with_a_backup_is_killed,
     Feature.SNAPSHOTS: everybody_with_the_state_is_killed,

@@ -3,11 +3,93 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rallypoint.core.modes.markdown import markdown_modes, markdown_table
+from rallypoint.core.modes.conflicts import CONFLICTS
+from rallypoint.core.modes.features import Feature
+from rallypoint.core.modes.table import TABLE, Cell, No, Only
+from rallypoint.core.modes.traits import MODES, ModeName
 
 DOCS = Path(__file__).parents[2] / "docs" / "modes.md"
+
+
+def markdown_modes() -> str:
+    """A Markdown table with the description of every mode, one row each."""
+    rows = [
+        (
+            _mode(traits.name, "rp."),
+            traits.clock.value, traits.holder.value, traits.contribution.value, "yes" if traits.drops else "no",
+            traits.bytes.value, "yes" if traits.leaves_state else "no",
+        )
+        for traits in MODES.values()
+    ]  # fmt: skip
+    head = (
+        "mode", "a version counts", "parameters and optimizer state are held by", "a contribution is",
+        "contributions may be dropped", "same bytes", "a replica leaves state on its worker",
+    )  # fmt: skip
+    return _table(head, rows)
+
+
+def markdown_table() -> str:
+    """A Markdown table of what each mode supports, one row for each feature; then why not, and the conflicts."""
+    reasons = _reasons()
+    rows = [
+        (_written(feature), *(_cell(TABLE[feature][mode], reasons) for mode in ModeName)) for feature in Feature
+    ]
+    notes = "\n".join(f"{number}. {why}." for why, number in reasons.items())
+    conflicts = "\n".join(f"- {line}" for line in _conflicts())
+    table = _table(("", *(_mode(mode) for mode in ModeName)), rows)
+    return f"{table}\n\nWhy not:\n\n{notes}\n\nNot together:\n\n{conflicts}"
+
+
+def _reasons() -> dict[str, int]:
+    """Every reason in the table, numbered in the order in which a reader meets them."""
+    reasons: dict[str, int] = {}
+    for cells in TABLE.values():
+        for cell in cells.values():
+            if isinstance(cell, No | Only):
+                reasons.setdefault(cell.why, len(reasons) + 1)
+    return reasons
+
+
+def _cell(cell: Cell, reasons: dict[str, int]) -> str:
+    match cell:
+        case No(why=why):
+            return f"no ({reasons[why]})"
+        case Only(beside=beside, why=why):
+            return f"with `{beside.value}` ({reasons[why]})"
+        case _:
+            return "yes"
+
+
+def _conflicts() -> Iterator[str]:
+    for conflict in CONFLICTS:
+        where = ", ".join(_mode(mode) for mode in ModeName if mode in conflict.modes)
+        only = "" if conflict.modes == frozenset(ModeName) else f" (under {where})"
+        yield f"{_written(conflict.first)} and {_written(conflict.second)}{only}: {conflict.why}."
+
+
+def _mode(mode: ModeName, before: str = "") -> str:
+    """The mode as Markdown code; settings that it is used with follow in words."""
+    setting, _, others = mode.value.partition(" with ")
+    return f"`{before}{setting}`" + (" with " + " or ".join(f"`{other}`" for other in _names(others)) if others else "")
+
+
+def _names(words: str) -> list[str]:
+    return words.replace(" or ", ", ").split(", ")
+
+
+def _written(feature: Feature) -> str:
+    """Settings as code, the rest as words."""
+    return re.sub(r"--replication 2|--[a-z-]+|run\.every|\w+=[^\s)]*", lambda found: f"`{found[0]}`", feature.value)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 PRINTED = {"modes": markdown_modes(), "table": markdown_table()}
 
 

@@ -35,7 +35,10 @@ from rallypoint.net.tls.files import TlsFiles
 from rallypoint.net.tls.making import make_certificates
 from rallypoint.net.tls.transport import TlsTransport
 from rallypoint.net.transport import Transport
-from rallypoint.testing.programs import Program
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from support.programs import Program
 
 SCRIPT = """
 import pathlib, time, torch, rallypoint as rp

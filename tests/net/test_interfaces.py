@@ -10,8 +10,7 @@ import pytest
 from rallypoint.errors import UsageError
 from rallypoint.net.places import interfaces
 from rallypoint.net.places.interfaces import at_interface
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Netlab, NetlabUnavailable
+from support.netlab import Netlab
 
 LOOPBACK_V6 = "00000000000000000000000000000001 01 80 10 80       lo\n"
 
@@ -46,10 +45,6 @@ def test_an_interface_that_is_not_there_is_told_with_those_that_are() -> None:
 
 @pytest.mark.netns
 def test_the_interface_of_another_host_has_that_host_s_address() -> None:
-    try:
-        netlab.require()
-    except NetlabUnavailable as unavailable:
-        pytest.skip(str(unavailable))
     ask = "from rallypoint.net.places.interfaces import at_interface as at; print(at('{}:4700', 'eth0'))"
     with Netlab(hosts=1) as lab:
         (host,) = lab.hosts

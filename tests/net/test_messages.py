@@ -13,26 +13,30 @@ from rallypoint.core.deciding.decisions import StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
-from rallypoint.core.view import Assignment, Member, Scale, Stop, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, Stop, View, ViewNumber
 from rallypoint.core.views.difference import canonical, difference
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
-from rallypoint.net.auditing.messages import ServerMismatch, StateChanged
 from rallypoint.net.evaluations.messages import Evaluated, Evaluates, NotKept
-from rallypoint.net.ordering.messages import (
+from rallypoint.net.messages import (
+    AuditFound,
+    Caches,
+    Contributed,
     Drain,
-    LearningRate,
+    Found,
+    Holder,
+    NotFound,
+    Offers,
     Ordered,
     Pause,
-    RateAwaited,
-    RateScaled,
-    SnapshotEvery,
+    Reached,
     StopWanted,
+    Unrestored,
+    Updated,
+    ViewChange,
+    Wanted,
 )
-from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled, ScriptAt
-from rallypoint.net.sharing.messages import Caches, Found, Holder, NotFound, Offers, Wanted
-from rallypoint.net.views.messages import Reached, Unrestored, ViewChange
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
 RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, 9, {"frozen": "00ff"})
@@ -42,7 +46,6 @@ VIEW = View(
         {"w0": (1,), "w1": (0,)})),
     primary={0: "s0", 1: "s0"}, backup={1: "s1"}, paired={1: ViewNumber(2, 3)},
     origin="step-00000004-1", uploader="w0", ending=True, stop=Stop(7, "enough", "w0"),
-    rescale=0.5, scales=(Scale(3, 0.1, 1),),
 )  # fmt: skip
 EXAMPLES: list[m.Message] = [
     m.Challenge(b"\0" * 32, "server", "s0"),
@@ -68,10 +71,8 @@ EXAMPLES: list[m.Message] = [
     Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), NotKept(7, ViewNumber(2, 1)),
     Contributed(7, 1, 0.5, bytes(32), ViewNumber(2, 1)), Updated(8, 3, bytes(16), ViewNumber(2, 1)),
     AuditFound(7, 1, 3, ("w0", "w2"), ("w1",), ViewNumber(2, 1)),
-    StateChanged(3, 7, ViewNumber(2, 1)), ServerMismatch("words", 3, 7, ("s0", "s1")),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
-    Pause(False), StopWanted("enough"), Drain("w0"), SnapshotEvery(250, 60.0), Ordered("Pause", "paused", refused=True),
-    LearningRate(0.5), RateAwaited(ViewNumber(2, 1), 7), RateScaled("words", 7, 0.5, 0.25),
+    Pause(False), StopWanted("enough"), Drain("w0"), m.SnapshotEvery(60.0), Ordered("Pause", "paused", refused=True),
     Offers("10.0.0.1:5", "0a" * 8), Wanted(b"f" * 16, 5, 7), Found(b"c" * 16), NotFound("gone"),
     Reached(7, ViewNumber(2, 1)), Unrestored("file 0 is damaged", ViewNumber(2, 1)),
     Caches((Holder("w0", 1, "10.0.0.1:5", "0a" * 8),), {"w0": b"t" * 60}),

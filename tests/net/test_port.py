@@ -19,8 +19,7 @@ from rallypoint.net.sampling.kernel import SO_MAX_PACING_RATE, sent_of
 from rallypoint.net.sampling.port import Port
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import LEAST_PACE, Connection, Limits
-from rallypoint.testing import netlab
-from rallypoint.testing.netlab import Netlab, NetlabUnavailable
+from support.netlab import Netlab
 
 PATIENCE_S = 60.0
 LAB_MBIT = 50.0
@@ -203,10 +202,6 @@ def _sends_until_paced(ends: list[Connection], peers: list[Connection]) -> list[
 
 @pytest.mark.netns
 def test_links_of_a_port_of_50_mbit_are_paced_at_their_parts_of_it() -> None:
-    try:
-        netlab.require()
-    except NetlabUnavailable as unavailable:
-        pytest.skip(str(unavailable))
     with Netlab(hosts=3, rate_mbit=LAB_MBIT) as lab:
         accepting: list[Any] = [None, None]
 

@@ -14,10 +14,8 @@ from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.views.difference import WrongBase, apply, canonical, difference
 from rallypoint.errors import CorruptFrame
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import decode, encode
-from rallypoint.net.sharing.messages import Caches
-from rallypoint.net.views.messages import NewView, OfViews, ViewChange
-from rallypoint.net.views.receiver import ViewReceiver
+from rallypoint.net.member import ViewReceiver
+from rallypoint.net.messages import Caches, NewView, OfViews, ViewChange, decode, encode
 
 SECRET = b"s" * 32
 ALL = ("s0", "s1", "s2", "g0", "w0", "w1", "w2")

@@ -19,7 +19,7 @@ from rallypoint.core.worker.streaming import StreamMachine
 from rallypoint.errors import RallypointError
 from rallypoint.observe.observed import QUESTIONS, changing_methods, observed, watched
 from rallypoint.observe.recording import SUFFIX, Recorder, RecordingError, read
-from rallypoint.testing.replay import replay
+from support.replay import replay
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import Program
+from support.programs import Program
 
 sys.path.insert(0, str(Path(__file__).parent))
 

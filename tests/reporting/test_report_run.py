@@ -16,7 +16,7 @@ from rallypoint.launch.folder import REPORTS, read_where
 from rallypoint.launch.reporting.bundle import write_report
 from rallypoint.launch.reporting.picture import picture_of
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import Program
+from support.programs import Program
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]
 

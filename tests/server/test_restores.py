@@ -18,7 +18,7 @@ from rallypoint.config import resolve
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DamagedSnapshot
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.views.messages import Unrestored
+from rallypoint.net.messages import Unrestored
 from rallypoint.server.reducer import inbox
 from rallypoint.server.restores import READ_AHEAD, Restores
 from rallypoint.store import closing, retry

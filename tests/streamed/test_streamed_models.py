@@ -122,7 +122,6 @@ def test_an_evaluation_may_copy_the_model() -> None:
     ({"codec": Bf16()}, "use the raw codec"),
     ({"sync": rp.Async()}, "use sync=rp.Sync\\(\\)"),
     ({"precision": "bf16"}, "autocast would keep a bf16 copy"),
-    ({"offload": "activations"}, "leave one of them out"),
 ])
 def test_what_does_not_go_together_is_refused(settings: dict[str, Any], why: str) -> None:
     with EmbeddedJob() as job, pytest.raises(ConfigError, match=why):

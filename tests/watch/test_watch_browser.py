@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,9 +13,8 @@ import pytest
 from test_watch_run import address_of, long
 
 from rallypoint.launch.folder import COORDINATOR_LOCK
-from rallypoint.testing.browser import NAMES, Tab, browser, executable
-from rallypoint.testing.programs import Program
-from rallypoint.watch.follow import EVENTS
+from support.browser import NAMES, Tab, browser, executable
+from support.programs import Program
 
 SCRIPT = """
 import pathlib, time, torch, rallypoint as rp
@@ -103,7 +101,7 @@ def test_the_page_draws_shows_a_death_and_goes_on_after_the_coordinator_s(
     assert run.wait(100.0) == 0
 
 
-def test_the_buttons_pause_the_job_change_its_period_of_snapshots_and_stop_it(
+def test_the_buttons_pause_the_job_and_let_it_go_on(
     run: Program, tab: Tab, tmp_path: Path
 ) -> None:
     address_of(run, tmp_path / "out")
@@ -117,21 +115,9 @@ def test_the_buttons_pause_the_job_change_its_period_of_snapshots_and_stop_it(
         assert token is not None
         said = press(tab, "pause", f"operator-token={token[1]}")
         assert said.startswith("the operator pauses the job before step ")
-        assert "how often?" in press(tab, "period")
-        assert press(tab, "period", "steps=2") == "the operator has snapshots taken every 2 steps"
         opened(tmp_path, STEPS)
-        assert "give a factor" in press(tab, "rate")
-        assert press(tab, "rate", "factor=0.5").startswith("the learning rate is multiplied by 0.5 from step ")
-        tab.until("run.marks.some((mark) => mark.kind === 'rate')")
         assert press(tab, "continue") == "the operator lets the job go on"
         tab.until("run.ended === 'finished'")
-        told = [json.loads(line) for line in (tmp_path / "job" / EVENTS).read_text().splitlines()]
-        (scaled,) = [one for one in told if one["type"] == "RateScaled"]
-        assert scaled["step"] >= 5
-        rates = [one["lr"] for one in told if one["type"] == "StepDone" and one["step"] in (0, STEPS - 1)]
-        assert rates[1] == rates[0] / 2
-        taken = {one["version"] for one in told if one["type"] == "Snapshotted"}
-        assert len(taken - {0, STEPS}) >= 1, "by time none would have been taken"
         assert tab.errors == []
     finally:
         watch.kill()

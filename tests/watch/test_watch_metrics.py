@@ -23,10 +23,10 @@ from rallypoint.net.messages import (
     Message,
     Metrics,
     Skipped,
+    SnapshotEvery,
     Snapshotted,
     StepDone,
 )
-from rallypoint.net.ordering.messages import SnapshotEvery
 from rallypoint.observe.trace import Tracer
 from rallypoint.watch.metrics.exposition import Exposition
 from rallypoint.watch.metrics.job import JobFigures
@@ -119,9 +119,9 @@ def test_before_the_first_snapshot_its_time_is_the_beginning_and_without_snapsho
     assert "rallypoint_snapshot_timestamp_seconds" not in values(JobFigures(Terms(), 0.0).read())
 
 
-def test_the_period_of_snapshots_is_the_one_that_was_ordered_last() -> None:
-    told = values(figures(PLAN, SnapshotEvery(7)).read())
-    assert (told["rallypoint_snapshot_period_steps"], told["rallypoint_snapshot_period_seconds"]) == (7, 0.0)
+def test_the_period_of_snapshots_is_the_one_that_the_job_has_chosen() -> None:
+    told = values(figures(PLAN, SnapshotEvery(7.0)).read())
+    assert (told["rallypoint_snapshot_period_steps"], told["rallypoint_snapshot_period_seconds"]) == (0, 7.0)
 
 
 def test_the_lateness_of_who_is_gone_is_forgotten() -> None:

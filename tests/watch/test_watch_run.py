@@ -22,9 +22,9 @@ from rallypoint.launch.observing import page
 from rallypoint.launch.observing.page import PageProcess, check_page
 from rallypoint.launch.options import RunOptions
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import Program
 from rallypoint.watch.follow import EVENTS
 from rallypoint.watch.locked import HEADER
+from support.programs import Program
 
 SCRIPT = """
 import pathlib, time, torch, rallypoint as rp

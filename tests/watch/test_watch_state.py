@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
     Applied,
+    AuditFound,
     Finished,
     Members,
     Message,
@@ -25,8 +25,6 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import RateScaled
-from rallypoint.net.recording.messages import AuditFound
 from rallypoint.net.sampling.messages import LinkSample, Sampled
 from rallypoint.watch.answer import Reader
 from rallypoint.watch.follow import EVENTS, Follower, take_line
@@ -55,19 +53,12 @@ def steps(first: int, last: int) -> list[Message]:
 def test_what_an_audit_has_found_is_a_mark_however_many_servers_say_it() -> None:
     run = RunState()
     differ, decided = AuditFound(2, 1, 0, (), ("worker0", "worker1")), AuditFound(2, 1, 0, ("w0", "w2"), ("w1",))
-    found = (differ, msgspec.structs.replace(differ, shard=3), decided, ServerMismatch("it changed", 3, 2, ("s0",)))
-    for message in (PLAN, *steps(0, 2), *found, decided):
+    for message in (PLAN, *steps(0, 2), differ, msgspec.structs.replace(differ, shard=3), decided, decided):
         run.take(message, 1.0)
     assert [(mark["kind"], mark["step"], mark["text"]) for mark in run.marks] == [
         ("audit", 2, "audit of step 2, replica 1: worker0 and worker1 have computed different bytes"),
         ("audit", 2, "audit of step 2, replica 1: w1 has computed other bytes than w0 and w2"),
-        ("audit", 2, "it changed"),
     ]  # fmt: skip
-
-
-def test_a_change_of_the_learning_rate_is_a_mark_at_its_step() -> None:
-    run = run_of(PLAN, *steps(0, 2), RateScaled("the learning rate is multiplied by 0.5 from step 5 on", 5, 0.5, 0.5))
-    assert [(mark["kind"], mark["step"]) for mark in run.marks] == [("rate", 5)]
 
 
 def test_curves_hold_what_was_logged_at_each_step() -> None:

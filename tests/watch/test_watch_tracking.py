@@ -17,13 +17,13 @@ from rallypoint.launch.reporting.redaction import Redaction
 from rallypoint.net.messages import Aborted, Finished, Metrics, Skipped, StepDone
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.trackers import TRACKER_CONTRACT, Make, Read, Shown
-from rallypoint.testing.programs import Program, run_program
 from rallypoint.watch.follow import EVENTS
 from rallypoint.watch.tracking import follow, tensorboard
 from rallypoint.watch.tracking.follow import place_of, track
 from rallypoint.watch.tracking.tensorboard import TensorBoard
 from rallypoint.watch.tracking.tracker import RunFacts
 from rallypoint.watch.tracking.tracking import Tracking
+from support.programs import Program, run_program
 
 
 @pytest.fixture(autouse=True)

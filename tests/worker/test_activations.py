@@ -1,4 +1,4 @@
-"""Recomputed and offloaded activations: fewer bytes kept, the same gradients."""
+"""Recomputed activations: fewer bytes kept, the same gradients."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from rallypoint.errors import ModelError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.activations import Activations, blocks_of
 from rallypoint.worker.tensors import weights_hash
-
-CPU = torch.device("cpu")
 
 
 def block(width: int = 8) -> torch.nn.Sequential:
@@ -56,7 +54,7 @@ def gradients(net: torch.nn.Module) -> tuple[list[torch.Tensor], int]:
 def test_recomputed_blocks_keep_less_and_give_the_same_gradients() -> None:
     plain, kept = gradients(Net())
     net = Net()
-    activations = Activations(net, JobConfig(recompute="blocks"), CPU)
+    activations = Activations(net, JobConfig(recompute="blocks"))
     again, less = gradients(net)
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
     assert less < kept / 2
@@ -67,7 +65,7 @@ def test_recomputed_blocks_keep_less_and_give_the_same_gradients() -> None:
 
 def test_a_copy_of_the_model_recomputes_with_its_own_parameters() -> None:
     net = Net()
-    Activations(net, JobConfig(recompute="blocks"), CPU)
+    Activations(net, JobConfig(recompute="blocks"))
     other = copy.deepcopy(net)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -75,19 +73,6 @@ def test_a_copy_of_the_model_recomputes_with_its_own_parameters() -> None:
     other(torch.randn(2, 8)).sum().backward()
     assert all(parameter.grad is None for parameter in net.parameters())
     assert float(other(torch.randn(2, 8)).detach().abs().sum()) == 0
-
-
-def test_offloaded_activations_give_the_same_gradients() -> None:
-    plain, _ = gradients(Net())
-    net = Net()
-    activations = Activations(net, JobConfig(offload="activations"), CPU)
-    activations.enter()
-    torch.manual_seed(1)
-    loss = net(torch.randn(64, 8)).square().mean()
-    activations.leave()
-    activations.leave()
-    loss.backward()
-    assert all(torch.equal(one, p.grad) for one, p in zip(plain, net.parameters(), strict=True) if p.grad is not None)
 
 
 def test_blocks_inside_of_blocks_are_left_out() -> None:
@@ -107,8 +92,7 @@ def test_a_model_whose_blocks_cannot_run_twice_is_refused(model: torch.nn.Module
         list(blocks_of(model))
 
 
-@pytest.mark.parametrize("settings", [{"recompute": "blocks"}, {"offload": "activations"}])
-def test_a_job_with_less_memory_ends_with_the_same_bytes(settings: dict[str, Any]) -> None:
+def test_a_job_with_less_memory_ends_with_the_same_bytes() -> None:
     data = torch.utils.data.TensorDataset(torch.randn(32, 8, generator=torch.Generator().manual_seed(2)))
 
     def trained(**more: Any) -> str:
@@ -121,4 +105,4 @@ def test_a_job_with_less_memory_ends_with_the_same_bytes(settings: dict[str, Any
         assert all("forward" not in vars(module) for module in net.modules())
         return weights_hash(net)
 
-    assert trained(**settings) == trained()
+    assert trained(recompute="blocks") == trained()

@@ -17,7 +17,7 @@ from rallypoint.core.sums.digests import DIGEST_BYTES, pieces_of
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.net.recording.messages import Contributed, Updated
+from rallypoint.net.messages import Contributed, Updated
 from rallypoint.testing.reference import _Reference
 from rallypoint.worker.exchange.replica import ReplicaPushes
 from rallypoint.worker.tensors import ModelTensors

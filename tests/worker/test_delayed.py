@@ -16,8 +16,8 @@ from rallypoint.config import resolve
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.messages import Finished
-from rallypoint.testing.reference_local import train_local_reference
 from rallypoint.worker.tensors import ModelTensors, weights_hash
+from support.reference_local import train_local_reference
 
 SETTINGS: dict[str, Any] = {
     "replicas": 2, "batch": 8, "steps": 16, "clip": 0.5, "shard_bytes": 256, "optimizer": rp.AdamW(lr=1e-2),

@@ -7,9 +7,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+import rallypoint as rp
+from rallypoint.config import of_group
 from rallypoint.core.layout import Layout
 from rallypoint.core.policy import Async, ServerPolicy, Sync
-from rallypoint.errors import ProtocolError, UsageError
+from rallypoint.errors import ConfigError, ProtocolError, UsageError
 from rallypoint.net.frames import LATEST, SKIP, Header, Kind, wants
 from rallypoint.worker.keys.arrivals import Heard, KeyArrivals
 from rallypoint.worker.keys.dense import DenseKey
@@ -148,3 +150,23 @@ def test_rows_may_have_any_shape(layout: Layout) -> None:
 def test_rows_that_are_no_whole_numbers_are_told(layout: Layout, rows: Any) -> None:
     with pytest.raises(UsageError, match="rows of key t are whole numbers"):
         TableKey(0, layout).reading(rows)
+
+
+def test_an_optimizer_by_the_first_part_of_names_is_each_keys_own() -> None:
+    keys = {"g.a": (4,), "g.b": (4,), "d": (4,)}
+    both = {"g": rp.Adam(lr=0.1), "d": rp.SGD(lr=0.2)}
+    config, layout = declared(keys, {"steps": STEPS, "optimizer": both}, {})
+    own = {entry.spec.name: of_group(config, entry.spec.group).optimizer for entry in layout.entries}
+    assert own == {"g.a": both["g"], "g.b": both["g"], "d": both["d"]}
+
+
+@pytest.mark.parametrize(("optimizer", "overrides", "sentence"), [
+    ({"g": rp.Adam()}, {}, "'d' has no optimizer: give each key one"),
+    ({"g": rp.Adam(), "d": rp.SGD(), "e": rp.SGD()}, {}, "'e' is the first part of no key's name"),
+    ({"g": rp.Adam(), "d": rp.SGD()}, {"optimizer": {"lr": 0.5}}, "optimizer is set, and the script gives each key"),
+])  # fmt: skip
+def test_optimizers_of_other_keys_are_refused(
+    optimizer: dict[str, Any], overrides: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        declared({"g.a": (4,), "d": (4,)}, {"optimizer": optimizer}, overrides)

@@ -21,8 +21,8 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.inproc import InprocConnection
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
-from rallypoint.testing.reference_local import train_local_reference
 from rallypoint.worker.tensors import weights_hash
+from support.reference_local import train_local_reference
 
 SETTINGS: dict[str, Any] = {
     "replicas": 2, "batch": 8, "steps": 10, "accumulate": 2, "clip": 0.5, "shard_bytes": 256,

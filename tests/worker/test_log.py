@@ -41,8 +41,7 @@ def test_a_figure_is_averaged_over_micro_batches_and_replicas(tmp_path: Path) ->
 
 
 def test_each_step_has_its_learning_rate(tmp_path: Path) -> None:
-    settings = {"optimizer": rp.SGD(lr=rp.linear(0.1, warmup=2)), "scale_lr": "linear", "base_batch": 4}
-    steps = steps_logged(tmp_path, lambda micro: 1, **settings)
+    steps = steps_logged(tmp_path, lambda micro: 1, optimizer=rp.SGD(lr=rp.linear(0.2, warmup=2)))
     assert [step["lr"] for step in steps] == pytest.approx([0.1, 0.2, 0.2])
 
 

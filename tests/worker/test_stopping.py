@@ -30,17 +30,13 @@ def view(stop: int | None) -> Any:
 
 
 def test_an_earlier_end_than_the_view_says_is_said_again_to_another_coordinator() -> None:
-    """Whoever says it waits for it, and nobody else may know that the step before it was the last one."""
     said: list[Any] = []
     stopping = Stopping(said.append)
-    waits = exchange(7)
-    waits.end.wait_until_before = lambda step: None
-    for step in (8, 7, 7):
-        stopping.end_before(step, "the stream is over", waits)
-    assert [stop.version for stop in said] == [8, 7]
+    stopping.wish("the stream is over", step=6)
+    stopping.heed(exchange(6))
     for known in (8, 7, None):
         stopping.repeat(view(known))
-    assert [stop.version for stop in said] == [8, 7, 7, 7]
+    assert [stop.version for stop in said] == [7, 7, 7]
 
 
 def test_what_the_script_wants_counts_at_once_also_when_the_stream_has_an_end() -> None:

@@ -72,13 +72,14 @@ def test_samples_of_unlike_shapes_are_made_a_batch_by_the_scripts_own_function()
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
+        (dict, "a dict was given as the model: .* see examples/gan.py"),
         (lambda: print, "a builtin_function_or_method was given as the model: give a torch.nn.Module"),
         (lambda: torch.nn.Linear(3, 2, device="meta"), "parameter weight is on the meta device and has no values"),
         (lambda: torch.nn.LazyLinear(2), r"weight has no shape yet \(a lazy module\): run one batch through the model"),
         (lambda: torch.nn.LazyBatchNorm1d(), "has no shape yet"),
         (lambda: _expanded(), "parameter weight is an expanded view, whose elements share memory: make it one"),
     ],
-    ids=["function", "meta", "lazy", "lazy buffers", "expanded"],
+    ids=["dict", "function", "meta", "lazy", "lazy buffers", "expanded"],
 )
 def test_models_that_cannot_be_trained(build: Any, sentence: str) -> None:
     refused(ModelError, sentence, build())
@@ -105,13 +106,15 @@ def _expanded() -> torch.nn.Module:
         ({"lr": 0.1}, r"unknown field `lr`: give it to the optimizer, optimizer=rp\.AdamW\(lr=1e-3\)"),
         ({"batch_size": 4}, "unknown field `batch_size`: a replica's samples at a step are batch="),
         ({"epochs": 4}, "unknown field `epochs`: give steps="),
+        ({"alternate": ("a", "b")}, "alternate is gone: models that take turns, .* are keys of job.store"),
+        ({"base_batch": 64}, r"base_batch is gone: give the rate, .*rp\.scaled_lr"),
         ({"callback": print}, "unknown field `callback`: docs/usage.md has a table of its settings"),
         ({"clip": print}, "clip is a builtins.builtin_function_or_method: settings are data"),
     ],
     ids=[
         "lr", "optimizer", "no parentheses", "a mode's class", "a mode that needs steps", "torch's class",
-        "a mode's name", "no mode's name", "an optimizer's name", "lr outside", "batch_size", "epochs", "unknown",
-        "object",
+        "a mode's name", "no mode's name", "an optimizer's name", "lr outside", "batch_size", "epochs", "gone", "too",
+        "unknown", "object",
     ],
 )
 def test_settings_that_are_none(settings: dict[str, Any], sentence: str) -> None:

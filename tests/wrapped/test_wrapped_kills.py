@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from own_loops import train_plain
 
-from rallypoint.testing.programs import run_program
+from support.programs import run_program
 
 pytestmark = pytest.mark.programs
 

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
 from rallypoint.bridges.wrap import wrap_in
-from rallypoint.data.replica_batches import ReplicaSampler
+from rallypoint.data.order import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.join import join
 from rallypoint.worker.loop.session import Job

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from rallypoint.bridges.wrap import wrap_in
-from rallypoint.data.replica_batches import ReplicaSampler
+from rallypoint.data.order import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.join import join
 from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
@@ -91,7 +91,7 @@ class RallypointStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _check(self, trainer: Any) -> None:
         for unsupported, why in (
-            (len(self.optimizers) != 1, "one optimizer: use job.train for several"),
+            (len(self.optimizers) != 1, "one optimizer: for several use job.store in a loop of your own"),
             (not self.lightning_module.automatic_optimization, "automatic optimization: use rp.wrap in a plain loop"),
             (bool(trainer.gradient_clip_val), "no gradient_clip_val, which would clip before the mean: give it clip="),
             (getattr(self.precision_plugin, "scaler", None) is not None, 'no loss scaling: use precision="bf16-mixed"'),

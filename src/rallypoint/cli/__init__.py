@@ -16,7 +16,7 @@ from rallypoint.cli import (  # noqa: F401
     doctor,
     kubernetes,
     looking,
-    ordering,
+    operator,
     planner,
     report,
     running,
@@ -25,7 +25,7 @@ from rallypoint.cli import (  # noqa: F401
     tokens,
     track,
 )
-from rallypoint.cli.app import FIRST, PANELS, app
+from rallypoint.cli.app import FIRST, GONE, PANELS, app
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.observe.lenient import encode_all, say
 from rallypoint.observe.lines import printable_lines
@@ -40,6 +40,8 @@ def main() -> None:
         command.help = _unwrapped(inspect.getdoc(command.callback) or "")
     try:
         _check_current_folder()
+        if (word := "".join(sys.argv[1:2])) in GONE:
+            raise UsageError(f"rallypoint {word} is gone: {GONE[word]}")
         app(prog_name="rallypoint")
     except RallypointError as error:
         say(f"error: {printable_lines(str(error))}", error=True)  # names in it come from the network

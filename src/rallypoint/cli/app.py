@@ -8,6 +8,11 @@ import typer
 
 import rallypoint
 
+GONE = {  # commands that earlier versions had: what to do instead
+    "learning-rate": "end the run (Ctrl-C), then go on with rallypoint resume RUN --set optimizer.lr=1e-4",
+    "snapshot-every": "say it at the start (--snapshot-steps, --snapshot-seconds), or ask for one: rallypoint snapshot",
+}
+
 app = typer.Typer(
     help="Data-parallel training for PyTorch: workers compute gradients, servers own the parameters, any of them may "
     "die.\n\nBegin with [bold]rallypoint train gpt[/bold], or with a script of your own: "
@@ -18,6 +23,10 @@ app = typer.Typer(
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 START, RUNNING, AFTER, BY_HAND = "Start a job", "While a job runs", "Afterwards", "A cluster by hand"
 PANELS = (START, RUNNING, AFTER, BY_HAND)  # in the order of `rallypoint --help`
+GONE = {  # commands that earlier versions had: what to do instead
+    "train finetune": "it is a script now: rallypoint run examples/finetune.py --model gpt2 --data texts",
+    "train gan": "it is a script now, with job.store in place of job.train: rallypoint run examples/gan.py",
+}
 FIRST = ("run", "train")  # of their panel's commands; the others follow as they were registered
 
 

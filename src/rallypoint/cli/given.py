@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from rallypoint.cli.app import GONE
 from rallypoint.errors import ConfigError, UsageError, meant, to_install
 from rallypoint.launch.plan import RUN_FILE
 
@@ -34,6 +35,8 @@ def without_settings(given: list[str]) -> tuple[list[str], list[str]]:
 def recipe_argv(recipe: str, arguments: list[str]) -> list[str]:
     from rallypoint.recipes import RECIPES
 
+    if why := GONE.get(f"train {recipe}"):
+        raise UsageError(f"the recipe {recipe} is gone: {why}")
     if recipe not in RECIPES:
         raise UsageError(f"there is no recipe {recipe}: choose one of {', '.join(sorted(RECIPES))}")
     argv = [sys.executable, "-P", "-m", RECIPES[recipe], *arguments]
@@ -57,10 +60,7 @@ def options_of(recipe: str) -> list[str]:
 
 
 def check_recipe(recipe: str, arguments: list[str]) -> None:
-    """Check a recipe's own options before anything starts. UsageError for one that it does not have; what it checks
-    itself ends the command."""
-    from rallypoint.recipes import CHECKED, RECIPES
-
+    """Raise UsageError for an option that the recipe does not have, before anything starts."""
     known, before = options_of(recipe), ""
     for argument in arguments:
         name = argument.partition("=")[0]
@@ -68,12 +68,6 @@ def check_recipe(recipe: str, arguments: list[str]) -> None:
             listed = f"; `rallypoint train {recipe} --help` lists them"
             raise UsageError(f"{recipe} has no option {name}{meant(name, known) or listed}")
         before = argument
-    if recipe not in CHECKED:
-        return
-    module = importlib.import_module(RECIPES[recipe])
-    status = module.main([*arguments, "--check"], program=f"rallypoint train {recipe}")
-    if status or "--check" in arguments:
-        raise typer.Exit(status)
 
 
 def refuse_option(context: typer.Context, first: str, what: str) -> None:

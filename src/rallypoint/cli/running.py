@@ -154,9 +154,6 @@ def export(
     best: Annotated[bool, typer.Option(
         "--best", help="The snapshot with the best figure (keep_best), not the newest one.",
     )] = False,
-    model: Annotated[str, typer.Option(
-        metavar="NAME", help="One of several models, under its own names of tensors.", show_default=False,
-    )] = "",
 ) -> None:  # fmt: skip
     """Write a snapshot's model as safetensors, as a Hugging Face folder or as a torch checkpoint.
 
@@ -164,4 +161,4 @@ def export(
     """
     from rallypoint.store.export import export_snapshot
 
-    print(export_snapshot(snapshot, to, average=average, best=best, format=format, only=model))
+    print(export_snapshot(snapshot, to, average=average, best=best, format=format))

@@ -59,7 +59,7 @@ def run(
 @with_options(RunOptions)
 def train(
     context: typer.Context,
-    recipe: Annotated[str, typer.Argument(help="gpt, resnet, gan, finetune; all after it is passed on to the recipe.")],
+    recipe: Annotated[str, typer.Argument(help="gpt, resnet; all after it is passed on to the recipe.")],
     options: RunOptions,
 ) -> None:
     """Train a ready-made recipe on real data.
@@ -70,8 +70,7 @@ def train(
     arguments, settings = without_settings(context.args)
     hint_at_misplaced(context, arguments, recipe)
     argv = recipe_argv(recipe, arguments)
-    if not options.hosts and options.engine == "local":  # else the model may be on the other machines alone
-        check_recipe(recipe, arguments)
+    check_recipe(recipe, arguments)
     _launch(argv, options, settings=settings)
 
 
@@ -79,7 +78,7 @@ def train(
 @with_options(RunOptions, _CHAOS)
 def chaos(
     context: typer.Context, options: RunOptions,
-    recipe: Annotated[str, typer.Argument(help="gpt, resnet, gan, finetune; all after it is passed on to it.")] = "gpt",
+    recipe: Annotated[str, typer.Argument(help="gpt, resnet; all after it is passed on to it.")] = "gpt",
     kills: Annotated[int, typer.Option(
         min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGKILLs, spread over all roles.",
     )] = 10,
@@ -114,8 +113,7 @@ def chaos(
     )
     arguments, settings = without_settings(context.args)
     argv = recipe_argv(recipe, arguments)
-    if not options.hosts and options.engine == "local":
-        check_recipe(recipe, arguments)
+    check_recipe(recipe, arguments)
     plan = options.run(argv, more_settings=settings)
     raise typer.Exit(play(
         plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite,

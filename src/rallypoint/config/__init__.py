@@ -6,9 +6,9 @@ overrides (`--set optimizer.lr.peak=1e-3`). The resolved tree is part of the job
 
 from __future__ import annotations
 
-from rallypoint.config.cadence import cadence_of
 from rallypoint.config.groups import (
     GroupSettings,
+    cadence_of,
     codec_of,
     group_of,
     matrices_of,
@@ -18,7 +18,6 @@ from rallypoint.config.groups import (
     settings_of,
 )
 from rallypoint.config.keywords import Settings
-from rallypoint.config.models import batch_at, iteration_of, updated_at
 from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
 from rallypoint.config.start_values import ClusterFacts, with_start_values
 from rallypoint.config.tree import Group, JobConfig, audits_of, paces_by_port
@@ -30,11 +29,9 @@ __all__ = [
     "JobConfig",
     "Settings",
     "audits_of",
-    "batch_at",
     "cadence_of",
     "codec_of",
     "group_of",
-    "iteration_of",
     "matrices_of",
     "of_group",
     "overrides_from",
@@ -45,7 +42,6 @@ __all__ = [
     "resolve",
     "settings_applied",
     "settings_of",
-    "updated_at",
     "with_own_optimizer",
     "with_start_values",
 ]

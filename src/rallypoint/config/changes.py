@@ -1,4 +1,4 @@
-"""The settings that may change when a job goes on from a snapshot, and the job's record with the changes."""
+"""The record of a job that goes on: as a snapshot or a journal has it, and with the settings that may change."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ _MODE = "a snapshot can only go on in the mode in which it was taken"
 _FIXED = {
     "replicas": _SAMPLES, "batch": _SAMPLES, "seed": _SAMPLES, "order": _SAMPLES,
     "shard_bytes": _LAYOUT, "groups": _LAYOUT, "decay_1d": _LAYOUT, "optimizer.adamw": _LAYOUT,
-    "alternate": "the versions of each model's shards in the snapshot follow from it", "batch_for": _SAMPLES,
-    "optimizers": "the snapshot holds these models",
     "precision": "the loss scale of fp16 is in the snapshot, or is not",
     "loss_scale.init_scale": "it is for the first step, which the job has made",
     "codec": "what workers have not sent yet is in the snapshot, as this codec keeps it",
@@ -43,6 +41,36 @@ class Change(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.key} is {_shown(self.after)} (it was {_shown(self.before)})"
+
+
+def kept_record(data: Mapping[str, Any], source: str) -> JobRecord:
+    """Return the record in `data`, which is plain data.
+
+    `source` says where it was stored; error messages begin with it.
+
+    A record from before modes had descriptions has none, and would be read as one of `rp.Sync()`. So everything that
+    follows from its configuration and its layout is computed again. Raises msgspec.ValidationError when `data` is no
+    record, ConfigError when such an old job cannot continue in its mode.
+    """
+    record = msgspec.convert(data, JobRecord)
+    return record if "mode" in data else _completed(record, source)
+
+
+def _completed(record: JobRecord, source: str) -> JobRecord:
+    try:
+        new = record_of(
+            parse(record.config), record.layout, record.frozen, data=record.data, tied=record.tied,
+            threads=record.threads,
+        )  # fmt: skip
+    except ConfigError as error:
+        raise ConfigError(f"{source} is of a job that cannot go on: {error}") from None
+    if new.rounds != record.rounds:
+        raise ConfigError(
+            f"{source} is of a job of {record.rounds} rounds, and this version of Rallypoint makes {new.rounds} of its "
+            "settings: use the version that wrote it"
+        )
+    # Encode and decode, as if it came from a worker: lists replace tuples, and members compare configurations.
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=JobRecord)
 
 
 def changed_record(record: JobRecord, overrides: Mapping[str, Any], version: int) -> tuple[JobRecord, list[Change]]:
@@ -74,11 +102,11 @@ def _why_not(change: Change, config: JobConfig) -> str:
     """Return why a setting cannot change when a job goes on; "" if it can."""
     if config.own_optimizer and change.key.startswith("optimizer"):
         return "workers step the script's own optimizer, so this setting has no effect: change it in the script"
+    if change.key.startswith("optimizer") and any(group.optimizer is not None for group in config.groups):
+        return "each key of the store has an optimizer of its own, which the script says"
     if change.key == "steps" and config.staggered:
         return "rounds are staggered, and which shards the snapshot has at which version depends on it"
     parts = change.key.split(".")
-    if parts[0] == "optimizers" and len(parts) > 2:
-        parts = ["optimizer", *parts[2:]]
     path = [".".join(parts[: n + 1]) for n in range(len(parts))]
     if change.key == "precision" and "fp16" not in (change.before, change.after):
         return ""

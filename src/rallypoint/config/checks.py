@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD
-from rallypoint.config.models import check_models
 from rallypoint.config.tree import JobConfig, optimizers_of
 from rallypoint.core.layout import MOST_SHARD_BYTES, Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.optimizer import SGD, Adagrad, Muon, Optimizer
-from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
+from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.core.schedule import Table
 from rallypoint.errors import ConfigError
 
@@ -23,9 +22,7 @@ def check(config: JobConfig) -> None:
     if config.batch % config.accumulate:
         raise ConfigError(f"a batch of {config.batch} cannot be cut into accumulate={config.accumulate} equal parts")
     _check_mode(config)
-    _check_rates(config)
     _check_periods(config)
-    check_models(config)
     if why := refusal(config.mode.name, config.features):
         raise ConfigError(why)
     if config.hold == "bf16" and config.precision != "bf16":
@@ -34,17 +31,13 @@ def check(config: JobConfig) -> None:
         raise ConfigError(
             'parameters="streamed" needs precision="fp32": autocast would keep a bf16 copy of every parameter'
         )
-    if config.streamed and config.offload != "none":
-        raise ConfigError(
-            'parameters="streamed" with offload="activations" is not supported: parameters would wait in the host\'s '
-            "memory too; leave one of them out"
-        )
     if config.precision == "fp16" and config.nonfinite == "continue":
         raise ConfigError('precision="fp16" skips steps that overflow: set nonfinite to "stop" or "skip"')
+    if not config.keyed and any(group.optimizer is not None for group in config.groups):
+        raise ConfigError("optimizer= of a group is set by job.store: give job.train one optimizer")
     for optimizer in optimizers_of(config):
         _check_optimizer(optimizer)
-    applied = optimizers_of(config) if config.optimizers else (config.applied,)
-    plain = all(isinstance(optimizer, SGD) and not optimizer.momentum for optimizer in applied)
+    plain = isinstance(config.applied, SGD) and not config.applied.momentum
     if not plain and any(isinstance(codec, DGC) for codec in config.codecs):
         raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
     for codec in config.codecs:
@@ -60,22 +53,6 @@ def _check_payload(codec: CodecSpec, shard_bytes: int) -> None:
         raise ConfigError(
             f"codec dgc takes 1.5 bytes for each of ratio={codec.ratio} of a shard's, and of shard_bytes={shard_bytes} "
             f"that is more than the {MOST_SHARD_BYTES >> 20} MiB that go in one piece: give a smaller one"
-        )
-
-
-def _check_rates(config: JobConfig) -> None:
-    if config.scale_lr == "none":
-        if config.base_batch:
-            raise ConfigError(f'base_batch={config.base_batch} has no effect: add scale_lr="linear" or "sqrt"')
-        return
-    if not config.base_batch:
-        raise ConfigError(
-            f'scale_lr="{config.scale_lr}" needs base_batch: the global batch in samples for which lr is right'
-        )
-    if isinstance(config.sync, LocalSteps | Async | BoundedStaleness) or config.own_optimizer:
-        raise ConfigError(
-            f'scale_lr="{config.scale_lr}" is for jobs in which one optimizer of the job steps with the mean over the '
-            "global batch (rp.Sync, rp.AllReduce): set the rate itself"
         )
 
 

@@ -13,6 +13,15 @@ from rallypoint.config.tree import JobConfig
 from rallypoint.core.typed import hints_of
 from rallypoint.errors import ConfigError, meant
 
+_SEVERAL = "models that take turns, each with its own optimizer, are keys of job.store: see examples/gan.py"
+GONE = {  # settings that earlier versions had: what to do instead
+    **dict.fromkeys(("alternate", "batch_for", "optimizers"), _SEVERAL),
+    **dict.fromkeys(("scale_lr", "base_batch"), "give the rate, optimizer=rp.SGD(lr=rp.scaled_lr(0.1, 512, base=64))"),
+    "audit_servers": "servers' memory is not audited any more: with --replication 2 a primary and its backup compare "
+    "digests at each version; use memory with ECC",
+    "offload": "wrap the forward pass in torch.autograd.graph.save_on_cpu()",
+}
+
 
 def check_keys(overrides: Mapping[str, Any]) -> None:
     """Raise ConfigError for a name that no setting has, at any depth: ``stpes``, ``optimizer.learning_rate``.
@@ -32,6 +41,8 @@ def _check(given: Mapping[str, Any], kinds: list[type[msgspec.Struct]], path: st
                 fields.setdefault(name, []).extend(_structs(hint))
     known = {*fields, "type"} if path else set(fields)
     for name, value in given.items():
+        if not path and name in GONE:
+            raise ConfigError(f"{name} is gone: {GONE[name]}")
         if name not in known:
             where = f" of {path.rstrip('.')}" if path else ""
             inner = [f"{part}.{name}" for part in fields if any(name in k.__struct_fields__ for k in fields[part])]

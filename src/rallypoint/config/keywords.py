@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from rallypoint.codec.spec import CodecSpec
@@ -20,28 +20,22 @@ class Settings(TypedDict, total=False):
     replicas: int
     batch: int
     steps: int
-    optimizer: Optimizer | Mapping[str, Optimizer]
-    optimizers: dict[str, Optimizer]
-    alternate: Sequence[str | Sequence[str]]
-    batch_for: Literal["iteration", "step"]
+    optimizer: Optimizer
     sync: Mode
     accumulate: int
-    scale_lr: Literal["none", "linear", "sqrt"]
-    base_batch: int
     clip: float | None
     average: EMA | SWA | None
     plateau: ReduceOnPlateau | None
     keep_best: str
     best_is: Literal["min", "max"]
     seed: int
-    order: Literal["shuffled", "sequential", "windowed", "own", "stream", "once"]
+    order: Literal["shuffled", "sequential", "windowed", "own", "stream"]
     passes: int
     mixed_shards: int
     precision: Literal["fp32", "bf16", "fp16"]
     loss_scale: LossScaling
     hold: Literal["fp32", "bf16"]
     recompute: Literal["none", "blocks"]
-    offload: Literal["none", "activations"]
     nonfinite: Literal["stop", "skip", "continue"]
     decay_1d: bool
     groups: Sequence[Group]
@@ -63,5 +57,4 @@ class Settings(TypedDict, total=False):
     fingerprints: int
     audit: float
     audit_action: Literal["drain", "stop", "tell"]
-    audit_servers: int
     tune: Literal["off", "auto"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.config.cadence import cadence_of
 from rallypoint.config.checks import check, features_with
-from rallypoint.config.models import by_model
+from rallypoint.config.groups import cadence_of
+from rallypoint.config.keys import GONE
 from rallypoint.config.tree import JobConfig
 from rallypoint.config.values import wrong_value
 from rallypoint.core.job import DataIdentity, JobRecord
@@ -28,13 +28,8 @@ def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = N
 
     Raises ConfigError naming the key when one is unknown, has the wrong type, or makes no sense.
     """
-    settings = by_model(settings)
     base = msgspec.to_builtins(JobConfig()) | {key: _as_data(key, value) for key, value in settings.items()}
     tree = merged(base, overrides or {})
-    if tree["optimizers"] and msgspec.json.encode(tree["optimizer"]) != msgspec.json.encode(base["optimizer"]):
-        key, name = _first_key(overrides or {}, "optimizer"), min(tree["optimizers"])
-        instead = key.replace("optimizer", f"optimizers.{name}", 1)
-        raise ConfigError(f"{key} is set, and each model has an optimizer of its own: set {instead}")
     if tree["hold"] == "bf16":
         chosen = {*settings, *(overrides or {})}
         tree |= {key: {"type": "bf16"} for key in ("codec", "down") if key not in chosen}
@@ -151,12 +146,12 @@ _NO_SPEC = {
 
 
 def _as_data(key: str, value: Any) -> Any:
+    if key in GONE:
+        raise ConfigError(f"{key} is gone: {GONE[key]}")
     if key not in JobConfig.__struct_fields__:
         raise ConfigError(
             f"job.train has an unknown field `{key}`: {_INSTEAD.get(key) or _nearest(key)}"
         )
-    if key == "optimizers" and isinstance(value, Mapping):
-        return {name: _as_data("optimizer", optimizer) for name, optimizer in value.items()}
     try:
         return msgspec.to_builtins(value)
     except TypeError:

@@ -48,6 +48,6 @@ def with_start_values(
 def _free(config: JobConfig) -> bool:
     """True if the bytes of the result do not depend on where shards are cut: every word is treated by itself."""
     codecs = [config.codec, config.down, *(group.codec for group in config.groups if group.codec is not None)]
-    whole = config.clip is not None or config.optimizers or config.keyed or config.parameters == "streamed"
+    whole = config.clip is not None or config.keyed or config.parameters == "streamed"
     by_word = isinstance(config.sync, Sync | AllReduce) and not isinstance(config.optimizer, Muon | Sum)
     return by_word and not whole and all(isinstance(codec, _BY_WORD) for codec in codecs)

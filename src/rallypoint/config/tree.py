@@ -17,7 +17,7 @@ from rallypoint.core.loss_scale import LossScaling
 from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
 from rallypoint.core.optimizer import AdamW, Muon, Optimizer, Sum
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
-from rallypoint.core.schedule import Constant, Schedule, rate_at, scaled
+from rallypoint.core.schedule import Constant, Schedule, rate_at
 from rallypoint.core.typed import build_now
 
 DownSpec = Raw | Fp16 | Bf16 | Int8
@@ -30,6 +30,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Under LocalSteps a group may have its own period: it is synchronised after n steps of the job, for each n with
     ``n % sync_every == sync_offset``. None: together with all other parameters.
+
+    `optimizer` is set by `job.store` only: that of a key. None: the job's.
     """
 
     match: tuple[str, ...]
@@ -38,6 +40,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     codec: CodecSpec | None = None
     sync_every: int | None = None
     sync_offset: int = 0
+    optimizer: Optimizer | None = None
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -48,14 +51,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         batch, steps: samples of one replica at one step; updates to make.
         optimizer: the optimizer on the servers (under LocalSteps: the workers' between two synchronisations; under
             AllReduce: every worker's, which steps with the mean gradient).
-        optimizers: the optimizer of each model, by name, where a job trains several; `optimizer` has no effect then.
-        alternate: the models that each step updates: step t entry ``t % len(alternate)``, a name or several. Empty:
-            every step updates all.
-        batch_for: "iteration": all steps of one pass through `alternate` use the same samples; "step": each its own.
         sync: the mode: how workers and servers synchronise.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
-        scale_lr: "linear" multiplies the rates of `optimizer` by replicas * batch / base_batch, "sqrt" by its root.
-        base_batch: the global batch, in samples, for which the rates are right; needed with `scale_lr`.
         clip: global gradient norm at which to clip, or None.
         average: rp.EMA or rp.SWA: an average of the parameters that servers keep beside them, for export; or None.
         plateau: rp.ReduceOnPlateau: the rates are reduced when a figure of the evaluations no longer improves; or None.
@@ -65,7 +62,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         seed: seed of the sample order and of every replica's randomness.
         order: "shuffled": every pass over the data set has its own order; "sequential": the data set's; "windowed":
             shards (files, row groups) are shuffled, and samples in a few at a time; "own": the script's (`rp.wrap`);
-            "stream": an iterator's (`rp.Stream`); "once": that of an iterator of which each item comes once.
+            "stream": an iterator's (`rp.Stream`).
         passes: of a stream: the job ends after so many passes over it; 0: `steps` counts.
         mixed_shards: from how many shards the replicas together read at a time with ``order="windowed"``: each reads
             from ``mixed_shards // replicas`` of them, and at least from one.
@@ -75,7 +72,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         hold: "bf16": workers hold parameters of two or more dimensions in bf16 (with ``precision="bf16"``), servers in
             fp32. The last version is installed in fp32. `codec` and `down` are then bf16 by default.
         recompute: "blocks": blocks of the model run their forward pass again in the backward pass, and keep less.
-        offload: "activations": what a forward pass keeps on a GPU waits for the backward pass in the host's memory.
         nonfinite: what a NaN or infinite loss or gradient does: "stop" the job, "skip" the step on all servers, or
             "continue" as plain PyTorch would.
         decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
@@ -111,8 +107,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             before two workers agree on its bytes.
         audit_action: what happens to a worker whose contribution two others have proved wrong: "drain" gives it up,
             "stop" ends the job, "tell" only says so. None of them uses that contribution.
-        audit_servers: every so many versions each server compares a digest of each shard's whole state with its
-            backup's, and with the state right before the next update; 0: never.
         tune: "auto": while the job runs, values of `in_flight_bytes` and `pace_mbit` are tried, and kept where steps
             get shorter. Where nobody says them, `shard_bytes` and how often snapshots are taken are chosen too. The
             bytes are the same.
@@ -122,27 +116,21 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch: int = 32
     steps: int = 100
     optimizer: Optimizer = AdamW()
-    optimizers: dict[str, Optimizer] = {}
-    alternate: tuple[str | tuple[str, ...], ...] = ()
-    batch_for: Literal["iteration", "step"] = "iteration"
     sync: Mode = Sync()
     accumulate: int = 1
-    scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    base_batch: int = 0
     clip: float | None = None
     average: EMA | SWA | None = None
     plateau: ReduceOnPlateau | None = None
     keep_best: str = ""
     best_is: Literal["min", "max"] = "min"
     seed: int = 0
-    order: Literal["shuffled", "sequential", "windowed", "own", "stream", "once"] = "shuffled"
+    order: Literal["shuffled", "sequential", "windowed", "own", "stream"] = "shuffled"
     passes: int = 0
     mixed_shards: int = 16
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScaling = LossScaling()
     hold: Literal["fp32", "bf16"] = "fp32"
     recompute: Literal["none", "blocks"] = "none"
-    offload: Literal["none", "activations"] = "none"
     nonfinite: Literal["stop", "skip", "continue"] = "stop"
     decay_1d: bool = False
     groups: tuple[Group, ...] = ()
@@ -165,18 +153,12 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fingerprints: int = 0
     audit: float = 0.0
     audit_action: Literal["drain", "stop", "tell"] = "drain"
-    audit_servers: int = 0
     tune: Literal["off", "auto"] = "off"
 
     @cached_property
     def schedule(self) -> Schedule:
         """The learning rate of `optimizer`, over the job's steps."""
-        return scaled(schedule_of(self.optimizer), self._rate_factor)
-
-    @property
-    def _rate_factor(self) -> float:
-        ratio = self.replicas * self.batch / self.base_batch if self.base_batch else 1.0
-        return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.scale_lr]
+        return schedule_of(self.optimizer)
 
     @cached_property
     def policy(self) -> ServerPolicy:
@@ -314,9 +296,24 @@ def paces_by_port(config: JobConfig) -> bool:
     return config.pacing == "auto" and not (config.keyed or config.streamed or config.staggered)
 
 
+def steps_plainly(config: JobConfig) -> bool:
+    """True if each version is one step of `config.optimizer` with the mean gradient of all replicas.
+
+    Then a snapshot has what a checkpoint of plain training has: parameters, and that optimizer's state.
+    """
+    rounds = config.mode.pace is Pace.ROUNDS and config.mode.contribution is Contribution.GRADIENT
+    return rounds and config.quorum is None and not config.own_optimizer
+
+
+def step_by_step(config: JobConfig) -> bool:
+    """True if no replica begins a step before all have made the one before."""
+    return config.mode.clock is Clock.STEP
+
+
 def optimizers_of(config: JobConfig) -> tuple[Optimizer, ...]:
     """Return all optimizers of the job, on workers or servers."""
-    return tuple(config.optimizers.values()) or (config.optimizer, config.applied)
+    own = (group.optimizer for group in config.groups)
+    return (config.optimizer, config.applied, *(optimizer for optimizer in own if optimizer is not None))
 
 
 def features_of(config: JobConfig) -> frozenset[Feature]:
@@ -328,7 +325,6 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.SKIP: config.nonfinite == "skip",
         Feature.ACCUMULATE: config.accumulate > 1,
         Feature.GROUPS: any(group.weight_decay is not None or group.lr_scale != 1.0 for group in groups),
-        Feature.MODELS: bool(config.optimizers), Feature.ALTERNATE: bool(config.alternate),
         Feature.SUMS: any(isinstance(optimizer, Sum) for optimizer in optimizers_of(config)),
         Feature.MUON: any(isinstance(optimizer, Muon) for optimizer in optimizers_of(config)),
         Feature.CODEC: any(codec != Raw() for codec in config.codecs),
@@ -337,8 +333,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.HOLD: config.hold != "fp32", Feature.STREAMED: config.streamed,
         Feature.OWN_OPTIMIZER: bool(config.own_optimizer),
         Feature.OWN_LOOP: config.order == "own",
-        Feature.STREAM: config.order in ("stream", "once"), Feature.ONCE: config.order == "once",
-        Feature.PASSES: config.passes > 0,
+        Feature.STREAM: config.order == "stream", Feature.PASSES: config.passes > 0,
         Feature.FRESH_INNER: local is not None and not local.keep_inner,
         Feature.FRAGMENTS: local is not None and local.fragments > 1,
         Feature.SYNC_EVERY: any(group.sync_every is not None or group.sync_offset for group in groups),
@@ -346,7 +341,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.FOLD: isinstance(policy, Async) and policy.fold > 1,
         Feature.COMPENSATION: config.compensation > 0,
         Feature.FINGERPRINTS: config.fingerprints > 0, Feature.KEYED: config.keyed,
-        Feature.AUDIT: config.audit > 0, Feature.AUDIT_SERVERS: config.audit_servers > 0,
+        Feature.AUDIT: config.audit > 0,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 

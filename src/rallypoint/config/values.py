@@ -78,9 +78,9 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
     JobConfig: {
         **dict.fromkeys(("replicas", "batch", "steps", "accumulate", "window", "items_per_sample"), _FROM_1),
         "mixed_shards": _FROM_1,
-        **dict.fromkeys(("table_std", "presum_bytes", "hold_bytes", "in_flight_bytes", "base_batch"), _FROM_0),
+        **dict.fromkeys(("table_std", "presum_bytes", "hold_bytes", "in_flight_bytes"), _FROM_0),
         "pace_mbit": _FROM_0, "prefetch_bytes": _FROM_0, "fingerprints": _FROM_0, "audit": _SHARE_OR_0,
-        "audit_servers": _FROM_0, "passes": _FROM_0,
+        "passes": _FROM_0,
         "clip": _ABOVE_0, "shard_bytes": _SHARD,
     },
     LossScaling: {

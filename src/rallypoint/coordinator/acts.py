@@ -13,11 +13,8 @@ from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import Scale, Stop
-from rallypoint.net.auditing.messages import ServerMismatch
-from rallypoint.net.messages import Aborted, Finished, Held, Message, Say, Stored
-from rallypoint.net.ordering.messages import RateScaled, SnapshotEvery
-from rallypoint.net.recording.messages import Fingerprint
+from rallypoint.core.view import Stop
+from rallypoint.net.messages import Aborted, Fingerprint, Finished, Held, Message, Say, SnapshotEvery, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ class CommitSnapshot:
     """Write the manifest; SnapshotCommitted or SnapshotFailed follows. The snapshot `origin` must not be deleted.
 
     `stop`: the job's early end, if it is known. `decided`: what was decided from evaluations up to this version.
-    `kept`: see `Course.kept`. `scales`: the operator's factors on the learning rate.
+    `kept`: see `Course.kept`.
     """
 
     snapshot: str
@@ -102,7 +99,6 @@ class CommitSnapshot:
     stop: Stop | None = None
     decided: Decided = field(default_factory=Decided)
     kept: tuple[int, int] | None = None
-    scales: tuple[Scale, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +132,14 @@ Act = (
 
 
 def sentence_of(
-    effect: effects.Say | effects.ServerMismatch | effects.Hold | effects.RateScaled | effects.PeriodTuned,
-) -> Say | ServerMismatch | Held | RateScaled | SnapshotEvery:
+    effect: effects.Say | effects.Hold | effects.PeriodTuned,
+) -> Say | Held | SnapshotEvery:
     """The message that tells observers a sentence, or a figure."""
     if isinstance(effect, effects.PeriodTuned):
-        return SnapshotEvery(0, effect.seconds)
+        return SnapshotEvery(effect.seconds)
     if isinstance(effect, effects.Say):
         return Say(effect.text)
-    if isinstance(effect, effects.Hold):
-        return Held(effect.text)
-    if isinstance(effect, effects.RateScaled):
-        return RateScaled(effect.text, effect.step, effect.factor, effect.scale)
-    return ServerMismatch(effect.text, effect.shard, effect.version, effect.servers)
+    return Held(effect.text)
 
 
 def last_message(word: Finish | Abort) -> Finished | Aborted:

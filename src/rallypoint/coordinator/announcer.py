@@ -9,7 +9,6 @@ import msgspec
 
 from rallypoint.codec.spec import Raw
 from rallypoint.config import JobConfig, parse
-from rallypoint.config.models import shown
 from rallypoint.coordinator.acts import Act, Log, Record, Send
 from rallypoint.coordinator.claims import Early
 from rallypoint.coordinator.inbox import Connection
@@ -18,7 +17,6 @@ from rallypoint.coordinator.recording.comparable import Comparable, of_threads
 from rallypoint.coordinator.recording.samples import Samples
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.deciding.decisions import reductions_at
-from rallypoint.core.deciding.scales import scale_at
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
 from rallypoint.core.schedule import rate_at
@@ -29,21 +27,23 @@ from rallypoint.net.messages import (
     Aborted,
     Accounted,
     Applied,
+    Contributed,
+    Fingerprint,
     Finished,
     Held,
     Hello,
     Members,
     Message,
     Metrics,
+    Ordered,
     Planned,
     Report,
     Say,
     Skipped,
     Snapshotted,
+    Updated,
     Waiting,
 )
-from rallypoint.net.ordering.messages import Ordered, RateScaled
-from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
 from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.observe.lines import Allowance, Once
 
@@ -53,7 +53,7 @@ _EARLY_DIGESTS = 4  # steps: only synchronous jobs record digests
 _BURST, _SENTENCE_S = 100, 1.0  # sentences that a member may say at once; then one in so many seconds
 Told = Say | Skipped | Accounted | Fingerprint | Sampled | ScriptAt  # what members say for observers and the log
 _UNHEARD = 64  # messages that are kept for a launcher that is not connected yet, or not again
-_KEPT = Say | Skipped | Metrics | Snapshotted | Accounted | Held | Ordered | RateScaled
+_KEPT = Say | Skipped | Metrics | Snapshotted | Accounted | Held | Ordered
 _TWO_COPIES = (
     "every shard is on two servers, so one of them may die without a step lost; each server's link carries as much "
     "more as a worker sends (--replication 1 spares that; a server's death costs all steps since the last snapshot)"
@@ -264,11 +264,9 @@ class Announcer:
         if self.tally is None or (done := self.tally.add(report)) is None:
             return []
         step, config = self.config.steps_at(done.step + 1) - 1, self.config
-        own, update = shown(config, step)
-        rate = None if config.own_optimizer else rate_at(own.schedule, update, own.steps)
+        rate = None if config.own_optimizer else rate_at(config.schedule, step, config.steps)
         if rate is not None and config.plateau is not None:
             rate = config.plateau.reduced(rate, reductions_at(self._machine.course.views.reductions, step))
-        rate = None if rate is None else rate * scale_at(self._machine.course.views.scales, done.step)
         return self.announce(msgspec.structs.replace(done, step=step, lr=rate), now)
 
     def _recorded(self, member: str, claim: Fingerprint) -> list[Act]:

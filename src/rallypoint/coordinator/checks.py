@@ -9,12 +9,14 @@ import msgspec
 
 from rallypoint.config import JobConfig, parse, record_of
 from rallypoint.errors import ConfigError, ProtocolError
-from rallypoint.net.auditing.messages import StateChanged
 from rallypoint.net.messages import (
     Accounted,
+    AnyOrder,
     Applied,
+    AuditFound,
     Beat,
     CaughtUp,
+    Contributed,
     Disproved,
     Done,
     Evaluated,
@@ -27,7 +29,9 @@ from rallypoint.net.messages import (
     Metrics,
     NotKept,
     NotStored,
+    Offers,
     Propose,
+    Reached,
     Release,
     Report,
     Resize,
@@ -36,12 +40,10 @@ from rallypoint.net.messages import (
     SnapshotWanted,
     Stop,
     Stored,
+    Unrestored,
+    Updated,
 )
-from rallypoint.net.ordering.messages import AnyOrder, RateAwaited
-from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import Sampled, ScriptAt
-from rallypoint.net.sharing.messages import Offers
-from rallypoint.net.views.messages import Reached, Unrestored
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
 MOST_THREADS = 1 << 16  # as in `Welcome`
@@ -54,7 +56,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
-        *(Updated, AuditFound, StateChanged, Sampled, RateAwaited, Unrestored),
+        *(Updated, AuditFound, Sampled, Unrestored),
     ),
     "aggregator": (Knows, Beat, Say, Sampled),
     "observer": (SnapshotWanted, Resize, Release, *get_args(AnyOrder)),

@@ -14,10 +14,11 @@ from typing import Generic, TypeVar
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.auditing.messages import StateChanged
 from rallypoint.net.messages import (
+    AuditFound,
     Capture,
     CaughtUp,
+    Contributed,
     Disproved,
     Done,
     Evaluated,
@@ -29,13 +30,13 @@ from rallypoint.net.messages import (
     NotKept,
     NotStored,
     Propose,
+    Reached,
     Report,
     Stop,
     Stored,
+    Unrestored,
+    Updated,
 )
-from rallypoint.net.ordering.messages import RateAwaited
-from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
-from rallypoint.net.views.messages import Reached, Unrestored
 
 
 @dataclass(slots=True)
@@ -168,8 +169,6 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
         case AuditFound():
             named = (message.step, message.replica, message.shard)
             return cluster_events.AuditFound(sender, *named, message.agreed, message.others, message.generation)
-        case StateChanged(shard=shard, version=version, generation=generation):
-            return cluster_events.StateChanged(sender, shard, version, generation)
         case Reached(version=version, generation=generation):
             return cluster_events.Reached(sender, version, generation)
         case Unrestored(reason=reason, generation=generation):
@@ -188,8 +187,6 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.Evaluated(sender, version, generation, values)
         case NotKept(version=version, generation=generation):
             return cluster_events.NotKept(sender, version, generation)
-        case RateAwaited(number=number, at=at):
-            return cluster_events.RateAwaited(sender, number, at)
         case Done(generation=generation, version=version):
             return cluster_events.Done(sender, generation, version)
         case GiveUp(reason=reason, version=version, generation=generation, torn=torn):

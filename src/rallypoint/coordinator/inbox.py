@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from rallypoint.core.deciding.decisions import Decided
-from rallypoint.core.view import Scale, Stop
+from rallypoint.core.view import Stop
 from rallypoint.net.messages import Hello, Message
 
 Connection = Hashable  # a channel, or a simulated wire: the shell only compares it
@@ -79,7 +79,6 @@ class SnapshotFound:
     version: int = -1
     stop: Stop | None = None
     decided: Decided = field(default_factory=Decided)
-    scales: tuple[Scale, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from rallypoint.config.kept import kept_record
+from rallypoint.config.changes import kept_record
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError
 from rallypoint.net.keys import KEY_BYTES

@@ -31,8 +31,7 @@ from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.joining.newcomers import Newcomers, taken
 from rallypoint.coordinator.joining.take_over import TakeOver, has_begun, late_view, needed
 from rallypoint.coordinator.joining.tickets import Tickets
-from rallypoint.coordinator.ordering.orders import Orders
-from rallypoint.coordinator.ordering.sizes import Sizes
+from rallypoint.coordinator.operator import Orders, Sizes
 from rallypoint.coordinator.progress import EVALUATED, Evaluations
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
@@ -42,8 +41,10 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.view import Member, View
 from rallypoint.net.messages import (
     Aborted,
+    AnyOrder,
     Applied,
     Assist,
+    AuditFound,
     Beat,
     Capture,
     Finished,
@@ -51,6 +52,7 @@ from rallypoint.net.messages import (
     Knows,
     Message,
     Metrics,
+    Offers,
     Prepare,
     Propose,
     Release,
@@ -60,9 +62,6 @@ from rallypoint.net.messages import (
     Snapshotted,
     Stored,
 )
-from rallypoint.net.ordering.messages import AnyOrder, SnapshotEvery
-from rallypoint.net.recording.messages import AuditFound
-from rallypoint.net.sharing.messages import Offers
 from rallypoint.observe.lines import Once
 
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
@@ -116,8 +115,6 @@ class CoordinatorShell:
             self._end_at = self._now + self._terms.heartbeat
         if self.machine.record is not None and self.machine.view is not None:
             acts += self.announcer.plan(self.machine.record, self.machine.view, self._now, taking_over=True)
-        if (period := self.machine.course.ordered_period) is not None:
-            acts += self._announce(SnapshotEvery(period.steps, period.seconds))
         return [*acts, *self.evaluations.judged(self.machine.course)]
 
     def handle(self, event: inbox.Event, now: float) -> list[Act]:
@@ -159,7 +156,7 @@ class CoordinatorShell:
             case inbox.SnapshotFailed(snapshot=snapshot, reason=reason):
                 return self._drive(cluster_events.SnapshotLost(snapshot, reason))
             case inbox.SnapshotFound():
-                known = event.stop, event.decided, event.scales
+                known = event.stop, event.decided
                 return self._drive(cluster_events.Found(event.snapshot, event.version, *known))
             case inbox.Ended(reason=reason):
                 return self._end(Aborted(reason))
@@ -315,8 +312,7 @@ class CoordinatorShell:
             case cluster_effects.Assist(worker=worker, step=step, replica=replica):
                 return self._send(Assist(step, replica), worker)
             case (
-                cluster_effects.Say() | cluster_effects.ServerMismatch() | cluster_effects.Hold()
-                | cluster_effects.RateScaled() | cluster_effects.PeriodTuned()
+                cluster_effects.Say() | cluster_effects.Hold() | cluster_effects.PeriodTuned()
             ):  # fmt: skip
                 return self._announce(sentence_of(effect))
             case cluster_effects.Note(text=text):
@@ -361,7 +357,7 @@ class CoordinatorShell:
         step, course = self.announcer.config.steps_at(version), self.machine.course
         about = self.machine.record, self.evaluations.of(step), "" if course.view is None else course.view.origin
         known = (course.views.stop, course.evaluations.decided_at(version), course.kept)
-        return CommitSnapshot(snapshot, version, step, *about, *known, scales=course.views.scales)
+        return CommitSnapshot(snapshot, version, step, *about, *known)
 
     # ---- time and the end ----
 

@@ -82,7 +82,7 @@ class SnapshotKeeper:
         manifest = Manifest(
             id=act.snapshot, version=act.version, record=msgspec.to_builtins(act.record), created=time.time(),
             metrics=dict(act.metrics), compression=self._compression, shards=parts.shards, files=parts.files,
-            stop=act.stop, decided=act.decided, scales=act.scales,
+            stop=act.stop, decided=act.decided,
         )  # fmt: skip
         began = parts.began
         self._tasks.put((f"the manifest of snapshot {manifest.id}", lambda: self._commit(act, manifest, began)))
@@ -151,7 +151,7 @@ class SnapshotKeeper:
         if manifest is None:
             self._put(inbox.SnapshotFound(""))
         else:
-            known = (manifest.stop, manifest.decided, manifest.scales)
+            known = (manifest.stop, manifest.decided)
             self._put(inbox.SnapshotFound(manifest.id, manifest.version, *known))
 
 

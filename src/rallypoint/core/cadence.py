@@ -1,5 +1,5 @@
 """The shards that each round updates: all of them, or in a *staggered* round only some (streaming DiLoCo, Douillard et
-al., 2025; layers with a frequency of their own; models that are updated alternately).
+al., 2025; layers with a frequency of their own).
 
 A shard's own version counts its own updates; workers and the coordinator count rounds. A shard is *due* in the rounds
 that update it. Example: a shard is due in rounds 1, 3 and 5.
@@ -22,30 +22,22 @@ EVERY_ROUND = -1  # in place of a period: for buffers, which are due in every ro
 
 
 class Period(msgspec.Struct, frozen=True):
-    """Due in round `first`, and in every `every`-th round after it. `first` is below `every`.
-
-    `more`: further rounds of the first `every` ones, ascending, after `first`. Example: every = 6, first = 0,
-    more = (1, 2, 3, 4): due in rounds 0 to 4, 6 to 10, ...
-    """
+    """Due in round `first`, and in every `every`-th round after it. `first` is below `every`."""
 
     every: int
     first: int
-    more: tuple[int, ...] = ()
 
     def has(self, round: int) -> bool:
         """True if `round` is one of the period's rounds. Ignores that all shards are due in the job's last round."""
-        place = round % self.every
-        return place == self.first or place in self.more
+        return round % self.every == self.first
 
     def before(self, round: int) -> int:
         """The number of the period's rounds before `round`."""
-        whole, place = divmod(round, self.every)
-        return whole * (1 + len(self.more)) + sum(first < place for first in (self.first, *self.more))
+        return (round - self.first + self.every - 1) // self.every
 
     def number(self, index: int) -> int:
         """The period's round with this index: the inverse of `before`."""
-        whole, place = divmod(index, 1 + len(self.more))
-        return whole * self.every + (self.first, *self.more)[place]
+        return index * self.every + self.first
 
 
 class Cadence(msgspec.Struct, frozen=True):
@@ -60,13 +52,11 @@ class Cadence(msgspec.Struct, frozen=True):
         periods: the different periods; empty if all shards are due in every round.
         rounds: the number of rounds of the job.
         period_of: for each shard an index into `periods`, or EVERY_ROUND; not used where `periods` is empty.
-        closes: all shards are due in the last round.
     """
 
     periods: tuple[Period, ...] = ()
     rounds: int = 0
     period_of: tuple[int, ...] = ()
-    closes: bool = True
 
     @property
     def together(self) -> bool:
@@ -76,7 +66,7 @@ class Cadence(msgspec.Struct, frozen=True):
     @property
     def written(self) -> Cadence:
         """The same as plain data, as it stands in the job's record."""
-        return Cadence(self.periods, self.rounds, self.period_of, self.closes)
+        return Cadence(self.periods, self.rounds, self.period_of)
 
     def due(self, shard: int, round: int) -> bool:
         """True if the shard takes contributions in this round."""
@@ -96,7 +86,7 @@ class Cadence(msgspec.Struct, frozen=True):
         if round <= 0 or (period := self._period(shard)) is None:
             return round
         if round >= self.rounds:
-            return period.before(self._end) + self.closes + round - self.rounds
+            return period.before(self._end) + 1 + round - self.rounds
         return period.before(round)
 
     def updates(self, shard: int) -> int:
@@ -131,8 +121,8 @@ class Cadence(msgspec.Struct, frozen=True):
 
     @property
     def _end(self) -> int:
-        """The first round in which all shards are due, also those whose period does not have it."""
-        return self.rounds - self.closes
+        """The last round: all shards are due in it, also those whose period does not have it."""
+        return self.rounds - 1
 
     def _period(self, shard: int) -> Period | None:
         """The shard's period; None where it is due in every round."""

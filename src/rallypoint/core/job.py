@@ -101,11 +101,6 @@ class JobRecord(msgspec.Struct, frozen=True):
         return bool(self.config.get("audit"))
 
     @property
-    def audits_servers(self) -> bool:
-        """True if servers compare digests of their shards."""
-        return bool(self.config.get("audit_servers"))
-
-    @property
     def audit_action(self) -> str:
         """What an audit's finding leads to: "drain", "stop" or "tell"."""
         return str(self.config.get("audit_action", "drain"))

@@ -124,11 +124,6 @@ class Layout(msgspec.Struct, frozen=True):
     tables: tuple[TensorSpec, ...] = ()
 
     @property
-    def parameter_bytes(self) -> int:
-        """K: the bytes of gradient (fp32) that one replica pushes in a step, without tables."""
-        return sum(shard.slot_bytes for shard in self.shards if shard.group >= 0)
-
-    @property
     def largest_shard(self) -> int:
         """The words of the largest shard of the vector; 0 if it has none."""
         return max((shard.words for shard in self.shards if shard.part is None), default=0)

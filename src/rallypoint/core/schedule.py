@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Literal
 
 import msgspec
 
@@ -114,16 +115,18 @@ def tabulated(rate_of: Callable[[int], float], *, steps: int) -> Table:
     return Table(tuple(starts), tuple(rates))
 
 
-def scaled(schedule: Schedule, factor: float) -> Schedule:
-    """The schedule with all of its rates, those of the warm-up too, multiplied by `factor`."""
-    if factor == 1.0:
-        return schedule
-    if isinstance(schedule, Table):
-        return Table(schedule.starts, tuple(rate * factor for rate in schedule.rates))
-    peak = schedule.peak * factor
-    if isinstance(schedule, Cosine | Linear):
-        return msgspec.structs.replace(schedule, peak=peak, floor=schedule.floor * factor)
-    return msgspec.structs.replace(schedule, peak=peak)
+def scaled_lr(lr: float, batch: int, base: int, rule: Literal["linear", "sqrt"] = "linear") -> float:
+    """Return the rate for a global batch of `batch` samples (replicas * batch) where `lr` is right for `base` samples.
+
+    "linear" multiplies it by batch / base, as for SGD with momentum (Goyal et al., 2017, "Accurate, Large Minibatch
+    SGD: Training ImageNet in 1 Hour"), "sqrt" by its root, as for Adam (Malladi et al., 2022, "On the SDEs and Scaling
+    Rules for Adaptive Gradient Algorithms"). Raises ConfigError for a batch below 1 and for another rule.
+    """
+    if batch < 1 or base < 1:
+        raise ConfigError(f"rp.scaled_lr: batches of {batch} and {base} samples: each is at least 1")
+    if rule not in ("linear", "sqrt"):
+        raise ConfigError(f'rp.scaled_lr: rule is {rule!r}: it is "linear" or "sqrt"')
+    return lr * (batch / base if rule == "linear" else math.sqrt(batch / base))
 
 
 def peak_of(schedule: Schedule) -> float:

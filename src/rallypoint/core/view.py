@@ -32,7 +32,7 @@ class Member(msgspec.Struct, frozen=True):
     that is near the same place, and backups are elsewhere. `link_mbit` is what its link carries in each direction, as
     it was told (0: not told). `incarnation` is a new number that the coordinator gives at every joining. If a process
     joins again after it was given up, or another process joins with the same id, what the old incarnation held does not
-    count any more. `kernels` is the digest of a worker's probe, in a job with audits: see `core.audits.alike`.
+    count any more. `kernels` is the digest of a worker's probe, in a job with audits: see `core.audits.choice.alike`.
     """
 
     id: str
@@ -67,14 +67,6 @@ class Lease(msgspec.Struct, frozen=True):
 
     version: int
     holder: str = ""
-
-
-class Scale(msgspec.Struct, frozen=True):
-    """From the update of `version` on, the learning rate is multiplied by `factor`: an operator's order `number`."""
-
-    version: int
-    factor: float
-    number: int
 
 
 class Dispute(msgspec.Struct, frozen=True):
@@ -142,9 +134,6 @@ class View(msgspec.Struct, frozen=True):
             it is not known yet what the script evaluates.
         paused: the operator has paused the job: no replica of this step or a later one is computed; None: it is not.
         reductions: the versions from which on the learning rate is reduced once more (`ReduceOnPlateau`), ascending.
-        rescale: an operator has ordered this factor on the learning rate, and it is not known yet from which version
-            on it counts: servers hold updates back until a view says that (`core.shard.rates`); None: there is none.
-        scales: the factors on the learning rate that operators have ordered, by version.
         speeds: server -> how fast its link was measured to be, compared with the median one. Where it was not, what was
             told of it counts: `core.topology.weights`.
         disputes: audited contributions on which workers do not agree (`audit=`).
@@ -175,8 +164,6 @@ class View(msgspec.Struct, frozen=True):
     limit: int | None = None
     reductions: tuple[int, ...] = ()
     paused: int | None = None
-    rescale: float | None = None
-    scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = {}
     tuned: dict[str, Tried] = {}
@@ -253,8 +240,7 @@ class View(msgspec.Struct, frozen=True):
 
     def takes(self, worker: str, replicas: Iterable[int]) -> bool:
         """True if servers take a contribution of these replicas from `worker` (or aggregator): see `contributors`."""
-        own = self.contributors.get(worker, ())
-        return all(replica in own for replica in replicas)
+        return set(self.contributors.get(worker, ())).issuperset(replicas)
 
     def lead(self, step: int) -> str:
         """The worker that computes replica 0 at `step`: it evaluates and saves. "" if there is none."""

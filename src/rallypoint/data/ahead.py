@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import select
+import struct
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -18,10 +20,11 @@ from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess, parent_process
 
-from rallypoint.data.ahead_pipe import Position, Received, send_whole
+import msgspec
+
 from rallypoint.data.child import Begin
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.places import Place, places_after
+from rallypoint.data.order import Place, places_after
 from rallypoint.data.sources.shards import ShardedDataset
 
 LEAST, MOST = 64 << 20, 256 << 20  # bytes ahead at first, and at most
@@ -30,6 +33,13 @@ PLACES = 512  # micro-batches that it looks ahead, at most
 AT_ONCE = 4  # shards that are fetched at a time
 LOOK_S = 1.0  # how often it looks whether the worker is still there
 END_S = 10.0  # seconds in which a killed process ends
+
+# What is loaded now, the worker's replicas, how often the loop waited; True: nothing is loaded yet, so fetch this too
+Position = tuple[Place, tuple[int, ...], int, bool]
+
+_HEADER = struct.Struct("<HH")  # the number of a part, and how many there are
+_LENGTH = 4  # bytes that Connection writes in front of each part, in the same write
+_PART_BYTES = select.PIPE_BUF - _LENGTH - _HEADER.size
 
 
 class Upcoming:
@@ -176,3 +186,33 @@ def _read_ahead(positions: Connection, workers_end: Connection, batches: MicroBa
         while (parent := parent_process()) is not None and parent.is_alive():
             if positions.poll(LOOK_S) and (position := received.after(positions.recv_bytes())) is not None:
                 fetching.at(position)
+
+
+def send_whole(pipe: Connection, position: Position) -> None:
+    """Send it through a pipe that does not block. BlockingIOError if not all of it went in.
+
+    A write of at most PIPE_BUF bytes goes into a pipe wholly or not at all; a longer one may be cut off where the pipe
+    is full. So it goes in parts. A position that lacks a part is not believed: the next one tells it too.
+    """
+    data = msgspec.msgpack.encode(position)
+    parts = [data[start : start + _PART_BYTES] for start in range(0, len(data), _PART_BYTES)]
+    for number, part in enumerate(parts):
+        pipe.send_bytes(_HEADER.pack(number, len(parts)) + part)
+
+
+class Received:
+    """Puts positions together again."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def after(self, message: bytes) -> Position | None:
+        """The position that is whole with this message; None if it is not whole yet, or lacks a part."""
+        number, count = _HEADER.unpack_from(message)
+        if number == 0:
+            self._parts = []
+        if number != len(self._parts):  # it lacks one: the rest of it is not used
+            return None
+        self._parts.append(message[_HEADER.size :])
+        whole = number == count - 1
+        return msgspec.msgpack.decode(b"".join(self._parts), type=Position) if whole else None

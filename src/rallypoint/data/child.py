@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.places import Place
+from rallypoint.data.order import Place
 from rallypoint.errors import RallypointError
 
 Loaded = tuple[Place, Any, list[str], tuple[str, str]]  # the batch, what was skipped; or an error and its traceback

@@ -1,8 +1,9 @@
-"""torch's ``default_collate``, in a fraction of its time where samples are NumPy rows, NumPy numbers or Python numbers.
+"""torch's ``default_collate``, in a fraction of its time where samples are NumPy rows or NumPy numbers.
 
 Rows are copied into the batch at once, where torch makes a tensor of each of them first. Whatever is not as simple as
 that (rows of several types, arrays that are not contiguous, subclasses) is collated by torch's own functions, and so is
-everything if a program has changed torch's table of them.
+everything if a program has changed torch's table of them. A batch of a TensorDataset is selected in one step: its rows
+need not become samples first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 _TYPES: dict[Any, torch.dtype] = {
@@ -73,27 +74,53 @@ def _numbers(batch: Sequence[Any], **_: Any) -> Any:
     kind = _SCALARS.get(type(batch[0]))
     if kind is None or len(set(map(type, batch))) > 1:
         return default_collate(list(batch))
-    return _copied(np.array(batch, kind), _TYPES[kind])
-
-
-def _ints(batch: Sequence[Any], **_: Any) -> Any:
-    if set(map(type, batch)) != {int}:  # bools are ints too
-        return default_collate(list(batch))
-    try:
-        values = np.array(batch, np.int64)
-    except OverflowError:
-        return default_collate(list(batch))
-    return _copied(values, torch.int64)
-
-
-def _copied(values: Any, dtype: torch.dtype) -> torch.Tensor:
-    """In memory of torch's own, which is aligned for its kernels: sums may depend on that."""
-    made = torch.empty(len(values), dtype=dtype, device="cpu")
-    made.numpy()[:] = values
+    made = torch.empty(len(batch), dtype=_TYPES[kind], device="cpu")  # aligned, on which sums in torch may depend
+    made.numpy()[:] = np.array(batch, kind)
     return made
 
 
+def _ints(batch: Sequence[int], **_: Any) -> Any:
+    return torch.tensor(batch, device="cpu")  # torch's own would be on the script's default device
+
+
 _OURS: dict[Any, Callable[..., Any]] = {
-    **_torchs, np.ndarray: _rows, (np.bool_, np.number, np.object_): _numbers,
-    int: _ints,
+    **_torchs, np.ndarray: _rows, (np.bool_, np.number, np.object_): _numbers, int: _ints,
 }  # fmt: skip
+
+
+def gathered(dataset: Any, indices: Sequence[int]) -> list[torch.Tensor] | None:
+    """Return what ``default_collate`` makes of these samples: each tensor's rows. None: read the samples.
+
+    It is for a plain TensorDataset, or a plain Subset of one, of contiguous tensors on the CPU without gradients.
+    """
+    while type(dataset) is Subset:
+        dataset, chosen = dataset.dataset, dataset.indices
+        indices = [chosen[index] for index in indices]
+    if type(dataset) is not TensorDataset or not indices or not torchs_own():
+        return None
+    if not all(map(_is_index, indices)):  # a Subset may choose with anything that a tensor takes
+        return None
+    tensors = dataset.tensors
+    if min(indices) < 0 or not all(_plain(one) and max(indices) < len(one) for one in tensors):
+        return None
+    rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
+    made = [room(one.dtype, (len(indices), *one.shape[1:])) for one in tensors]
+    try:
+        for one, out in zip(tensors, made, strict=True):
+            torch.index_select(one, 0, rows, out=out)
+    except NotImplementedError:  # for unsigned numbers of 16 bits and more
+        return None
+    return made
+
+
+def _is_index(one: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.ndim == 0 and one.dtype is torch.int64
+    return type(one) is int or isinstance(one, np.integer)
+
+
+def _plain(one: torch.Tensor) -> bool:
+    return (
+        type(one) is torch.Tensor and one.layout is torch.strided and one.device.type == "cpu" and one.ndim > 0
+        and not one.requires_grad and not one.is_quantized and one.is_contiguous() and one.numel() > 0
+    )  # fmt: skip

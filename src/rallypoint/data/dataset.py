@@ -1,4 +1,4 @@
-"""Map-style data sets: what one is, and reading samples of it."""
+"""Map-style data sets: what one is, and its samples by position."""
 
 from __future__ import annotations
 

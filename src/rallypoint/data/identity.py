@@ -13,7 +13,7 @@ from rallypoint.core.job import DataIdentity
 from rallypoint.core.order import derive_seed
 from rallypoint.data.dataset import MapDataset, fetch, is_sharded
 from rallypoint.data.randomness import seeded
-from rallypoint.data.streams.stream import Stream
+from rallypoint.data.stream import Stream
 from rallypoint.errors import DataError
 
 SAMPLED = 8  # positions, spread over the whole data set
@@ -28,7 +28,7 @@ def identity_of(dataset: MapDataset | Stream) -> DataIdentity:
     A data set of shards that has a `fingerprint()` (bytes, the same on every worker) tells that instead: no shard is
     fetched from a store for a sample.
 
-    Of a stream the first items of part 0 are read, twice, unless its items come only once. Raises DataError if it does
+    Of a stream the first items of part 0 are read, twice. Raises DataError if it does
     not give the same ones again.
     """
     if isinstance(dataset, Stream):
@@ -43,8 +43,6 @@ def identity_of(dataset: MapDataset | Stream) -> DataIdentity:
 
 
 def _of_stream(stream: Stream) -> str:
-    if stream.once:
-        return _digest_of(["once", stream.parts])
     first, again = (_digest_of([stream.parts, *stream.first(SAMPLED)]) for _ in range(2))
     if first != again:
         raise DataError(

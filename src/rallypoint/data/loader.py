@@ -1,4 +1,7 @@
-"""Micro-batches of a data set: the samples of (step, replica, micro), collated, on a device."""
+"""Micro-batches of a data set: the samples of (step, replica, micro), read, collated, on a device.
+
+A sample that raises an error is read again, then named, and skipped or fatal.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,23 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from rallypoint.config import JobConfig, batch_at
-from rallypoint.core.order import SampleOrder, derive_seed
-from rallypoint.core.streams import end
-from rallypoint.data.collate import collated
-from rallypoint.data.dataset import MapDataset, check_dataset, shard_lengths
-from rallypoint.data.gather import gathered
-from rallypoint.data.positions import OrderAhead
+from rallypoint.config import JobConfig
+from rallypoint.core.order import SampleOrder, StreamOrder, derive_seed, stream_looks_ahead
+from rallypoint.data.collate import collated, gathered
+from rallypoint.data.dataset import MapDataset, NotASample, check_dataset, fetch, shard_lengths
+from rallypoint.data.order import OrderAhead
 from rallypoint.data.randomness import seed_everything
-from rallypoint.data.reading import Reading
-from rallypoint.data.sources.lanes import Lanes
+from rallypoint.data.sources.tokens import Lanes
 from rallypoint.data.spec import Collate, Loader
-from rallypoint.data.streams.once import OnceItems, StreamOver, check_once
-from rallypoint.data.streams.reader import EndOfStream
-from rallypoint.data.streams.stream import Stream, StreamItems
+from rallypoint.data.stream import Stream, StreamItems
 from rallypoint.errors import DataError
 
 log = logging.getLogger("rallypoint")
-
-
-class Order(Protocol):
-    """Which samples a replica reads at a step."""
-
-    def samples(self, step: int, replica: int) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +39,11 @@ class LastBatch:
         return LastBatch(pin_memory(self.batch))  # type: ignore[no-untyped-call]
 
 
-def order_of(dataset: MapDataset, config: JobConfig) -> Order:
+def _order_of(dataset: MapDataset, config: JobConfig) -> OrderAhead:
     """Return the order of a map-style data set's samples. Raises DataError as `MicroBatches`."""
     check_dataset(dataset)
-    if config.order in ("stream", "once"):
-        raise DataError(f'order="{config.order}" is set by rp.Stream: leave it out')
+    if config.order == "stream":
+        raise DataError('order="stream" is set by rp.Stream: leave it out')
     if isinstance(dataset, Lanes):
         dataset.check(config)
     order = SampleOrder(
@@ -80,15 +72,13 @@ class MicroBatches:
         self, dataset: MapDataset | Stream, config: JobConfig, device: torch.device, collate: Collate | None = None,
         part: tuple[int, int] = (0, 1), loader: Loader | None = None,
     ) -> None:  # fmt: skip
-        self._order: Order
-        self._stream: StreamItems | OnceItems | None = None
+        self._order: OrderAhead | StreamOrder
+        self._stream: StreamItems | None = None
         if isinstance(dataset, Stream):
-            self._order = dataset.order(config)
-            items = OnceItems if dataset.once else StreamItems
-            check_once(loader.workers if dataset.once and loader is not None else 0)
-            dataset = self._stream = items(dataset, self._order, config)
+            self._order = order = dataset.order(config)
+            dataset = self._stream = StreamItems(dataset, order, config)
         else:
-            self._order = order_of(dataset, config)
+            self._order = _order_of(dataset, config)
         self.config, self.loader = config, loader or Loader()
         self._device, self._collate = device, collate
         self.dataset, self._reading = dataset, Reading(dataset, self.loader)
@@ -113,46 +103,23 @@ class MicroBatches:
         return self.on_device(batch)
 
     def loaded(self, step: int, replica: int, micro: int) -> tuple[Any, list[str]]:
-        """Return the collated samples, not yet on the device, and what to tell of skipped ones.
-
-        Raises as `load`; StreamOver where the job is to end before `step`.
-        """
+        """Return the collated samples, not yet on the device, and what to tell of skipped ones. Raises as `load`."""
         with one_thread():
             indices, seed = self.indices(step, replica, micro), self._seed(step, replica, micro)
             skipped = list[str]()
             if self._collate is None and (batch := gathered(self.dataset, indices)) is not None:
                 seed_everything(seed)  # what else reads the global generators sees them as after other data sets
             else:
-                samples, skipped = self._read(step, indices, seed)
+                samples, skipped = self._reading.read(indices, seed)
                 batch = self._collated(samples)
             return (LastBatch(batch) if self._is_last(step, replica, micro) else batch), skipped
-
-    def _read(self, step: int, indices: Sequence[int], seed: int) -> tuple[list[Any], list[str]]:
-        try:
-            return self._reading.read(indices, seed)
-        except DataError as error:
-            over = self.once is not None and self.config.passes and isinstance(error.__cause__, EndOfStream)
-            if not over or step == 0:
-                raise
-            raise StreamOver(str(error)) from error
 
     def _is_last(self, step: int, replica: int, micro: int) -> bool:
         """True if a stream has no full batch for this replica at the next step."""
         if self._stream is None or micro + 1 < self.config.accumulate:
             return False
-        looks = end.looks_ahead(self.config.passes, step, self.config.steps)
+        looks = stream_looks_ahead(self.config.passes, step, self.config.steps)
         return looks and not self._stream.continues(step + 1, replica)
-
-    @property
-    def once(self) -> OnceItems | None:
-        """What this process reads of a stream that comes only once; None for other data."""
-        return self._stream if isinstance(self._stream, OnceItems) else None
-
-    def computes(self, step: int, replica: int, micro: int, left_out: int = 0) -> None:
-        """This micro-batch is computed now, without so many samples: a stream that comes only once has used its items.
-        """
-        if isinstance(self._stream, OnceItems):
-            self._stream.computes(self.indices(step, replica, micro), left_out)
 
     def on_device(self, batch: Any) -> Any:
         """Return what `loaded` returns, on the device."""
@@ -161,7 +128,7 @@ class MicroBatches:
     def indices(self, step: int, replica: int, micro: int) -> Sequence[int]:
         """Return the positions of a micro-batch's samples in the data set."""
         part, parts = self._part
-        of_replica = self._order.samples(batch_at(self.config, step), replica)
+        of_replica = self._order.samples(step, replica)
         of_micro = of_replica[micro * self._micro : (micro + 1) * self._micro]
         return of_micro[part * self._micro // parts : (part + 1) * self._micro // parts]
 
@@ -177,7 +144,7 @@ class MicroBatches:
         return self.on_device(batch)
 
     def _seed(self, step: int, replica: int, micro: int) -> int:
-        return derive_seed(self.config.seed, "data", batch_at(self.config, step), replica, micro, *self._parted)
+        return derive_seed(self.config.seed, "data", step, replica, micro, *self._parted)
 
     def compute_seed(self, step: int, replica: int, micro: int) -> int:
         """Return the seed of a micro-batch's forward pass."""
@@ -225,3 +192,68 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+class Reading:
+    """Reads the samples of one micro-batch after another.
+
+    Random numbers are seeded before each micro-batch. One of which a sample fails is read again as a whole, so what its
+    other samples draw does not depend on the failure.
+    """
+
+    def __init__(self, dataset: MapDataset, loader: Loader) -> None:
+        self._dataset, self._loader = dataset, loader
+
+    def read(self, indices: Sequence[int], seed: int) -> tuple[list[Any], list[str]]:
+        """Return the samples, and what to tell of skipped ones.
+
+        Raises DataError, which names the sample, for one that fails to the last, or if all were to be skipped.
+        """
+        left, skipped = list(indices), list[str]()
+        while True:
+            try:
+                return self._try(left, seed), skipped
+            except NotASample as error:
+                raise DataError(str(error)) from error
+            except Exception as error:
+                bad, cause = self._culprit(left, seed, error)
+            where = "a sample" if bad is None else self._name_of(bad)
+            what = f"{where} raised {type(cause).__name__}: {cause}"
+            if self._loader.on_error == "stop" or bad is None or len(left) == 1:
+                tries = f" ({self._loader.retries + 1} times)" if self._loader.retries else ""
+                raise DataError(
+                    f"{what}{tries}: mend the data set, or leave such samples out with "
+                    'loader=rp.Loader(on_error="skip")'
+                ) from cause
+            left.remove(bad)
+            skipped.append(f"{what}; it is left out of its batch")
+
+    def _try(self, indices: list[int], seed: int) -> list[Any]:
+        for _ in range(self._loader.retries):
+            try:
+                return self._once(indices, seed)
+            except NotASample:
+                raise
+            except Exception:
+                continue
+        return self._once(indices, seed)
+
+    def _once(self, indices: list[int], seed: int) -> list[Any]:
+        seed_everything(seed)
+        return fetch(self._dataset, indices)
+
+    def _culprit(self, indices: list[int], seed: int, error: Exception) -> tuple[int | None, Exception]:
+        """The first sample that fails by itself; None if none does, and `error` is all that is known."""
+        seed_everything(seed)
+        for index in indices:
+            try:
+                fetch(self._dataset, [index])
+            except NotASample as own:
+                raise DataError(str(own)) from own
+            except Exception as own:
+                return index, own
+        return None, error
+
+    def _name_of(self, index: int) -> str:
+        name_of = getattr(self._dataset, "name_of", None)
+        return f"sample {index} of the data set" if name_of is None else str(name_of(index))

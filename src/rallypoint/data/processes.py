@@ -29,7 +29,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from rallypoint.data.ahead import ReadAhead
 from rallypoint.data.child import Begin, Loaded, Requests, same
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.places import Forecast, Place, places_after, places_from
+from rallypoint.data.order import Forecast, Place, places_after, places_from
 from rallypoint.errors import DataError
 from rallypoint.observe.waits import wait_until
 

@@ -16,11 +16,19 @@ from rallypoint.launch.plan import read_plan
 from rallypoint.net.handshake import Identity
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Aborted, Finished, Members, Message, Resize, Snapshotted, SnapshotWanted
-from rallypoint.net.ordering.messages import AnyOrder, LearningRate, Ordered, RateScaled
+from rallypoint.net.messages import (
+    Aborted,
+    AnyOrder,
+    Finished,
+    Members,
+    Message,
+    Ordered,
+    Resize,
+    Snapshotted,
+    SnapshotWanted,
+)
 
 _PATIENCE_S, _ORDER_S = 600.0, 30.0
-_LEAST, _MOST = 1e-9, 1e9  # factors
 
 _AWAY = "the coordinator is gone before it has answered; waiting for the next one"
 _AGAIN = "the coordinator is back, and was asked again"
@@ -92,56 +100,25 @@ def order(run: Path, wanted: AnyOrder, say: Say) -> str:
     Raises DataError when nothing runs there, UsageError when the coordinator refuses.
     """
     with _asking(run, "order") as (link, answers):
-        return _ordered(link, answers, wanted, say)
-
-
-def change_rate(run: Path, factor: float, say: Say) -> str:
-    """Let the run in this folder multiply its learning rate. Returns a sentence that says from which step on.
-
-    Raises DataError when nothing runs there, UsageError for a factor that cannot be and when the coordinator refuses.
-    """
-    if not _LEAST <= factor <= _MOST:
-        raise UsageError(f"by what? give a factor from {_LEAST:g} to {_MOST:g}, such as 0.5")
-    with _asking(run, "order") as (link, answers):
-        said = _ordered(link, answers, LearningRate(factor), say)
-        try:
-            return next(one.text for one in _within(answers, _ORDER_S) if isinstance(one, RateScaled))
-        except LinkError:  # a server is silent, or the coordinator was killed: the order stands
-            return f"{said}, from the step on that the run will say"
-
-
-def _ordered(link: CoordinatorLink, answers: Answers, wanted: AnyOrder, say: Say) -> str:
-    def again() -> None:
-        if isinstance(wanted, LearningRate):  # the one order that does more when it is given twice
-            raise LinkError(
-                "the coordinator was gone before it had answered: the run's console says whether the learning rate "
-                "was multiplied; give the order again if it was not"
-            )
         link.send(wanted)
-
-    link.send(wanted)
-    for answer in _within(answers, _ORDER_S, "no answer", say, again):
-        if isinstance(answer, Ordered) and answer.kind == type(wanted).__name__:
-            if answer.refused:
-                raise UsageError(answer.text)
-            return answer.text
+        for answer in _within(answers, _ORDER_S, "no answer", say, lambda: link.send(wanted)):
+            if isinstance(answer, Ordered) and answer.kind == type(wanted).__name__:
+                if answer.refused:
+                    raise UsageError(answer.text)
+                return answer.text
     raise AssertionError("_within ends with an error")
 
 
 def _within(
-    answers: Answers, seconds: float, otherwise: str = "no answer", say: Say = print,
-    again: Callable[[], None] | None = None,
-) -> Iterator[Message]:  # fmt: skip
+    answers: Answers, seconds: float, otherwise: str, say: Say, again: Callable[[], None]
+) -> Iterator[Message]:
     """Yield the coordinator's messages of so many seconds, then raise LinkError. The job's own messages keep coming
-    though the answer does not, when the coordinator was killed before it could send it: `again` asks the next one.
-    Without it the question was answered, and what is waited for comes from any coordinator."""
+    though the answer does not, when the coordinator was killed before it could send it: `again` asks the next one."""
     deadline, said = time.monotonic() + seconds, False
     while True:
         answer = _next(answers, otherwise, seconds, max(0.0, deadline - time.monotonic()))
         if not isinstance(answer, _Link):
             yield answer
-        elif again is None:
-            continue
         elif answer is _Link.WHOLE:
             again()
             say(_AGAIN)

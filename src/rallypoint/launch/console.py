@@ -21,15 +21,16 @@ from rallypoint.launch.showing.contributions import account
 from rallypoint.launch.showing.members import changes
 from rallypoint.launch.showing.screen import Screen
 from rallypoint.launch.showing.sums import SumsShown, is_of_sums
-from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
+    Drain,
     Finished,
     Held,
     Members,
     Message,
     Metrics,
+    Ordered,
     Planned,
     Resize,
     Say,
@@ -38,7 +39,6 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import Drain, Ordered, RateScaled
 from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.lines import Once
 from rallypoint.store.manifest import age
@@ -133,8 +133,7 @@ class RunConsole:
                 if text not in self._said:
                     self._said.add(text)
                     self.say(escape(text))
-            case (Say(text=text) | Waiting(text=text) | ServerMismatch(text=text) | RateScaled(text=text)
-                  | Ordered(text=text, refused=False)):  # fmt: skip
+            case Say(text=text) | Waiting(text=text) | Ordered(text=text, refused=False):
                 self.say(escape(text))
             case Held(text=text):
                 self.holding = True

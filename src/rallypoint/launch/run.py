@@ -39,8 +39,8 @@ from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Lim
 from rallypoint.net.handshake import LAUNCHER, Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
+from rallypoint.net.messages import Drain as SendAway
 from rallypoint.net.messages import Finished, Release, Resize, SnapshotWanted
-from rallypoint.net.ordering.messages import Drain as SendAway
 
 LIMITS = Limits()
 _GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by itself

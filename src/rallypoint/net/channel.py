@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from typing import NoReturn
 
 from rallypoint.errors import LinkError, ProtocolError
 from rallypoint.net.frames import Header, Kind
@@ -132,22 +132,28 @@ class Channel:
     def _send_all(self) -> None:
         while (item := self._next()) is not None:
             try:
-                with self._tracer.span(
-                    "send", kind=item.header.kind.name, shard=item.header.shard, waiting=self._outbox.nbytes
-                ):
+                if self._tracer.on:
+                    self._send_traced(item)
+                else:
                     self.connection.send(self._sealer.seal(item.header, item.payload), item.payload)
             except LinkError:  # the receiving thread will get it too, after the last frames: they may say why
                 self._stop()
             except Exception as fault:  # any other one would end this thread unseen, and the queue would only grow
                 self._fail(fault)
-            self._call_sent(item)
-        while self._outbox:
-            self._call_sent(self._outbox.pop())
-
-    def _call_sent(self, item: Outgoing) -> None:
-        try:
             if item.sent is not None:
-                item.sent()
+                self._call(item.sent)
+        while self._outbox:
+            if (sent := self._outbox.pop().sent) is not None:
+                self._call(sent)
+
+    def _send_traced(self, item: Outgoing) -> None:
+        kind, shard = item.header.kind.name, item.header.shard
+        with self._tracer.span("send", kind=kind, shard=shard, waiting=self._outbox.nbytes):
+            self.connection.send(self._sealer.seal(item.header, item.payload), item.payload)
+
+    def _call(self, sent: Callable[[], None]) -> None:
+        try:
+            sent()
         except Exception as fault:
             self._fail(fault)
 
@@ -181,8 +187,10 @@ class Channel:
 
         LinkError when the stream ends or the frame was changed on its way, ProtocolError if it is no header.
         """
-        with self._receiving():
+        try:
             self.connection.recv_into(self._head)
+        except LinkError as ended:
+            self._raise(ended)
         return self._opener.open(self._head)
 
     def receive_into(self, view: memoryview) -> None:
@@ -190,8 +198,10 @@ class Channel:
 
         CorruptFrame (a LinkError) if the payload was changed on its way: then nothing may read `view`.
         """
-        with self._receiving():
+        try:
             self.connection.recv_into(view)
+        except LinkError as ended:
+            self._raise(ended)
         if len(view):
             self._opener.verify(view)
 
@@ -200,8 +210,10 @@ class Channel:
 
         CorruptFrame (a LinkError) if the payload was changed on its way.
         """
-        with self._receiving():
+        try:
             data = receive_bytes(self.connection, header.length)
+        except LinkError as ended:
+            self._raise(ended)
         if header.length:
             self._opener.verify(memoryview(data))
         return data
@@ -210,11 +222,8 @@ class Channel:
         """Receive the control message of `header`, with its secrets decrypted. ProtocolError if it is none."""
         return with_secrets(decode(self.receive_bytes(header)), self._secrets.reveal)
 
-    @contextmanager
-    def _receiving(self) -> Iterator[None]:
-        try:
-            yield
-        except LinkError:
-            if self.fault is not None:
-                raise ProtocolError(f"what was queued for {self.name} could not be sent: {self.fault!r}") from None
-            raise
+    def _raise(self, ended: LinkError) -> NoReturn:
+        """The stream has ended: by what the sending thread has failed with, if it has."""
+        if self.fault is not None:
+            raise ProtocolError(f"what was queued for {self.name} could not be sent: {self.fault!r}") from None
+        raise ended

@@ -9,7 +9,6 @@
                         bit 2, NEWEST: if the version is not kept, send the newest one instead (PullRows; step LATEST
                         always asks for the newest)
                         bit 3, BAD_GRADIENT: the values of the contribution are not finite
-                        bit 4, AUDITED: the acknowledgement has the digest of the whole state (Replicate)
     7  codec      u8    the codec of the payload (codec/); 0: raw fp32
     8  epoch      u32   the view's number: coordinator epoch ...
     12 count      u32   ... and count (I10)
@@ -49,10 +48,9 @@ NOT_FINITE = 1
 SKIP = 2
 NEWEST = 4
 BAD_GRADIENT = 8
-AUDITED = 16
 LATEST = (1 << 32) - 1
 COPY = 1
-_FLAGS = NOT_FINITE | SKIP | NEWEST | BAD_GRADIENT | AUDITED
+_FLAGS = NOT_FINITE | SKIP | NEWEST | BAD_GRADIENT
 
 
 class Kind(enum.IntEnum):

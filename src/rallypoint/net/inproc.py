@@ -24,7 +24,8 @@ class _Pipe:
 
     def write(self, data: memoryview, timeout: float | None) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ended or self._size < _PIPE_BYTES, timeout):
+            room = self._ended or self._size < _PIPE_BYTES
+            if not room and not self._changed.wait_for(lambda: self._ended or self._size < _PIPE_BYTES, timeout):
                 raise LinkError("the peer reads nothing")
             if self._ended:
                 raise LinkError("the link has ended")
@@ -34,7 +35,8 @@ class _Pipe:
 
     def read_some(self, view: memoryview, timeout: float | None) -> int:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ended or self._size > 0, timeout):
+            here = self._ended or self._size > 0
+            if not here and not self._changed.wait_for(lambda: self._ended or self._size > 0, timeout):
                 raise LinkError("the peer sends nothing")
             if self._size == 0:
                 raise LinkClosed("the link has ended")
@@ -71,19 +73,18 @@ class InprocConnection:
         return self._peer
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
-        self._outgoing.write(memoryview(head), self._patience)
+        self._outgoing.write(memoryview(head), self._timeout if self._deadline is None else self._left())
         if payload is not None and len(payload):
-            self._outgoing.write(payload, self._patience)
+            self._outgoing.write(payload, self._timeout if self._deadline is None else self._left())
 
     def recv_into(self, view: memoryview) -> None:
         while len(view):
-            view = view[self._incoming.read_some(view, self._patience) :]
+            patience = self._timeout if self._deadline is None else self._left()
+            view = view[self._incoming.read_some(view, patience) :]
 
-    @property
-    def _patience(self) -> float | None:
-        """The seconds that the next piece may take. LinkError when the deadline has passed."""
-        if self._deadline is None:
-            return self._timeout
+    def _left(self) -> float:
+        """The seconds until the deadline. LinkError when it has passed."""
+        assert self._deadline is not None
         if (left := self._deadline - time.monotonic()) <= 0:
             raise LinkError("it took too long")
         return left

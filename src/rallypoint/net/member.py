@@ -13,20 +13,31 @@ from dataclasses import dataclass
 
 import msgspec
 
+from rallypoint.core.view import Member, View
+from rallypoint.core.views.difference import WrongBase, apply, canonical
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
 from rallypoint.net.advertise import advertised
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introduce
-from rallypoint.net.messages import Admitted, Beat, GiveUp, Hello, Knows, Message, NewView, Refused
+from rallypoint.net.messages import (
+    Admitted,
+    Beat,
+    GiveUp,
+    Hello,
+    Knows,
+    Message,
+    NewView,
+    OfViews,
+    Refused,
+    Report,
+    ViewChange,
+)
 from rallypoint.net.outbox import Backlog
 from rallypoint.net.places.whereabouts import Whereabouts
-from rallypoint.net.recording.reports import LastReports
 from rallypoint.net.sampling.pacing import Pacing
 from rallypoint.net.sampling.sampler import sampler_for, traffic_of
 from rallypoint.net.transport import Transport
-from rallypoint.net.views.messages import ViewChange
-from rallypoint.net.views.receiver import ViewReceiver
 
 log = logging.getLogger("rallypoint")
 
@@ -38,6 +49,7 @@ NEWCOMER_TIMEOUT_S = 5.0  # so long a newcomer waits while somebody else listens
 _MOST_WAITING = 64 << 20  # bytes for a coordinator that does not read (it is paused): reports of very many steps
 _NAME_BYTES = 16  # of a process's random name
 _FAREWELL_S = 2.0  # so long a link that is closed waits for what was said last to be sent
+_REPORTED_STEPS = 2  # the coordinator remembers which replicas of so many steps were reported
 _BEATS = 4  # heartbeats in the time after which a silent member is given up
 
 
@@ -374,3 +386,70 @@ class CoordinatorLink:
 def _in_one(failed: list[LinkError]) -> LinkError:
     """One error for those of all places; a place that was tried in vain is in each sentence."""
     return failed[0] if len(failed) == 1 else LinkError("; ".join(dict.fromkeys(str(error) for error in failed)))
+
+
+class LastReports:
+    """The reports of the last two steps of the newest generation. Not thread-safe.
+
+    The worker says them again: some may have been sent into a link that was broken already.
+    """
+
+    def __init__(self) -> None:
+        self._reports: list[Report] = []
+
+    def note(self, message: object) -> None:
+        """The worker says this; what is no report is passed over."""
+        if isinstance(message, Report) and all(one.generation <= message.generation for one in self._reports):
+            same, first = message.generation, message.step - _REPORTED_STEPS + 1
+            self._reports = [one for one in self._reports if one.generation == same and one.step >= first]
+            self._reports.append(message)
+
+    def again(self, waiting: set[int]) -> list[Report]:
+        """The reports to say again, marked as such; not those that have not been sent yet: `waiting` are their ids."""
+        return [msgspec.structs.replace(one, repeated=True) for one in self._reports if id(one) not in waiting]
+
+    def forget(self) -> None:
+        """What this worker has said does not count any more."""
+        self._reports = []
+
+
+class ViewReceiver:
+    """The views that come on one connection to the coordinator, and this member's tickets. One thread only.
+
+    A new connection needs a new one: its first view comes whole.
+    """
+
+    def __init__(self) -> None:
+        self._last: NewView | None = None
+
+    def take(self, message: OfViews) -> NewView:
+        """The whole view, with all tickets that count.
+
+        CorruptFrame if it is a difference that does not lead from the view before to another one: then make the
+        connection anew, and the whole view comes.
+        """
+        if isinstance(message, NewView):
+            self._last = NewView(canonical(message.view), message.tickets, message.proof)
+            return self._last
+        if self._last is None:
+            raise CorruptFrame("a difference to a view came, and no view before it")
+        before = self._last
+        try:
+            view = apply(message.change, before.view)
+        except WrongBase as error:
+            raise CorruptFrame(str(error)) from None
+        tickets = {**_kept(before, view), **message.tickets}
+        self._last = NewView(view, tickets, message.proof)
+        return self._last
+
+
+def _kept(before: NewView, view: View) -> dict[str, bytes]:
+    """The tickets for servers and aggregators that were in the view before and still are."""
+    was = {one.id: one.incarnation for one in listeners(before.view)}
+    here = {one.id: one.incarnation for one in listeners(view)}
+    return {id: ticket for id, ticket in before.tickets.items() if here.get(id, -1) == was.get(id, -2)}
+
+
+def listeners(view: View) -> tuple[Member, ...]:
+    """The members for which others have tickets."""
+    return (*view.servers, *view.aggregators)

@@ -9,10 +9,11 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from rallypoint.core.job import JobRecord
+from rallypoint.core.sums.digests import DIGEST_BYTES
 from rallypoint.core.typed import MOST_MEMBERS, Count, Index, Name, Norm, Replicas, Seconds
 from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.views.difference import ViewDifference
 from rallypoint.errors import ProtocolError
-from rallypoint.net.auditing.messages import OfAudits
 from rallypoint.net.evaluations.messages import Evaluated as Evaluated
 from rallypoint.net.evaluations.messages import Evaluates as Evaluates
 from rallypoint.net.evaluations.messages import Figures
@@ -23,14 +24,17 @@ from rallypoint.net.greetings import Challenge as Challenge
 from rallypoint.net.greetings import Hello as Hello
 from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
-from rallypoint.net.ordering.messages import OfOrders
-from rallypoint.net.recording.messages import AuditFound, Contributed, Updated
 from rallypoint.net.sampling.messages import OfMembers, Paced
 from rallypoint.net.sampling.messages import Sampled as Sampled
-from rallypoint.net.sharing.messages import Caches, OfSharing
-from rallypoint.net.views.messages import NewView as NewView
-from rallypoint.net.views.messages import OfViews, Reached, Unrestored, ViewChange
 from rallypoint.observe.lines import printable
+
+MOST_DIGESTS = 1 << 17
+MOST_PIECE = 64 << 20  # bytes of a data set's file that are asked for at once
+
+Digests = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=MOST_DIGESTS * DIGEST_BYTES)]
+Workers = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=16)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+CacheName = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
 
@@ -219,6 +223,61 @@ class GiveUp(Shown, frozen=True):
     torn: bool = False
 
 
+class Reached(AnyMessage, frozen=True):
+    """From a worker: it holds `version` of this generation. A view has asked for that: `core.worker.ending`."""
+
+    version: Index
+    generation: ViewNumber
+
+
+class Unrestored(Shown, frozen=True):
+    """From a server: the snapshot with which this generation begins is damaged, and it cannot load its shards."""
+
+    reason: str
+    generation: ViewNumber
+
+
+# ---- digests for replays (`fingerprints=`), findings of audits (`audit=`) -------------------------------------------
+
+
+class Fingerprint(AnyMessage, frozen=True):
+    """Digests of 16 bytes each, one after the other, and the generation in which they were computed."""
+
+
+class Contributed(Fingerprint, frozen=True):
+    """From a worker: a replica's contribution to `step`, a digest for each of `dense_shards`, and its mean loss."""
+
+    step: Index
+    replica: Index
+    loss: float
+    digests: Digests
+    generation: ViewNumber = ViewNumber()
+
+
+class Updated(Fingerprint, frozen=True):
+    """From a server: what a shard holds at `version`, a digest for each of `pieces_of`."""
+
+    version: Index
+    shard: Index
+    digests: Digests
+    generation: ViewNumber = ViewNumber()
+
+
+class AuditFound(AnyMessage, frozen=True):
+    """From a server: what an audit of this contribution has found, first in this shard.
+
+    `agreed` have sent the same bytes and `others` something else: they have lost. Without `agreed`, all of `others`
+    have sent different bytes, and the step waits.
+    """
+
+    step: Index
+    replica: Index
+    shard: Index
+    agreed: Workers
+    others: Workers
+    generation: ViewNumber = ViewNumber()
+
+
 # ---- coordinator to member -------------------------------------------------------------------------------------
 
 
@@ -248,6 +307,27 @@ class Prepare(AnyMessage, frozen=True):
     """To servers: the job."""
 
     record: JobRecord
+
+
+class NewView(AnyMessage, frozen=True):
+    """The new view. `tickets` are the receiver's own, by server: it proves itself with them to the view's servers. They
+    are encrypted on their way. With `proof` the receiver shows the next coordinator that an earlier one has published
+    this view."""
+
+    view: View
+    tickets: dict[Name, Hidden] = msgspec.field(default_factory=dict)
+    proof: Secret = b""
+
+
+class ViewChange(AnyMessage, frozen=True):
+    """The new view, as the difference to the last one that came on this connection.
+
+    `tickets` are those for servers that are new since then (or new to the receiver); the others count on.
+    """
+
+    change: ViewDifference
+    tickets: dict[Name, Hidden] = msgspec.field(default_factory=dict)
+    proof: Secret = b""
 
 
 class Assist(AnyMessage, frozen=True):
@@ -282,6 +362,42 @@ class Aborted(Shown, frozen=True):
     """The job cannot continue."""
 
     reason: str
+
+
+# ---- an operator's orders (sizes, snapshots: above), and what has come of them --------------------------------------
+
+
+class Order(AnyMessage, frozen=True):
+    """Something that an operator orders. The coordinator answers all observers with `Ordered`."""
+
+
+class Pause(Order, frozen=True):
+    """Compute no further step for now; with ``on=False``: go on."""
+
+    on: bool = True
+
+
+class StopWanted(Order, frozen=True):
+    """End the job with the step that is being computed, as a script's ``run.stop(reason)`` does. To workers too."""
+
+    reason: Name = ""
+
+
+class Drain(Order, frozen=True):
+    """Tell a worker or a server to leave. The coordinator passes it on to all observers: the launcher tells it."""
+
+    member: Name
+
+
+AnyOrder = Pause | StopWanted | Drain
+
+
+class Ordered(Shown, frozen=True):
+    """What has come of an order of this kind, as a sentence; `refused`: nothing."""
+
+    kind: Name
+    text: str
+    refused: bool = False
 
 
 # ---- coordinator to observer -----------------------------------------------------------------------------------
@@ -347,6 +463,12 @@ class Members(AnyMessage, frozen=True):
     warming: tuple[str, ...] = ()
 
 
+class SnapshotEvery(AnyMessage, frozen=True):
+    """A snapshot is taken every so many `seconds` from now on: the job has chosen that (``tune="auto"``)."""
+
+    seconds: float
+
+
 class Snapshotted(AnyMessage, frozen=True):
     """A snapshot is complete and durable. `nbytes` is its size; `seconds` is how long it took."""
 
@@ -356,12 +478,85 @@ class Snapshotted(AnyMessage, frozen=True):
     seconds: float
 
 
+# ---- hosts that keep pieces of the data set: `data/cache/` ----------------------------------------------------------
+
+
+class Holder(msgspec.Struct, frozen=True, array_like=True):
+    """A worker that answers for a cache.
+
+    Attributes:
+        id, incarnation: the worker's.
+        address: where it listens.
+        cache: the cache's own name: workers of one host have the same.
+    """
+
+    id: Name
+    incarnation: Count
+    address: Name
+    cache: CacheName
+
+
+class Offers(AnyMessage, frozen=True):
+    """From a worker to the coordinator: it answers for this cache, at this address."""
+
+    address: Name
+    cache: CacheName
+
+
+class Caches(AnyMessage, frozen=True):
+    """From the coordinator to a worker that answers for a cache: who else does, and its tickets for them.
+
+    Attributes:
+        holders: all who do; with `more`, only those that have come, or changed, since the message before.
+        tickets: for these holders, by their ids.
+        more: it changes what was told before, and does not replace it.
+        gone: with `more`, the ids of those that no longer do.
+    """
+
+    holders: Annotated[tuple[Holder, ...], msgspec.Meta(max_length=MOST_MEMBERS)]
+    tickets: dict[Name, Hidden] = msgspec.field(default_factory=dict)
+    more: bool = False
+    gone: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MOST_MEMBERS)] = ()
+
+    def after(self, before: Caches) -> Caches:
+        """Return all that is known with this message, if it was `before`."""
+        if not self.more:
+            return self
+        changed = {*self.gone, *(one.id for one in self.holders)}
+        kept = tuple(one for one in before.holders if one.id not in changed)
+        tickets = {id: ticket for id, ticket in before.tickets.items() if id not in changed}
+        return Caches((*kept, *self.holders), {**tickets, **self.tickets})
+
+
+class Wanted(AnyMessage, frozen=True):
+    """From a worker, or one of its loader processes, to another worker: these bytes of a file of the data set."""
+
+    file: Digest
+    start: Count
+    stop: Count
+
+
+class Found(AnyMessage, frozen=True):
+    """The answer: the next frame is the piece, with this checksum."""
+
+    checksum: Digest
+
+
+class NotFound(Shown, frozen=True):
+    """The answer: it is not to be had here."""
+
+    reason: str
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+OfViews = NewView | ViewChange
 Message = (
     Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | OfViews | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
-    Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
-    AuditFound | OfAudits | OfMembers | OfOrders | OfSharing | Reached | Unrestored
+    SnapshotEvery | Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
+    AuditFound | OfMembers | AnyOrder | Ordered | Offers | Caches | Wanted | Found | NotFound | Reached | Unrestored
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

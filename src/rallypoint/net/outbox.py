@@ -18,16 +18,11 @@ _ITS_OWN = object()  # begins the place of a frame that has none
 
 
 class Outgoing(NamedTuple):
-    """A frame, and what to call when its payload may be reused."""
+    """A frame, and what to call when its payload may be reused. Its header says how long the payload is."""
 
     header: Header
     payload: memoryview | None
     sent: Callable[[], None] | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its payload."""
-        return 0 if self.payload is None else self.payload.nbytes
 
 
 class Backlog:
@@ -80,7 +75,7 @@ class Outbox:
         self, frame: Outgoing, place: Hashable = None, *, urgent: bool = False, rank: Rank = ()
     ) -> Outgoing | None:
         """Append a frame. Returns the frame that it has replaced, if there is one: it takes that one's turn."""
-        self.nbytes += frame.nbytes
+        self.nbytes += frame.header.length
         if urgent:
             self._urgent.append(frame)
             self._count(frame, 1)
@@ -94,7 +89,7 @@ class Outbox:
         if old is None:
             heapq.heappush(self._places, (rank, number, place))
         if old is not None:
-            self.nbytes -= old.nbytes
+            self.nbytes -= old.header.length
         return old
 
     def pop(self) -> Outgoing:
@@ -105,13 +100,13 @@ class Outbox:
             _, _, place = heapq.heappop(self._places)
             frame = self._others.pop(place)
             counts = isinstance(place, tuple) and place[0] is _ITS_OWN
-        self.nbytes -= frame.nbytes
+        self.nbytes -= frame.header.length
         if counts:
             self._count(frame, -1)
         return frame
 
     def _count(self, frame: Outgoing, sign: int) -> None:
-        nbytes = sign * (SEALED_BYTES + frame.nbytes)
+        nbytes = sign * (SEALED_BYTES + frame.header.length)
         self._counted += nbytes
         if self._backlog is not None:
             self.overflows = not self._backlog.change(nbytes, self._counted)

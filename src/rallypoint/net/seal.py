@@ -45,11 +45,11 @@ class Sealer:
     """Makes the first 80 bytes of each frame that one side sends. Only one thread may use it."""
 
     def __init__(self, keys: LinkKeys, *, macs: bool = True) -> None:
-        self._seals, self._macs = _Seals(keys.sending), macs
+        self._seals, self._macs, self._count = _Seals(keys.sending), macs, 0
 
     def seal(self, header: Header, payload: memoryview | None) -> bytes:
         """The header, MAC and tag of the next frame. The payload must not change before it is sent."""
-        number = self._seals.next()
+        number, self._count = self._count, self._count + 1
         head = pack(header)
         head += self._seals.mac(number, payload) if self._macs and payload is not None and len(payload) else _EMPTY
         return head + self._seals.tag(number, head)
@@ -64,11 +64,11 @@ class Opener:
     def __init__(self, keys: LinkKeys, peer: str, *, macs: bool = True) -> None:
         self._seals, self._macs = _Seals(keys.receiving), macs
         self._peer = peer
-        self._number, self._kind, self._mac = 0, Kind.CONTROL, _EMPTY  # of the frame that was opened last
+        self._number, self._kind, self._mac = -1, Kind.CONTROL, _EMPTY  # of the frame that was opened last
 
     def open(self, sealed: memoryview) -> Header:
         """Return the header of the next frame. CorruptFrame if the tag is wrong, ProtocolError if it is no header."""
-        self._number = self._seals.next()
+        self._number += 1
         tag = self._seals.tag(self._number, sealed[:-TAG_BYTES])
         if not hmac.compare_digest(tag, sealed[-TAG_BYTES:]):
             raise CorruptFrame(f"a frame from {self._peer} has a wrong tag: something changed it on the way")
@@ -112,12 +112,6 @@ class _Seals:
     def __init__(self, secret: bytes) -> None:
         self._tags = hashlib.blake2b(digest_size=TAG_BYTES, key=expand(secret, b"tags"), person=_PERSON)
         self._macs = AESGCM(expand(secret, b"payloads"))
-        self._count = 0
-
-    def next(self) -> int:
-        """The number of the next frame."""
-        self._count += 1
-        return self._count - 1
 
     def tag(self, number: int, data: bytes | memoryview) -> bytes:
         """The tag of this frame's header and MAC."""

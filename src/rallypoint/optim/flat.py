@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rallypoint.config import GroupSettings, JobConfig, settings_applied
-from rallypoint.config.tree import rate_of
 from rallypoint.core.optimizer import Muon, Optimizer, RMSprop, of_shard
+from rallypoint.core.schedule import rate_at
 from rallypoint.optim.table import arguments_of, row_of, state_names
 
 
@@ -55,13 +55,15 @@ class ShardOptimizer:
         self._parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device="cpu"))
         self._optimizer = build_optimizer(self._spec, [([self._parameter], self._settings)])
         self.master = self._parameter.detach().view(-1)
+        self._schedule, self._rounds = config.applied_schedule, config.rounds
 
     def apply(self, gradient: torch.Tensor, step: int, times: float = 1.0, reductions: int = 0) -> None:
         """Make update number `step` (from 0) with the mean gradient (fp32, shape (words,)).
 
         The learning rate is the schedule's, after so many `reductions`, times `times` and the group's scale.
         """
-        rate = times * rate_of(self._config, step, reductions)
+        rate = rate_at(self._schedule, step, self._rounds)
+        rate = times * (rate if self._config.plateau is None else self._config.plateau.reduced(rate, reductions))
         self._optimizer.param_groups[0]["lr"] = rate * self._settings.lr_scale
         self._parameter.grad = gradient.view(self._parameter.shape)
         self._optimizer.step()

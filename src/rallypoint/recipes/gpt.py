@@ -19,9 +19,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rallypoint as rp
-from rallypoint.recipes import PRECISION_HELP, Precision, as_typed, choose_device, exit_status, save_patiently
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from rallypoint.recipes.picture import save_picture
+from rallypoint.recipes.recipe import (
+    ACCUMULATE,
+    BATCH,
+    DEVICE,
+    LR,
+    OUT,
+    PATIENCE,
+    PRECISION,
+    REPLICAS,
+    STEPS,
+    VALIDATE_EVERY,
+    Precision,
+    Training,
+    as_typed,
+    choose_device,
+    exit_status,
+    save_patiently,
+)
 from rallypoint.recipes.text import load_text
 
 PROGRAM = "python -m rallypoint.recipes.gpt"
@@ -29,31 +46,20 @@ VALIDATION_BYTES = 8192
 """How much text one validation reads: always the same windows, a quarter of a second for the tiny preset."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of one training: the model and how to train it.
-
-    `batch`: windows per replica; `lr`: the highest rate.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Settings(Training):
+    """The settings of one training: the model and how to train it."""
 
     model: GPTConfig
-    steps: int
-    batch: int
-    lr: float
-    warmup: int
     weight_decay: float = 0.1
     clip: float = 1.0
-    replicas: int = 2
-    accumulate: int = 1
-    seed: int = 1234
-    validate_every: int = 50
-    patience: int = 0
-    precision: Precision = Precision.FP32
 
 
 PRESETS = {
-    "tiny": Settings(GPTConfig(layers=4, heads=4, width=128, block=128), steps=800, batch=8, lr=4e-3, warmup=50),
-    "small": Settings(GPTConfig(layers=6, heads=8, width=512, block=256), steps=2000, batch=16, lr=1e-3, warmup=100),
+    "tiny": Settings(model=GPTConfig(layers=4, heads=4, width=128, block=128), steps=800, batch=8, lr=4e-3, warmup=50),
+    "small": Settings(
+        model=GPTConfig(layers=6, heads=8, width=512, block=256), steps=2000, batch=16, lr=1e-3, warmup=100
+    ),
 }
 """`tiny` (0.8 M parameters) learns to write Python-like text in minutes on two cores; `small` (19 M parameters, 76 MB
 of gradients per worker and step) is for GPUs, and for measuring networks."""
@@ -118,7 +124,7 @@ def train(
             whole = model if job.ranks == 1 else _gathered(model)
             if run.lead:
                 _finish(whole, validation, out or run.folder)
-                print(save_picture(run.folder, run.folder))
+                print(save_picture(run.folder))
 
 
 def _spread(model: GPT, ranks: int) -> rp.Parallel | None:
@@ -200,31 +206,20 @@ def _command(
     dropout: Annotated[
         float | None, typer.Option(min=0.0, max=0.99, help="Useful when the text is small and read many times.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Updates of the model.")] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option(min=1, help="Logical data-parallel replicas, fixed for the run however many workers come and go."),
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Windows of text per replica: the global batch is replicas times this.")
-    ] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batches whose gradients add up before anything is sent.")
-    ] = None,
-    lr: Annotated[
-        float | None, typer.Option(min=0.0, help="Highest learning rate: reached after the warm-up, then a cosine.")
-    ] = None,
+    steps: Annotated[int | None, STEPS] = None,
+    replicas: Annotated[int | None, REPLICAS] = None,
+    batch: Annotated[int | None, BATCH] = None,
+    accumulate: Annotated[int | None, ACCUMULATE] = None,
+    lr: Annotated[float | None, LR] = None,
     seed: Annotated[
         int | None,
         typer.Option(help="Fixes the weights, the order of the samples and dropout; with --load, what is generated."),
     ] = None,
-    validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
-    patience: Annotated[
-        int | None, typer.Option(min=0, help="End after so many validations without a better val_loss (0: never).")
-    ] = None,
-    precision: Annotated[Precision | None, typer.Option(help=PRECISION_HELP)] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder for the trained model. Default: the run folder.")] = None,
+    validate_every: Annotated[int | None, VALIDATE_EVERY] = None,
+    patience: Annotated[int | None, PATIENCE] = None,
+    precision: Annotated[Precision | None, PRECISION] = None,
+    device: Annotated[str, DEVICE] = "auto",
+    out: Annotated[Path | None, OUT] = None,
     init: Annotated[
         Path | None, typer.Option(help="Begin with the saved model in this folder (and its shape), not at random.")
     ] = None,

@@ -6,21 +6,16 @@ the output embedding. Text is bytes, so there is no tokenizer and every folder o
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
 import torch
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rallypoint.errors import ConfigError, DataError
+from rallypoint.errors import ConfigError
+from rallypoint.recipes.recipe import Saved
 
 VOCABULARY = 256
 """One token per byte value."""
-
-WEIGHTS_FILE = "model.safetensors"
-CONFIG_FILE = "model.json"
 
 
 @dataclass(frozen=True)
@@ -86,15 +81,17 @@ class Block(nn.Module):
         return summed
 
 
-class GPT(nn.Module):
+class GPT(Saved):
     """A language model over bytes: int64 [batch, time] in, float logits [batch, time, 256] out.
 
     The initial weights come from torch's global generator: call `torch.manual_seed` first for the same model twice.
     """
 
+    config_type = GPTConfig
+    config: GPTConfig
+
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.tokens = nn.Embedding(VOCABULARY, config.width)
         self.positions = nn.Embedding(config.block, config.width)
         self.dropout = nn.Dropout(config.dropout)
@@ -145,34 +142,6 @@ class GPT(nn.Module):
             text.append(_sample(self(window)[0, -1], temperature=temperature, generator=generator))
         self.train(was_training)
         return bytes(text[-n:]) if n else b""
-
-    def save(self, folder: Path) -> None:
-        """Write `model.safetensors` (tied weights once) and `model.json` (the configuration) into `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        save_model(self, str(folder / WEIGHTS_FILE))
-        (folder / CONFIG_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self.config)) + b"\n")
-
-    @classmethod
-    def load(cls, folder: Path) -> "GPT":
-        """Return the model that `save` wrote into `folder`, on the CPU, in eval mode.
-
-        Raises `DataError` if there is none.
-        """
-        try:
-            config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=GPTConfig)
-            model = cls(config)
-            load_model(model, str(folder / WEIGHTS_FILE))
-        except FileNotFoundError as missing:
-            raise DataError(
-                f"{folder} holds no trained GPT ({CONFIG_FILE} and {WEIGHTS_FILE}): give the run folder that the "
-                "training printed at its end"
-            ) from missing
-        except msgspec.MsgspecError as broken:
-            raise DataError(
-                f"{folder / CONFIG_FILE} does not describe a GPT ({broken}): give another run folder"
-            ) from broken
-        return model.eval()
-
 
 def _sample(logits: Tensor, *, temperature: float, generator: torch.Generator) -> int:
     """Draw one byte from logits [256]. The draw is on the CPU, so every device gives the same byte."""

@@ -16,21 +16,34 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import rallypoint as rp
-from rallypoint.recipes import PRECISION_HELP, Precision, choose_device, exit_status, save_patiently
 from rallypoint.recipes.digits import CHANNELS, CLASSES, load_digits
 from rallypoint.recipes.picture import save_picture
+from rallypoint.recipes.recipe import (
+    ACCUMULATE,
+    BATCH,
+    DEVICE,
+    LR,
+    OUT,
+    PATIENCE,
+    PRECISION,
+    REPLICAS,
+    STEPS,
+    VALIDATE_EVERY,
+    Precision,
+    Training,
+    choose_device,
+    exit_status,
+    save_patiently,
+)
 from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
 
 PROGRAM = "python -m rallypoint.recipes.resnet"
 STAGES = 3
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of one training: the model and how to train it.
-
-    `batch`: images per replica; `lr`: the highest rate.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Settings(Training):
+    """The settings of one training: the model and how to train it."""
 
     model: ResNetConfig
     steps: int = 200
@@ -39,15 +52,9 @@ class Settings:
     warmup: int = 20
     momentum: float = 0.9
     weight_decay: float = 5e-4
-    replicas: int = 2
-    accumulate: int = 1
-    seed: int = 1234
-    validate_every: int = 50
-    patience: int = 0
-    precision: Precision = Precision.FP32
 
 
-DEFAULTS = Settings(ResNetConfig(channels=CHANNELS, classes=CLASSES))
+DEFAULTS = Settings(model=ResNetConfig(channels=CHANNELS, classes=CLASSES))
 
 
 def train(settings: Settings, *, device: torch.device, out: Path | None) -> None:
@@ -87,7 +94,7 @@ def train(settings: Settings, *, device: torch.device, out: Path | None) -> None
                 micro.backward(model.loss(images, labels))
         if run.lead:
             _finish(model, validation_images, out or run.folder)
-            print(save_picture(run.folder, run.folder))
+            print(save_picture(run.folder))
 
 
 @torch.no_grad()
@@ -117,32 +124,21 @@ def _command(
     blocks: Annotated[int, typer.Option(min=1, help="Residual blocks in each stage; 3 gives the ResNet-20.")] = (
         DEFAULTS.model.blocks[0]
     ),
-    steps: Annotated[int, typer.Option(min=1, help="Updates of the model.")] = DEFAULTS.steps,
-    replicas: Annotated[
-        int,
-        typer.Option(min=1, help="Logical data-parallel replicas, fixed for the run however many workers come and go."),
-    ] = DEFAULTS.replicas,
-    batch: Annotated[
-        int, typer.Option(min=1, help="Images per replica: the global batch is replicas times this.")
-    ] = DEFAULTS.batch,
-    accumulate: Annotated[
-        int, typer.Option(min=1, help="Micro-batches whose gradients add up before anything is sent.")
-    ] = DEFAULTS.accumulate,
-    lr: Annotated[
-        float, typer.Option(min=0.0, help="Highest learning rate: reached after the warm-up, then a cosine.")
-    ] = DEFAULTS.lr,
+    steps: Annotated[int, STEPS] = DEFAULTS.steps,
+    replicas: Annotated[int, REPLICAS] = DEFAULTS.replicas,
+    batch: Annotated[int, BATCH] = DEFAULTS.batch,
+    accumulate: Annotated[int, ACCUMULATE] = DEFAULTS.accumulate,
+    lr: Annotated[float, LR] = DEFAULTS.lr,
     seed: Annotated[int, typer.Option(help="Fixes the weights and the order of the samples.")] = DEFAULTS.seed,
-    validate_every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = DEFAULTS.validate_every,
-    patience: Annotated[
-        int, typer.Option(min=0, help="End after so many validations without a better val_accuracy (0: never).")
-    ] = DEFAULTS.patience,
-    precision: Annotated[Precision, typer.Option(help=PRECISION_HELP)] = DEFAULTS.precision,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder for the trained model. Default: the run folder.")] = None,
+    validate_every: Annotated[int, VALIDATE_EVERY] = DEFAULTS.validate_every,
+    patience: Annotated[int, PATIENCE] = DEFAULTS.patience,
+    precision: Annotated[Precision, PRECISION] = DEFAULTS.precision,
+    device: Annotated[str, DEVICE] = "auto",
+    out: Annotated[Path | None, OUT] = None,
 ) -> None:
     model = ResNetConfig(width=width, blocks=(blocks,) * STAGES, channels=CHANNELS, classes=CLASSES)
     settings = Settings(
-        model,
+        model=model,
         steps=steps,
         batch=batch,
         lr=lr,

@@ -5,17 +5,12 @@ and double the width, the mean over the image, one linear layer.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rallypoint.errors import ConfigError, DataError
-
-WEIGHTS_FILE = "model.safetensors"
-CONFIG_FILE = "model.json"
+from rallypoint.errors import ConfigError
+from rallypoint.recipes.recipe import Saved
 
 
 @dataclass(frozen=True)
@@ -53,15 +48,17 @@ class BasicBlock(nn.Module):
         return functional.relu(hidden + self.shortcut(x))
 
 
-class ResNet(nn.Module):
+class ResNet(Saved):
     """An image classifier: float [batch, channels, height, width] in, logits [batch, classes] out.
 
     The initial weights come from torch's global generator: call `torch.manual_seed` first for the same model twice.
     """
 
+    config_type = ResNetConfig
+    config: ResNetConfig
+
     def __init__(self, config: ResNetConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         width = config.width
         self.stem = nn.Conv2d(config.channels, width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
@@ -85,34 +82,6 @@ class ResNet(nn.Module):
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats per image; `labels` is int64 [batch]."""
         return functional.cross_entropy(self(images), labels)
-
-    def save(self, folder: Path) -> None:
-        """Write `model.safetensors` (buffers included) and `model.json` (the configuration) into `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        save_model(self, str(folder / WEIGHTS_FILE))
-        (folder / CONFIG_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self.config)) + b"\n")
-
-    @classmethod
-    def load(cls, folder: Path) -> "ResNet":
-        """Return the model that `save` wrote into `folder`, on the CPU, in eval mode.
-
-        Raises `DataError` if there is none.
-        """
-        try:
-            config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=ResNetConfig)
-            model = cls(config)
-            load_model(model, str(folder / WEIGHTS_FILE))
-        except FileNotFoundError as missing:
-            raise DataError(
-                f"{folder} holds no trained ResNet ({CONFIG_FILE} and {WEIGHTS_FILE}): give the run folder that the "
-                "training printed at its end"
-            ) from missing
-        except msgspec.MsgspecError as broken:
-            raise DataError(
-                f"{folder / CONFIG_FILE} does not describe a ResNet ({broken}): give another run folder"
-            ) from broken
-        return model.eval()
-
 
 def _shortcut(inputs: int, outputs: int, *, stride: int) -> nn.Module:
     if inputs == outputs and stride == 1:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from rallypoint.core.shard.effects import Accepted, Disputed
 from rallypoint.core.shard.links import Fence
 from rallypoint.core.view import ViewNumber
-from rallypoint.net.messages import Message
-from rallypoint.net.recording.messages import AuditFound
+from rallypoint.net.messages import AuditFound, Message
 
 _KEPT = 1024  # the last findings, to tell them to a restarted coordinator
 

@@ -19,25 +19,23 @@ class Capture:
     """The shards to copy for one snapshot. Not thread-safe: only the owner thread calls it.
 
     `state(shard, version)` returns a shard's state, in arrays that later updates change. `wake` is called, from any
-    thread, when `due` may have become True. While a shard is not `proven`, it is copied only before its next update.
+    thread, when `due` may have become True.
     """
 
     def __init__(
         self, writer: SnapshotWriter, job: ServerJob, codec_states: CodecStates | None,
         state: Callable[[int, int], ShardRecord], tracer: Tracer, wake: Callable[[], None],
-        proven: Callable[[int], bool] = lambda shard: True,
     ) -> None:  # fmt: skip
         writer.caught_up = wake
         self.snapshot = ""
         self._writer, self._job = writer, job
         self._codec_states, self._state, self._tracer = codec_states, state, tracer
-        self._proven = proven
         self._to_copy: dict[int, int] = {}
 
     @property
     def due(self) -> bool:
         """Is there a shard to copy now, if the owner thread is idle?"""
-        return any(map(self._proven, self._to_copy)) and self._writer.wants_more
+        return bool(self._to_copy) and self._writer.wants_more
 
     def begin(self, snapshot: str, shards: int) -> None:
         """A snapshot begins. It stores `shards` shards of this server."""
@@ -50,7 +48,7 @@ class Capture:
 
     def copy_one(self) -> None:
         """Copy one of the shards that wait for it."""
-        self._copy(next(filter(self._proven, self._to_copy)))
+        self._copy(next(iter(self._to_copy)))
 
     def before_update(self, shard: int) -> None:
         """The shard is about to change: copy it now if it waits for that."""

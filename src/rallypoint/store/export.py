@@ -5,9 +5,9 @@ As a safetensors or torch.save file, as the weights in a Hugging Face folder, as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import get_args
 
 import torch
 
@@ -21,8 +21,6 @@ from rallypoint.store.manifest import Manifest, age
 from rallypoint.store.record import AVERAGE, AVERAGED, ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.store.state import MASTER, OWN
-
-_T = TypeVar("_T")
 
 _NAMED = 3  # frozen parameters named in the summary
 
@@ -56,8 +54,7 @@ def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
 
 
 def export_snapshot(
-    location: str, to: Path, *, average: bool = False, best: bool = False, format: Format | None = None,
-    only: str = "",
+    location: str, to: Path, *, average: bool = False, best: bool = False, format: Format | None = None
 ) -> str:  # fmt: skip
     """Write the model of a snapshot to `to`, and return one line that says what was written.
 
@@ -76,10 +73,9 @@ def export_snapshot(
       left out where it is not one of plain training (see `steps_plainly`).
 
     With `average` the model's parameters are their average (rp.EMA, rp.SWA). With `best` it is the snapshot with the
-    best figure, of those that are there (`keep_best`, or --keep-best). `only` is the name of one of several models,
-    whose tensors get its own names: ``generator.main.0.weight`` becomes ``main.0.weight``.
+    best figure, of those that are there (`keep_best`, or --keep-best).
 
-    Raises ConfigError for another ending or model, SnapshotError when nothing has been averaged, when no figure says
+    Raises ConfigError for another ending, SnapshotError when nothing has been averaged, when no figure says
     which is the best, or when there is no usable snapshot, SnapshotFailed when `to` cannot be written.
     """
     writer = WRITERS[format or _form_of(to)]
@@ -94,28 +90,10 @@ def export_snapshot(
     flat = _Flat(store, manifest, lambda name: name in wanted or (moments and name != AVERAGE))
     model = flat.average() if average else flat.model()
     optimizer = flat.optimizer() if moments else None
-    if only:
-        _check_model(only, job, format)
-        model = {name: tensor.clone() for name, tensor in _of_model(only, model).items()}  # (tied ones shared memory)
-        optimizer = None if optimizer is None else _of_model(only, optimizer)
     content = Content(manifest, model, optimizer, average)
     said = [*writer.write(content, to), *said]
     what = f"the average of {_counted(model)}" if average else _counted(model)
     return "; ".join([f"wrote {what} of {manifest.id} to {to}", *_frozen(job), *said])
-
-
-def _check_model(name: str, job: JobRecord, format: Format | None) -> None:
-    models = sorted(job.config.get("optimizers", {}))
-    if name not in models:
-        what = f"there are {', '.join(models)}" if models else "it has one, without a name"
-        raise ConfigError(f"the job has no model {name!r}: {what}")
-    if format == "dcp":
-        raise ConfigError("one of several models is written as safetensors, pt or hf: a dcp checkpoint has all of them")
-
-
-def _of_model(model: str, named: Mapping[str, _T]) -> dict[str, _T]:
-    """Return what is of this model, under the model's own names."""
-    return {name.removeprefix(f"{model}."): value for name, value in named.items() if name.startswith(f"{model}.")}
 
 
 def _form_of(to: Path) -> Format:

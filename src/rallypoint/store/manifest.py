@@ -11,11 +11,11 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
-from rallypoint.config.kept import kept_record
+from rallypoint.config.changes import kept_record
 from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import build_now
-from rallypoint.core.view import Scale, Stop
+from rallypoint.core.view import Stop
 from rallypoint.errors import DamagedSnapshot, SnapshotError, UsageError
 
 Compression = Literal["none", "zstd", "zstd-planes"]
@@ -49,7 +49,6 @@ class Manifest(msgspec.Struct, frozen=True):
         files: file name -> size in bytes. The shards of a file cover it without gaps.
         stop: the job's early end, if its script had said it before the snapshot was complete.
         decided: what was decided from evaluations of versions up to this one.
-        scales: the factors on the learning rate that operators had ordered before the snapshot was complete.
         format: number of the format of this file and the records.
     """
 
@@ -63,7 +62,6 @@ class Manifest(msgspec.Struct, frozen=True):
     files: dict[str, int]
     stop: Stop | None = None
     decided: Decided = Decided()
-    scales: tuple[Scale, ...] = ()
     format: int = FORMAT
 
     @property

@@ -22,7 +22,6 @@ from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.shard.clip import clip_scale, total_norm
-from rallypoint.core.view import Scale
 from rallypoint.data.dataset import MapDataset
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
@@ -46,16 +45,15 @@ OwnOptimizers = Callable[[torch.nn.Module], tuple[Sequence[Steps], Sequence[Step
 
 def train_reference(
     model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig, *,
-    weight_of: WeightFunction | None = None, own: OwnOptimizers | None = None, scales: Sequence[Scale] = (),
+    weight_of: WeightFunction | None = None, own: OwnOptimizers | None = None,
 ) -> list[float]:  # fmt: skip
     """Train `model` in place for `config.steps` updates. Returns the mean loss of every step.
 
     `weight_of(step, replica)` is what the loop passes as ``micro.backward(loss, weight=...)``. `own(model)` returns the
-    optimizers and the schedules that the loop passes as `own_optimizer` and `own_schedule` (AllReduce). `scales`: the
-    factors on the learning rate that an operator has ordered (`rallypoint learning-rate`), ascending.
+    optimizers and the schedules that the loop passes as `own_optimizer` and `own_schedule` (AllReduce).
     """
     reference = _Reference(model, dataset, loss_fn, config, weight_of or (lambda step, replica: 1.0))
-    reference.own, reference.scales = own(model) if own is not None else None, scales
+    reference.own = own(model) if own is not None else None
     return [reference.step(step) for step in range(config.steps)]
 
 
@@ -113,7 +111,6 @@ class _Reference:
             growth_interval=config.loss_scale.growth_interval,
         )  # fmt: skip
         self.own: tuple[Sequence[Steps], Sequence[Steps]] | None = None
-        self.scales: Sequence[Scale] = ()
         self.stepped = [p for members in by_group for p in members]  # in layout order, as self.parameters
 
     def step(self, step: int) -> float:
@@ -195,7 +192,7 @@ class _Reference:
     def set_rates(self, step: int) -> None:
         for group, settings in zip(self.optimizer.param_groups, map(self.settings, self.groups), strict=True):
             rate = rate_at(self.config.schedule, step, self.config.steps)
-            group["lr"] = rate * math.prod(s.factor for s in self.scales if s.version <= step) * settings
+            group["lr"] = rate * settings
 
     def step_own(self, gradients: list[torch.Tensor]) -> None:
         assert self.own is not None

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rallypoint.core.typed import Count, Name, Seconds
+from rallypoint.core.typed import Name
 from rallypoint.errors import RallypointError
 
 _MOST_BYTES, _MOST_AT_ONCE = 4096, 4
@@ -23,17 +23,13 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=10_000)]
 
 
 class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One press of a button. `member` is for ``drain``, `reason` for ``stop``, numbers (0: keep it) for ``resize``,
-    `steps` and `seconds` (0: not by that) for ``period``, `factor` for ``rate``."""
+    """One press of a button. `member` is for ``drain``, `reason` for ``stop``, numbers (0: keep it) for ``resize``."""
 
-    order: Literal["snapshot", "pause", "continue", "stop", "drain", "resize", "period", "rate"]
+    order: Literal["snapshot", "pause", "continue", "stop", "drain", "resize"]
     member: Name = ""
     reason: Name = ""
     workers: _Number = 0
     servers: _Number = 0
-    steps: Count = 0
-    seconds: Seconds = 0.0
-    factor: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
 
 
 _wishes = msgspec.json.Decoder(Wish)

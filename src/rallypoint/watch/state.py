@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rallypoint.net.auditing.messages import ServerMismatch
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
     Applied,
+    AuditFound,
     Finished,
     Held,
     Members,
     Message,
     Metrics,
+    Ordered,
     Planned,
     Say,
     Skipped,
@@ -24,8 +25,6 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import Ordered, RateScaled
-from rallypoint.net.recording.messages import AuditFound
 from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.watch.machines import Machines
 from rallypoint.watch.members import Timelines
@@ -105,10 +104,6 @@ class RunState:
                 self._mark("skip", f"step {message.step} skipped: not finite")
             case AuditFound():
                 self._audited(message)
-            case ServerMismatch(text=text):
-                self._mark("audit", text)
-            case RateScaled(text=text, step=step):
-                self._mark("rate", text, step)
             case Say(text=text) | Waiting(text=text) | Held(text=text) | Ordered(text=text):
                 self.sentences.append({"t": self.now, "text": text})
                 if isinstance(message, Waiting):
@@ -168,10 +163,10 @@ class RunState:
         if all(mark["text"] != text for mark in self.marks):
             self._mark("audit", text)
 
-    def _mark(self, kind: str, text: str, step: int = -1) -> None:
-        """Put a tick at `step`; -1: at the step that is reached."""
+    def _mark(self, kind: str, text: str) -> None:
+        """Put a tick at the step that is reached."""
         self._cause, self._said = kind, self._said or text
-        self.marks.append({"t": self.now, "step": self.step if step < 0 else step, "kind": kind, "text": text})
+        self.marks.append({"t": self.now, "step": self.step, "kind": kind, "text": text})
 
     def _end(self, how: str, why: str) -> None:
         self.ended, self.why = how, why

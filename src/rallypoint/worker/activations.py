@@ -1,14 +1,12 @@
-"""What a backward pass needs of the forward pass: kept, computed once more (`recompute`), or moved to the host."""
+"""What a backward pass needs of the forward pass: kept, or computed once more (`recompute`)."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from rallypoint.config import JobConfig
@@ -16,34 +14,19 @@ from rallypoint.errors import ModelError
 
 
 class Activations:
-    """The settings `recompute` and `offload` on one model. Main thread only.
+    """The setting `recompute` on one model. Main thread only.
 
     With ``recompute="blocks"`` the blocks of the model (see `blocks_of`) keep only their inputs; their forward pass
     runs once more in the backward pass (Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost"), by torch's
-    own non-reentrant checkpoint, with the same random numbers: gradients are the same. With ``offload="activations"``
-    everything that the forward pass keeps on a GPU is copied to the host, and back when it is needed.
+    own non-reentrant checkpoint, with the same random numbers: gradients are the same.
 
     Raises ModelError when the model has no blocks, or some that cannot run twice.
     """
 
-    def __init__(self, model: torch.nn.Module, config: JobConfig, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, config: JobConfig) -> None:
         self._blocks = list(blocks_of(model)) if config.recompute == "blocks" else []
-        self._moves, self._pinned = config.offload == "activations", device.type == "cuda"
-        self._entered: Any = None
         for block in self._blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-
-    def enter(self) -> None:
-        """A forward pass begins."""
-        if self._moves:
-            self._entered = save_on_cpu(pin_memory=self._pinned)
-            self._entered.__enter__()
-
-    def leave(self) -> None:
-        """It is over, also by an error; called outside of `enter`, this does nothing."""
-        if (entered := self._entered) is not None:
-            self._entered = None
-            entered.__exit__(None, None, None)
 
     def remove(self) -> None:
         """The run is over: blocks compute as before."""

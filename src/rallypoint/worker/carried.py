@@ -31,24 +31,23 @@ class TrainSettings(Settings, total=False):
 class Carried:
     """The state of each of `replicas` replicas. Main thread only.
 
-    `first` is what each replica begins with; `name` is what the layout calls it. Raises ConfigError when it
-    cannot be carried.
+    `first` is what each replica begins with. Raises ConfigError when it cannot be carried.
 
     Attributes:
         tensors: by the layout's names, the values in the model's version, or those that a replica has left since.
         specs: the layout's, in the same order.
     """
 
-    def __init__(self, first: Carry, replicas: int, device: torch.device, name: str = "carry") -> None:
-        self._first, self._called = first, name
+    def __init__(self, first: Carry, replicas: int, device: torch.device) -> None:
+        self._first = first
         leaves = dict(_leaves(first, ""))
         _check(leaves, replicas)
         self._names = list(leaves)
         self.tensors: dict[str, torch.Tensor] = {}
         self.specs: list[TensorSpec] = []
         for replica in range(replicas):
-            for leaf_name, leaf in leaves.items():
-                place = self._named(replica, leaf_name)
+            for name, leaf in leaves.items():
+                place = _named(replica, name)
                 own = self.tensors[place] = leaf.detach().to(device).clone(memory_format=torch.contiguous_format)
                 self.specs.append(TensorSpec(place, tuple(own.shape), _type(own), carried_by(replica)))
         self._given: tuple[int, list[torch.Tensor]] | None = None
@@ -58,7 +57,7 @@ class Carried:
         if self._given is not None and self._given[0] == replica:
             values = self._given[1]
         else:
-            values = [self.tensors[self._named(replica, name)].clone() for name in self._names]
+            values = [self.tensors[_named(replica, name)].clone() for name in self._names]
         return _filled(self._first, iter(values))
 
     def give(self, replica: int, state: Carry) -> None:
@@ -71,23 +70,20 @@ class Carried:
             other = sorted(set(given) ^ set(self._names)) or list(given)
             where = "has no" if other[0] in self._names else "has a"
             raise UsageError(
-                f"the state that replica {replica} is to carry {where} tensor {self._named(replica, other[0])}, unlike "
+                f"the state that replica {replica} is to carry {where} tensor {_named(replica, other[0])}, unlike "
                 "carry= of job.train: give it the same form"
             )
         for name, tensor in given.items():
-            own = self.tensors[self._named(replica, name)]
+            own = self.tensors[_named(replica, name)]
             if tensor.shape != own.shape or tensor.dtype != own.dtype:
                 do = "is carry= for one replica's batch? is the last batch shorter?" if tensor.dtype == own.dtype else (
                     "give carry= this type, or convert what you assign"
                 )  # fmt: skip
                 raise UsageError(
-                    f"{self._named(replica, name)} is {_type(tensor)} {list(tensor.shape)}, and carry= of job.train "
+                    f"{_named(replica, name)} is {_type(tensor)} {list(tensor.shape)}, and carry= of job.train "
                     f"has {_type(own)} {list(own.shape)} there: what a replica carries keeps its shape and type ({do})"
                 )
         self._given = replica, [tensor.detach() for tensor in given.values()]
-
-    def _named(self, replica: int, leaf: str) -> str:
-        return f"{self._called}[{replica}]{leaf}"
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -96,7 +92,11 @@ class Carried:
             replica, values = self._given
             self._given = None
             for name, value in zip(self._names, values, strict=True):
-                self.tensors[self._named(replica, name)].copy_(value)
+                self.tensors[_named(replica, name)].copy_(value)
+
+
+def _named(replica: int, leaf: str) -> str:
+    return f"carry[{replica}]{leaf}"
 
 
 def _type(tensor: torch.Tensor) -> str:

@@ -15,6 +15,11 @@ Named = Mapping[str, torch.Tensor]
 
 def check_model(model: object) -> None:
     """Raise ModelError for what is no module, and for a tensor that has no shape yet."""
+    if isinstance(model, Mapping):
+        raise ModelError(
+            "a dict was given as the model: give one torch.nn.Module, such as a ModuleDict. Models that take turns, "
+            "each with its own optimizer, are keys of job.store: see examples/gan.py"
+        )
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"a {type(model).__qualname__} was given as the model: give a torch.nn.Module")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rallypoint.config import JobConfig, group_of, matrices_of, of_group, ranks_of
+from rallypoint.config import JobConfig, group_of, matrices_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
 from rallypoint.core.loss_scale import ENTRY
 from rallypoint.core.modes import Feature, why_not
@@ -17,8 +17,6 @@ from rallypoint.errors import ModelError
 from rallypoint.optim.rows import refusal
 from rallypoint.worker.carried import Carried, Carry
 from rallypoint.worker.model_checks import check_apart, check_kept, check_model, check_trained
-from rallypoint.worker.models import check_optimizers
-from rallypoint.worker.samples import carried_ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,7 @@ class ModelTensors:
     Persistent buffers (for example BatchNorm statistics) are shared; the other buffers stay private to this worker.
     `tables` has, for each of the layout's tables, the modules that use it. `tied` maps each further name of a tied
     tensor to its name in the layout. With fp16, `loss_scale` is shared like a buffer: the scale, and the steps applied
-    with it (fp32, shape (2,)). What replicas carry is among `buffers`, with tensors of each replica; `samples` is
-    the ledger of a stream that comes only once.
+    with it (fp32, shape (2,)). What replicas carry is among `buffers`, with tensors of each replica.
 
     Raises ModelError when the model or a table cannot be trained like this.
     """
@@ -96,7 +93,6 @@ class ModelTensors:
         with, of a state that it carries from step to step."""
         check_model(model)
         tables = _tables(model, config)
-        check_optimizers(model, config)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables}
         with_values = {name: p for name, p in trained.items() if name not in made}
         check_trained(with_values)
@@ -114,11 +110,9 @@ class ModelTensors:
         specs = [_spec(name, p, group_of(config, name, p.dim())) for name, p in trained.items()]
         specs += [_spec(name, b, -1) for name, b in shared.items()]
         self.carried = Carried(carry, config.replicas, device) if carry is not None else None
-        self.samples = carried_ledger(config.replicas) if config.order == "once" else None
-        for state in (self.carried, self.samples):
-            if state is not None:
-                specs += state.specs
-                shared |= state.tensors
+        if self.carried is not None:
+            specs += self.carried.specs
+            shared |= self.carried.tensors
         rows = [_spec(name, sharing[0].weight, group_of(config, name, 2)) for name, sharing in tables.items()]
         self.tables = list(tables.values())
         self.layout: Layout = build_layout(
@@ -216,7 +210,7 @@ def _refused(module: torch.nn.Embedding | torch.nn.EmbeddingBag, name: str, conf
     if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
         return "padding_idx, max_norm and scale_grad_by_freq are not supported with sparse=True"
     why = why_not(config.mode.name, Feature.TABLES, config.features)
-    return why or refusal(of_group(config, group_of(config, name, 2)).optimizer)
+    return why or refusal(config.optimizer)
 
 
 def _spec(name: str, tensor: torch.Tensor, group: int) -> TensorSpec:

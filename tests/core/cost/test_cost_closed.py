@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import pytest
-
-from rallypoint.core.cost.closed import (
+from closed import (
     byteps_parts,
     byteps_seconds,
-    fsdp_bytes,
     loose_ring_seconds,
     one_way_seconds,
-    ring_bytes,
     ring_seconds,
     scattered_seconds,
     servers_seconds,
     star_seconds,
 )
+
+from rallypoint.core.cost.peers import fsdp_bytes, ring_bytes
 
 MB, GB, MS = 1e6, 1e9, 1e-3
 GRADIENTS, PCIE = 160 * MB, 16 * GB  # d2l.ai, chapter 13.7: a server with four GPUs

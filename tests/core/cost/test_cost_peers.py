@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from closed import ring_seconds
 
-from rallypoint.core.cost.closed import fsdp_bytes, ring_seconds
-from rallypoint.core.cost.peers import Ring, ddp_cost, fsdp_cost
+from rallypoint.core.cost.peers import Ring, ddp_cost, fsdp_bytes, fsdp_cost
 from rallypoint.core.cost.site import PAYLOAD, Speeds, Workers
 from rallypoint.core.cost.workload import Layer, Workload, transformer
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from closed import servers_seconds
 
 from rallypoint.core.cost.bundles import bundles_of, split
-from rallypoint.core.cost.closed import servers_seconds
 from rallypoint.core.cost.pipeline import step_cost
 from rallypoint.core.cost.site import (
     ACKNOWLEDGED,

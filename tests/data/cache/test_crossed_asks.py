@@ -38,7 +38,7 @@ class Crossed:
 def test_two_hosts_that_ask_each_other_for_pieces_with_the_same_lock_both_get_them(tmp_path: Path) -> None:
     caches, both = [rp.Cache(tmp_path / name) for name in "ab"], threading.Barrier(2)
     for cache, other in (caches, caches[::-1]):
-        cache.join(Crossed(other, both))
+        cache.join(Crossed(other, both).ask)
     with ThreadPoolExecutor(2) as hosts:
         got = [hosts.submit(cache.get, piece, lambda: b"x") for cache, piece in zip(caches, alike(), strict=True)]
         assert [one.result(60) for one in got] == [b"x", b"x"]

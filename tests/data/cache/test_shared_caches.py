@@ -12,12 +12,10 @@ import pytest
 
 from rallypoint.data.cache import answering as answering_module
 from rallypoint.data.cache import asking as asking_module
-from rallypoint.data.cache.answering import Answering
-from rallypoint.data.cache.asking import Asking
+from rallypoint.data.cache.answering import Answering, BoundedConnections
+from rallypoint.data.cache.asking import Asking, Known, Roster
 from rallypoint.data.cache.cache import Cache, Piece
 from rallypoint.data.cache.entries import checksum
-from rallypoint.data.cache.peers import BoundedConnections
-from rallypoint.data.cache.roster import Known, Roster
 from rallypoint.data.sources.remote import File
 from rallypoint.errors import DataError, LinkError
 from rallypoint.net.channel import Channel
@@ -25,8 +23,7 @@ from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity, introduce
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import Hello, Welcome
-from rallypoint.net.sharing.messages import Caches, Found, Holder, NotFound, Wanted
+from rallypoint.net.messages import Caches, Found, Hello, Holder, NotFound, Wanted, Welcome
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection
 
@@ -72,7 +69,7 @@ class Host:
             [(store, [FILE])],  # type: ignore[list-item]
         )
         self.asking = Asking(self.transport, self.roster, self.cache.id)
-        self.cache.join(self.asking)
+        self.cache.join(self.asking.ask)
 
     @property
     def holder(self) -> Holder:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.data.sources import patience
+from rallypoint.data.sources import listing
 from rallypoint.data.sources.listing import meant
 from rallypoint.data.sources.remote import File, Files
 from rallypoint.errors import DataError
@@ -198,7 +198,7 @@ def test_a_web_server_that_fails_is_asked_again(
     cause: Exception | None, tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fsspec says then that the file is not there."""
-    monkeypatch.setattr(patience, "PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr(listing, "PAUSES_S", (0.0,) * 4)
     made = []
 
     def ask() -> None:
@@ -206,5 +206,5 @@ def test_a_web_server_that_fails_is_asked_again(
         raise FileNotFoundError("https://host/0.tar") from cause
 
     with pytest.raises(DataError, match=re.escape("0.tar cannot be read")):
-        patience.patiently(ask, "0.tar")
+        listing.patiently(ask, "0.tar")
     assert len(made) == tries

@@ -16,7 +16,7 @@ import rallypoint as rp
 from rallypoint.config import JobConfig
 from rallypoint.data.dataset import fetch
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.sources import token_files
+from rallypoint.data.sources import tokens
 from rallypoint.errors import DataError, RallypointError
 
 
@@ -56,7 +56,7 @@ def test_several_files_are_one_data_set(
 
 
 def test_it_pickles_without_its_tokens_and_keeps_few_files_open(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(token_files, "MOST_OPEN", 2)
+    monkeypatch.setattr(tokens, "MOST_OPEN", 2)
     files = [write(tmp_path / f"{n}.bin", np.full(50_000, n)) for n in range(4)]
     data = rp.TokenFiles(files, context=8)
     firsts = [int(data[i][0][0]) for i in range(0, len(data), len(data) // 4)]
@@ -69,7 +69,7 @@ def test_it_pickles_without_its_tokens_and_keeps_few_files_open(tmp_path: Path, 
 
 @pytest.mark.parametrize("order", ["shuffled", "windowed"])
 def test_a_job_reads_every_window_once_in_a_pass(tmp_path: Path, monkeypatch: Any, order: Any) -> None:
-    monkeypatch.setattr(token_files, "SHARD_BYTES", 64)
+    monkeypatch.setattr(tokens, "SHARD_BYTES", 64)
     data = rp.TokenFiles([write(tmp_path / f"{n}.bin", range(1000 * n, 1000 * n + 161)) for n in range(3)], context=4)
     config = JobConfig(replicas=2, batch=6, steps=10, order=order, mixed_shards=6)
     batches = MicroBatches(data, config, torch.device("cpu"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from rallypoint.core.view import View
 from rallypoint.net.keys import ticket
-from rallypoint.net.sharing.messages import Caches, Holder, Offers
+from rallypoint.net.messages import Caches, Holder, Offers
 from rallypoint.observe.lines import Allowance
 
 MOST_OF_ONE_CACHE = 2  # workers that are named for it

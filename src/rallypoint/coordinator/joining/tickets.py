@@ -14,9 +14,7 @@ from rallypoint.coordinator.joining.shared import Shared
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.views.difference import ViewDifference, canonical, difference
 from rallypoint.net.keys import proof_of_view, ticket
-from rallypoint.net.messages import Admitted, Knows, NewView
-from rallypoint.net.sharing.messages import Caches, Offers
-from rallypoint.net.views.messages import OfViews, ViewChange
+from rallypoint.net.messages import Admitted, Caches, Knows, NewView, Offers, OfViews, ViewChange
 
 
 class Tickets:

@@ -17,7 +17,7 @@ import msgspec
 from rallypoint.coordinator.journal import opened_to_read, own
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError
-from rallypoint.net.recording.messages import Contributed, Fingerprint, Updated
+from rallypoint.net.messages import Contributed, Fingerprint, Updated
 from rallypoint.store import closing
 from rallypoint.store.disks import journal_mode
 

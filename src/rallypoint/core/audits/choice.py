@@ -91,7 +91,7 @@ def computing(view: View, step: int) -> list[str]:
 
 
 def alike(view: View, worker: str) -> set[str]:
-    """The workers of the view whose machines give the same bytes as this one's, itself included; see `alike.py`."""
+    """The workers of the view whose machines give the same bytes for a probe as this one's, itself included."""
     kernels = {member.id: member.kernels for member in view.workers}
     return {other for other, its in kernels.items() if its == kernels.get(worker)}
 

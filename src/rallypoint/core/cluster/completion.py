@@ -19,7 +19,7 @@ from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
-from rallypoint.core.streams import end
+from rallypoint.core.order import stream_unread
 from rallypoint.core.view import Stop, ViewNumber
 
 
@@ -148,7 +148,7 @@ class Completion:
         record = self.course.record
         if record is None or self.course.views.stop is not None:
             return ""
-        return end.unread(record.config.get("passes", 0), record.config.get("steps", 0))
+        return stream_unread(record.config.get("passes", 0), record.config.get("steps", 0))
 
     def _is_the_last(self, generation: ViewNumber, version: int) -> bool:
         course = self.course

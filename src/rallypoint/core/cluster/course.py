@@ -8,10 +8,8 @@ import msgspec
 
 from rallypoint.core.assignment.lately import Lately
 from rallypoint.core.assignment.pinned import pins_after
-from rallypoint.core.audits.suspects import Suspects
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
 from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
-from rallypoint.core.cluster.events import RateAwaited
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.placing.handover import Handover
 from rallypoint.core.cluster.placing.links import Links
@@ -51,13 +49,10 @@ class Course:
         members: the workers and servers that are here.
         evaluating: the workers that evaluate now, after their beats.
         evaluations: the script's evaluations, and their results.
-        awaiting_rate: what servers have said of an order that changes the learning rate (`ordering.rate`), by server.
         links: what members say of the links of servers.
         handover: what workers say of the versions that they hold, while shards move or workers warm up.
         tuning: how long steps take, and what is tried to make them shorter.
-        ordered_period: how often an operator wants snapshots; None: as the terms say.
         tuned_period: how often snapshots are taken where nobody has said it.
-        suspects: the servers that audits have found something about.
         lately: until when workers may contribute what they were assigned earlier.
         pins: where replicas stay with their workers: who has each, or had it last.
         copies: on how many servers each shard should be. Where the terms do not say it, that is decided once, when the
@@ -83,13 +78,10 @@ class Course:
     members: Membership = field(default_factory=Membership)
     evaluating: set[str] = field(default_factory=set)
     evaluations: EvaluationLedger = field(default_factory=EvaluationLedger)
-    awaiting_rate: dict[str, RateAwaited] = field(default_factory=dict)
-    ordered_period: SnapshotPeriod | None = None
     tuned_period: TunedPeriod = field(default_factory=TunedPeriod)
     links: Links = field(default_factory=Links)
     handover: Handover = field(default_factory=Handover)
     tuning: Tuning = field(default_factory=Tuning)
-    suspects: Suspects = field(default_factory=Suspects)
     lately: Lately = field(default_factory=Lately)
     pins: dict[int, str] = field(default_factory=dict)
     copies: int = 0
@@ -153,7 +145,7 @@ class Course:
         """How often snapshots are taken."""
         told = SnapshotPeriod(self.terms.snapshot_steps, self.terms.snapshot_seconds)
         chosen = SnapshotPeriod(seconds=self.tuned_period.seconds)
-        return self.ordered_period or (chosen if tunes_period(self) and chosen.seconds else told)
+        return chosen if tunes_period(self) and chosen.seconds else told
 
     @property
     def known(self) -> int:
@@ -196,10 +188,7 @@ class Course:
             periods=evaluations.periods,
             high=evaluations.high,
             stops=evaluations.stops,
-            ordered_period=self.ordered_period,
             goes_on=self.view is not None and self.view.paused is not None and self.views.paused is None,
-            rescale=self.views.rescale,
-            scales=self.views.scales,
             origin=self.origin,
             begun_by=self.begun_by,
             copies=self.copies if self.record is not None else 0,
@@ -291,6 +280,6 @@ def uploads(course: Course, worker: str) -> bool:
 
 
 def tunes_period(course: Course) -> bool:
-    """True if the job may choose how often snapshots are taken: neither the user nor the operator has said it."""
+    """True if the job may choose how often snapshots are taken: the user has not said it."""
     tuned = course.record is not None and course.record.config.get("tune") == "auto"
-    return tuned and course.terms.snapshot_tuned and course.terms.snapshots and course.ordered_period is None
+    return tuned and course.terms.snapshot_tuned and course.terms.snapshots

@@ -89,26 +89,6 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerMismatch:
-    """Tell the observers what an audit of servers has found: see `net.auditing.messages.ServerMismatch`."""
-
-    text: str
-    shard: int
-    version: int
-    servers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RateScaled:
-    """Tell the observers that the learning rate changes, and when: see `net.ordering.messages.RateScaled`."""
-
-    text: str
-    step: int
-    factor: float
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
 class PeriodTuned:
     """Tell the observers that a snapshot is due every so many `seconds` from now on."""
 
@@ -147,6 +127,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 Effect = (
-    Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | ServerMismatch
-    | RateScaled | PeriodTuned | Note | Hold | Finish | Abort
+    Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | PeriodTuned | Note
+    | Hold | Finish | Abort
 )  # fmt: skip

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.cluster.terms import SnapshotPeriod
 from rallypoint.core.deciding.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import Member, Scale, Stop, ViewNumber
+from rallypoint.core.view import Member, Stop, ViewNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Joined:
 class Proposed:
     """A worker proposes the job's record: its model's layout and its settings.
 
-    `kernels` is the digest of its probe (`core.audits.alike`), in a job with audits.
+    `kernels` is the digest of its probe (`core.audits.choice.alike`), in a job with audits.
     """
 
     worker: str
@@ -102,19 +101,8 @@ class Disproved:
 
 
 @dataclass(frozen=True, slots=True)
-class StateChanged:
-    """The server says that its shard has changed in its memory since the update that made `version`, in `generation`.
-    """
-
-    server: str
-    shard: int
-    version: int
-    generation: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
 class AuditFound:
-    """A server says what an audit of (step, replica) has found, first in that shard: see `net.recording.messages`."""
+    """A server says what an audit of (step, replica) has found, first in that shard: see `net.messages`."""
 
     server: str
     step: int
@@ -274,29 +262,6 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
-class Rescaled:
-    """The operator multiplies the learning rate by `factor`, from a version on that the servers settle."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class RateAwaited:
-    """Under view `number`, no shard that is primary on `server` is updated from version `at` on."""
-
-    server: str
-    number: ViewNumber
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotsEvery:
-    """From now on snapshots are taken with this period, as the operator has ordered."""
-
-    period: SnapshotPeriod
-
-
-@dataclass(frozen=True, slots=True)
 class SnapshotWanted:
     """A user asks for a snapshot."""
 
@@ -335,15 +300,13 @@ class Committed:
 class Found:
     """The answer to `FindSnapshot`: the newest usable snapshot; "" if there is none.
 
-    It knows the job's early end, what was decided from evaluations of versions up to it, and the operator's factors on
-    the learning rate.
+    It knows the job's early end, and what was decided from evaluations of versions up to it.
     """
 
     snapshot: str
     version: int = -1
     stop: Stop | None = None
     decided: Decided = field(default_factory=Decided)
-    scales: tuple[Scale, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,9 +328,9 @@ class Unrestored:
 
 
 Event = (
-    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | StateChanged | Leaving | Done | Left | Unlinked
+    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked
     | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
-    | Outrun | Released | Paused | Rescaled | RateAwaited | SnapshotsEvery | Stopped | Evaluates | Evaluated | NotKept
+    | Outrun | Released | Paused | Stopped | Evaluates | Evaluated | NotKept
     | AuditFound | Reached | Unrestored
 )  # fmt: skip
 

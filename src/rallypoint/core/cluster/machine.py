@@ -6,7 +6,7 @@ Pure: events go in (`core.cluster.events`), effects come out (`core.cluster.effe
     membership  the workers and servers that are here
     succession  which view follows the one in force
     snapshots   when to take a snapshot
-    ordering    what an operator orders
+    operator    what an operator orders
     completion  the end of a job that goes well; ending: the last snapshot of one that fails
     assigner    which worker computes which replicas
 
@@ -19,19 +19,18 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.auditing.probes import probed
-from rallypoint.core.cluster.auditing.verdicts import Auditing
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course, uploads
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.evaluating.deciding import Deciding
-from rallypoint.core.cluster.health.apart import disagrees, set_apart
+from rallypoint.core.cluster.health.apart import disagrees, disproved, set_apart
+from rallypoint.core.cluster.health.auditing import Auditing, probed
 from rallypoint.core.cluster.health.beats import take_beat
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.health.waiting import waiting_for
 from rallypoint.core.cluster.invariants import check_course
-from rallypoint.core.cluster.ordering.orders import Ordering
+from rallypoint.core.cluster.operator import follow
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
@@ -39,7 +38,6 @@ from rallypoint.core.cluster.storing.snapshots import Snapshots, begin_from
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
-from rallypoint.core.deciding.scales import merged
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.view import Member, View
 
@@ -64,7 +62,6 @@ class ClusterMachine:
     _ending: LastSnapshot = field(init=False)
     _succession: Succession = field(init=False)
     _completion: Completion = field(init=False)
-    _ordering: Ordering = field(init=False)
     _deciding: Deciding = field(init=False)
     _auditing: Auditing = field(init=False)
     _silence: Silence = field(init=False)
@@ -81,7 +78,7 @@ class ClusterMachine:
         self._ending = LastSnapshot(self.course, self._snapshots, self._succession)
         self._completion = Completion(self.course, self._snapshots, self._succession)
         self._deciding = Deciding(self.course, self._completion)
-        self._ordering, self._auditing = Ordering(course, self._succession), Auditing(course, self._succession)
+        self._auditing = Auditing(course, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat, self.terms.living), Reach(self.course)
         if self.resume is not None:
             course.describe(self.resume.record)
@@ -94,8 +91,7 @@ class ClusterMachine:
         course = self.course
         course.members.incarnations = state.incarnations
         course.changed()
-        if self.resume is not None:  # a resumed job has new members; the incarnations count on, and what was ordered
-            course.views.rescale, course.views.scales = state.rescale, merged(state.scales, course.views.scales)
+        if self.resume is not None:  # a resumed job has new members; the incarnations count on
             return
         # Without a record, all members had left before anything was computed: do not use their view.
         view = state.view if state.record is not None else None
@@ -104,11 +100,10 @@ class ClusterMachine:
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
         course.origin, course.begun_by = state.origin, state.begun_by
-        course.last_word, course.failing, course.ordered_period = state.last_word, state.failing, state.ordered_period
+        course.last_word, course.failing = state.last_word, state.failing
         course.evaluations.recovered(state)
         if view is None and state.origin is not None:  # members still gathered
             begin_from(state.origin, self._snapshots)
-            course.views.rescale, course.views.scales = state.rescale, state.scales
         if not self.terms.earlier:  # else the launcher knows the last size that was announced; the journal may not
             course.workers_max = state.workers_max
         if course.view is None or state.last_word is not None:
@@ -189,7 +184,7 @@ class ClusterMachine:
         course = self.course
         if course.phase is Phase.OVER:
             return [Refuse(event.member.id, "the job is over")] if isinstance(event, events.Joined) else []
-        if course.phase is Phase.FAILING and not isinstance(event, events.RateAwaited):
+        if course.phase is Phase.FAILING:
             return self._ending.handle(event)
         match event:
             case events.Heard(member=member):
@@ -206,7 +201,9 @@ class ClusterMachine:
                 return self._joined(event)
             case events.Proposed():
                 return self._proposal(event)
-            case events.Disproved() | events.StateChanged() | events.AuditFound():
+            case events.Disproved():
+                return disproved(event, course, self._left)
+            case events.AuditFound():
                 return self._auditing.handle(event, self._left)
             case events.CaughtUp() | events.Reached():
                 return self._succession.noted(event)
@@ -217,8 +214,8 @@ class ClusterMachine:
                 return self._completion.handle(event)
             case events.Evaluates() | events.Evaluated() | events.NotKept():
                 return self._deciding.handle(event, self._left)
-            case events.Resized() | events.Paused() | events.Rescaled() | events.RateAwaited():
-                return self._ordering.handle(event)
+            case events.Resized() | events.Paused():
+                return self._succession.advance() if follow(course, event) else []
             case events.Failed():
                 return self._failed(event)
             case events.Left(member=member, reason=reason):

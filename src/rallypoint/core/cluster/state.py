@@ -8,10 +8,10 @@ import msgspec
 
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.terms import SnapshotPeriod, Terms
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.deciding.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import Scale, Stop, View
+from rallypoint.core.view import Stop, View
 
 
 class Phase(enum.Enum):
@@ -55,15 +55,13 @@ class Origin(msgspec.Struct, frozen=True):
     """The snapshot with which a job begins, of this `version`: ``NAME`` in the job's own store, or ``URL/NAME``.
 
     `stop`: the job's early end, if the script of the run before had said it before the snapshot was complete.
-    `decided`: what was decided from evaluations of versions up to this one. `scales`: the operator's factors on the
-    learning rate.
+    `decided`: what was decided from evaluations of versions up to this one.
     """
 
     snapshot: str
     version: int
     stop: Stop | None = None
     decided: Decided = Decided()
-    scales: tuple[Scale, ...] = ()
 
     @property
     def is_elsewhere(self) -> bool:
@@ -82,13 +80,12 @@ class Resumed(msgspec.Struct, frozen=True):
     version: int
     stop: Stop | None = None
     decided: Decided = Decided()
-    scales: tuple[Scale, ...] = ()
     epoch: int = 0
 
     @property
     def origin(self) -> Origin:
         """The snapshot."""
-        return Origin(self.snapshot, self.version, self.stop, self.decided, self.scales)
+        return Origin(self.snapshot, self.version, self.stop, self.decided)
 
 
 class ClusterState(msgspec.Struct, frozen=True):
@@ -114,10 +111,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     periods: tuple[int, ...] = ()
     high: bool = False
     stops: tuple[StopWhen, ...] = ()
-    ordered_period: SnapshotPeriod | None = None
     goes_on: bool = False  # the operator lets the job go on, and the view does not say so yet
-    rescale: float | None = None
-    scales: tuple[Scale, ...] = ()
     origin: Origin | None = None
     begun_by: str = ""
     copies: int = 0

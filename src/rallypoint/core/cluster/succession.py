@@ -12,7 +12,6 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
 from rallypoint.core.cluster.evaluating.leases import lease_noted, rolled_back, wanted_lease, wanted_limit
-from rallypoint.core.cluster.ordering.rate import settled
 from rallypoint.core.cluster.placing.between import moves_before, ready
 from rallypoint.core.cluster.placing.between import settled as settled_now
 from rallypoint.core.cluster.placing.links import said_of
@@ -20,7 +19,6 @@ from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.view_change import says_nothing_new
-from rallypoint.core.deciding.scales import merged
 from rallypoint.core.view import Assignment, View, holds
 
 _UNDAMAGED = ("", -1, "")
@@ -116,11 +114,6 @@ class Succession:
         elif event.worker in course.members.present and course.is_current(event.generation):
             course.handover.says(event.worker, event.version, course.view)
         return self.advance()
-
-    def rescaled(self) -> list[Effect]:
-        """Publish what is known of the learning rate by now, also of a job that fails: its last step may wait for it.
-        """
-        return self._publish(self.course.views.rescaled(), abandon=False)
 
     # ---- assignments ----
 
@@ -265,7 +258,7 @@ class Succession:
             return []
         origin = course.origin
         if event.snapshot == "" and origin is not None and origin.is_elsewhere:  # nothing of this job is stored yet
-            event = events.Found(origin.snapshot, origin.version, origin.stop, origin.decided, origin.scales)
+            event = events.Found(origin.snapshot, origin.version, origin.stop, origin.decided)
         if event.snapshot == "":
             if course.furthest >= 0 or course.applied > 0 or origin is not None:
                 return course.end(Abort(course.recovery.no_snapshot))
@@ -279,7 +272,6 @@ class Succession:
         said = Say(f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}")
         course.furthest = event.version - 1
         course.views.stop = course.views.stop or event.stop  # the journal may have had no room for it
-        course.views.scales = merged(course.views.scales, event.scales)
         course.evaluations.go_back_to(event.decided)
         self.snapshots.duty.last = (event.version, course.now)
         return [said, *self.new_generation(event.snapshot)]
@@ -317,12 +309,11 @@ class Succession:
         writers = course.recovery.first_writers(first, list(course.members.servers))
         fresh = origin == "" and uploader == "" and course.terms.snapshots
         capture = self.snapshots.capture(0, writers) if fresh else []
-        said = settled(course, course.furthest + 1)  # no update of this generation is made yet
         # Do not start from the old assignment: all replicas are computed again in any case.
         view = course.views.first(
             course.record.layout.shards, course.members, self._assignments(None), uploader=first, origin=origin
         )
-        return [*self._publish(msgspec.structs.replace(view, ending=ending), abandon=False), *said, *capture]
+        return [*self._publish(msgspec.structs.replace(view, ending=ending), abandon=False), *capture]
 
     def _publish(self, view: View, *, abandon: bool) -> list[Effect]:
         course = self.course

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
 from rallypoint.core.assignment.nearby import nearest_aggregators
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.placing.uplinks import Situation, Uplinks
-from rallypoint.core.cluster.remembered import Remembered
 from rallypoint.core.cluster.view_change import (
     Placing,
     carried,
@@ -28,10 +27,34 @@ from rallypoint.core.cluster.view_change import (
 )
 from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, place_backups
-from rallypoint.core.view import Assignment, Dispute, Lease, Member, Scale, Stop, Tried, View, ViewNumber
+from rallypoint.core.view import Assignment, Dispute, Lease, Member, Stop, Tried, View, ViewNumber
 
 Aggregation: TypeAlias = Callable[..., dict[str, str]]
 Contributing: TypeAlias = Callable[..., dict[str, tuple[int, ...]]]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Remembered(Generic[P, R]):
+    """A function, which returns its last answer again if its arguments are equal to the last ones.
+
+    Nothing but the arguments may decide its answer, and nobody may change them or the answer afterwards. Example: with
+    `placed = Remembered(place)` the second of two calls `placed(shards, ("a", "b"))` places nothing.
+
+    It is no closure, so that a machine which has one can be recorded (`observe.packed`).
+    """
+
+    __slots__ = ("_function", "_last")
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function = function
+        self._last: tuple[object, R] | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._last is None or self._last[0] != (args, kwargs):
+            self._last = (args, kwargs), self._function(*args, **kwargs)
+        return self._last[1]
 
 
 @dataclass(slots=True)
@@ -50,7 +73,7 @@ class ViewSequence:
         lease: the evaluation lease that the next view of this generation has.
         limit, reductions: what is decided from evaluations: see `View`. The first view of a generation has no limit
             yet: workers wait for the next one.
-        paused, rescale, scales: see `View`. The first view of a generation has no `rescale`: see `ordering.rate`.
+        paused: see `View`.
         disputes: those that the next view of this generation has.
         speeds, tuned: see `View`.
         uplinks: by how much less the links of servers behind narrow uplinks count.
@@ -68,8 +91,6 @@ class ViewSequence:
     limit: int | None = None
     reductions: tuple[int, ...] = ()
     paused: int | None = None
-    rescale: float | None = None
-    scales: tuple[Scale, ...] = ()
     disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = field(default_factory=dict)
     tuned: dict[str, Tried] = field(default_factory=dict)
@@ -95,7 +116,6 @@ class ViewSequence:
         self.stop, self.lease, self.limit = (None, None, None) if view is None else (view.stop, view.lease, view.limit)
         self.reductions, self.disputes = ((), ()) if view is None else (view.reductions, view.disputes)
         self.paused = None if view is None or goes_on else view.paused
-        self.rescale, self.scales = (None, ()) if view is None else (view.rescale, view.scales)
         self.speeds, self.tuned = ({}, {}) if view is None else (dict(view.speeds), dict(view.tuned))
 
     def first(
@@ -113,8 +133,7 @@ class ViewSequence:
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader, stop=self.stop,
-            reductions=self.reductions, paused=self.paused, scales=self.scales, speeds=self._speeds(members),
-            tuned=dict(self.tuned),
+            reductions=self.reductions, paused=self.paused, speeds=self._speeds(members), tuned=dict(self.tuned),
             **self._aggregation(members, assignments),
         )  # fmt: skip
         return self._completed(view, None)
@@ -148,8 +167,8 @@ class ViewSequence:
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
             stop=self.stop, lease=self.lease, limit=self.limit, reductions=self.reductions,
-            disputes=self.disputes, paused=self.paused, rescale=self.rescale, scales=self.scales,
-            tuned=dict(self.tuned), handover=moves_before if stays else None, warming=tuple(warming),
+            disputes=self.disputes, paused=self.paused, tuned=dict(self.tuned),
+            handover=moves_before if stays else None, warming=tuple(warming),
             **self._aggregation(members, assignments),
         )  # fmt: skip
         view = msgspec.structs.replace(view, incoming=incomings(view, before, incoming))
@@ -172,13 +191,6 @@ class ViewSequence:
         more = {**self.view.contributors, worker: tuple(sorted((*own, replica)))}
         view = msgspec.structs.replace(self.view, number=self._next_number(), contributors=more)
         return msgspec.structs.replace(view, contributors=contributors(view, view), gaps=self._gaps(self.view))
-
-    def rescaled(self) -> View:
-        """Make the view in force once more, with what is known of the learning rate by now."""
-        assert self.view is not None
-        return msgspec.structs.replace(
-            self.view, number=self._next_number(), gaps=self._gaps(self.view), rescale=self.rescale, scales=self.scales
-        )
 
     def _gaps(self, before: View) -> tuple[tuple[ViewNumber, ViewNumber], ...]:
         """The gaps in the history of the view that follows `before`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rallypoint.core.cost.closed import fsdp_bytes, ring_bytes
 from rallypoint.core.cost.pipeline import StepCost
 from rallypoint.core.cost.site import PAYLOAD, Speeds, Workers
 from rallypoint.core.cost.workload import Workload
@@ -93,3 +92,21 @@ def _replicas_before(workload: Workload, workers: Workers) -> float:
 
 def _busy(workload: Workload, workers: Workers) -> float:
     return workers.replicas * workload.compute * workers.slowness
+
+
+def ring_bytes(nbytes: float, members: int) -> float:
+    """What each member of a ring sends, and receives: 2(n-1)/n K. Example: 4 members send 1.5 K each.
+
+    Patarasuk and Yuan, 2009: a reduce-scatter and an all-gather, each of n-1 rounds of K/n. No all-reduce among the
+    members alone sends less. (Google's page on Vertex AI's Reduction Server calls this "twice the data", which it is
+    for large n only: for n = 2 it is K.)
+    """
+    return 2 * (members - 1) / members * nbytes
+
+
+def fsdp_bytes(nbytes: float, members: int) -> float:
+    """What each rank sends in a step when parameters are sharded: gathered twice, gradients scattered, 3(n-1)/n K.
+
+    Rajbhandari et al., 2020 (ZeRO-3), section 7; FSDP2 with `reshard_after_forward`. They count 3 K, for large n.
+    """
+    return 3 * (members - 1) / members * nbytes

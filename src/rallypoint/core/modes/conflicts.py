@@ -79,21 +79,6 @@ CONFLICTS = (
         _F.AGGREGATORS: "contributions come by another way than the views that decide; leave --aggregators out",
         _F.BACKUP_TASKS: "a contribution may come from who does not wait for what is decided; leave --backup-tasks out",
     }.items()),
-    *(Conflict(_F.ALTERNATE, other, f"{why}, or leave alternate out") for other, why in {
-        _F.PLATEAU: "its reductions count steps, and each model counts its own updates; use a schedule",
-        _F.RESCALE: "it counts from a step on, and each model counts its own updates; use a schedule",
-        _F.HOLD: "the last version of a model that the last step does not update would stay rounded; use fp32",
-        _F.DOWN: "the last version of each model goes raw, and which one that is depends on where the job ends; use "
-                 "leave down= out",
-        _F.FP16: "the loss scale would change with each model's steps; use precision=\"bf16\"",
-        _F.STREAMED: "streamed gradients leave as they are made, and those of models that a step does not update are "
-                     "dropped; use parameters=local",
-        _F.FINGERPRINTS: "digests of contributions are of all shards at each step; leave fingerprints out",
-        _F.AUDIT: "audited steps are counted by each shard, and models count different ones; leave audit out",
-        _F.TABLES: "rows are pulled at the version of the step, and a model that is not updated has an older one; use "
-                   "sparse=False",
-        _F.RANKS: "the ranks of a worker hear of one model; use workers of one process",
-    }.items()),
     *(Conflict(_F.CARRY, other, f"{why}, or leave carry= out") for other, why in {
         _F.RANKS: "the ranks of a worker share one model, and would each have a part of what a replica carries; use "
                   "workers of one process",
@@ -101,10 +86,6 @@ CONFLICTS = (
         _F.DELAY: "each round would have to begin with what the one before has left; use delay=0",
     }.items()),
     *(Conflict(_F.SUMS, other, f"{why}, or leave {other.value} out") for other, why in NOT_WITH_SUMS.items()),
-    Conflict(
-        _F.MODELS, _F.RANKS,
-        "the ranks of a worker share one model; use workers of one process, or give one model and one optimizer",
-    ),
     Conflict(
         _F.AUDIT, _F.BY_SPEED,
         "it may leave one worker with all replicas, whom nobody could audit; replicas are assigned evenly",
@@ -127,20 +108,6 @@ CONFLICTS = (
         _F.PASSES, _F.BACKUP_TASKS,
         "the end of the stream may be seen by who is not waited for; leave --backup-tasks or passes out",
     ),
-    Conflict(
-        _F.PASSES, _F.ALTERNATE,
-        "a step may read the samples of the step before; leave passes out, and give steps",
-    ),
-    *(Conflict(_F.ONCE, other, f"{why}, or leave once out") for other, why in {
-        _F.BACKUP_TASKS: "a second worker has other samples for the same replica, and those of one of them would be "
-                         "lost each time; leave --backup-tasks out",
-        _F.AUDIT: "no other worker has the replica's samples, so none can compute it again; leave audit out",
-        _F.FINGERPRINTS: "no step can be replayed, as its samples are gone; leave fingerprints out",
-        _F.ALTERNATE: "a step may read the samples of the step before; leave alternate out",
-        _F.STREAMED: "a worker that keeps no parameters takes no whole versions, and the ledger is a part of them; use "
-                     "parameters=local",
-        _F.AGGREGATORS: "what an aggregator has added up is not dropped when a worker dies; leave --aggregators out",
-    }.items()),
     Conflict(
         _F.FOLD, _F.REPLICATION,
         "the backup applies each contribution by itself, so none is folded into another's update; use fold=1, or leave "

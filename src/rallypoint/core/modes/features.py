@@ -21,8 +21,6 @@ class Feature(enum.Enum):
     ACCUMULATE = "accumulate="
     MUON = "optimizer=rp.Muon()"
     GROUPS = "weight_decay= or lr_scale= of a group"
-    ALTERNATE = "alternate="
-    MODELS = "optimizer={...} (several models)"
     CODEC = "a lossy codec="
     CODEC_STATE = "a codec= with state (error feedback, momentum, factors)"
     DOWN = "a lossy down="
@@ -31,14 +29,12 @@ class Feature(enum.Enum):
     STREAMED = 'parameters="streamed"'
     FINGERPRINTS = "fingerprints="
     AUDIT = "audit="
-    AUDIT_SERVERS = "audit_servers="
     OWN_OPTIMIZER = "own_optimizer="
     SUMS = "sums for a loop of the script's own (bridges.ddp, bridges.c10d)"
     OWN_LOOP = "rp.wrap (a loop of its own)"
     KEYED = "job.store"
     STREAM = "rp.Stream"
     PASSES = "passes= of rp.Stream"
-    ONCE = "once=True of rp.Stream"
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"
     FRAGMENTS = "fragments="
@@ -62,8 +58,6 @@ class Feature(enum.Enum):
     AGGREGATORS = "--aggregators"
     RANKS = "--ranks (a worker that is a group of ranks)"
     BY_SPEED = "assignment by speed"
-    # the operator
-    RESCALE = "rallypoint learning-rate"
     # the script
     EVALUATION = "run.every"
     STOP = "run.stop or break"

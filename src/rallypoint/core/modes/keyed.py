@@ -9,8 +9,8 @@ _OF_LOOPS = "it is for the steps of a training loop, and a store has keys that g
 _OF_PAYLOADS = "a store's payloads are raw; leave it out"
 
 WITH_KEYS = {
-    **dict.fromkeys((_F.AVERAGE, _F.PLATEAU, _F.ACCUMULATE, _F.ALTERNATE, _F.FP16, _F.HOLD, _F.STREAMED), _OF_LOOPS),
-    **dict.fromkeys((_F.FINGERPRINTS, _F.AUDIT, _F.BUFFERS, _F.RESCALE, _F.STOP, _F.STOP_WHEN), _OF_LOOPS),
+    **dict.fromkeys((_F.AVERAGE, _F.PLATEAU, _F.ACCUMULATE, _F.FP16, _F.HOLD, _F.STREAMED), _OF_LOOPS),
+    **dict.fromkeys((_F.FINGERPRINTS, _F.AUDIT, _F.BUFFERS, _F.STOP, _F.STOP_WHEN), _OF_LOOPS),
     **dict.fromkeys((_F.CODEC, _F.CODEC_STATE, _F.DOWN), _OF_PAYLOADS),
     _F.CLIP: "a norm is of all gradients of a step, and keys are pushed one by one; clip before you push",
     _F.MUON: "it needs each matrix as one shard; use another optimizer",

@@ -94,22 +94,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     _F.PLATEAU: _row(_DECIDES_NOT, {_M.SYNC: YES}),
     _F.ACCUMULATE: _row(),
     _F.GROUPS: _row(),
-    _F.MODELS: _row(
-        YES,
-        {
-            **_local(No("workers step one optimizer between two rounds; use one optimizer, or sync=rp.Sync()")),
-            _M.ALL_REDUCE: No(
-                "workers step: give one for each model as own_optimizer=[...], or use sync=rp.Sync()"
-            ),
-        },
-    ),
-    _F.ALTERNATE: _row(
-        No(
-            "which models a version updates follows from its number, and all of them have to be at that version; use "
-            "sync=rp.Sync() without a quorum, or leave it out"
-        ),
-        {_M.SYNC: YES, _M.ALL_REDUCE: No("workers step all models at once; use sync=rp.Sync(), or leave it out")},
-    ),
     _F.MUON: _row(
         YES,
         {
@@ -160,9 +144,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             "it; use sync=rp.Sync() without a quorum, or leave it out"
         ),
         {_M.SYNC: YES},
-    ),
-    _F.AUDIT_SERVERS: _row(
-        YES, {_M.ALL_REDUCE: No("servers hold no state that could change: leave it out")}
     ),
     _F.SUMS: _row(No("a script's loop waits for sums of all workers; use sync=rp.Sync()"), {_M.SYNC: YES}),
     _F.OWN_OPTIMIZER: _row(
@@ -260,16 +241,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             _M.STAGGERED: _STAYS,
         },
     ),
-    _F.RESCALE: _row(
-        No(
-            "it counts from a version on that all replicas compute from, and that servers make of a whole step; use "
-            "sync=rp.Sync() without a quorum, or give the schedule before the start"
-        ),
-        {
-            _M.SYNC: YES,
-            _M.ALL_REDUCE: No("workers step: use own_schedule=, or sync=rp.Sync()"),
-        },
-    ),
     _F.EVALUATION: _row(),
     _F.STOP: _row(
         YES,
@@ -291,20 +262,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             "step; leave passes out, and give steps"
         ),
         {_M.SYNC: YES, _M.ALL_REDUCE: YES},
-    ),
-    _F.ONCE: _row(
-        No(
-            "its ledger belongs to a version that has exactly one contribution of each replica at each step; use "
-            "sync=rp.Sync() without a quorum"
-        ),
-        {
-            _M.SYNC: YES,
-            _M.ALL_REDUCE: No("what a roll-back does to the ledger is not tested there; use sync=rp.Sync()"),
-            **_local(No(
-                "who takes a replica over computes its whole round again, and all samples of that round would be lost; "
-                "use sync=rp.Sync()"
-            )),
-        },
     ),
     _F.KEYED: _row(_NO_KEYS, dict.fromkeys((_M.SYNC, _M.SSP, _M.ASYNC), YES)),
 }

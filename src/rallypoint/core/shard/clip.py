@@ -14,7 +14,6 @@ from typing import Annotated
 
 import msgspec
 
-from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.view import ViewNumber
 
 _FIRST = ViewNumber()
@@ -84,7 +83,7 @@ def clip_scale(norm: float, clip: float | None) -> float:
 
 def total_norm(norms: Iterable[float]) -> float:
     """The 2-norm of a vector from the 2-norms of its pieces. Computed in float64 and correctly rounded."""
-    return math.sqrt(math.fsum(norm * norm for norm in norms))
+    return math.sqrt(math.fsum([norm * norm for norm in norms]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +107,12 @@ class Rule:
 
     def verdict(self, step: int, measures: Sequence[Measure], generation: ViewNumber) -> Verdict:
         """The decision on a step, from the measures in shard order."""
-        loss_scale = max(measure.loss_scale for measure in measures) if self.scaled else 1.0
-        norm = total_norm(measure.norm for measure in measures) / loss_scale
-        losses = _union(measure.not_finite for measure in measures)
-        gradients = _union(measure.gradients for measure in measures)
-        at = next(((measure.shard, measure.at) for measure in measures if measure.at >= 0), None)
+        loss_scale = max([measure.loss_scale for measure in measures]) if self.scaled else 1.0
+        norm = total_norm([measure.norm for measure in measures]) / loss_scale
+        losses = _union([measure.not_finite for measure in measures])
+        gradients = _union([measure.gradients for measure in measures])
+        bad = [(measure.shard, measure.at) for measure in measures if measure.at >= 0]
+        at = bad[0] if bad else None
         factor = clip_scale(norm, self.clip) / loss_scale
         found = Verdict(step, norm, factor, losses, generation, gradients, at, loss_scale=loss_scale)
         if found.whole or not self.examines:
@@ -136,7 +136,7 @@ def _listed(replicas: Sequence[int]) -> str:
 
 
 def _union(replicas: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sorted({replica for some in replicas for replica in some}))
+    return tuple(sorted(set().union(*replicas)))
 
 
 _REMEMBERED = 2  # steps whose decision is kept, for a backup promoted in the middle of a step
@@ -146,8 +146,8 @@ _REMEMBERED = 2  # steps whose decision is kept, for a backup promoted in the mi
 class ClipMachine:
     """Takes measures; returns `Tell` and `Verdict`. It lives for one `generation`; a roll-back replaces it.
 
-    `shards` are all shards of the layout that wait for it; at a step, those of them that `cadence` says are due. `own`
-    are those whose primary is this server; it changes with the view. Steps are the job's.
+    `shards` are all shards of the layout that wait for it; `own` those whose primary is this server, which changes with
+    the view. Steps are the job's.
 
     A server that died may have sent its measures to only some of the others. So every server sends all that it knows
     again (`retell`) whenever the servers change.
@@ -157,11 +157,9 @@ class ClipMachine:
     own: frozenset[int]
     rule: Rule
     generation: ViewNumber = _FIRST
-    cadence: Cadence = TOGETHER
     _known: dict[int, dict[int, Measure]] = field(default_factory=dict)
     _verdicts: dict[int, Verdict] = field(default_factory=dict)
     _told: dict[int, frozenset[int]] = field(default_factory=dict)  # step -> the shards sent
-    _due: dict[int, frozenset[int]] = field(default_factory=dict)  # step -> the shards that wait at it
     _all: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,7 +170,7 @@ class ClipMachine:
         if step in self._verdicts:
             return [*self._tell(step, self._known[step]), self._verdicts[step]]  # we became primary after it
         known = self._learn(step, [measure])
-        return [*self._tell(step, known), *(self._decide(step, known) if self._own(step) <= known.keys() else [])]
+        return [*self._tell(step, known), *(self._decide(step, known) if self.own <= known.keys() else [])]
 
     def told(self, step: int, measures: Iterable[Measure]) -> list[Tell | Verdict]:
         """Another server sent its measures."""
@@ -195,21 +193,21 @@ class ClipMachine:
 
     def _tell(self, step: int, known: dict[int, Measure]) -> list[Tell]:
         """This server's measures, once they are complete. Some may come from an earlier primary of the shard."""
-        own = self._own(step)
+        own = self.own
         if not own or not own <= known.keys() or self._told.get(step) == own:
             return []
         self._told[step] = own
         return [Tell(step, tuple(known[shard] for shard in sorted(own)))]
 
     def _learn(self, step: int, measures: Iterable[Measure]) -> dict[int, Measure]:
-        known, expected = self._known.setdefault(step, {}), self._expected(step)
+        known = self._known.setdefault(step, {})
         for measure in measures:
-            if measure.shard in expected:
+            if measure.shard in self._all:
                 known.setdefault(measure.shard, measure)
         return known
 
     def _decide(self, step: int, known: dict[int, Measure]) -> list[Tell | Verdict]:
-        if len(known) < len(self._expected(step)):
+        if len(known) < len(self._all):
             return []
         verdict = self.rule.verdict(step, [known[shard] for shard in sorted(known)], self.generation)
         self._verdicts[step] = verdict
@@ -217,29 +215,16 @@ class ClipMachine:
             self._known.pop(old, None)
             self._verdicts.pop(old, None)
             self._told.pop(old, None)
-            self._due.pop(old, None)
         return [verdict]
-
-    def _expected(self, step: int) -> frozenset[int]:
-        """The shards that wait for the decision on this step."""
-        if self.cadence.together:
-            return self._all
-        if step not in self._due:
-            self._due[step] = frozenset(shard for shard in self.shards if self.cadence.due(shard, step))
-        return self._due[step]
-
-    def _own(self, step: int) -> frozenset[int]:
-        return self.own if self.cadence.together else self.own & self._expected(step)
 
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
         assert self.own <= self._all, f"shards {sorted(self.own - self._all)} are measured, and do not count"
         newest = max(self._verdicts, default=-1)
         for step, known in self._known.items():
-            expected = self._expected(step)
-            assert known.keys() <= expected, f"step {step}: measures of shards that do not count: {sorted(known)}"
-            decided = step not in self._verdicts or len(known) == len(expected)
-            assert decided, f"step {step} was decided with {len(known)} of {len(expected)} measures"
+            assert known.keys() <= self._all, f"step {step}: measures of shards that do not count: {sorted(known)}"
+            decided = step not in self._verdicts or len(known) == len(self._all)
+            assert decided, f"step {step} was decided with {len(known)} of {len(self._all)} measures"
         for step, verdict in self._verdicts.items():
             assert step > newest - _REMEMBERED, f"the verdict of step {step} is kept beside that of step {newest}"
             assert verdict.generation == self.generation, f"{verdict} is of another generation than {self.generation}"

@@ -8,7 +8,6 @@ from rallypoint.core.sums.tree import Block
 
 Ticket = int  # names a payload; the shell maps it to a buffer
 EVERYTHING = -1  # in place of a replica: the follower wants the last version of the job
-NEVER = 1 << 62  # no version is so high
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +156,6 @@ class FillBackup:
 
 
 @dataclass(frozen=True, slots=True)
-class GoOn:
-    """An update that has waited for its learning rate may be made."""
-
-
-@dataclass(frozen=True, slots=True)
 class CaptureAt:
     """A snapshot needs the shard's state at `version`; with `any_version`, as it is now."""
 
@@ -171,5 +165,5 @@ class CaptureAt:
 
 Event = (
     Initialise | Contribute | Want | Unfollowed | Fold | Decide | Loaded | Replicated | Chosen | Acked | Assigned
-    | Compared | FillBackup | CaptureAt | GoOn
+    | Compared | FillBackup | CaptureAt
 )  # fmt: skip

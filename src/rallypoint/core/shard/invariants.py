@@ -51,7 +51,6 @@ def check_server(server: ServerMachine, fills_at_once: int) -> None:
             machine.validate()
         except AssertionError as error:
             raise AssertionError(f"{me}, shard {index}: {error}") from None
-    server._rates.validate(server._machines)
     filling = server.pairs.filling
     assert len(filling) <= fills_at_once, f"{me} fills {sorted(filling)} at once"
     for index, incoming in filling:

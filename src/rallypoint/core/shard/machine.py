@@ -84,9 +84,9 @@ class ShardMachine:
     pinned: int = -1  # the version whose evaluation is leased: it is kept, whatever its age
     first: int = 0  # the version that was loaded here: none before it may be kept
     awaiting: bool = False  # the sum is finished and waits for the decision
-    waits_at: int = events.NEVER  # an update of this version or a later one waits for its rate: see `ordering.hold`
     chosen: tuple[int, ...] = ()  # the round in progress takes these, as an earlier primary had chosen; empty: any
     clocks: Clocks = field(default_factory=Clocks)  # none under an aligned policy
+    clocked: bool = field(init=False)  # there are some
     tally: Tally = field(default_factory=Tally)
     copies: Copies = field(default_factory=Copies)
     differs: bool = False  # this backup holds other bytes than its primary, and waits to be filled
@@ -101,6 +101,7 @@ class ShardMachine:
 
     def __post_init__(self) -> None:
         self.clocks = Clocks.at((), self.policy.clocks(self.expected), self.version)
+        self.clocked = bool(self.clocks)
         self._sum = TreeSum(self.expected, self.lowest) if self.policy.tree else Chain(self.expected)
 
     # ---- what a policy reads (`core.policy.Ledger`) ----
@@ -111,17 +112,17 @@ class ShardMachine:
 
     @property
     def slowest(self) -> int:
-        return self.clocks.slowest() if self.clocks else self.version
+        return self.clocks.slowest() if self.clocked else self.version
 
     @property
     def visible(self) -> int:
-        return self.clocks.visible(self.published) if self.clocks else self.published
+        return self.clocks.visible(self.published) if self.clocked else self.published
 
     def knows(self, replica: int) -> bool:
         return replica in self._held or self._sum.knows(replica)
 
     def clock(self, replica: int) -> int:
-        return self.clocks[replica] if self.clocks else self.version
+        return self.clocks[replica] if self.clocked else self.version
 
     def handle(self, event: events.Event) -> list[Effect]:
         """Handle one event. Returns the effects, which the caller runs in order."""
@@ -161,10 +162,8 @@ class ShardMachine:
             case events.Compared():
                 return []
             case events.CaptureAt(version=at):
-                free = event.any_version or bool(self.clocks)
+                free = event.any_version or self.clocked
                 return [*self._capture.ask(at, self.version, primary=self.primary, any_version=free)]
-            case events.GoOn():
-                return self._finish_when_complete()
 
     # ---- the primary: contributions ----
 
@@ -181,14 +180,14 @@ class ShardMachine:
         if fault := self._sum.fault(event):
             return [Drop(event.ticket, fault)]
         verdict = self.policy.admit(self, event.step, event.replica - self.lowest)
-        alone = bool(self.clocks) and self.skips and not event.finite  # drop it, and no other in its sum
+        alone = self.clocked and self.skips and not event.finite  # drop it, and no other in its sum
         waits = self.awaiting or (alone and self._sum.added and self.decides)  # for the decision on the sum before it
         match verdict:
             case Verdict.REJECT:
                 # For a step that has not begun here: the worker has a version from a newer primary than this server.
                 return [Drop(event.ticket)]
             case _ if verdict is Verdict.DROP or self._sum.covers(event):
-                self.tally.refused(event.replica, event.step, may_be_late=not self.clocks)
+                self.tally.refused(event.replica, event.step, may_be_late=not self.clocked)
                 return [Drop(event.ticket)]
             case Verdict.HOLD | Verdict.ADD if verdict is Verdict.HOLD or waits:
                 self._held[event.replica] = event
@@ -201,7 +200,7 @@ class ShardMachine:
                 return [*before, *self._add(event), *self._take_held(), *self._finish_when_complete()]
 
     def _add(self, event: events.Contribute) -> list[Effect]:
-        for replica in range(*event.block):
+        for replica in range(event.replica, event.replica + event.count):
             self.tally.arrived(replica, event.step)
         base = event.base if self.compensates and event.base < self.version else None
         return self._sum.add(event, base)
@@ -215,21 +214,21 @@ class ShardMachine:
                 self._held[replica] = held
                 continue
             effects += self._add(held)
-            if self.clocks:
+            if self.clocked:
                 break  # each held contribution becomes an update of its own
         return effects
 
     def _finish_when_complete(self) -> list[Effect]:
-        if not self._sum.added or self.awaiting or self._choice.pending or self.version >= self.waits_at:
+        if not self._sum.added or self.awaiting or self._choice.pending:
             return []
         bad = self._sum.losses or self._sum.gradients
-        alone = self.clocks and (self.copies.replicating or (self.skips and bad))
+        alone = self.clocked and (self.copies.replicating or (self.skips and bad))
         if alone or self.policy.complete(self):
             if not (self.chooses and self.copies.limits):
                 return self._finish()
             self._choice.pending = True  # without a link it is told with the state, once the link is up again
             return [self._choice.tell(self.version, self._sum.contributions)] if self.copies.replicating else []
-        return [Gather()] if self.clocks else []
+        return [Gather()] if self.clocked else []
 
     def _finish(self) -> list[Effect]:
         self._choice.pending = False
@@ -253,7 +252,7 @@ class ShardMachine:
     def _advance(self, scale: float | None) -> list[Effect]:
         rate, copies = self._count(skipped=scale is None), self.copies.replicating
         applied = Apply(
-            self.version + 1, self.clocks.mean if self.clocks else self.version, scale, self._oldest, rate=rate,
+            self.version + 1, self.clocks.mean if self.clocked else self.version, scale, self._oldest, rate=rate,
             replica=self._sum.first, replicate=bool(copies), copies=copies, pinned=self.pinned,
         )  # fmt: skip
         done = self._sum.contributions
@@ -261,19 +260,19 @@ class ShardMachine:
         self.awaiting = False
         self.version += 1
         self.chosen = ()
-        for contribution in done if self.clocks else ():
+        for contribution in done if self.clocked else ():
             self.clocks.tick(contribution.replica, self.version)
         effects: list[Effect] = [applied, *self._capture.reached(self.version), *self._publish()]
         for incoming in sorted(self._fill_next):
             effects += self._fill(incoming=incoming)
         self._fill_next.clear()
-        if self.clocks:
+        if self.clocked:
             effects += [*self._take_held(), *self._finish_when_complete()]
         return effects
 
     def _count(self, *, skipped: bool) -> float:
         """Count the finished sum in the tally. Returns its factor on the learning rate."""
-        if not self.clocks:
+        if not self.clocked:
             self.tally.round(self.added, self.expected, skipped=skipped)
             return 1.0
         self.tally.update([max(0, self.version - c.base) for c in self._sum.contributions], skipped=skipped)
@@ -293,17 +292,17 @@ class ShardMachine:
         if (durable := self.copies.durable(self.version)) <= self.published:
             return []
         self.published = durable
-        return self.wants.serve(self) if self.clocks else [Publish(durable)]
+        return self.wants.serve(self) if self.clocked else [Publish(durable)]
 
     def _fill(self, *, incoming: bool) -> list[Effect]:
         copy = self.copies.of(incoming)
         if not (self.primary and copy.needs_sync and self.version >= 0):
             return []
-        if self.clocks and self._sum.added and self.decides:
+        if self.clocked and self._sum.added and self.decides:
             self._fill_next.add(incoming)  # once the sum in progress is decided
             return [] if self.awaiting else self._finish()
         effects: list[Effect] = []
-        while self.clocks and self._sum.added:
+        while self.clocked and self._sum.added:
             # The backup hears of one contribution per update, so finish the sum in progress before sending the state.
             effects += self._finish()
         copy.filled()
@@ -336,7 +335,7 @@ class ShardMachine:
             return [Drop(event.ticket)]  # from a replaced primary, or sent before this backup had the state
         if self.version > event.step:
             return [Drop(event.ticket), self._choice.acknowledge(self.version)]
-        place = self.clocks.mean if self.clocks else self.version
+        place = self.clocks.mean if self.clocked else self.version
         scale = None if event.skip else 1.0
         applied = Apply(self.version + 1, place, scale, self._oldest, rate=event.rate, pinned=self.pinned)
         self.version += 1
@@ -349,7 +348,7 @@ class ShardMachine:
     def _loaded(self, event: events.Loaded) -> list[Effect]:
         self.version = self.first = event.version
         self.differs = self.unasked = False
-        if self.clocks:
+        if self.clocked:
             self.clocks = Clocks.at(event.clocks, self.expected, event.version)
         if not self.primary:
             return [self._choice.acknowledge(self.version)]
@@ -366,7 +365,7 @@ class ShardMachine:
         if demoted:
             self.published, self.unasked = -1, event.proven
         if demoted and not event.proven:  # else the new primary asks what is here; now it sends its state
-            self.version, self.clocks = -1, Clocks.at((), self.expected, -1) if self.clocks else self.clocks
+            self.version, self.clocks = -1, Clocks.at((), self.expected, -1) if self.clocked else self.clocks
         self.copies.assigned(event, promoted=promoted)
         if promoted:
             self.differs = self.unasked = False

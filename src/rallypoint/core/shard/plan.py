@@ -44,7 +44,7 @@ class Plan:
     def clip(self, generation: ViewNumber) -> ClipMachine | None:
         """A new machine for what all servers decide together in this generation; None if they decide nothing."""
         decided = sorted(self.decides)
-        return ClipMachine(decided, frozenset(), self.rule, generation, self.cadence) if decided else None
+        return ClipMachine(decided, frozenset(), self.rule, generation) if decided else None
 
     def machine(self, index: int, *, primary: bool) -> ShardMachine:
         """A new machine for the shard."""

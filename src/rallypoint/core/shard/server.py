@@ -18,8 +18,6 @@ from rallypoint.core.shard.clip import ClipMachine, Measure, Tell, Verdict
 from rallypoint.core.shard.copies.pairs import Pairs
 from rallypoint.core.shard.invariants import check_server
 from rallypoint.core.shard.machine import ShardMachine, summed
-from rallypoint.core.shard.ordering.hold import RateAwaited as RateAwaited
-from rallypoint.core.shard.ordering.hold import RateHold
 from rallypoint.core.shard.plan import Plan
 from rallypoint.core.view import View, ViewNumber
 
@@ -76,7 +74,7 @@ class On:
     effect: shard_effects.Effect
 
 
-Effect = Own | Disown | Restore | Report | Disproved | On | Tell | Verdict | RateAwaited
+Effect = Own | Disown | Restore | Report | Disproved | On | Tell | Verdict
 
 
 @dataclass(slots=True)
@@ -92,7 +90,6 @@ class ServerMachine:
     _clip: ClipMachine | None = None
     _linked: set[str] = field(default_factory=set)
     _refused: Verdict | None = None  # the verdict that stops the job
-    _rates: RateHold = field(default_factory=RateHold)
 
     def machine(self, index: int) -> ShardMachine | None:
         """The shard's machine; None if this server does not hold the shard."""
@@ -138,8 +135,9 @@ class ServerMachine:
             self.pairs.filling.discard((index, event.incoming))  # the first one after a fill
             effects += self._fill_some(self.held, asks=False)
         else:  # its sum in progress had to be decided first
-            fills = [e.effect for e in effects if isinstance(e, On) and isinstance(e.effect, shard_effects.Fill)]
-            self.pairs.filling |= {(index, fill.incoming) for fill in fills}
+            for one in effects:
+                if isinstance(one, On) and isinstance(one.effect, shard_effects.Fill):
+                    self.pairs.filling.add((index, one.effect.incoming))
         return effects
 
     def capture(self, version: int) -> list[Effect]:
@@ -182,8 +180,7 @@ class ServerMachine:
         if measure.at >= 0 and not measure.gradients and len(contributions) == 1:
             measure = msgspec.structs.replace(measure, gradients=(contributions[0][1],))
         if measure.shard in self.plan.decides:
-            round = self.plan.cadence.round_of(measure.shard, step)
-            return [] if self._clip is None else self._remember(self._clip.measured(round, measure))
+            return [] if self._clip is None else self._remember(self._clip.measured(step, measure))
         if machine is None or not machine.awaiting or self.view is None:
             return []
         begun = contributions[0][0] if contributions else machine.version
@@ -205,7 +202,7 @@ class ServerMachine:
 
     def report_again(self) -> list[Effect]:
         """What a coordinator that was restarted may not know: the verdict that stops the job, which updates wait."""
-        return [*([] if self._refused is None else [Report(self._refused)]), *self._rates.again()]
+        return [] if self._refused is None else [Report(self._refused)]
 
     def decided(self, verdict: Verdict) -> list[Effect]:
         """Apply a verdict to every shard that waits for it.
@@ -215,8 +212,8 @@ class ServerMachine:
         """
         if self.view is None or verdict.generation != self.view.generation or verdict.stops:
             return []
-        due = [i for i in self.held if i in self.plan.decides and self.plan.cadence.due(i, verdict.step)]
-        return [effect for index in due for effect in self.handle(index, _for_shard(index, verdict, self.plan))]
+        event = shard_events.Decide(verdict.step, verdict.scale)
+        return [effect for index in self.held if index in self.plan.decides for effect in self.handle(index, event)]
 
     def peer_linked(self, server: str) -> list[Effect]:
         """The link to another server is up (again): send it all measures, because it may have missed some."""
@@ -237,13 +234,6 @@ class ServerMachine:
         """Adopt a view, if it is newer than the current one."""
         if self.view is not None and view.number <= self.view.number:
             return []
-        effects = self._adopt(view)
-        effects += [e for i in self._rates.adopt(view, self._machines) for e in self.handle(i, shard_events.GoOn())]
-        return [*effects, *self._rates.again()]
-
-    # ---- views ----
-
-    def _adopt(self, view: View) -> list[Effect]:
         before, self.view = self.view, view
         stayed = {(member.id, member.incarnation) for member in before.servers} if before is not None else set()
         self._linked &= {member.id for member in view.servers if (member.id, member.incarnation) in stayed}
@@ -287,10 +277,9 @@ class ServerMachine:
         done = machine.handle(
             shard_events.Assigned(primary, backup, fresh, view.proven(index), arrived, third, third_fresh)
         )
-        round = self.plan.cadence.round_of(index, machine.version)
-        verdict = self._clip.verdict(round) if self._clip is not None else None
+        verdict = self._clip.verdict(machine.version) if self._clip is not None else None
         if verdict is not None and index in self.plan.decides and not verdict.stops:
-            done += machine.handle(_for_shard(index, verdict, self.plan))  # decided before we held the shard
+            done += machine.handle(shard_events.Decide(verdict.step, verdict.scale))  # decided before we held the shard
         return effects + [On(index, effect) for effect in done]
 
     def _disown(self, index: int) -> Disown:
@@ -329,8 +318,3 @@ class ServerMachine:
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the server or a shard is in a state that it can never reach."""
         check_server(self, FILLS_AT_ONCE)
-
-
-def _for_shard(index: int, verdict: Verdict, plan: Plan) -> shard_events.Decide:
-    """The verdict as an event for one shard, which counts its own updates."""
-    return shard_events.Decide(plan.cadence.updates_before(index, verdict.step), verdict.scale)

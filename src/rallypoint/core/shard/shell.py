@@ -146,9 +146,7 @@ class ServerShell(Generic[L]):
     def is_last(self, shard: int, version: int) -> bool:
         """Is it the shard's version at the end of the job?"""
         plan, view = self.machine.plan, self.machine.view
-        stops = view is not None and view.stop is not None and version >= plan.cadence.updates_before(
-            shard, view.stop.version
-        )
+        stops = view is not None and view.stop is not None and version >= view.stop.version
         return stops or version >= plan.rounds_of(shard)
 
     def takes(self, shard: int, number: ViewNumber) -> bool:

@@ -151,7 +151,7 @@ class TreeSum:
 
     @property
     def added(self) -> int:
-        return sum(block.size for block in self._forest)
+        return self._forest.count
 
     @property
     def weight(self) -> float:
@@ -160,11 +160,11 @@ class TreeSum:
 
     @property
     def losses(self) -> tuple[int, ...]:
-        return tuple(sorted(replica for node in self._nodes.values() for replica in node.losses))
+        return tuple(sorted([replica for node in self._nodes.values() for replica in node.losses]))
 
     @property
     def gradients(self) -> tuple[int, ...]:
-        return tuple(sorted(replica for node in self._nodes.values() for replica in node.gradients))
+        return tuple(sorted([replica for node in self._nodes.values() for replica in node.gradients]))
 
     def named(self, version: int) -> list[tuple[int, int]]:
         return [(version, self.lowest + replica) for block in self._forest for replica in range(*block)]
@@ -189,16 +189,18 @@ class TreeSum:
         if early := self._forest.prefix < block.start:
             self._early.add(block.start)
         self._nodes[block.start] = _node(contribution)
-        effects.append(Take(contribution.ticket, contribution.weight, base, block.start, block.size, early))
+        effects.append(Take(contribution.ticket, contribution.weight, base, block.start, contribution.count, early))
         while (halves := self._forest.merge(block)) is not None:
             block = Block(halves[0].start, halves[1].stop)
             effects += self._merge(*halves)
+        if not self._early:
+            return effects
         prefix = self._forest.prefix
         return effects + [effect for start in sorted(self._early) if start < prefix for effect in self._on_time(start)]
 
     def _block(self, contribution: Contribute) -> Block:
-        start, stop = contribution.block
-        return Block(start - self.lowest, stop - self.lowest)
+        start = contribution.replica - self.lowest
+        return Block(start, start + contribution.count)
 
     def _merge(self, left: Block, right: Block) -> list[Effect]:
         one, other = self._nodes[left.start], self._nodes.pop(right.start)
@@ -226,9 +228,10 @@ class TreeSum:
 
 
 def _node(contribution: Contribute) -> _Node:
+    if contribution.finite:
+        return _Node(contribution.weight, (), ())
     replicas = contribution.bad or tuple(range(*contribution.block))
-    bad_loss = not contribution.finite and contribution.whole
-    return _Node(contribution.weight, replicas if bad_loss else (), () if contribution.whole else replicas)
+    return _Node(contribution.weight, replicas if contribution.whole else (), () if contribution.whole else replicas)
 
 
 def _named(contribution: Contribute) -> str:
@@ -236,7 +239,7 @@ def _named(contribution: Contribute) -> str:
 
 
 def _stranger(contribution: Contribute, replicas: int, lowest: int = 0) -> str:
-    if lowest <= contribution.block.start and contribution.block.stop <= lowest + replicas:
+    if lowest <= contribution.replica and contribution.replica + contribution.count <= lowest + replicas:
         return ""
     has = f"only replica {lowest}" if lowest else str(replicas)
     return f"replica {contribution.replica} does not contribute to this shard (it has {has})"

@@ -100,6 +100,7 @@ class Forest:
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
         self._held: dict[int, Block] = {}  # by start
+        self._root = Block(0, replicas)
 
     def __iter__(self) -> Iterator[Block]:
         return iter(sorted(self._held.values()))
@@ -113,22 +114,31 @@ class Forest:
     @property
     def whole(self) -> bool:
         """True if the sum is complete: the root is held."""
-        return Block(0, self.replicas) in self
+        return self._held.get(0) == self._root
 
     def covers(self, block: Block) -> bool:
         """True if a held block has every replica of `block`."""
-        return any(held.covers(block) for held in self._held.values())
+        start, stop = block
+        return bool([0 for first, last in self._held.values() if first <= start and stop <= last])
 
     def has(self, replica: int) -> bool:
         """True if a held block has this replica."""
         return self.covers(leaf(replica))
+
+    @property
+    def count(self) -> int:
+        """The number of replicas in the held blocks."""
+        count = 0
+        for start, stop in self._held.values():
+            count += stop - start
+        return count
 
     def add(self, block: Block) -> list[Block]:
         """Hold one more block. Returns the held blocks that it supersedes (it has their replicas), ascending.
 
         It must not be covered.
         """
-        superseded = sorted(held for held in self._held.values() if block.covers(held))
+        superseded = sorted([held for held in self._held.values() if block.covers(held)])
         for held in superseded:
             del self._held[held.start]
         self._held[block.start] = block
@@ -139,6 +149,8 @@ class Forest:
 
         Returns (left, right), the two halves that became one; None if there is nothing to merge.
         """
+        if block == self._root:
+            return None
         other = sibling(block, self.replicas)
         if other == block or other not in self:
             return None

@@ -65,11 +65,6 @@ def gain(load: Mapping[str, float], speeds: Mapping[str, float]) -> float:
     return slowest * sum(speeds.values()) / everything
 
 
-def domains_of(servers: Mapping[str, Member]) -> dict[str, tuple[str, str]]:
-    """Where each server can fail together with others: its rack, as far as it was told, and its host."""
-    return {id: (member.near, member.host) for id, member in servers.items()}
-
-
 def _machine(member: Member) -> tuple[str, str]:
     """What tells one machine's servers from another's: hosts may have the same name, and addresses be loopback's."""
     return member.host, member.address.rpartition(":")[0]

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from rallypoint.core.audits.choice import Audits
-from rallypoint.core.audits.duties import Duties
+from rallypoint.core.audits.duties import AuditDuties, Duties
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.sums.presum import Part
 from rallypoint.core.sums.tree import leaf
@@ -69,11 +70,13 @@ class WorkerMachine(SlotMachine):
     _here: Unanimity = field(init=False)
     _wanted: frozenset[int] = frozenset()  # the shards that the replica in progress is computed for
     _assists: set[int] = field(default_factory=set)
+    _settled: set[int] = field(default_factory=set)  # replicas of which nothing is owed at the step in progress
     _finishing: bool = False  # an install of a now stale version must still end, or the model is mixed (`in_order`)
 
     def __post_init__(self) -> None:
         SlotMachine.__post_init__(self)
-        self._versions, self._duties = Versions(self._slots, self.cadence), Duties(self.me, self.audits)
+        self._versions = Versions(self._slots, self.cadence)
+        self._duties = Duties(self.me) if self.audits is None else AuditDuties(self.me, audits=self.audits)
         self._here = Unanimity(self.shards)
 
     # ---- questions the shell asks ----
@@ -101,7 +104,7 @@ class WorkerMachine(SlotMachine):
         if not 0 <= self.step < self.steps or self._versions.newest.lowest < 0:
             return None  # no shard's version is known: this step may be over
         for replica in self.assigned:
-            if any(self._needs(shard, replica) for shard in range(self.shards)):
+            if is_owed(self, replica) and any(self._needs(shard, replica) for shard in range(self.shards)):
                 return Compute(self.step, replica)
         return None
 
@@ -111,7 +114,7 @@ class WorkerMachine(SlotMachine):
         target = self.target
         if target < 0 or self._computing is not None:
             return False
-        return self._here.holds(lambda shard: self._in_place(shard, target))
+        return self._here.holds(partial(self._in_place, target=target))
 
     @property
     def takes_part(self) -> bool:
@@ -215,6 +218,8 @@ class WorkerMachine(SlotMachine):
         part = part or Part((), leaf(self._computing or 0), keep=False)
         block = self.presum.filled(shard, part, use=use, send=home in self._links)
         if block is None:
+            if part.merges:
+                self._settled.clear()  # what was kept of other replicas is dropped perhaps
             self._slots[shard] = Slot.FREE
             return self._seek()
         own, serial = self.cadence.updates_before(shard, self.step), self._slots.queue(shard)
@@ -253,9 +258,11 @@ class WorkerMachine(SlotMachine):
         assert self.view is not None
         self._duties.plan(self.view, self.step, self.presum)
         self._assists.clear()
+        self._settled.clear()
         return self._seek()
 
     def _viewed(self, view: View) -> list[Effect]:
+        self._settled.clear()
         rerouted = self.view is not None and view.number == self.view.number and view.primary != self.view.primary
         if self.view is not None and view.number <= self.view.number and not rerouted:
             return []
@@ -289,6 +296,7 @@ class WorkerMachine(SlotMachine):
 
     def _forget(self, shards: Iterable[int]) -> None:
         """The link to these shards' primary is lost: count all contributions as not delivered, all fetches as lost."""
+        self._settled.clear()
         for shard in shards:
             self.presum.lost(shard)
             self._versions.asked[shard] = -1
@@ -329,6 +337,8 @@ class WorkerMachine(SlotMachine):
         self._versions.validate()
         self.presum.validate()
         assert self._installing < 0 or self._installing > self.step, f"it goes from {self.step} to {self._installing}"
+        owed = [r for r in self._settled if any(owes(self, shard, r) for shard in range(self.shards))]
+        assert not owed, f"replicas {owed} count as settled, and are owed"
         assert not self._wanted or self.computing, "shards are wanted of no replica"
         assert self.step <= self._rounds, f"step {self.step} of {self.steps}"
         assert not self.presum.sent or 0 <= self.step < self._rounds, f"sent to {self.presum.sent} outside of any step"
@@ -338,6 +348,17 @@ def owes(machine: WorkerMachine, shard: int, replica: int) -> bool:
     """True if this worker still has to send the shard this replica's contribution."""
     newest, sent = machine._versions.newest[shard], machine.presum.has(shard, replica)
     return newest <= machine.step and not sent and machine.contributes(shard, replica)
+
+
+def is_owed(machine: WorkerMachine, replica: int) -> bool:
+    """True if this worker still has to send some shard this replica's contribution. What is settled stays so until
+    `_settled` is cleared: it is not looked for in all shards at each arrival."""
+    if replica in machine._settled:
+        return False
+    if any(owes(machine, shard, replica) for shard in range(machine.shards)):
+        return True
+    machine._settled.add(replica)
+    return False
 
 
 def unapplied(machine: SlotMachine) -> list[int]:

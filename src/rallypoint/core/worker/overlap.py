@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rallypoint.core.worker.aligned import WorkerMachine, owes
+from rallypoint.core.worker.aligned import WorkerMachine, is_owed
 from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.slots import (
     Action,
@@ -30,9 +30,12 @@ from rallypoint.core.worker.slots import (
     Compute,
     Effect,
     Event,
+    Filled,
     Installed,
+    Landed,
     LinkUp,
     ReplicaAbandoned,
+    Sent,
     Slot,
     Viewed,
 )
@@ -68,11 +71,12 @@ class OverlapMachine(WorkerMachine):
 
     def here(self, shards: Iterable[int]) -> bool:
         """True if these shards of the version that is being installed are in the model, or complete in their slots."""
-        return all(self._in_place(shard, self.target) for shard in shards)
+        target = self.target
+        return all(self._in_place(shard, target) for shard in shards)
 
     @property
     def _all_sent(self) -> bool:
-        return not any(owes(self, shard, replica) for replica in self.assigned for shard in range(self.shards))
+        return not any(is_owed(self, replica) for replica in self.assigned)
 
     # ---- what the main thread does ----
 
@@ -103,6 +107,8 @@ class OverlapMachine(WorkerMachine):
 
     def handle(self, event: Event) -> list[Effect]:
         """Take one event; return the effects, to be run in order."""
+        if isinstance(event, (Filled, Sent, Landed)):
+            return WorkerMachine.handle(self, event)  # of one shard: nothing that is early becomes stale by it
         early = self.early
         if isinstance(event, ReplicaAbandoned):
             self._installing = -1 if early else self._installing
@@ -134,7 +140,7 @@ class OverlapMachine(WorkerMachine):
         return False
 
     def _in_place(self, shard: int, target: int) -> bool:
-        return (self.early and self._slots[shard] is Slot.OLD) or WorkerMachine._in_place(self, shard, target)
+        return (self._slots[shard] is Slot.OLD and self.early) or WorkerMachine._in_place(self, shard, target)
 
     # ---- invariants ----
 

@@ -7,37 +7,29 @@ from collections.abc import Callable
 from itertools import chain
 
 
-class Lowest:
+class Lowest(list[int]):
     """A list of `size` numbers (all `number` at first) that knows its lowest. Numbers can only rise.
 
     It counts how many there are of each number, which is cheap where many are equal, as versions are.
     """
 
     def __init__(self, size: int, number: int) -> None:
-        self._numbers = [number] * size
-        self._counts = Counter(self._numbers)
-        self._lowest = number
-
-    def __getitem__(self, index: int) -> int:
-        return self._numbers[index]
+        super().__init__([number] * size)
+        self._counts = Counter(self)
+        self.lowest = number  # the initial one if `size` is 0
 
     def raise_to(self, index: int, number: int) -> None:
         """Raise the number at `index` to `number`; do nothing if it is as high already."""
-        before = self._numbers[index]
+        before = self[index]
         if number <= before:
             return
-        self._numbers[index] = number
+        self[index] = number
         self._counts[number] += 1
         self._counts[before] -= 1
         if not self._counts[before]:
             del self._counts[before]
-            if before == self._lowest:
-                self._lowest = min(self._counts)
-
-    @property
-    def lowest(self) -> int:
-        """The lowest number; the initial one if `size` is 0."""
-        return self._lowest
+            if before == self.lowest:
+                self.lowest = min(self._counts)
 
 
 class Unanimity:

@@ -15,10 +15,12 @@ class Versions:
         whole: the newest of these that a worker can start from; -1 while none is known.
         held: the version in each slot that is LANDING or LANDED; without meaning for other slots.
         asked: the version that was fetched and has not come; -1 if none.
+        right: of a shard and a step: the version that belongs to the step, the next round in which the shard is due.
     """
 
     def __init__(self, slots: Slots, cadence: Cadence) -> None:
-        self._slots, self._cadence = slots, cadence
+        self._slots = slots
+        self.right = cadence.next_due
         self.newest = self.whole = Lowest(0, -1)
         self.held: list[int] = []
         self.asked: list[int] = []
@@ -43,10 +45,6 @@ class Versions:
         self.whole.raise_to(shard, version if whole else -1)
         if self.asked[shard] == version:
             self.asked[shard] = -1
-
-    def right(self, shard: int, step: int) -> int:
-        """The version of `shard` that belongs to `step`: the next round from `step` on in which the shard is due."""
-        return self._cadence.next_due(shard, step)
 
     def has_room(self, shard: int, right: int) -> bool:
         """True if version `right` can land: the slot is not in use, or holds another version."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rallypoint.data.cache.entries import Entries
 from rallypoint.errors import UsageError
@@ -42,12 +42,7 @@ class Piece:
         return hashlib.blake2b(self.file + range_, digest_size=16).hexdigest()
 
 
-class Neighbours(Protocol):
-    """The caches of the job's other hosts."""
-
-    def ask(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes | None:
-        """Return the piece from the host that is to fetch it from the store; None: `fetch` it here."""
-        ...
+Ask = Callable[[Piece, Callable[[], bytes]], bytes | None]  # see `asking.Asking.ask`
 
 
 class Cache:
@@ -75,7 +70,7 @@ class Cache:
             raise UsageError(f"rp.Cache(limit={limit!r}): give a number of bytes, 1 or more, as 500 << 30 for 500 GiB")
         self.peers = peers
         self._entries = Entries(Path(folder).expanduser().absolute(), limit)
-        self._neighbours: Neighbours | None = None
+        self._ask: Ask | None = None
         self._failed = False
         try:
             self.id = self._entries.prepare()
@@ -95,22 +90,22 @@ class Cache:
         """How many bytes of the disk it takes now."""
         return self._entries.total
 
-    def join(self, neighbours: Neighbours | None) -> None:
-        """From now on, ask the caches of other hosts first. None: no longer."""
-        self._neighbours = neighbours if self.peers else None
+    def join(self, ask: Ask) -> None:
+        """From now on, ask the caches of other hosts first."""
+        self._ask = ask if self.peers else None
 
     def get(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
         """Return the bytes of a piece: those that are kept, a neighbour's, or what `fetch` returns from the store."""
-        neighbours = self._neighbours
-        if neighbours is None:
-            return self._get(piece, fetch)
+        ask = self._ask
+        if ask is None:
+            return self.serve(piece, fetch)
         if (found := self._read(piece.name)) is not None:
             return found
         with self._asking(piece.name):
             if (found := self._read(piece.name)) is not None:
                 return found
-            asked = neighbours.ask(piece, fetch)
-            return self._get(piece, fetch if asked is None else lambda: asked)
+            asked = ask(piece, fetch)
+            return self.serve(piece, fetch if asked is None else lambda: asked)
 
     def has(self, piece: Piece) -> bool:
         """True if a piece is kept now. It may be damaged, or gone when it is needed."""
@@ -118,9 +113,6 @@ class Cache:
 
     def serve(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
         """The same for a neighbour that asks: nobody else is asked."""
-        return self._get(piece, fetch)
-
-    def _get(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
         name = piece.name
         if (found := self._read(name)) is not None:
             return found
@@ -164,7 +156,7 @@ class Cache:
             yield
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_neighbours": None}  # a process that is not forked asks the store
+        return {**self.__dict__, "_ask": None}  # a process that is not forked asks the store
 
 
 def cache_of(given: Cache | str | Path | None) -> Cache | None:

@@ -16,8 +16,7 @@ import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
 from rallypoint.data.cache.cache import Cache, Piece
-from rallypoint.data.sources.listing import AT_ONCE, Listed, mark_of, meant
-from rallypoint.data.sources.patience import patiently
+from rallypoint.data.sources.listing import AT_ONCE, Listed, mark_of, meant, patiently
 from rallypoint.errors import DataError, UsageError
 
 PART_BYTES = 32 << 20  # a longer range is kept in parts

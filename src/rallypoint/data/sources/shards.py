@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from rallypoint.data.randomness import untouched
-from rallypoint.data.sources.recent import Recent
 from rallypoint.data.sources.remote import File, Files
 from rallypoint.errors import UsageError
 
@@ -92,9 +91,9 @@ class ShardedDataset(ABC):
         """Return the shards of these positions, ascending."""
         return sorted({self._shard_of(index) for index in indices})
 
+    @abstractmethod
     def ranges(self, shard: int) -> list[tuple[File, int, int]]:
         """Return the ranges of files that a shard is read from; none: it cannot be fetched before it is read."""
-        return []
 
     @property
     def fills(self) -> int:
@@ -167,3 +166,45 @@ class ShardedDataset(ABC):
             )  # fmt: skip
         self._dropped.extend(self._kept.put(shard, rows, rows.nbytes))
         return rows
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """Keeps the values that were used last, as long as their sizes together are at most `limit`.
+
+    The newest one is kept, whatever its size. For one thread. Pickle it empty: each process has its own.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._size = limit, 0
+        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def size(self) -> int:
+        """The size of all that is kept."""
+        return self._size
+
+    def get(self, key: K) -> V | None:
+        """Return the value, which is the newest then; None if it is not kept."""
+        found = self._values.get(key)
+        if found is None:
+            return None
+        self._values.move_to_end(key)
+        return found[0]
+
+    def put(self, key: K, value: V, size: int) -> list[K]:
+        """Keep this value, which was not kept, as the newest. Returns what is no longer kept."""
+        self._values[key] = value, size
+        self._size += size
+        dropped = []
+        while self._size > self._limit and len(self._values) > 1:
+            oldest, (_, freed) = self._values.popitem(last=False)
+            self._size -= freed
+            dropped.append(oldest)
+        return dropped

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from rallypoint.config import batch_at, parse
+from rallypoint.config import parse
 from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Bytes, Feature
@@ -204,9 +204,8 @@ def chaos(
     status = _under(plan, driver, console, overwrite=overwrite)
     if status != 0:
         return status
-    batches = 1 + batch_at(config, config.steps - 1)
-    samples, uses = batches * config.replicas * config.batch, -(-config.steps // batches)
-    ledger = ledger_of(Path(plan.folder), config.rounds, samples, uses)
+    samples = config.steps * config.replicas * config.batch
+    ledger = ledger_of(Path(plan.folder), config.rounds, samples)
     report = Report(
         events=measure(driver.events, ledger), undone=driver.left, hashes=(_hash(undisturbed), _hash(plan)),
         ledger=ledger, comparable=config.mode.bytes is Bytes.ALWAYS,

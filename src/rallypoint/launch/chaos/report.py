@@ -36,9 +36,8 @@ class Measured(msgspec.Struct, frozen=True):
 class Ledger(msgspec.Struct, frozen=True):
     """Every round of the run, as the holders of the first shard recorded it: how often, with how many contributions.
 
-    A round is one step, or several under local steps. `samples` is the number that all rounds use; `uses` how many
-    steps use each: more than one where models are updated alternately with the same samples. `times`: when each round
-    was finished (unix time), ascending: once for each time that it was made, however many servers report it.
+    A round is one step, or several under local steps. `samples` is the number that all rounds use. `times`: when each
+    round was finished (unix time), ascending: once for each time that it was made, however many servers report it.
     """
 
     rounds: int
@@ -46,7 +45,6 @@ class Ledger(msgspec.Struct, frozen=True):
     missing: list[int]
     wrong: list[int]
     times: list[float]
-    uses: int = 1
 
     @property
     def exact(self) -> bool:
@@ -80,7 +78,7 @@ class _Entry(msgspec.Struct):
     generation: Any = None
 
 
-def ledger_of(folder: Path, rounds: int, samples: int, uses: int = 1) -> Ledger:
+def ledger_of(folder: Path, rounds: int, samples: int) -> Ledger:
     """Read the ledger of a run from its event log."""
     applied: dict[int, set[int]] = {}
     times: dict[tuple[int, str], float] = {}  # by round and generation: a roll-back makes a round once more
@@ -94,7 +92,7 @@ def ledger_of(folder: Path, rounds: int, samples: int, uses: int = 1) -> Ledger:
             made = (entry.step, str(entry.generation))
             times[made] = min(entry.at, times.get(made, entry.at))  # the backup of the first shard reports it later
     return Ledger(
-        rounds=rounds, samples=samples, uses=uses, missing=[r for r in range(rounds) if r not in applied],
+        rounds=rounds, samples=samples, missing=[r for r in range(rounds) if r not in applied],
         wrong=[r for r in range(rounds) if r in applied and applied[r] != {replicas}], times=sorted(times.values()),
     )  # fmt: skip
 
@@ -154,14 +152,10 @@ def _show_ledger(ledger: Ledger, console: Console) -> None:
     if ledger.exact:
         console.print(
             f"ledger: {ledger.rounds} updates, each applied with all of its contributions; "
-            f"{ledger.samples:,} sample positions, each used {_times(ledger.uses)}"
+            f"{ledger.samples:,} sample positions, each used once"
         )
         return
     console.print(
         f"[bold red]ledger: updates missing {ledger.missing[:10]}, "
         f"with other contributions than they should {ledger.wrong[:10]}[/bold red]"
     )
-
-
-def _times(uses: int) -> str:
-    return "once" if uses == 1 else f"by the {uses} steps of its iteration"

@@ -66,7 +66,7 @@ def start_of(resume: str, about: JoinInfo, command: str) -> tuple[Resumed | None
     if any(change.key == "steps" for change in changes):
         stop, decided = None, decided.going_on()
     epoch = max((_epoch_of(known) for known in own), default=0)
-    return Resumed(record, snapshot, manifest.version, stop, decided, manifest.scales, epoch), changes
+    return Resumed(record, snapshot, manifest.version, stop, decided, epoch), changes
 
 
 def _epoch_of(snapshot: Manifest) -> int:

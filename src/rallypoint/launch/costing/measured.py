@@ -67,8 +67,6 @@ def measured_run(folder: Path) -> MeasuredRun:
     state = kept_state(folder)
     if state is None or state.record is None:
         raise UsageError(f"{folder} does not say what is trained: its job has not begun, or its journal is gone")
-    if state.record.config.get("alternate"):
-        raise UsageError(f"{folder} updates several models alternately (alternate=), and the planner knows one model")
     follower = Follower(folder)
     follower.look()
     seen, record = follower.run, state.record

@@ -23,7 +23,6 @@ from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.streamed.building import prepare
 from rallypoint.worker.streamed.first_values import Init
 from rallypoint.worker.tensors import ModelTensors
@@ -39,7 +38,7 @@ class ImportJob(EmbeddedJob):
         super().__init__()
 
     def train(
-        self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
+        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
         parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[TrainSettings],
     ) -> Run:  # fmt: skip
@@ -50,8 +49,7 @@ class ImportJob(EmbeddedJob):
             raise ConfigError("a checkpoint is imported by one process: leave parallel= out, and give --ranks later")
         carry = settings.pop("carry", None)
         task, data = self._task, given(dataset, collate_fn, loader)
-        model, by_name = one_model(model, settings)
-        config = resolve({**data.settings, **by_name}, task.overrides)
+        config = resolve({**data.settings, **settings}, task.overrides)
         tensors = ModelTensors(model, config, prepare(model, config, init), carry)
         checkpoint = read_checkpoint(Path(task.checkpoint)).named_as(model.state_dict().keys())
         warnings = _left_out(tensors, model, checkpoint)
@@ -63,7 +61,7 @@ class ImportJob(EmbeddedJob):
         record = record_of(
             config, tensors.layout, tensors.frozen_hashes(), data=identity_of(data.dataset), tied=tensors.tied
         )
-        step = _step_of(task, checkpoint, counts=not config.alternate)
+        step = _step_of(task, checkpoint)
         manifest = begin_from(checkpoint, step, record, config, SnapshotStore(task.snapshots))
         what = "with its optimizer's state" if checkpoint.optimizer else "without an optimizer's state (it begins anew)"
         said = f"{task.checkpoint}, {what}, is snapshot {manifest.id} of {task.folder}"
@@ -76,14 +74,13 @@ def import_job(path: str) -> ImportJob:
     return ImportJob(msgspec.json.decode(Path(path).read_bytes(), type=Task))
 
 
-def _step_of(task: Task, checkpoint: Checkpoint, *, counts: bool) -> int:
-    """The checkpoint's step. `counts`: an update of a parameter is a step."""
+def _step_of(task: Task, checkpoint: Checkpoint) -> int:
     if task.step >= 0:
         return task.step
     if checkpoint.step >= 0:
         return checkpoint.step
     said = {float(state["step"]) for state in checkpoint.optimizer.values() if "step" in state}
-    if len(said) != 1 or not counts:
+    if len(said) != 1:
         raise DataError(f"{task.checkpoint} does not say of which step it is: give --step N")
     return int(said.pop())
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import ask
-from rallypoint.net.ordering.messages import AnyOrder, Drain, Pause, SnapshotEvery, StopWanted
+from rallypoint.net.messages import AnyOrder, Drain, Pause, StopWanted
 
 if TYPE_CHECKING:
     from rallypoint.watch.operating import Wish
@@ -22,8 +22,6 @@ def follow(run: Path, wish: Wish) -> str:
             if not wish.workers and not wish.servers:
                 raise UsageError("to what size? give a number of workers or of servers")
             return ask.resize(run, wish.workers, wish.servers, _unsaid)
-        case "rate":
-            return ask.change_rate(run, wish.factor, _unsaid)
         case _:
             return ask.order(run, _order(wish), _unsaid)
 
@@ -38,7 +36,5 @@ def _order(wish: Wish) -> AnyOrder:
             return StopWanted(wish.reason)
         case "drain":
             return Drain(wish.member)
-        case "period":
-            return SnapshotEvery(wish.steps, wish.seconds)
         case _:
             return Pause(on=wish.order == "pause")

@@ -17,7 +17,6 @@ import msgspec
 from rallypoint.coordinator.journal import JOURNAL, kept_state
 from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.deciding.scales import merged
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
 from rallypoint.errors import UsageError
@@ -110,7 +109,6 @@ def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
         task = Task(
             snapshots=_place(plan.snapshots), snapshot=manifest.id, step=step, replica=wanted.replica,
             settings=_settings(manifest.job), reductions=reductions, folder=folder,
-            scales=merged(() if state is None else state.scales, manifest.scales),
             answer=str(Path(folder) / "answer.json"), debug=wanted.debug, probe=spike is not None,
         )  # fmt: skip
         answer = _computed(argv, task, manifest.job.threads or plan.threads_at_first, wanted)

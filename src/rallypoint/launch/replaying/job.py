@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import msgspec
+import torch
 
 from rallypoint.config.changes import changed_record
 from rallypoint.coordinator.service import JoinInfo
@@ -24,7 +25,6 @@ from rallypoint.worker.evaluating.evaluations import Evaluation
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.models import Model
 from rallypoint.worker.streamed.first_values import Init
 
 
@@ -104,12 +104,12 @@ class ReplayJob(EmbeddedJob):
         decided = msgspec.structs.replace(manifest.decided, reductions=task.reductions, stop=None)
         self._task = task
         super().__init__(
-            resume=Resumed(record, manifest.id, manifest.version, decided=decided, scales=task.scales),
+            resume=Resumed(record, manifest.id, manifest.version, decided=decided),
             about=JoinInfo(overrides=record.config, folder=task.folder, snapshots=task.snapshots),
         )
 
     def train(
-        self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
+        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
         parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[TrainSettings],
     ) -> Run:  # fmt: skip

@@ -85,7 +85,7 @@ class Probes:
         self.found = Probed(replica, tuple(index for index, _ in samples), tuple(map(repr, means)), repr(alone))
 
     def _probe(self, step: int, replica: int, micro: int, batch: Any) -> Probe:
-        return Probe(self._loop, self._batches.config, step=step, replica=replica, index=micro, batch=batch)
+        return Probe(self._loop, step=step, replica=replica, index=micro, batch=batch)
 
 
 def _badness(loss: float) -> float:

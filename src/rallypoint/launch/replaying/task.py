@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.core.view import Scale
-
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What to compute again.
@@ -18,7 +16,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         replica: which of its replicas; -1: all.
         settings: settings over those of the run, nested: none changes a byte.
         reductions: the versions from which on the run has reduced its rates once more (`plateau`), ascending.
-        scales: the factors on the learning rate that the run's operators have ordered.
         folder: where the replay keeps its log and its digests.
         answer: the file for the `Answer`.
         debug: open the debugger in the forward pass.
@@ -31,7 +28,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     replica: int = -1
     settings: dict[str, Any] = {}
     reductions: tuple[int, ...] = ()
-    scales: tuple[Scale, ...] = ()
     folder: str
     answer: str
     debug: bool = False

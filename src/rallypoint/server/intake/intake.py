@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from rallypoint.codec.base.rows import check_gradient, decode_ids
 from rallypoint.codec.shards import ShardCodecs
+from rallypoint.core.audits.choice import Audits
 from rallypoint.core.layout import Shard
 from rallypoint.core.sums.digests import leaf_digest
 from rallypoint.errors import ProtocolError, RallypointError
@@ -36,6 +38,8 @@ class Intake:
         self._job, self._views, self._put, self._tracer, self._traced = job, views, put, tracer, traced
         self._checks = FrameChecks(job)
         self._decoders = threading.local()  # each connection's thread has its own codecs
+        audits = job.plan.audits
+        self._pushed = inbox.Pushed if audits is None else partial(_with_digest, audits)
 
     def receive_from_server(self, channel: Channel, sender: str) -> None:
         """Receive one frame from another server. ProtocolError if it is wrong, LinkError when the connection ends."""
@@ -80,7 +84,7 @@ class Intake:
             case Kind.PUSH:
                 self._tracer.on = self._traced[0] <= header.step < self._traced[1]
                 if (received := self._payload(channel, header)) is not None:
-                    self._put(inbox.Pushed(channel, worker, *received, self._digest(*received)))
+                    self._put(self._pushed(channel, worker, *received))
                 else:
                     self._give_back(channel)
             case Kind.INITIAL | Kind.STATE:
@@ -114,13 +118,6 @@ class Intake:
                 self._put(inbox.Fetched(channel, worker, header.shard, header.step))
             case _:
                 raise ProtocolError(f"a {header.kind.name} frame from a worker")
-
-    def _digest(self, header: Header, buffer: Buffer) -> bytes:
-        """The digest of an audited contribution; b"" for another one."""
-        audits = self._job.plan.audits
-        if audits is None or not audits.audited(header.step):
-            return b""
-        return leaf_digest(buffer.bytes[: header.length])
 
     def _codec_state(self, channel: Channel, header: Header, worker: str) -> None:
         self._checks.codec_state(header)
@@ -191,3 +188,9 @@ class Intake:
             raise ProtocolError(f"{header.length} bytes in codec {header.codec} for shard {header.shard}: impossible")
         codec.decode(memoryview(channel.receive_bytes(header)), buffer.tensor[: place.words])
         return header._replace(codec=0, length=place.nbytes)
+
+
+def _with_digest(audits: Audits, channel: Channel, worker: str, header: Header, buffer: Buffer) -> inbox.Pushed:
+    """The event of a contribution in a job with audits: with its digest, if it is audited."""
+    digest = leaf_digest(buffer.bytes[: header.length]) if audits.audited(header.step) else b""
+    return inbox.Pushed(channel, worker, header, buffer, digest)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rallypoint.core.deciding.decisions import reductions_at
-from rallypoint.core.deciding.scales import scale_at
 from rallypoint.core.shard import clip, server
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
@@ -14,14 +13,12 @@ from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.messages import CaughtUp, Disproved, NotStored
-from rallypoint.net.ordering.messages import RateAwaited
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.audits import AuditReports
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
 from rallypoint.server.followers import Followers
 from rallypoint.server.intake.job import ServerJob
-from rallypoint.server.reducer.audits import ServerAudits
 from rallypoint.server.reducer.decisions import Context, Decisions
 from rallypoint.server.reducer.fingerprints import Fingerprints
 from rallypoint.server.reducer.ledger import Ledger
@@ -44,7 +41,6 @@ class Desk:
     tickets: Tickets
     ledger: Ledger
     fingerprints: Fingerprints
-    at_rest: ServerAudits
     audits: AuditReports
     followers: Followers
     replication: Replication
@@ -63,6 +59,7 @@ class Effects:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._cadence = desk.job.plan.cadence
+        self._together = self._cadence.together
         # Looked up once, because every contribution uses them.
         self._owned, self._tickets, self._ledger, self._tracer = desk.owned, desk.tickets, desk.ledger, desk.tracer
 
@@ -82,8 +79,6 @@ class Effects:
                     self._desk.decisions.report(verdict, alone=True)
                 case server.Disproved(shard=index, version=version, paired=paired):
                     self._desk.context.say(Disproved(index, version, paired))
-                case server.RateAwaited(number=number, at=at):
-                    self._desk.context.say(RateAwaited(number, at))
                 case server.Own(shard=index):
                     self._owned[index] = self._desk.shelf.hold(index)
                 case server.Disown(shard=index):
@@ -133,7 +128,6 @@ class Effects:
             case shard_effects.Install(ticket=ticket, version=version):
                 nbytes = self._tickets.nbytes(ticket)
                 owned.install(self._tickets.settle(ticket), version, nbytes)
-                desk.at_rest.loaded(index, version)
             case shard_effects.Discard(at=at):
                 owned.discard(at)
             case shard_effects.Abandon():
@@ -142,10 +136,8 @@ class Effects:
             case shard_effects.Choose():
                 desk.replication.send_choice(index, effect)
             case shard_effects.Prove(version=version):
-                desk.at_rest.check(index)
                 desk.replication.ask(index, version)
             case shard_effects.Fill(version=version, incoming=incoming):
-                desk.at_rest.check(index)
                 state = owned.state(version, self._clocks(index), wires=True)
                 desk.replication.send_state(state, incoming=incoming)
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
@@ -163,40 +155,35 @@ class Effects:
                     desk.context.say(NotStored(desk.capture.snapshot, too_late, version))
                 else:
                     desk.capture.wanted(index, version)
-                    desk.at_rest.awaits_use(index, version)
             case _:
                 raise AssertionError(f"an effect that nobody runs: {effect}")
 
     def _apply(self, index: int, owned: HeldShard, effect: shard_effects.Apply) -> None:
         desk = self._desk
-        desk.at_rest.check(index)
         if desk.capture is not None:
             desk.capture.before_update(index)
         desk.gathering.pop(index, None)
         with self._tracer.span("apply", shard=index, step=effect.step):
             finished = owned.apply(self._timed(index, effect))
         desk.fingerprints.applied(index, effect.version, owned)
-        desk.at_rest.made(index, effect.version)
         if self.in_ledger(index, effect.version - 1):
             self._enter(index, self._cadence.round_of(index, effect.version - 1))
         if finished is not None:
             desk.replication.send_update(index, effect, finished)
 
     def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
-        """The update, with its step in the learning-rate schedule counted in the job's rounds (where models are updated
-        alternately: in the shard's updates, which are its model's), and the reductions and the operator's factors that
-        count for it: this server has the view that says them (see `View.limit`, `core.shard.ordering.hold`)."""
+        """The update, with its step in the learning-rate schedule counted in the job's rounds, and the reductions that
+        count for it: this server has the view that says them (see `View.limit`)."""
         view = self._desk.shell.machine.view
-        if view is not None and (view.reductions or view.scales):
-            reductions, scale = reductions_at(view.reductions, effect.step), scale_at(view.scales, effect.step)
-            effect = replace(effect, reductions=reductions, rate=effect.rate * scale)
-        if self._cadence.together or self._desk.job.config.alternate:
+        if view is not None and view.reductions:
+            effect = replace(effect, reductions=reductions_at(view.reductions, effect.step))
+        if self._together:
             return effect
         return replace(effect, step=self._cadence.round_of(index, effect.step))
 
     def in_ledger(self, index: int, version: int) -> bool:
         """Is this shard the one whose update from that version is reported for its round?"""
-        return self._cadence.witness(self._cadence.round_of(index, version)) == index
+        return index == 0 if self._together else self._cadence.witness(self._cadence.round_of(index, version)) == index
 
     def _enter(self, index: int, step: int) -> None:
         """Report a round, for the first shard that is due in it. Primary and backup both do: one of them may die."""
@@ -211,9 +198,7 @@ class Effects:
         if self._desk.capture is not None:
             self._desk.capture.disowned(index)
         self._desk.gathering.pop(index, None)
-        self._desk.at_rest.rest.moved(index)
-        if (owned := self._owned.pop(index, None)) is not None:  # (None: a changed shard was found before it)
-            owned.release()
+        self._owned.pop(index).release()
 
     def _clocks(self, index: int) -> tuple[int, ...]:
         machine = self._desk.shell.machine.machine(index)

@@ -8,8 +8,7 @@ from rallypoint.codec.base.leaf import digest_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.shard.links import Fence
 from rallypoint.core.sums.digests import pieces_of
-from rallypoint.net.messages import Message
-from rallypoint.net.recording.messages import Updated
+from rallypoint.net.messages import Message, Updated
 from rallypoint.server.shards.held import HeldShard
 from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.server.shards.rows import OwnedRows

@@ -18,10 +18,9 @@ from rallypoint.core.shard.shell import ServerShell, applied_in
 from rallypoint.errors import DamagedSnapshot
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header
-from rallypoint.net.messages import CaughtUp, Say
+from rallypoint.net.messages import CaughtUp, Say, Unrestored
 from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Limits
-from rallypoint.net.views.messages import Unrestored
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.audits import AuditReports
@@ -31,7 +30,6 @@ from rallypoint.server.followers import Followers
 from rallypoint.server.intake.job import ServerJob
 from rallypoint.server.pulls import Pulls
 from rallypoint.server.reducer import inbox
-from rallypoint.server.reducer.audits import ChangedAtRest, ServerAudits, SetAside
 from rallypoint.server.reducer.decisions import Context, Decisions
 from rallypoint.server.reducer.effects import Desk, Effects
 from rallypoint.server.reducer.fingerprints import Fingerprints
@@ -64,9 +62,7 @@ class Reducer:
             self.shell, self._owned, newest_is_enough=newest_is_enough(job.config),
             ranks=forward_ranks(job.record.layout) if job.config.overlaps else (),
         )  # fmt: skip
-        self._audits = ServerAudits(job.config.audit_servers, self._owned)
-        self._aside = SetAside(me, self.shell.machine, context.say)
-        self._replication = Replication(self.shell, self._tickets, self._ledger, self._owned, self._audits)
+        self._replication = Replication(self.shell, self._tickets, self._ledger, self._owned)
         self._codec_states = None
         if job.codec_states is not None:
             self._codec_states = CodecStates(me, job.codec_states, job.config.replicas, self._followers.tell)
@@ -74,7 +70,6 @@ class Reducer:
         if writer is not None:
             self.capture = Capture(
                 writer, job, self._codec_states, self._stored_state, tracer, wake=lambda: put(inbox.Wake()),
-                proven=lambda index: self._audits.proven(self.machine.machine(index)),
             )  # fmt: skip
         self._context = context
         self._unrestored: Unrestored | None = None  # the last snapshot that could not be loaded
@@ -85,7 +80,6 @@ class Reducer:
             replication=self._replication, context=context, tracer=tracer, restores=self._restores,
             decisions=Decisions(self.shell, context, put),
             fingerprints=Fingerprints(job.record.layout, job.config.fingerprints, context.say, self.shell.fence),
-            at_rest=self._audits,
             audits=AuditReports(context.say, self.shell.fence), codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
         self._effects = Effects(self._desk)
@@ -98,26 +92,16 @@ class Reducer:
 
     def handle(self, event: inbox.Event) -> None:
         """Handle one event."""
-        for one in self._aside.admit(event):
-            self._watched(self._handlers[type(one)], one)
+        self._handlers[type(event)](event)
+        self._answer_pulls()
 
     def idle_work(self) -> Callable[[], None] | None:
         """A function to call while the inbox is empty; None if there is nothing to do."""
-        if self._aside.active:
-            return None
         if self._desk.gathering:
-            return lambda: self._watched(self._fold_one)
-        if (capture := self.capture) is not None and capture.due:
-            return lambda: self._watched(capture.copy_one)
+            return self._fold_one
+        if self.capture is not None and self.capture.due:
+            return self.capture.copy_one
         return None
-
-    def _watched(self, call: Callable[..., None], *given: Any) -> None:
-        """Make a call that changes or reads shards. If one of them has changed in memory, let all else wait."""
-        try:
-            call(*given)
-            self._answer_pulls()
-        except ChangedAtRest as changed:
-            self._aside.begin(changed)
 
     def close(self) -> None:
         """Stop storing and reading snapshots."""
@@ -192,8 +176,6 @@ class Reducer:
         self.capture.abandon()
         own = [index for index in self.machine.held if self.machine.is_primary(index)]
         if own:
-            for index in own:
-                self._audits.rest.also(index, self.job.plan.cadence.updates_before(index, event.version))
             self.capture.begin(event.snapshot, len(own))
             self._effects.run(self.machine.capture(event.version))
 
@@ -208,7 +190,6 @@ class Reducer:
             self._restores.loaded(record.shard)
             return
         self._owned[record.shard].load(record)
-        self._audits.loaded(record.shard, record.version)
         if self._codec_states is not None:
             self._codec_states.restored(record, self.job.shards[record.shard])
         loaded = shard_events.Loaded(record.version, record.clocks)
@@ -325,6 +306,7 @@ class Reducer:
         index = next(iter(self._desk.gathering))
         del self._desk.gathering[index]
         self._effects.handle(index, shard_events.Fold())
+        self._answer_pulls()
 
     def _answer_pulls(self) -> None:
         """Call it only after an event: while effects run, a machine is ahead of its tensors."""
@@ -338,7 +320,6 @@ class Reducer:
     def _stored_state(self, index: int, version: int) -> ShardRecord:
         machine = self.machine.machine(index)
         assert machine is not None
-        self._audits.check(index)
         return self._owned[index].state(version, tuple(machine.clocks), wires=False)
 
 

@@ -12,9 +12,8 @@ from rallypoint.core.shard.effects import Apply, Choose
 from rallypoint.core.shard.server import Effect
 from rallypoint.core.shard.shell import Answer, ServerShell, applied_in
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import AUDITED, SKIP, Header, Kind
+from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.pool import Buffer
-from rallypoint.server.reducer.audits import ServerAudits
 from rallypoint.server.reducer.inbox import Asked, Chosen, Filled, Replicated
 from rallypoint.server.reducer.ledger import Ledger
 from rallypoint.server.reducer.tickets import Tickets
@@ -26,11 +25,9 @@ class Replication:
     """Not thread-safe: only the owner thread calls it."""
 
     def __init__(
-        self, shell: ServerShell[Channel], tickets: Tickets, ledger: Ledger, owned: Mapping[int, HeldShard],
-        audits: ServerAudits,
-    ) -> None:  # fmt: skip
+        self, shell: ServerShell[Channel], tickets: Tickets, ledger: Ledger, owned: Mapping[int, HeldShard]
+    ) -> None:
         self._shell, self._tickets, self._ledger, self._owned = shell, tickets, ledger, owned
-        self._audits = audits
         self._choices = msgspec.msgpack.Encoder()
         # Shard and server ("": this one, as a backup) -> version, and the digest of what is held at it. A part of a
         # table is digested from the state on that was sent to that server.
@@ -60,11 +57,11 @@ class Replication:
         """Send who has a copy the finished gradient of an update that was just applied here, or that it changed
         nothing."""
         buffer, nbytes = gradient
-        skip, audited = update.scale is None, self._audits.rest.audited(shard, update.version)
+        skip = update.scale is None
         header = Header(
             Kind.REPLICATE, self._shell.fence.number, shard=shard, step=update.version - 1,
-            flags=SKIP * skip | AUDITED * audited,
-            length=0 if skip else nbytes, replica=update.replica, weight=update.rate, base=self._ledger.added(shard),
+            flags=SKIP * skip, length=0 if skip else nbytes, replica=update.replica, weight=update.rate,
+            base=self._ledger.added(shard),
         )  # fmt: skip
         payload = None if skip else buffer.bytes[:nbytes]
         servers = [self._shell.machine.pairs.server(shard, incoming=incoming) for incoming in update.copies]
@@ -91,8 +88,6 @@ class Replication:
         ticket = self._tickets.issue(event.channel, header, event.buffer, credited=True)
         self._ledger.told(header.shard, header.base)
         skip = bool(header.flags & SKIP)
-        if header.flags & AUDITED:
-            self._audits.rest.also(header.shard, header.step + 1)
         update = events.Replicated(header.step, skip, ticket, header.replica, header.weight)
         return self._shell.replicated(event.channel, header.shard, update)
 
@@ -121,7 +116,6 @@ class Replication:
         if not self._shell.takes_from(header.shard, event.sender, header.view):
             return []
         if same := self._shell.holds(header.shard, header.step):
-            self._audits.check(header.shard)
             same = sealed(self._digest_of_state(header.shard, "", header.step)) == event.sealed
         return self._shell.replicated(event.channel, header.shard, events.Compared(header.step, same))
 
@@ -146,8 +140,7 @@ class Replication:
         self._digests = {copy: known for copy, known in self._digests.items() if copy[1] in peers}
         digest = self._owned[shard].digest(b"")
         self._digests[shard, server] = (version, digest)
-        self._audits.loaded(shard, version)
-        return self._audits.proof(shard, version, digest)
+        return digest
 
     def _digest_of_update(self, shard: int, server: str, version: int) -> bytes:
         """The digest after the update that made `version`, computed once."""
@@ -155,7 +148,7 @@ class Replication:
         if known != version:
             digest = self._owned[shard].digest(digest)
             self._digests[shard, server] = (version, digest)
-        return self._audits.proof(shard, version, digest)
+        return digest
 
 
 def sealed(digest: bytes) -> bytes:

@@ -9,8 +9,8 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from rallypoint.config import JobConfig, of_group
-from rallypoint.config.plain import steps_plainly
+from rallypoint.config import JobConfig
+from rallypoint.config.tree import steps_plainly
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Layout, Shard
 from rallypoint.core.modes import Feature
@@ -96,10 +96,9 @@ class _States:
             if shard.role == "buffers":
                 yield ShardRecord(shard.index, version, {MASTER: master.numpy()}, {})
                 continue
-            own = of_group(config, shard.group)
-            optimizer = ShardOptimizer(own, shard.group, shard.words, shard.columns)
+            optimizer = ShardOptimizer(config, shard.group, shard.words, shard.columns)
             if self._moments:
-                optimizer.load(*self._moments_of(shard, own))
+                optimizer.load(*self._moments_of(shard, config))
             arrays, scalars = optimizer.state()
             plain = {MASTER: master.numpy()} | {name: values.numpy() for name, values in arrays.items()}
             yield ShardRecord(shard.index, version, plain, scalars)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from rallypoint.config import JobConfig, cadence_of, of_group, settings_of
+from rallypoint.config import JobConfig, settings_of
 from rallypoint.config.tree import rate_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.optimizer import of_shard
@@ -67,15 +67,13 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
 
 def optimizer_content(
     states: Mapping[str, Mapping[str, torch.Tensor | float]], config: JobConfig, layout: Layout, version: int,
-    reductions: int, scale: float = 1.0,
+    reductions: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the optimizer's part of a checkpoint: `states` by parameter name, and each parameter's settings.
 
-    A rate is that of the next update, after so many `reductions` (``plateau=``), times `scale`. The version of the job
-    is `version`.
+    A rate is that of the next update, after so many `reductions` (``plateau=``). The version of the job is `version`.
     Its base rate is there too, as torch's schedulers look for it (`initial_lr`).
     """
-    cadence = cadence_of(config, layout.shards)
     content: dict[str, Any] = {
         f"state.{name}.{kind}": (
             torch.tensor(value, dtype=torch.float32, device="cpu") if isinstance(value, float) else value
@@ -86,11 +84,10 @@ def optimizer_content(
         touched = layout.shards_touching(entry.start, entry.stop)
         if entry.spec.group < 0 or not touched:
             continue
-        own = of_group(config, entry.spec.group)
-        rate = scale * rate_of(own, min(cadence.updates_before(touched[0], version), own.rounds - 1), reductions)
-        base = peak_of(own.applied_schedule)
-        spec = of_shard(own.applied, layout.shards[touched[0]].columns)
-        settings = settings_of(own, entry.spec.group)
+        rate = rate_of(config, min(version, config.rounds - 1), reductions)
+        base = peak_of(config.applied_schedule)
+        spec = of_shard(config.applied, layout.shards[touched[0]].columns)
+        settings = settings_of(config, entry.spec.group)
         like = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))  # two dimensions, as Muon asks
         [group] = build_optimizer(spec, [([like], settings)]).param_groups
         group |= {"lr": rate * settings.lr_scale, "initial_lr": base * settings.lr_scale} | _OF_THIS_PROCESS

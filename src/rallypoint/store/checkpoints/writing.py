@@ -16,9 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rallypoint.config.plain import steps_plainly
 from rallypoint.config.resolve import parse
-from rallypoint.core.deciding.scales import scale_at
+from rallypoint.config.tree import steps_plainly
 from rallypoint.core.job import JobRecord
 from rallypoint.errors import SnapshotFailed
 from rallypoint.store.checkpoints.dcp import optimizer_content, write_dcp
@@ -149,7 +148,6 @@ class Dcp:
             remarks, job, reductions = [], manifest.job, len(manifest.decided.reductions)
             whole["optimizer"] = optimizer_content(
                 content.optimizer, parse(job.config), job.layout, manifest.version, reductions,
-                scale_at(manifest.scales, manifest.version),
             )  # fmt: skip
         _write(to, lambda path: write_dcp(whole, path))
         return remarks

@@ -14,16 +14,13 @@ import typer
 from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.testing.simulation.policies import (
     WORDS,
-    Alternating,
     Audited,
     AuditedWrong,
     Carrying,
     Deciding,
-    Flipped,
     Keyed,
     Paused,
     Played,
-    Rescaled,
     Resumed,
     Scaled,
     Uneven,
@@ -60,9 +57,9 @@ def main(
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
     job = sync
-    while isinstance(job, Paused | Rescaled | Uneven | Resumed):
+    while isinstance(job, Paused | Uneven | Resumed):
         job = job.of
-    alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong(), Flipped(), Alternating())
+    alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong())
     same = job in (*alone, Keyed()) or isinstance(job, Carrying)
     well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well

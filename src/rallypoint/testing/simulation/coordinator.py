@@ -18,10 +18,9 @@ from rallypoint.net.messages import Aborted, Finished, Hello, Message, Metrics, 
 from rallypoint.testing.simulation.failures.copies import CopiesWatch
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
-from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.network import Node, Wire, World, watch
 from rallypoint.testing.simulation.operating.links import quick
 from rallypoint.testing.simulation.store import SimulatedStore
-from rallypoint.testing.simulation.watch import watch
 
 
 @dataclass
@@ -159,7 +158,7 @@ class SimulatedCoordinator:
                 self.outcome.aborted = reason
 
     def _commit(self, act: acts.CommitSnapshot) -> None:
-        known = (act.stop, act.decided, act.scales)
+        known = (act.stop, act.decided)
         if self.store.commit(act.snapshot, act.version, self._versions(act.version), known, act.origin):
             self._handle(inbox.SnapshotCommitted(act.snapshot, act.version, 0, 0.0))
         else:

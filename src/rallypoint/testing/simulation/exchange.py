@@ -12,11 +12,9 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.testing.simulation.codec_states import SimulatedEncoder
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.link import SimulatedLink
-from rallypoint.testing.simulation.network import Node, Wire
+from rallypoint.testing.simulation.network import Node, SimulatedLink, Wire, watch
+from rallypoint.testing.simulation.pulls import RowPulls
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean
-from rallypoint.testing.simulation.tables.pulls import RowPulls
-from rallypoint.testing.simulation.watch import watch
 from rallypoint.worker.exchange.plan import worker_plan
 
 

@@ -19,13 +19,11 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Holder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
-from rallypoint.core.view import Scale
 from rallypoint.testing.simulation.replicas import scale as loss_scale
 from rallypoint.testing.simulation.replicas.audited import AuditedJob
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, combine, tree
 from rallypoint.testing.simulation.replicas.decided import Undisturbed
-from rallypoint.testing.simulation.replicas.layouts import Alternate, layout_of, models_in, several_models
-from rallypoint.testing.simulation.replicas.names import combine, tree
+from rallypoint.testing.simulation.replicas.layouts import layout_of
 from rallypoint.testing.simulation.replicas.rounds import Names, Rounds, Trained
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
@@ -53,11 +51,9 @@ class SimulatedJob:
     stop: ScriptStops | None = None  # same bytes only
     every: int = 0  # an evaluation is due after so many steps; 0: never
     rules: Rules = field(default_factory=Rules)  # by which evaluations decide
-    scales: tuple[Scale, ...] | None = ()  # that operators order, with what comes of it; None: it is not known yet
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)  # states that were under way
     audits: AuditedJob | None = None
-    alternate: Alternate = ()  # the models that each step updates
     carries: bool = False  # each replica carries a state: a shard for each, the last ones of the buffers
     fp16: bool = False  # it scales losses: the last shard of buffers has the loss scale, and `skip` is set
     buffer_shards: frozenset[int] = field(init=False)
@@ -108,14 +104,14 @@ class SimulatedJob:
             nonfinite="skip" if self.skip else "stop", sync=self.sync, codec=self.codec,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
             plateau=self.rules.plateau, keep_best=self.rules.best.metric if self.rules.best else "",
-            audit=self.audits.share if self.audits else 0.0, **several_models(self.alternate),
+            audit=self.audits.share if self.audits else 0.0,
         )  # fmt: skip
         return msgspec.structs.replace(config, steps=self.steps * config.steps_per_round)
 
     @cached_property
     def layout(self) -> Layout:
         """Shards of 16 words, the last of which are buffers."""
-        own = [2 * model for model in models_in(self.alternate)] or [0, *range(2, 2 + len(self.periods))]
+        own = [0, *range(2, 2 + len(self.periods))]
         carried = self.replicas if self.carries else 0
         return layout_of(self.shards, self.buffer_shards, sorted(self.table_shards), own, carried)
 
@@ -216,7 +212,7 @@ class SimulatedJob:
 
     def check_version(self, shard: int, version: int, content: Content) -> None:
         """AssertionError unless this is the shard's version `version`: every contribution that is due, once."""
-        if self.same_bytes and not (self.may_differ or self.scales is None):
+        if self.same_bytes and not self.may_differ:
             round = self.cadence.begun(shard, version)
             assert content == self.trajectory[round][shard], f"other bytes in shard {shard} at version {version}"
         elif not self.same_bytes and isinstance(self.sync, LocalSteps):
@@ -322,7 +318,7 @@ class SimulatedJob:
 
     @cached_property
     def undisturbed_decisions(self) -> Undisturbed:
-        return Undisturbed(self.rules, self.every, self.steps, self.scales or ())
+        return Undisturbed(self.rules, self.every, self.steps)
 
     @cached_property
     def trajectory(self) -> list[list[Content]]:
@@ -378,7 +374,7 @@ class SimulatedJob:
         return [trained[replica].contributions(round, replica, version) for replica in range(self.replicas)]
 
     def _scale(self, step: int, finished: list[Content], scale: float) -> float | None:
-        measured = [s for s in range(self.shards) if s not in self.buffer_shards and self.cadence.due(s, step)]
+        measured = [s for s in range(self.shards) if s not in self.buffer_shards]
         norms = [self.norm(shard, finished[shard]) for shard in measured]
         losses = not any(self.defect(step, replica) for replica in range(self.replicas))
         whole = losses and all(map(math.isfinite, norms))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rallypoint.core.view import View
+from rallypoint.net.member import LastReports, ViewReceiver
 from rallypoint.net.messages import (
     Admitted,
     Assist,
@@ -26,13 +27,10 @@ from rallypoint.net.messages import (
     Report,
     Resize,
     Stored,
+    ViewChange,
     decode,
     encode,
 )
-from rallypoint.net.ordering.messages import RateAwaited
-from rallypoint.net.recording.reports import LastReports
-from rallypoint.net.views.messages import ViewChange
-from rallypoint.net.views.receiver import ViewReceiver
 from rallypoint.testing.simulation.network import Node, Wire
 from rallypoint.testing.simulation.operating.links import with_paces
 
@@ -193,8 +191,6 @@ def to_coordinator(said: Any) -> Message:
             return CaughtUp(backups)
         case ("leaving",):
             return Leaving()
-        case ("rate awaited", number, at):
-            return RateAwaited(number, at)
         case ("done", generation, version):
             return Done(generation, version)
         case ("captured", id, indices):

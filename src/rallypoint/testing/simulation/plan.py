@@ -14,29 +14,24 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import LocalSteps, Sync
-from rallypoint.testing.simulation.flips.job import with_audits
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.keys.plan import as_store
 from rallypoint.testing.simulation.operating import links
-from rallypoint.testing.simulation.operating import plans as operating
-from rallypoint.testing.simulation.operating.plans import PAUSE
+from rallypoint.testing.simulation.operating.pauses import PAUSE, pauses
 from rallypoint.testing.simulation.operating.resuming import RESUME, resumed
 from rallypoint.testing.simulation.policies import (
-    Alternating,
     Audited,
     AuditedWrong,
     Carrying,
     CodecState,
     Deciding,
     Evaluating,
-    Flipped,
     InnerState,
     Keyed,
     Mode,
     Paused,
     Played,
     Poisoned,
-    Rescaled,
     Resumed,
     Scaled,
     Stopped,
@@ -44,7 +39,6 @@ from rallypoint.testing.simulation.policies import (
     Uneven,
 )
 from rallypoint.testing.simulation.replicas.audited import AuditedJob
-from rallypoint.testing.simulation.replicas.layouts import models_in, some_alternate
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
@@ -110,12 +104,12 @@ _PATIENT_S = 30.0
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
     around: dict[type, Callable[[Plan], Plan]] = {
-        Paused: _paused, Rescaled: _rescaled, Uneven: links.uneven, Resumed: resumed,
+        Paused: _paused, Uneven: links.uneven, Resumed: resumed,
     }  # fmt: skip
-    if isinstance(played, Paused | Rescaled | Uneven | Resumed):
+    if isinstance(played, Paused | Uneven | Resumed):
         return around[type(played)](make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
-        Alternating: _alternating, Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding, Flipped: _flipped,
+        Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding,
         Carrying: _carrying, Poisoned: _poisoned, Tables: _with_tables, Stopped: _stopped, Keyed: as_store,
     }  # fmt: skip
     if change := changes.get(type(played)):
@@ -181,15 +175,8 @@ def _stopped(plan: Plan) -> Plan:
 
 def _paused(plan: Plan) -> Plan:
     """An operator pauses the job up to three times. Faults strike in a pause, where the plan has any that kill."""
-    added = (Fault(*event) for event in operating.pauses(plan.seed, kills=plan.kills))
+    added = (Fault(*event) for event in pauses(plan.seed, kills=plan.kills))
     return replace(plan, faults=(*plan.faults, *added))
-
-
-def _rescaled(plan: Plan) -> Plan:
-    """An operator changes the learning rate up to four times, amid faults where the plan has any."""
-    events = operating.rates(plan.seed, kills=bool(plan.faults), fills=not plan.job.rules.steers)  # see `_deciding`
-    faults = (*plan.faults, *(Fault(*event) for event in events))
-    return replace(plan, job=replace(plan.job, scales=None), faults=faults)
 
 
 def _evaluating(plan: Plan) -> Plan:
@@ -234,21 +221,6 @@ def _audited(plan: Plan, *, wrong: bool) -> Plan:
     return replace(plan, workers=workers, terms=terms, job=job)
 
 
-def _flipped(plan: Plan) -> Plan:
-    """Bits flip in servers' memory. Where each version is audited, whatever else happens; in every third plan only some
-    versions are: one bit flips there, of a shard that has a backup, and only workers die."""
-    rng = random.Random(plan.seed * 7919 + 13)
-    rare = plan.seed % 3 == 0
-    flips = tuple(Fault(rng.uniform(0.5, 2.5), "flip", "server") for _ in range(1 if rare else rng.randint(1, 3)))
-    job = with_audits(plan.job, rng.randint(2, 4) if rare else 1)
-    if not rare:
-        return replace(plan, job=job, faults=(*plan.faults, *flips))
-    kinds = ("crash", "join", "leave", "pause")
-    kept = tuple(fault for fault in plan.faults if fault.role == "worker" and fault.kind in kinds)
-    terms = msgspec.structs.replace(plan.terms, replication=2, servers=max(2, plan.servers))
-    return replace(plan, job=job, terms=terms, servers=terms.servers, faults=(*kept, *flips))
-
-
 def _scaled(plan: Plan) -> Plan:
     """There is a shard of buffers more, which has the loss scale."""
     job = plan.job
@@ -259,13 +231,6 @@ def _carrying(plan: Plan) -> Plan:
     """Each replica carries a state: a shard more for each of them."""
     job, more = plan.job, plan.job.replicas
     return replace(plan, job=replace(job, carries=True, shards=job.shards + more, buffers=job.buffers + more))
-
-
-def _alternating(plan: Plan) -> Plan:
-    """Several models, each of which has a shard or more. In every third plan evaluations are leased."""
-    plan, alternate = _evaluating(plan) if plan.seed % 3 == 0 else plan, some_alternate(plan.seed, plan.job.steps)
-    shards = max(plan.job.shards, plan.job.buffers + len(models_in(alternate)))
-    return replace(plan, job=replace(plan.job, shards=shards, alternate=alternate))
 
 
 def _with_tables(plan: Plan) -> Plan:

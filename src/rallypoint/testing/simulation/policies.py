@@ -10,9 +10,9 @@ Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
-    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, flipped, "
-    "alternating, carrying or carrying:WORD, store or store:WORD, "
-    "paused or paused:WORD, rescaled or rescaled:WORD, uneven or uneven:WORD, resumed or resumed:WORD"
+    "tables:WORD, stopped or stopped:WORD, scaled, evaluating, decided, audited, audited:wrong, "
+    "carrying or carrying:WORD, store or store:WORD, "
+    "paused or paused:WORD, uneven or uneven:WORD, resumed or resumed:WORD"
 )
 
 
@@ -77,16 +77,6 @@ class AuditedWrong:
 
 
 @dataclass(frozen=True)
-class Flipped:
-    """A synchronous job whose servers audit themselves, and in whose servers' memory bits flip."""
-
-
-@dataclass(frozen=True)
-class Alternating:
-    """A synchronous job of several models that steps update alternately."""
-
-
-@dataclass(frozen=True)
 class Carrying:
     """A job whose replicas carry a state from step to step."""
 
@@ -100,11 +90,9 @@ class Keyed:
     sync: Sync | BoundedStaleness | Async = field(default_factory=Sync)
 
 
-_Alone = Alternating | Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped
-_Together = Scaled | Evaluating | Deciding | Audited | AuditedWrong | Flipped  # whose steps are those of all shards
+_Alone = Scaled | Evaluating | Deciding | Audited | AuditedWrong
 _ALONE: dict[str, type[_Alone]] = {
     "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "audited": Audited, "audited:wrong": AuditedWrong,
-    "flipped": Flipped, "alternating": Alternating,
 }  # fmt: skip
 _Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Carrying | Keyed
 
@@ -117,17 +105,10 @@ class Paused:
 
 
 @dataclass(frozen=True)
-class Rescaled:
-    """What `of` plays, and an operator changes the learning rate some times, amid more faults."""
-
-    of: _Played | Paused = field(default_factory=Sync)
-
-
-@dataclass(frozen=True)
 class Uneven:
     """What `of` plays, on servers whose links are not alike and get faster and slower: shards move because of it."""
 
-    of: _Played | Paused | Rescaled = field(default_factory=Sync)
+    of: _Played | Paused = field(default_factory=Sync)
 
 
 @dataclass(frozen=True)
@@ -137,7 +118,7 @@ class Resumed:
     of: _Played = field(default_factory=Sync)
 
 
-Played = _Played | Paused | Rescaled | Uneven | Resumed
+Played = _Played | Paused | Uneven | Resumed
 
 
 def parse_policy(text: str) -> Played:
@@ -147,18 +128,12 @@ def parse_policy(text: str) -> Played:
         return _ALONE[text]()
     if name == "paused":
         of = parse_policy(number) if colon else Sync()
-        if not isinstance(of, Paused | Rescaled | Uneven | Keyed | Resumed):
+        if not isinstance(of, Paused | Uneven | Keyed | Resumed):
             return Paused(of)
     if name == "resumed":
         of = parse_policy(number) if colon else Sync()
-        if not isinstance(of, Paused | Rescaled | Uneven | Resumed):
+        if not isinstance(of, Paused | Uneven | Resumed):
             return Resumed(of)
-    if name == "rescaled":
-        of = parse_policy(number) if colon else Sync()
-        whole = of.of if isinstance(of, Paused) else of
-        mode = whole.sync if isinstance(whole, Stopped) else whole
-        if not isinstance(of, Rescaled | Uneven | Resumed) and (mode == Sync() or isinstance(mode, _Together)):
-            return Rescaled(of)
     if name == "uneven":
         inside = parse_policy(number) if colon else Sync()
         if not isinstance(inside, Uneven | Resumed):
@@ -219,14 +194,11 @@ def _parse_mode(text: str) -> Mode:
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
     match policy:
-        case Alternating() | Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong() | Flipped():
+        case Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong():
             return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
         case Paused(of=played):
             of = word_for(played)
             return None if of is None else "paused" if played == Sync() else f"paused:{of}"
-        case Rescaled(of=played):
-            of = word_for(played)
-            return None if of is None else "rescaled" if played == Sync() else f"rescaled:{of}"
         case Resumed(of=played):
             of = word_for(played)
             return None if of is None else "resumed" if played == Sync() else f"resumed:{of}"

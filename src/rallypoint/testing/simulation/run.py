@@ -10,24 +10,19 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from rallypoint.coordinator.inbox import End
-from rallypoint.core.cluster.terms import SnapshotPeriod
 from rallypoint.core.policy import Sync
 from rallypoint.core.view import View
 from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
-from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
+from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.failures.played import played_by
 from rallypoint.testing.simulation.failures.stuck import stuck
-from rallypoint.testing.simulation.flips.job import FlippedJob
-from rallypoint.testing.simulation.flips.server import AuditedServer
 from rallypoint.testing.simulation.keys.job import KeyedJob
 from rallypoint.testing.simulation.keys.worker import LEFT, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
-from rallypoint.testing.simulation.operating.pauses import Operators
-from rallypoint.testing.simulation.operating.plans import PAUSE, RESCALE
-from rallypoint.testing.simulation.operating.rates import RateOperators
+from rallypoint.testing.simulation.operating.pauses import PAUSE, Operators
 from rallypoint.testing.simulation.operating.resuming import KEEP, RESUME, Resuming
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, replay_line
@@ -39,11 +34,6 @@ from rallypoint.testing.simulation.worker import SimulatedWorker
 
 LIMIT_S = 600.0  # of simulated time: a run takes about five
 _SYNC = Sync()
-
-
-def _period(coordinator: SimulatedCoordinator | None) -> SnapshotPeriod:
-    assert coordinator is not None
-    return coordinator.machine.course.snapshot_period
 
 
 class SimulationFailed(AssertionError):
@@ -81,8 +71,7 @@ class Simulation:
         self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
         operator = lambda: Node(self.world, self._name("operator"))  # noqa: E731
         forgets = any(fault.kind == "journal full" for fault in plan.faults)
-        self._operators = Operators(operator, self.events, lambda: _period(self.coordinator), forgets=forgets)
-        self._rates = RateOperators(operator, self.events, forgets=forgets)
+        self._operators = Operators(operator, self.events, forgets=forgets)
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
@@ -123,11 +112,7 @@ class Simulation:
     def start_server(self) -> None:
         """One more server."""
         name = self._name("server")
-        job = self.plan.job
-        self.servers[name] = (
-            AuditedServer(self.world, name, job, self.store) if isinstance(job, FlippedJob)
-            else SimulatedServer(self.world, name, job, self.store)
-        )  # fmt: skip
+        self.servers[name] = SimulatedServer(self.world, name, self.plan.job, self.store)
 
     def start_aggregator(self) -> None:
         """One more aggregator."""
@@ -170,8 +155,6 @@ class Simulation:
                 self._resuming.strike(self, fault)
             case kind if kind == PAUSE:
                 self._operators.pause(fault.seconds)
-            case kind if kind == RESCALE:
-                self._rates.change()
             case "join":
                 self._again("worker" if fault.role == "coordinator" else fault.role)
             case "everything":
@@ -208,8 +191,6 @@ class Simulation:
                 other = self.world.random.choice(sorted(self.world.nodes))
                 if other != name:
                     self.world.partition(name, other, fault.seconds)
-            case "flip" if isinstance(server := self.servers[name], AuditedServer):
-                self.events[-1] += server.flip(self.world.random)
             case "leave" if len(self._staying(fault.role)) > self.plan.least(fault.role):
                 self._tell_to_leave(fault.role, name)
 
@@ -274,10 +255,6 @@ class Simulation:
             return  # nobody can make its pushes again
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, self._stuck()
-        if self.plan.job.scales is None and self.coordinator is not None:
-            views = self.coordinator.machine.course.views
-            self._rates.check(views.scales, views.rescale)
-            self.plan = replace(self.plan, job=replace(self.plan.job, scales=views.scales))
         self._check_size()
         check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
         job = self.plan.job
@@ -349,7 +326,7 @@ class Simulation:
         for server in self.servers.values():
             machine = server.machine.machine(shard)
             at = -1 if machine is None else machine.slowest if machine.policy.streaming else machine.version
-            if server.node.alive and server.changed is None and at == job.last_version(shard):
+            if server.node.alive and at == job.last_version(shard):
                 contents.append(server.held[shard].master)
         id, version, *_ = self.store.newest()
         if version == job.end and not job.config.keyed:

@@ -21,17 +21,15 @@ from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.codec_states import Coded, Residual, ServerCodecStates, States
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.link import PeerWires
 from rallypoint.testing.simulation.member import Membership
-from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.network import Node, PeerWires, Wire, World, watch
+from rallypoint.testing.simulation.pulls import ServerPulls
 from rallypoint.testing.simulation.replicas import scale as loss_scale
 from rallypoint.testing.simulation.replicas.audited import with_digest
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
 from rallypoint.testing.simulation.replicas.decided import rate_in
 from rallypoint.testing.simulation.server_checks import Held
 from rallypoint.testing.simulation.store import SimulatedStore
-from rallypoint.testing.simulation.tables.pulls import ServerPulls
-from rallypoint.testing.simulation.watch import watch
 
 Effects = Iterable[machine.Effect | Answer[Wire]]
 
@@ -40,7 +38,6 @@ class SimulatedServer:
     """One server process. `decision_s`: a verdict waits in its inbox for up to so long."""
 
     decision_s = 0.004
-    changed: Any = None  # what it has told of its own memory, where servers audit themselves
 
     def __init__(self, world: World, name: str, job: SimulatedJob, store: SimulatedStore) -> None:
         self.node, self.job, self.store = Node(world, name), job, store
@@ -225,12 +222,10 @@ class SimulatedServer:
                     wire.send(1, ("ack", shard, acked, self.shell.fence.number, "" if effect.differs else digest))
                 case machine.Disproved():
                     self.membership.send(Disproved(effect.shard, effect.version, effect.paired))
-                case machine.RateAwaited(number=number, at=at):
-                    self.membership.send(("rate awaited", number, at))
                 case machine.Own(shard=shard):
                     self.held[shard] = Held()
                 case machine.Disown(shard=shard):
-                    self.held.pop(shard, None)  # (what was to own it may have found a changed shard first)
+                    del self.held[shard]
                     self._tickets = {t: (index, c) for t, (index, c) in self._tickets.items() if index != shard}
                 case machine.Restore():
                     self._restore_later(effect, self.shell.fence.generation)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rallypoint.core.deciding.decisions import Decided
-from rallypoint.core.view import Scale, Stop
+from rallypoint.core.view import Stop
 from rallypoint.testing.simulation.replicas.contents import Content
 
-Known = tuple[Stop | None, Decided, tuple[Scale, ...]]  # the job's early end and decisions, and what was ordered
-Committed = tuple[str, int, Stop | None, Decided, tuple[Scale, ...]]
+Known = tuple[Stop | None, Decided]  # the job's early end and decisions
+Committed = tuple[str, int, Stop | None, Decided]
 
 
 class SimulatedStore:
@@ -63,7 +63,7 @@ class SimulatedStore:
 
     def newest(self) -> Committed:
         """The newest usable snapshot, its version, and what its manifest knows."""
-        return self._committed[-1] if self._committed else ("", -1, None, Decided(), ())
+        return self._committed[-1] if self._committed else ("", -1, None, Decided())
 
     def find(self, name: str) -> Committed:
         """That snapshot. AssertionError if it is there no more."""

@@ -9,8 +9,7 @@ from typing import Any
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.ending import End
-from rallypoint.net.messages import Beat
-from rallypoint.net.views.messages import Reached
+from rallypoint.net.messages import Beat, Reached
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import Membership

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from rallypoint.core.cluster.terms import Terms, copies_of
-from rallypoint.net.auditing.messages import ServerMismatch
+from rallypoint.core.cluster.terms import SnapshotPeriod, Terms, copies_of
 from rallypoint.net.messages import (
     Aborted,
     Applied,
@@ -19,11 +18,11 @@ from rallypoint.net.messages import (
     Metrics,
     Planned,
     Skipped,
+    SnapshotEvery,
     Snapshotted,
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import SnapshotEvery
 from rallypoint.net.sampling.messages import Sampled
 from rallypoint.watch.machines import Machines
 from rallypoint.watch.metrics.measures import Histogram, Reading
@@ -45,7 +44,7 @@ class JobFigures:
 
     def __init__(self, terms: Terms, began: float) -> None:
         self._terms, self._began, self._lock = terms, began, threading.Lock()
-        self._period = SnapshotEvery(terms.snapshot_steps, terms.snapshot_seconds)
+        self._period = SnapshotPeriod(terms.snapshot_steps, terms.snapshot_seconds)
         self._plan: Planned | None = None
         self._running = False
         self._members: dict[str, tuple[str, ...]] = {}
@@ -60,7 +59,7 @@ class JobFigures:
         self._pace, self._machines = Pace(), Machines()
         self._cause = ""
         self._skipped, self._late = Counter[str](), dict[str, float]()
-        self._snapshots, self._stored, self._mismatches = 0, began, 0
+        self._snapshots, self._stored = 0, began
 
     def now(self, message: msgspec.Struct) -> None:
         """Take one announcement, now."""
@@ -95,10 +94,8 @@ class JobFigures:
                     self._last["rallypoint_snapshot_step"] = self._steps_in(message.version)
                     self._last["rallypoint_snapshot_bytes"] = message.nbytes
                     self._last["rallypoint_snapshot_duration_seconds"] = message.seconds
-                case SnapshotEvery():
-                    self._period = message
-                case ServerMismatch():
-                    self._mismatches += 1
+                case SnapshotEvery(seconds=seconds):
+                    self._period = SnapshotPeriod(seconds=seconds)
                 case Finished() | Aborted():
                     self._running = False
                 case _:
@@ -173,7 +170,6 @@ class JobFigures:
         yield from (Reading("rallypoint_skipped", self._skipped[what], {"what": what})
                     for what in ("steps", "contributions"))  # fmt: skip
         yield Reading("rallypoint_repeated_reports", self._again)
-        yield Reading("rallypoint_server_mismatches", self._mismatches)
         yield from self._read_members()
         for name, host in self._machines.hosts.items():
             yield Reading("rallypoint_host_cpu_ratio", host.sample.cpu, {"host": name})

@@ -43,8 +43,6 @@ MEASURES: dict[str, Measure] = {
     "rallypoint_lost_seconds": Measure("counter", "Seconds lost to stalls, by what happened meanwhile.", ("cause",)),
     "rallypoint_skipped": Measure("counter", "What was skipped because it was not finite.", ("what",)),
     "rallypoint_repeated_reports": Measure("counter", "Steps of replicas that were computed twice, and reported."),
-    "rallypoint_server_mismatches": Measure(
-        "counter", "Shards that audits found with other bytes than they should have (audit_servers=)."),
     "rallypoint_members": Measure("gauge", "Members of the newest view.", ("role",)),
     "rallypoint_members_joined": Measure("counter", "Members that have joined.", ("role",)),
     "rallypoint_members_gone": Measure("counter", "Members that have died or left.", ("role",)),

@@ -50,9 +50,8 @@ function merge(into, news) {
   }
 }
 
-// A tick at every death, join, roll-back, skipped step, finding of an audit and ordered learning rate; those of joins are below, as one often
-// follows a death
-const tickColour = { loss: "bad", join: "server", back: "bad", skip: "aggregator", audit: "bad", rate: "computing" };
+// A tick at every death, join, roll-back, skipped step and finding of an audit; those of joins are below, as one often follows a death
+const tickColour = { loss: "bad", join: "server", back: "bad", skip: "aggregator", audit: "bad" };
 function ticks(plot) {
   const { ctx, bbox } = plot, paints = { other: colour("dim") };
   for (const [kind, name] of Object.entries(tickColour)) paints[kind] = colour(name);
@@ -280,12 +279,6 @@ one("orders").addEventListener("submit", async (event) => {
   if (!order) return;
   if (order === "drain") wish.member = one("drained").value;
   if (order === "resize") for (const what of ["workers", "servers"]) wish[what] = Number(one(what).value) || 0;
-  if (order === "period") for (const what of ["steps", "seconds"]) wish[what] = Number(one(what).value) || 0;
-  if (order === "rate") wish.factor = Number(one("factor").value) || 0;
-  if (order === "period" && !one("steps").value && !one("seconds").value) {
-    one("said").textContent = "how often? give steps or seconds; 0 is: only at the end and when somebody asks";
-    return;
-  }
   if ((order === "stop" || order === "drain") && !confirm(order === "stop" ? "End the job?" : `Send ${wish.member} away?`)) return;
   one("said").textContent = `${order} ...`;
   try {

@@ -15,7 +15,6 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
-from rallypoint.net.ordering.messages import RateScaled
 from rallypoint.observe.lines import printable
 from rallypoint.watch.members import Timelines
 from rallypoint.watch.tracking.tracker import RunFacts, Tracker
@@ -68,7 +67,7 @@ class Tracking:
                 self._event(f"step {step} skipped: not finite")
             case Snapshotted(version=version):
                 self._event(f"snapshot of version {version}")
-            case Waiting(text=text) | RateScaled(text=text):
+            case Waiting(text=text):
                 self._event(text)
             case Finished(stopped_at=at, why=why):
                 self._event(f"stopped at step {at}: {why}" if at >= 0 else "finished")

@@ -71,15 +71,6 @@ class Stopping:
                 self.say(version, exchange.end.generation)
             exchange.end.wait_until_known()
 
-    def end_before(self, step: int, reason: str, exchange: Exchange) -> None:
-        """Main thread: there are no data for `step`, so the job ends with the version that the step begins with. Wait
-        until all know that, or until the step needs nothing of this worker. Raises Rewound like `Exchange.check`."""
-        with self._lock:
-            if self._said is None or self._said.version > step:
-                self._said = Stop(step, reason, -1, exchange.end.generation)
-                self._send(self._said)
-        exchange.end.wait_until_before(step)
-
     def heed_ranks(self, reason: str | None, exchange: Exchange) -> None:
         """Main thread, in a worker of several ranks: heed what any of them has said of stopping the job."""
         if reason is not None:

@@ -58,19 +58,6 @@ class JobEnd:
             if self._shell.machine.rewound:
                 raise Rewound
 
-    def wait_until_before(self, step: int) -> None:
-        """Wait until a view says that the job ends before this step, or the step needs nothing of this worker. Raises
-        Rewound like `Exchange.check`."""
-        shell = self._shell
-        with self._locked.changed:
-            self._locked.wait(
-                lambda: shell.over or shell.machine.rewound or self.last <= step
-                or (shell.machine.step >= step and not self._has_to_compute()),
-                lambda: f"the coordinator to say that the job ends before step {step}",
-            )  # fmt: skip
-            if shell.machine.rewound:
-                raise Rewound
-
     def wait_for_others(self) -> None:
         """Wait while this worker would have to compute, and cannot: its script has left the loop."""
         with self._locked.changed:

@@ -53,7 +53,8 @@ def declared(
     if not keys:
         raise ConfigError("a store without keys: give job.store a dict of names and shapes")
     names = sorted(keys)
-    groups = tuple(Group(match=(glob.escape(name),)) for name in names)
+    optimizers = _optimizers(given, names, overrides)
+    groups = tuple(Group(match=(glob.escape(name),), optimizer=optimizers.get(name)) for name in names)
     ours = {"replicas": settings.get("contributors", 1), "groups": groups, "keyed": True}
     config = resolve({"steps": MOST_PUSHES, "batch": 1, **given, **ours}, overrides)
     specs = {name: TensorSpec(name, _shape(name, keys[name]), "float32", group_of(config, name, 2)) for name in names}
@@ -61,6 +62,24 @@ def declared(
     for table in tables:
         _check_table(table, config)
     return config, build_layout(list(specs.values()), config.shard_bytes, tables=tables)
+
+
+def _optimizers(
+    given: dict[str, Any], names: Sequence[str], overrides: Mapping[str, Any]
+) -> dict[str, Optimizer]:  # fmt: skip
+    """Take an `optimizer` that is a dict out of what is `given`; return that of each key."""
+    if not isinstance(by_part := given.get("optimizer"), Mapping):
+        return {}
+    del given["optimizer"]
+    if "optimizer" in overrides:
+        raise ConfigError(
+            "optimizer is set, and the script gives each key an optimizer of its own: change it in the script"
+        )
+    parts = {name: name.partition(".")[0] for name in names}
+    if others := sorted(set(parts.values()) ^ by_part.keys()):
+        what = "is the first part of no key's name" if others[0] in by_part else "has no optimizer"
+        raise ConfigError(f"{others[0]!r} {what}: give each key one, by the part of its name before its first dot")
+    return {name: by_part[part] for name, part in parts.items()}
 
 
 def first_values(keys: Mapping[str, KeyShape]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from rallypoint.config import JobConfig, iteration_of, updated_at
 from rallypoint.core.typed import unnamed
 from rallypoint.errors import UsageError
 from rallypoint.parallel.holdings import whole_of
@@ -57,20 +56,17 @@ class Micro:
     Attributes:
         batch: the collated samples, on the model's device.
         step, replica, index: which micro-batch of the job this is.
-        updates: where a job trains several models, the names of those that this step updates; else empty.
-        iteration: the pass through `alternate` that the step is in; without it, the step.
         losses: the sum of the losses back-propagated so far; None before the first.
     """
 
     losses: torch.Tensor | None = None
 
     def __init__(
-        self, run: Loop, config: JobConfig, *, step: int, replica: int, index: int, batch: Any,
+        self, run: Loop, *, step: int, replica: int, index: int, batch: Any,
         scale: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self._run, self._scale = run, scale
         self.step, self.replica, self.index, self.batch = step, replica, index, batch
-        self.updates, self.iteration = updated_at(config, step), iteration_of(config, step)
         self._inside = self._finished = self.abandoned = False
         self._weight: float | None = None  # of the backward passes so far
         self._failure: BaseException | None = None  # the error that `backward` raised

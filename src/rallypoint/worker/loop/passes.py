@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from rallypoint.core.streams.ledger import ReadBy, sentence_of
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
-from rallypoint.net.messages import Say
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
 from rallypoint.worker.carried import Carried, Carry
@@ -20,7 +18,6 @@ from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.precision.autocast import Autocast
 from rallypoint.worker.precision.losses import Losses, losses_of
 from rallypoint.worker.ranks.figures import Logged, mean_of
-from rallypoint.worker.samples import SampleLedger
 
 
 class Passes:
@@ -30,7 +27,6 @@ class Passes:
         losses, weights: of the replica's micro-batches and steps so far.
         logged: the figures that the script has logged of the replica.
         autocast: as `precision` says.
-        ledger: of a stream that comes only once; None for other data.
         told: the script has told the loss. (A loop of its own need not.)
     """
 
@@ -39,12 +35,11 @@ class Passes:
         self._parts, self._config, self._early = parts, parts.config, early
         self._exchange, self._installed_early = parts.exchange, installed_early
         self.autocast = Autocast(parts.config, parts.tensors.device)
-        self._activations = Activations(parts.model, parts.config, parts.tensors.device)
+        self._activations = Activations(parts.model, parts.config)
         self._streamed, self._carried = parts.streamed, parts.tensors.carried
         self._own = parts.config.order == "own"
         tables = [one.weight for same in parts.tensors.tables for one in same]
         self._habits = Habits([*(placed.tensor for placed in parts.tensors.parameters), *tables])
-        self.ledger = _ledger_of(parts)
         self._new_losses = losses_of(parts.staging, parts.config, parts.say)
         self.begin(0)
 
@@ -56,13 +51,6 @@ class Passes:
     def resume(self, losses: Losses, weights: list[float]) -> None:
         """A replica goes on with its round."""
         self.losses, self.weights = losses, weights
-
-    def readers(self) -> list[ReadBy]:
-        """Return the ledger of a stream that comes only once. The lead shows it: call it at the job's end."""
-        found = [] if self.ledger is None else self.ledger.readers
-        if found and self._parts.leads():
-            self._parts.coordinator.send(Say(f"the stream: {sentence_of(found)}"))
-        return found
 
     def remove(self) -> None:
         """The run is over: the model computes as before."""
@@ -88,7 +76,6 @@ class Passes:
                 self._habits.enter(micro)
             seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
         self.autocast.enter()
-        self._activations.enter()
         if self._streamed is not None:
             self._streamed.begin()
 
@@ -96,7 +83,6 @@ class Passes:
         """End ``with micro:`` (called by Micro)."""
         if self._streamed is not None:
             self._streamed.leave()
-        self._activations.leave()
         if self._carried is not None:
             self._carried.keep()
         self.autocast.leave()
@@ -146,8 +132,6 @@ class Passes:
             with by_the_job():
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._parts.source.end_backward()
-        if last and self.ledger is not None:
-            self.ledger.used(micro.replica)
 
     def _check_several(self, micro: Micro) -> None:
         where = f"step {micro.step}, replica {micro.replica}"
@@ -198,10 +182,3 @@ class Passes:
     def ends_round(self, step: int) -> bool:
         """True if a round ends with this step."""
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
-
-
-def _ledger_of(parts: Parts) -> SampleLedger | None:
-    rows, items, config = parts.tensors.samples, parts.batches.once, parts.config
-    if rows is None or items is None:
-        return None
-    return SampleLedger(rows, items, worker=parts.exchange.me, replicas=config.replicas)

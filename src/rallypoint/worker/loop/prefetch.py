@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from rallypoint.data.loader import LastBatch
-from rallypoint.data.places import Place
+from rallypoint.data.order import Place
 from rallypoint.data.processes import LoaderProcesses
-from rallypoint.data.streams.once import StreamOver
 from rallypoint.observe.trace import LOAD
-from rallypoint.worker.exchange.exchange import Exchange, Rewound
+from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.parts import Parts
-
-_OVER = "the stream is over, replica {} has no full batch after it"
 
 
 class Prefetch:
@@ -27,8 +23,8 @@ class Prefetch:
 
     def __init__(self, parts: Parts) -> None:
         self._batches, self._tracer, self._say = parts.batches, parts.tracer, parts.say
-        self._stopping, self._exchange = parts.stopping, parts.exchange
-        self._ready: tuple[Place, Any, int] | None = None
+        self._stopping = parts.stopping
+        self._ready: tuple[Place, Any] | None = None
         self._processes = LoaderProcesses(self._batches, self._say) if self._batches.loader.workers else None
 
     def coming(self, exchange: Exchange) -> None:
@@ -45,19 +41,16 @@ class Prefetch:
     def load(self, place: Place) -> None:
         """Load this micro-batch now, unless it is loaded already, or processes load it."""
         if self._processes is None and (self._ready is None or self._ready[0] != place):
-            with suppress(StreamOver):  # `take` meets it again
-                self._ready = place, *self._load(place)
+            self._ready = place, self._load(place)
 
     def take(self, place: Place) -> Any:
-        """Return this micro-batch; load it if it is not loaded yet. Raises DataError as `MicroBatches.load`; Rewound
-        where the job ends before this step, because a stream has no batch for it."""
+        """Return this micro-batch; load it if it is not loaded yet. Raises DataError as `MicroBatches.load`."""
         ready, self._ready = self._ready, None  # one of another place has been loaded in vain, and may be of the past
-        batch, left_out = ready[1:] if ready is not None and ready[0] == place else self._loaded(place)
-        self._batches.computes(*place, left_out)
+        batch = ready[1] if ready is not None and ready[0] == place else self._load(place)
         if not isinstance(batch, LastBatch):
             return batch
         step, replica, _ = place
-        self._stopping.wish(_OVER.format(replica), step=step)
+        self._stopping.wish(f"the stream is over, replica {replica} has no full batch after it", step=step)
         return self._batches.on_device(batch)
 
     def close(self) -> None:
@@ -65,24 +58,15 @@ class Prefetch:
         if self._processes is not None:
             self._processes.close()
 
-    def _loaded(self, place: Place) -> tuple[Any, int]:
-        step, replica, _ = place
-        try:
-            return self._load(place)
-        except StreamOver:
-            self._stopping.end_before(step, _OVER.format(replica), self._exchange)
-            raise Rewound from None
-
-    def _load(self, place: Place) -> tuple[Any, int]:
-        """The micro-batch, and how many samples are left out of it (unknown, so 0, with loader processes)."""
+    def _load(self, place: Place) -> Any:
         step, replica, index = place
         with self._tracer.span(LOAD, step=step, replica=replica):
             if self._processes is not None:
-                return self._moved(self._processes.take(place)), 0
+                return self._moved(self._processes.take(place))
             batch, skipped = self._batches.loaded(step, replica, index)
             for sentence in skipped:
                 self._say(sentence)
-            return self._moved(batch), len(skipped)
+            return self._moved(batch)
 
     def _moved(self, batch: Any) -> Any:
         """On the device; a stream's last batch is moved when it is taken."""

@@ -13,13 +13,11 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.deciding.decisions import StopWhen
-from rallypoint.core.streams.ledger import ReadBy
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.errors import UsageError
-from rallypoint.net.messages import Report, Say
-from rallypoint.net.recording.messages import Contributed
+from rallypoint.net.messages import Contributed, Report, Say
 from rallypoint.worker.ending.left_loop import LeftLoop
 from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.evaluating.leased import LeasedEvaluations
@@ -46,7 +44,6 @@ class Run:
 
     Attributes:
         left_loop: the replica in which the script has left the loop.
-        ledger: after the loop, of ``rp.Stream(once=True)``: what each process has read of it, and the version has.
     """
 
     own = False  # True: driven by a loop of the script's own
@@ -65,7 +62,7 @@ class Run:
         )  # fmt: skip
         self._passes = Passes(parts, self._early, self._evaluations.passed)
         self._leased = LeasedEvaluations(parts, self._evaluations, self._evaluating)
-        self._started, self.ledger = False, list[ReadBy]()
+        self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
         self.left_loop = LeftLoop(
             self._source, finite=lambda: all(map(math.isfinite, self._passes.losses.read())), undo=self._early.undo
@@ -201,7 +198,6 @@ class Run:
                 self._versions.store(action)
         if (end := self._exchange.end.take()) is not None:
             self._evaluate(end[1], end[0])  # what is due after the last step
-            self.ledger = self._passes.readers()
             if self._parts.streamed is not None:
                 self._parts.streamed.report()
             self._parts.done(*end)
@@ -329,7 +325,7 @@ class Run:
         for index in range(self._config.accumulate):
             batch = self._prefetched.take((step, replica, index))
             scale = self._parts.tensors.loss_scale
-            micro = Micro(self._passes, self._config, step=step, replica=replica, index=index, batch=batch, scale=scale)
+            micro = Micro(self._passes, step=step, replica=replica, index=index, batch=batch, scale=scale)
             last = index == self._config.accumulate - 1
             with self._guard.script(step, values=last and compares(step), late=True):
                 self._early.begin()

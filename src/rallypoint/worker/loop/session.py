@@ -16,7 +16,7 @@ import torch
 from rallypoint.config import JobConfig, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
-from rallypoint.core.streams import end
+from rallypoint.core.order import stream_reads
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
@@ -29,21 +29,21 @@ from rallypoint.net.messages import (
     GiveUp,
     Leaving,
     Propose,
+    Reached,
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
-from rallypoint.net.views.messages import Reached
 from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
-from rallypoint.worker.auditing.kernels import kernels_of
 from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluating.reports import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.initial import digest_of
 from rallypoint.worker.exchange.links import Context
+from rallypoint.worker.kernels import kernels_of
 from rallypoint.worker.keys.exchange import KeyExchange
 from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape, declared, first_values
 from rallypoint.worker.keys.store import KeyStore
@@ -52,12 +52,11 @@ from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.loop.start_values import started
 from rallypoint.worker.membership import TOO_LATE, DataPlane, Member
-from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.ranks.followers import NoFollowers
 from rallypoint.worker.ranks.lead import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
 from rallypoint.worker.ranks.watch import cause_of, watch_of
-from rallypoint.worker.sharing.sharing import Sharing
+from rallypoint.worker.sharing import Sharing
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging, staging_for
@@ -121,12 +120,11 @@ class Job(Member):
         self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
 
     def train(
-        self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
+        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
         parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[TrainSettings],
     ) -> Run:  # fmt: skip
-        """Train `model` (in place) on `dataset` with the settings of `JobConfig`; iterate over the result. Several
-        models are a dict, and so are their optimizers: see `config.models`.
+        """Train `model` (in place) on `dataset` with the settings of `JobConfig`; iterate over the result.
 
         `dataset` is map-style, a DataLoader or an iterable (`Stream`): see `given` for what it decides. `collate_fn`
         makes a batch of a list of samples, as a DataLoader's does; None: torch's ``default_collate``. `loader` says how
@@ -149,9 +147,8 @@ class Job(Member):
             raise ConfigError("optimizer= and own_optimizer= are both given: the job steps only one; leave one out")
         kinds = ", ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in own)
         overrides, data = self._link.welcome.overrides, given(dataset, collate_fn, loader)
-        model, by_name = one_model(model, settings)
-        config = with_own_optimizer(resolve({**data.settings, **by_name}, overrides), kinds, overrides)
-        given_keys = {*data.settings, *by_name, *overrides}
+        config = with_own_optimizer(resolve({**data.settings, **settings}, overrides), kinds, overrides)
+        given_keys = {*data.settings, *settings, *overrides}
         config, why_so = started(config, model, given_keys, self._link.welcome, alone=self._group is None)
         if config.order == "own" and not self.run_type.own:
             raise ConfigError('order="own" is set by rp.wrap: leave it out of job.train')
@@ -174,7 +171,7 @@ class Job(Member):
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
         first = self.id == min(one.id for one in exchange.view.workers)
-        reads = end.reads(config.passes, config.steps, given="steps" in settings)
+        reads = stream_reads(config.passes, config.steps, given="steps" in settings)
         for sentence in (why_so, reads):
             if sentence and first:
                 self._say(sentence)

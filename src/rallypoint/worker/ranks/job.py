@@ -19,7 +19,6 @@ from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape
 from rallypoint.worker.keys.store import KeyStore
-from rallypoint.worker.models import Model, one_model
 from rallypoint.worker.ranks.followers import LEFT_LOOP
 from rallypoint.worker.ranks.run import RankRun
 from rallypoint.worker.ranks.spread import SpreadModel
@@ -58,7 +57,7 @@ class RankJob:
         raise UsageError(NOT_OF_RANKS)
 
     def train(
-        self, model: Model, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
+        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
         own_optimizer: object = None, own_schedule: object = None, parallel: Parallel | None = None,
         **settings: Unpack[TrainSettings],
     ) -> RankRun:  # fmt: skip
@@ -67,7 +66,7 @@ class RankJob:
             raise UsageError("this job has its run already: one job.train for one rp.join")
         self._group.at("in job.train, comparing the model with the other ranks'")
         config, folder = heard(self._group)
-        spread = SpreadModel(self._group, one_model(model, {})[0], parallel or Parallel())
+        spread = SpreadModel(self._group, model, parallel or Parallel())
         data = given(dataset, collate_fn, loader)
         spread.check_data(data.dataset)
         for tensor in spread.frozen:

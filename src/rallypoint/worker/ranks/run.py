@@ -49,7 +49,7 @@ class RankRun:
         self._figures = Figures(spread.group, spread.part)
         self._evaluations = Evaluations.unwatched(spread.model, seed=config.seed, steps=config.steps)
         self._autocast = Autocast(config, spread.device)
-        self._activations = Activations(spread.model, config, spread.device)
+        self._activations = Activations(spread.model, config)
         self._step, self._started, self.ended, self._leads = -1, False, False, False
         self._losses: list[torch.Tensor] = []
         self._logged = Logged()
@@ -164,7 +164,7 @@ class RankRun:
             self._computed = 0
             for index in range(self._config.accumulate):
                 batch = self._batches.load(step, replica, index)
-                yield Micro(self, self._config, step=step, replica=replica, index=index, batch=batch)
+                yield Micro(self, step=step, replica=replica, index=index, batch=batch)
                 if self._computed == index:
                     raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
         group.at(COMPUTED)
@@ -186,11 +186,9 @@ class RankRun:
         """Begin ``with micro:``."""
         seed_everything(self._batches.compute_seed(micro.step, micro.replica, micro.index))
         self._autocast.enter()
-        self._activations.enter()
 
     def exit_micro(self) -> None:
         """End ``with micro:``."""
-        self._activations.leave()
         self._autocast.leave()
 
     def backward_micro(

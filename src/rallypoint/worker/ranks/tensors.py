@@ -22,7 +22,6 @@ class LeaderTensors(ModelTensors):
         self._spread = spread
         self.layout = layout_of(spread, config)
         self.tables, self.tied, self.device, self.carried = [], spread.tied, spread.device, None
-        self.samples = None
         self.frozen = {t.name: here for t in spread.frozen if (here := spread.here(t)) is not None}
         self.spread = in_order(spread, self.layout)
         own = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from rallypoint.config import JobConfig, cadence_of
+from rallypoint.config import JobConfig
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.sources.delayed import DelayedSource
 from rallypoint.worker.sources.fragments import FragmentsSource
@@ -30,9 +30,8 @@ def source_for(
         return StreamedGradients(tensors, exchange, staging)
     if config.local is None:
         return GradientHooks(
-            tensors, exchange, staging, clip=None if config.clips_on_servers else config.clip,
-            cadence=cadence_of(config, tensors.layout.shards),
-        )  # fmt: skip
+            tensors, exchange, staging, clip=None if config.clips_on_servers else config.clip
+        )
     if not config.staggered:
         return LocalStepsSource(model, tensors, config, exchange, staging, say)
     kind = DelayedSource if config.local.delay else FragmentsSource

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.core.view import ViewNumber
@@ -33,12 +32,9 @@ class GradientHooks(WaitsForVersions):
     """
 
     def __init__(
-        self, tensors: ModelTensors, exchange: Exchange, staging: Staging, *, clip: float | None = None,
-        cadence: Cadence = TOGETHER,
+        self, tensors: ModelTensors, exchange: Exchange, staging: Staging, *, clip: float | None = None
     ) -> None:  # fmt: skip
-        """`cadence`: the shards that each step updates. The gradients of others are dropped."""
         self._tensors, self._exchange, self._staging, self._clip = tensors, exchange, staging, clip
-        self._cadence, self._round = cadence, 0
         layout = exchange.layout
         self._shards_of = [
             layout.shards_touching(p.entry.start, p.entry.stop) if p.tensor.numel() else [] for p in tensors.parameters
@@ -69,9 +65,7 @@ class GradientHooks(WaitsForVersions):
         """Does nothing: the model always holds the version."""
 
     def begin_replica(self, round: int, replica: int, generation: ViewNumber) -> None:
-        """The model holds the version that every replica starts from: only note which round it is."""
-        self._round = round
-        self._open = self._count_open()
+        """Does nothing: the model holds the version that every replica starts from."""
 
     def begin_step(self, step: int) -> None:
         """Does nothing: a round is one step."""
@@ -118,17 +112,13 @@ class GradientHooks(WaitsForVersions):
     def _reset(self) -> None:
         self._tables.reset()
         self._left = list(self._parameters_in)
-        self._open = self._count_open()  # shards of this round that are not complete yet
+        self._open = sum(count > 0 for count in self._parameters_in)  # shards that are not complete yet
         self._kept: int | None = None
         self._claimed: dict[int, bool] = {}  # False: the servers do not need this shard's contribution from us
         self._touched: set[int] = set()
         self._whole: list[int] = []
         self._beside: dict[int, torch.Tensor] = {}  # of shards that servers do not need: for `clip`, the record
         self._done: set[int] = set()
-
-    def _count_open(self) -> int:
-        counts = enumerate(self._parameters_in)
-        return sum(count > 0 and self._cadence.due(shard, self._round) for shard, count in counts)
 
     def _hook(self, index: int, placed: Placed) -> object:
         def hook(parameter: torch.Tensor) -> None:
@@ -200,7 +190,7 @@ class GradientHooks(WaitsForVersions):
             self._left[shard] -= 1
             if self._left[shard]:
                 continue
-            self._open -= self._cadence.due(shard, self._round)
+            self._open -= 1
             if self._clip is not None:
                 self._whole.append(shard)
             elif self._claim(shard):

@@ -47,7 +47,7 @@ def disproved(event: Disproved, course: Course, left: Callable[[str, str], list[
         return []
     why = (
         f"it acknowledged version {event.version} of shard {event.shard}, and does not hold what {event.server} sent "
-        "it: it is not what it says it is, or its machine computes other bytes than the others"
+        "it: it is not what it says it is, or one of the two machines computes wrong; test the memory of both"
     )
     course.members.apart.add(backup)
     return [Refuse(backup, f"given up: {why}"), *left(backup, why)]

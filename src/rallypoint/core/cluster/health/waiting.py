@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.evaluating.leases import awaits_evaluation, holds_back
-from rallypoint.core.cluster.ordering.pause import holds
-from rallypoint.core.cluster.ordering.rate import awaits_rate
+from rallypoint.core.cluster.operator import holds
 from rallypoint.core.cluster.state import Phase, awaited
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 
@@ -23,11 +22,7 @@ def waiting_for(course: Course, snapshots: Snapshots, *, cut_off: bool) -> str |
         return phrase
     if course.members.all_done and (phrase := awaits_evaluation(course)):
         return phrase
-    if course.phase is Phase.RUNNING and (
-        phrase := awaits_rate(course) or holds(course) or holds_back(course)
-    ):
-        return phrase
-    if course.phase is Phase.RUNNING and (phrase := _unmanned(course)):
+    if course.phase is Phase.RUNNING and (phrase := holds(course) or holds_back(course) or _unmanned(course)):
         return phrase
     return awaited(
         course.phase, course.members, course.terms, workers=course.workers_to_begin, servers=course.servers_to_begin

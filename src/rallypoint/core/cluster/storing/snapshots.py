@@ -42,12 +42,6 @@ class Snapshots:
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event; return the effects. Events that are not about snapshots do nothing."""
         match event:
-            case events.SnapshotsEvery(period=period):
-                if period == self.course.snapshot_period:
-                    return []
-                self.course.ordered_period = period
-                self.course.changed()
-                return self.take_if_due()
             case events.SnapshotWanted():
                 self.duty.ask()
                 return self.take_if_due()
@@ -265,5 +259,5 @@ def begin_from(origin: Origin, snapshots: Snapshots) -> None:
     """The first view of the job will be of this snapshot, and the next snapshot of a later version."""
     course = snapshots.course
     course.origin, course.begun, course.furthest = origin, True, origin.version - 1
-    course.views.stop, course.views.scales, course.evaluations.decided = origin.stop, origin.scales, origin.decided
+    course.views.stop, course.evaluations.decided = origin.stop, origin.decided
     snapshots.duty.last = (origin.version, 0.0)

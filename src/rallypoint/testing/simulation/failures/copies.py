@@ -82,7 +82,8 @@ class CopiesWatch:
             return "coordinator"
         if copies & course.members.apart:
             return "apart"
-        if len(course.members.staying) < 2:
+        staying = course.members.staying
+        if len(staying) < 2 or len(self._here(before, machine) & staying.keys()) < 2:  # (another has come since)
             return "few"
         moved = view.primary[shard] != before.primary[shard]
         computing = [w for w, own in before.assigned(course.known + 1).items() if own and w in course.members.workers]

@@ -6,27 +6,23 @@ from dataclasses import replace
 
 from rallypoint.codec.spec import has_state
 from rallypoint.core.policy import AllReduce, LocalSteps
-from rallypoint.testing.simulation.flips.job import FlippedJob
 from rallypoint.testing.simulation.keys.job import KeyedJob
 from rallypoint.testing.simulation.operating import links
-from rallypoint.testing.simulation.operating.plans import PAUSE
+from rallypoint.testing.simulation.operating.pauses import PAUSE
 from rallypoint.testing.simulation.operating.resuming import RESUME
 from rallypoint.testing.simulation.plan import Plan
 from rallypoint.testing.simulation.policies import (
-    Alternating,
     Audited,
     AuditedWrong,
     Carrying,
     CodecState,
     Deciding,
     Evaluating,
-    Flipped,
     InnerState,
     Keyed,
     Paused,
     Played,
     Poisoned,
-    Rescaled,
     Resumed,
     Scaled,
     Stopped,
@@ -40,27 +36,23 @@ def played_by(plan: Plan) -> Played:
     job, faults = plan.job, tuple(fault for fault in plan.faults if fault.kind != PAUSE)
     if plan.resumes:
         played = played_by(replace(plan, faults=tuple(fault for fault in plan.faults if fault.kind != RESUME)))
-        assert not isinstance(played, Paused | Rescaled | Uneven | Resumed)
+        assert not isinstance(played, Paused | Uneven | Resumed)
         return Resumed(played)
     if plan.terms.measure_links:
         return links.on_uneven(played_by(links.steady(plan)))
-    if job.scales != ():
-        played = played_by(replace(plan, job=replace(job, scales=())))
-        assert not isinstance(played, Rescaled | Uneven | Resumed)
-        return Rescaled(played)
     if len(faults) < len(plan.faults):
         played = played_by(replace(plan, faults=faults))
-        assert not isinstance(played, Paused | Rescaled | Uneven | Resumed)
+        assert not isinstance(played, Paused | Uneven | Resumed)
         return Paused(played)
     if isinstance(job, KeyedJob):
         assert not isinstance(job.sync, LocalSteps | AllReduce)
         return Keyed(job.sync)
     if job.audits is not None:
         return AuditedWrong() if job.audits.wrong else Audited()
-    if isinstance(job, FlippedJob) or job.carries:
-        return Carrying(job.sync) if job.carries else Flipped()
-    if job.alternate or job.fp16:
-        return Alternating() if job.alternate else Scaled()
+    if job.carries:
+        return Carrying(job.sync)
+    if job.fp16:
+        return Scaled()
     if job.every:
         return Deciding() if job.rules.steers else Evaluating()
     if job.tables:

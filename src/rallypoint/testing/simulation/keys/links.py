@@ -7,8 +7,7 @@ from typing import Any
 
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import NEWEST, Header, Kind
-from rallypoint.testing.simulation.link import SimulatedLink
-from rallypoint.testing.simulation.network import Node
+from rallypoint.testing.simulation.network import Node, SimulatedLink
 from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.worker.exchange.link import Receiver
 from rallypoint.worker.keys.heard import KeysHeard

@@ -1,31 +1,50 @@
-"""`rallypoint pause`, `snapshot-every` and `continue`, given to a simulated coordinator until it has answered."""
+"""`rallypoint pause` and `continue`, given to a simulated coordinator until it has answered; and when."""
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from rallypoint.core.cluster.terms import SnapshotPeriod
-from rallypoint.net.ordering.messages import Order, Ordered, Pause, SnapshotEvery
-from rallypoint.testing.simulation.network import Node
-from rallypoint.testing.simulation.operating.given import Given
+from rallypoint.net.messages import AnyOrder, Hello, Ordered, Pause
+from rallypoint.testing.simulation.member import COORDINATOR, RETRY_S
+from rallypoint.testing.simulation.network import Node, Wire
 
 _LOOK_S = 20.0  # how often an operator looks whether the job is paused though it was let go on
+# A kind of fault that is none: it is an order.
+PAUSE = "the operator pauses"
+
+Event = tuple[float, str, str, float]  # the fields of `simulation.plan.Fault`
+
+# While the job is paused, most of all: what must not be forgotten, and what goes back.
+_IN_A_PAUSE = (
+    ("crash", "coordinator"), ("crash", "coordinator"), ("crash", "server"), ("crash", "server"), ("crash", "worker"),
+    ("everything", "server"), ("resize", "launcher"), ("half said", "coordinator"), ("drop", "worker"),
+    ("leave", "server"), ("join", "worker"),
+)  # fmt: skip
+
+
+def pauses(seed: int, *, kills: bool) -> list[Event]:
+    """Up to three pauses; with `kills`, faults strike in them."""
+    rng, events = random.Random(seed * 7919 + 14), list[Event]()
+    for _ in range(rng.randint(1, 3)):
+        at, seconds = rng.uniform(0.6, 3.5), rng.uniform(0.3, 5.0)
+        events.append((at, PAUSE, "operator", seconds))
+        for kind, role in rng.sample(_IN_A_PAUSE, rng.randint(0, 3)) if kills else ():
+            events.append((at + rng.uniform(0.0, seconds), kind, role, rng.uniform(0.1, 5.0)))
+    return events
 
 
 class Operators:
-    """Pause the job, change the period of its snapshots, and let it go on, one after the other. They add each answer to
-    `told`.
+    """Pause the job, and let it go on, one after the other. They add each answer to `told`.
 
-    AssertionError if the coordinator has forgotten a pause (not where an order's answer was lost: it is given again) or
-    a period; `period` says which one counts. `forgets`: it may, because its journal's disk is full for a time.
+    AssertionError if the coordinator has forgotten a pause (not where an order's answer was lost: it is given again).
+    `forgets`: it may, because its journal's disk is full for a time.
     """
 
-    def __init__(
-        self, new_node: Callable[[], Node], told: list[str], period: Callable[[], SnapshotPeriod], *, forgets: bool
-    ) -> None:
-        self._forgets, self._period = forgets, period
-        self._new_node, self._told = new_node, told
+    def __init__(self, new_node: Callable[[], Node], told: list[str], *, forgets: bool) -> None:
+        self._new_node, self._told, self._forgets = new_node, told, forgets
         self._waiting: deque[float] = deque()  # the first has begun
 
     def pause(self, seconds: float) -> None:
@@ -37,21 +56,12 @@ class Operators:
     def _begin(self) -> None:
         node = self._new_node()
 
-        every = SnapshotEvery(1 + len(self._told) % 3, 0.25 * (len(self._told) % 4))
-
         def paused(answer: Ordered, _: bool) -> None:
             self._tell(node, answer)
-            order(every, lambda *said: changed(answer, *said))
+            node.later(self._waiting[0], lambda: order(Pause(on=False), lambda *said: goes_on(answer, *said)))
 
-        def changed(before: Ordered, answer: Ordered, _: bool) -> None:
+        def goes_on(before: Ordered, answer: Ordered, again: bool) -> None:
             self._tell(node, answer)
-            kept = not answer.refused
-            node.later(self._waiting[0], lambda: order(Pause(on=False), lambda *said: goes_on(before, kept, *said)))
-
-        def goes_on(before: Ordered, changed: bool, answer: Ordered, again: bool) -> None:
-            self._tell(node, answer)
-            as_ordered = not changed or self._period() == SnapshotPeriod(every.steps, every.seconds)
-            assert as_ordered or self._forgets, "a coordinator has forgotten how often snapshots are to be taken"
             kept = before.refused or again or not answer.refused
             assert kept or self._forgets, "a coordinator has forgotten that the job is paused"
             self._waiting.popleft()
@@ -68,10 +78,44 @@ class Operators:
                 self._tell(node, answer)
             node.later(_LOOK_S, lambda: order(Pause(on=False), looked))
 
-        def order(order: Order, heard: Callable[[Ordered, bool], None]) -> None:
+        def order(order: Pause, heard: Callable[[Ordered, bool], None]) -> None:
             Given(node, order, heard)
 
         order(Pause(), paused)
 
     def _tell(self, node: Node, answer: Ordered) -> None:
         self._told.append(f"{node.world.now:.3f} {answer.text}")
+
+
+class Given:
+    """One order, given until it is answered: `heard(answer, again)`; `again`: an answer was lost before this one."""
+
+    def __init__(self, node: Node, order: AnyOrder, heard: Callable[[Ordered, bool], None]) -> None:
+        self._node, self._order, self._heard, self._again = node, order, heard, False
+        self._connect()
+
+    def _connect(self) -> None:
+        hello = Hello("observer", self._node.name, "host", "", 0)
+        self._node.world.connect(self._node, COORDINATOR, hello, self._up, lambda _: self._retry())
+
+    def _retry(self) -> None:
+        self._node.later(RETRY_S, self._connect)
+
+    def _up(self, wire: Wire) -> None:
+        wire.on_message[0] = lambda message: self._receive(wire, message)
+        wire.on_close[0] = self._lost
+        wire.send(0, self._order)
+
+    def _lost(self) -> None:
+        self._again = True
+        self._retry()
+
+    def _receive(self, wire: Wire, message: Any) -> None:
+        if not isinstance(message, Ordered) or message.kind != type(self._order).__name__:
+            return
+        wire.on_message[0], wire.on_close[0] = lambda _: None, lambda: None
+        wire.close(0)
+        if "too many orders" in message.text:
+            self._retry()
+        else:
+            self._heard(message, self._again)

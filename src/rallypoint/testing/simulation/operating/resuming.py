@@ -122,7 +122,7 @@ class Resuming:
         if self._read is None or not self._again or begun_by(journal, self.command):
             return None
         self._again = self.command != ""
-        id, version, stop, decided, scales = self._read.find(self._snapshot)
+        id, version, stop, decided = self._read.find(self._snapshot)
         epoch = max((order(known)[1] // ATTEMPTS for known in store.names), default=0)
         snapshot = f"elsewhere/{id}" if self._elsewhere else id
-        return Resumed(record, snapshot, version, stop, decided, scales, epoch)
+        return Resumed(record, snapshot, version, stop, decided, epoch)

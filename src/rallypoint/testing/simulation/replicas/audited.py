@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.config import audits_of
 from rallypoint.core.shard.events import Contribute
-from rallypoint.testing.simulation.replicas.contents import Content
-from rallypoint.testing.simulation.replicas.names import combine
+from rallypoint.testing.simulation.replicas.contents import Content, combine
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.job import SimulatedJob

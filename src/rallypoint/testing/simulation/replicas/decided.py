@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rallypoint.core.deciding.decisions import Decided, Rules, reductions_at
-from rallypoint.core.deciding.scales import scale_at
-from rallypoint.core.view import Scale, View
-from rallypoint.testing.simulation.replicas.names import combine
+from rallypoint.core.view import View
 
 
 def figure_of(model: Sequence[Any]) -> float:
@@ -17,19 +15,15 @@ def figure_of(model: Sequence[Any]) -> float:
 
 
 def rate_in(view: View | None, step: int) -> int:
-    """What the learning rate of the update of that step is called, by the view: 0 if nothing has changed it."""
-    return 0 if view is None else _called(reductions_at(view.reductions, step), scale_at(view.scales, step))
-
-
-def _called(reductions: int, scale: float) -> int:
-    return reductions if scale == 1.0 else combine(reductions, int(scale * 2**60))
+    """How often the learning rate of the update of that step is reduced, by the view."""
+    return 0 if view is None else reductions_at(view.reductions, step)
 
 
 class Undisturbed:
-    """The decisions of a job of so many steps that evaluates after each `every` steps, with these orders."""
+    """The decisions of a job of so many steps that evaluates after each `every` steps."""
 
-    def __init__(self, rules: Rules, every: int, steps: int, scales: Sequence[Scale]) -> None:
-        self._rules, self._every, self._steps, self._scales = rules, every, steps, scales
+    def __init__(self, rules: Rules, every: int, steps: int) -> None:
+        self._rules, self._every, self._steps = rules, every, steps
         self.decided = Decided()
 
     @property
@@ -48,4 +42,4 @@ class Undisturbed:
 
     def rate(self, step: int) -> int:
         """As `rate_in`."""
-        return _called(reductions_at(self.decided.reductions, step), scale_at(self._scales, step))
+        return reductions_at(self.decided.reductions, step)

@@ -106,5 +106,4 @@ class SimulatedEvaluations:
 
 def due(job: SimulatedJob, version: int) -> bool:
     """Is an evaluation due with that version?"""
-    end = job.steps if job.scales is None else job.end  # where orders count, an earlier end is due in any case
-    return job.every > 0 and is_due(job.every, version, version - 1, ends=version == end)
+    return job.every > 0 and is_due(job.every, version, version - 1, ends=version == job.end)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local.inner import InnerStates
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.replicas.contents import Content
-from rallypoint.testing.simulation.replicas.names import combine
+from rallypoint.testing.simulation.replicas.contents import Content, combine
 
 
 @dataclass(slots=True)

@@ -1,16 +1,11 @@
-"""The layout of a simulated job, and the settings of several models that are updated alternately."""
+"""The layout of a simulated job."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from rallypoint.core.layout import Layout, Shard, TensorSpec, carried_by
-from rallypoint.core.optimizer import AdamW
 from rallypoint.core.table import Part
-
-Alternate = tuple[tuple[int, ...], ...]  # the numbers of the models that step t updates: entry t % len
 
 
 def layout_of(
@@ -31,26 +26,3 @@ def layout_of(
     )
     specs = (TensorSpec("table", (len(tables), 16), "float32", 0),) if tables else ()
     return Layout((), shards, 16 * count, "simulated", specs)
-
-
-def models_in(alternate: Alternate) -> list[int]:
-    """Return the numbers of the models."""
-    return sorted({model for models in alternate for model in models})
-
-
-def some_alternate(seed: int, most: int) -> Alternate:
-    """Return two or three models in any order, and up to two steps more (`most` in all) that update one or two of them.
-    """
-    rng = random.Random(seed * 7919 + 15)
-    models = range(rng.randint(2, 3))
-    steps: list[tuple[int, ...]] = [(model,) for model in models]
-    steps += [tuple(rng.sample(models, rng.randint(1, 2))) for _ in range(rng.randint(0, min(2, most - len(models))))]
-    return tuple(rng.sample(steps, len(steps)))
-
-
-def several_models(alternate: Alternate) -> dict[str, Any]:
-    """Return the settings of a job whose steps update these models."""
-    return {
-        "optimizers": {f"model{model}": AdamW() for model in models_in(alternate)},
-        "alternate": tuple(tuple(f"model{model}" for model in models) for models in alternate),
-    }

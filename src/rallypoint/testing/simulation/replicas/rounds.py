@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rallypoint.core.cadence import Cadence
-from rallypoint.testing.simulation.replicas.names import combine
+from rallypoint.testing.simulation.replicas.contents import combine
 
 Names = tuple[int, ...]  # of a replica's parameters, or of a version, by shard
 

@@ -1,1 +1,0 @@
-"""What the coordinator does about an operator's orders."""

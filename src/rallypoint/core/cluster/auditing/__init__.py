@@ -1,1 +1,0 @@
-"""What the coordinator decides about audits."""

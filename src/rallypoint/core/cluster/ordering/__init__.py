@@ -1,1 +1,0 @@
-"""What an operator may order, as the coordinator's machine does it."""

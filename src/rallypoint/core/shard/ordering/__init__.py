@@ -1,1 +1,0 @@
-"""What an operator may order, as a server's machine does it."""

@@ -1,1 +1,0 @@
-"""Streams: which items of which part a replica reads at a step."""

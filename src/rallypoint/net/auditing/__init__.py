@@ -1,1 +1,0 @@
-"""Control messages about audits."""

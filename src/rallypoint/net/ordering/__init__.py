@@ -1,1 +1,0 @@
-"""What an operator orders of a running job."""

@@ -1,1 +1,0 @@
-"""Control messages that record what was computed."""

@@ -1,1 +1,0 @@
-"""Messages of the caches of data sets that hosts share."""

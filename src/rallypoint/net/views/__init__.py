@@ -1,1 +1,0 @@
-"""How views come to members: whole, or as the difference to the one before."""

@@ -1,1 +1,0 @@
-"""What the simulation plays of aggregators."""

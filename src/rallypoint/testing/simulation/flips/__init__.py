@@ -1,1 +1,0 @@
-"""Servers that audit themselves on a simulated cluster, and bits that flip in their memory."""
