@@ -49,7 +49,7 @@ TIE = 2.0  # standard errors: a measured lead below that is none, and either ver
 _BLOCK = 8  # bytes in a sample: next to nothing is really computed
 _WARM_UP, _STEPS = 9, 6  # steps 0, 1, 2, 4, 8 of ours wait for all of a version, and the step after such a one is short
 _FEWER = 3, 4  # the same of the others: DDP orders its buckets anew after the first step, and goes evenly then
-_QUEUE_BYTES, _QUEUE_S = 512 * 1024, 0.010  # what `testing.netlab` lets wait at a port
+_QUEUE_BYTES, _QUEUE_S = 512 * 1024, 0.010  # what `tests/support/netlab.py` lets wait at a port
 
 
 class Drawn(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.access import access_of, keep_private, read_token, token_for
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Cluster, Command, Handle
-from rallypoint.launch.options import CoordinatorOptions
+from rallypoint.launch.options import RunOptions
 from rallypoint.launch.run import ClusterRun
 from rallypoint.net.keys import role_of, role_token
 
@@ -116,7 +116,7 @@ def test_a_launcher_gives_each_process_its_role_s_token_alone(tmp_path: Path) ->
             started[command.role] = command.env[environment.TOKEN]
             raise LinkError("it is not started")
 
-    plan = CoordinatorOptions().plan(["train.py"], folder=str(tmp_path))
+    plan = RunOptions().plan(["train.py"], folder=str(tmp_path))
     run = ClusterRun(plan, RunConsole(), cast(Cluster, Noted()))
     for role in ("coordinator", "server", "aggregator", "worker"):
         with pytest.raises(LinkError):

@@ -23,7 +23,7 @@ from rallypoint.core.cluster.terms import LIVING_S, Terms
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.commands.by_hand import _argv_of, decoded, described
-from rallypoint.launch.options import CoordinatorOptions
+from rallypoint.launch.options import RunOptions
 from rallypoint.net.keys import role_token
 from rallypoint.testing.contracts.beside import until
 from support.programs import run_program
@@ -152,14 +152,14 @@ def test_terms_that_make_no_sense_are_one_sentence(text: str, sentence: str) -> 
 
 
 def test_the_options_of_a_coordinator_by_hand_are_those_of_a_run() -> None:
-    options = CoordinatorOptions(workers="2:8", servers=3, snapshots="memory://x", sets=["steps=5"])
+    options = RunOptions(workers="2:8", servers=3, snapshots="memory://x", sets=["steps=5"])
     terms, about = described(options.plan([], folder=""))
     assert (terms.workers_start, terms.workers_min, terms.workers_max, terms.servers) == (2, 2, 8, 3)
     assert about == JoinInfo(overrides={"steps": 5}, snapshots="memory://x")
 
 
 def test_a_coordinator_is_told_for_how_long_members_go_on_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = CoordinatorOptions().plan([], folder="")
+    plan = RunOptions().plan([], folder="")
     assert described(plan)[0].living == LIVING_S
     monkeypatch.setenv(environment.LIVING, "600")
     assert described(plan)[0].living == 600.0

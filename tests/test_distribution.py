@@ -60,7 +60,8 @@ def wheel_of(folder: Path) -> Path:
 @pytest.mark.slow
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: Path) -> None:
     package = ROOT / "src/rallypoint"
-    files = [*package.rglob("*.py"), *package.glob("watch/page/*"), *package.glob("watch/prometheus/*")]
+    files = [*package.glob("watch/page/*"), *package.glob("watch/prometheus/*"), *package.rglob("*.yaml")]
+    files += package.rglob("*.py")
     ours = {path.relative_to(ROOT / "src").as_posix() for path in files}
     with zipfile.ZipFile(wheel_of(built)) as wheel:
         names = set(wheel.namelist())

@@ -1,6 +1,6 @@
 """How processes end: no thread of ours is left that would abort the interpreter's end, from which torch cannot recover.
 
-Real interpreters: the forked ones of `testing.programs` skip their end.
+Real interpreters: the forked ones of `support.programs` skip their end.
 """
 
 from __future__ import annotations

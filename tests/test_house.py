@@ -32,7 +32,6 @@ LARGE_CLASSES = {
 LONG_SIGNATURES = {
     "cli/by_hand.py: worker": "typer makes each option of the command line from an argument",
     "cli/start.py: chaos": "typer makes each option of the command line from an argument",
-    "cli/start.py: resume": "typer makes each option of the command line from an argument",
     "recipes/gpt.py: _command": "typer makes each option of the command line from an argument",
     "recipes/resnet.py: _command": "typer makes each option of the command line from an argument",
 }
@@ -61,7 +60,7 @@ MODE_READERS = {
     "worker/exchange/replicated.py": "picks what comes with a version",
     "worker/loop/own.py": "picks what steps on a worker",
     "worker/tensors.py": "says why a mode does not support a table",
-    "launch/wrapping/wrap.py": "picks the mode by who steps the optimizer that is given",
+    "bridges/wrap.py": "picks the mode by who steps the optimizer that is given",
     "launch/chaos/chaos.py": "compares bytes where the mode promises them",
 }  # outside the table, the policies, the configuration and the sources: each reads the description once
 

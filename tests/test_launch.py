@@ -25,7 +25,7 @@ from rich.console import Console
 
 from rallypoint.coordinator.journal import Journal
 from rallypoint.errors import UnprovenPeer, UsageError
-from rallypoint.launch import interrupts, launcher
+from rallypoint.launch import launcher, lifeline
 from rallypoint.launch import run as cluster_run
 from rallypoint.launch.ask import resize
 from rallypoint.launch.console import RunConsole, Screen
@@ -327,7 +327,7 @@ def test_a_signal_that_the_launcher_was_started_to_ignore_stays_ignored(
         assert launcher.launch(plan, RunConsole(Console(file=io.StringIO()))) == launcher.INTERRUPTED
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert while_it_ran == [signal.SIG_IGN, interrupts._interrupt]
+    assert while_it_ran == [signal.SIG_IGN, lifeline._interrupt]
 
 
 @pytest.mark.slow
@@ -740,11 +740,11 @@ def test_a_second_signal_while_a_run_ends_leaves_nobody_waiting_for_room_for_his
 
     def interrupted(number: int) -> None:
         run._lines.put("worker0", "fills it")
-        raise interrupts.Interrupted(signal.SIGTERM)
+        raise lifeline.Interrupted(signal.SIGTERM)
 
     hanging = _Hanging()
     hanging.signal = interrupted  # type: ignore[method-assign]
-    with pytest.raises(interrupts.Interrupted), run:
+    with pytest.raises(lifeline.Interrupted), run:
         run.handles["server0"] = hanging
     threading.Thread(target=lambda: (run._lines.put("worker0", "more"), put.set()), daemon=True).start()
     assert put.wait(10)
@@ -808,7 +808,7 @@ def test_a_run_in_another_thread_heeds_no_signals() -> None:
     came: list[list[int]] = []
 
     def run() -> None:
-        with interrupts.raised(), interrupts.noted() as noted:
+        with lifeline.raised(), lifeline.noted() as noted:
             came.append(noted)
 
     thread = threading.Thread(target=run)

@@ -191,7 +191,7 @@ def test_kept_code_in_a_folder_that_only_its_owner_can_enter_is_run(tmp_path: Pa
 def test_a_script_is_recorded_with_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume from another folder must not run what has that name there."""
     monkeypatch.chdir(tmp_path)
-    options = RunOptions(snapshots="kept", trace=Path("trace.json"), folder=tmp_path / "run", watch=False)
+    options = RunOptions(snapshots="kept", trace="trace.json", folder=str(tmp_path / "run"), watch=False)
     plan = options.run([sys.executable, "train.py", "train.py"], script="train.py")
     script = str(tmp_path / "train.py")
     assert (plan.script, plan.worker) == (script, (sys.executable, script, "train.py"))

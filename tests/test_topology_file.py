@@ -9,7 +9,7 @@ import pytest
 from rallypoint.config.topology import read_topology
 from rallypoint.core.topology.told import HostFacts, Topology
 from rallypoint.errors import ConfigError
-from rallypoint.launch.options import CoordinatorOptions
+from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import terms_of
 
 TOLD = Topology({"node1": HostFacts("a", 1000.0), "10.0.0.7": HostFacts(link_mbit=500.0)})
@@ -45,6 +45,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_the_coordinator_gets_what_the_options_say(tmp_path: Path) -> None:
     path = tmp_path / "hosts.toml"
     path.write_text('[hosts.node1]\nrack = "a"\n')
-    plan = CoordinatorOptions(topology=path, measure_links=True).plan(["train.py"], folder=str(tmp_path))
-    assert terms_of(plan)["topology"] == {"hosts": {"node1": {"rack": "a", "link_mbit": 0.0}}, "racks": {}}
-    assert terms_of(plan)["measure_links"] is True
+    plan = RunOptions(topology=path, measure_links=True).plan(["train.py"], folder=str(tmp_path))
+    assert terms_of(plan).topology == Topology({"node1": HostFacts("a")})
+    assert terms_of(plan).measure_links is True

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rallypoint.bridges.wrap import wrap
     from rallypoint.config.tree import Group, JobConfig
     from rallypoint.core.average import EMA, SWA
     from rallypoint.core.deciding.decisions import ReduceOnPlateau
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from rallypoint.data.spec import Loader
     from rallypoint.data.stream import Stream
     from rallypoint.launch.join import join
-    from rallypoint.launch.wrapping.wrap import wrap
     from rallypoint.parallel.plan import Parallel
     from rallypoint.worker.loop.micro import Micro
     from rallypoint.worker.loop.run import Run
@@ -77,7 +77,7 @@ _HOMES = {
     "scaled_lr": "rallypoint.core.schedule",
     "step_decay": "rallypoint.core.schedule",
     "tabulated": "rallypoint.core.schedule",
-    "wrap": "rallypoint.launch.wrapping.wrap",
+    "wrap": "rallypoint.bridges.wrap",
 }
 
 __all__ = [

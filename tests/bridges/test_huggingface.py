@@ -100,7 +100,7 @@ def test_accelerate_prepares_a_wrapped_optimizer() -> None:
     """As for one process: of its distributed types none is Rallypoint's."""
     from accelerate import Accelerator
 
-    from rallypoint.launch.wrapping.wrap import wrap_in
+    from rallypoint.bridges.wrap import wrap_in
 
     accelerator = Accelerator(cpu=True)
     with EmbeddedJob() as job:

@@ -11,7 +11,7 @@ from test_shell import Play
 from rallypoint.coordinator import inbox
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import copies_of
-from rallypoint.launch.options import CoordinatorOptions, RunOptions
+from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import Launch, resized, terms_of
 from rallypoint.net.messages import Propose, Say
 
@@ -46,8 +46,8 @@ def test_a_coordinator_that_takes_over_keeps_two_copies_though_the_job_was_made_
     play = begun(2, replication=wanted)
     state = msgspec.json.decode(msgspec.json.encode(play.shell.machine.state()), type=ClusterState)
     terms = terms_of(resized(Launch(worker=("train",), servers=2, replication=wanted), 0, 1))
-    later = Play(recovered=state, servers=terms["servers"], replication=terms["replication"], snapshots=True)
-    assert (terms["servers"], later.shell.machine.course.views.replication) == (1, 2)
+    later = Play(recovered=state, servers=terms.servers, replication=terms.replication, snapshots=True)
+    assert (terms.servers, later.shell.machine.course.views.replication) == (1, 2)
 
 
 def test_a_job_that_began_with_one_server_has_one_copy_also_when_there_are_two() -> None:
@@ -62,10 +62,9 @@ def test_a_mode_without_backups_gets_none_and_is_not_refused(settings: dict[str,
     assert not any(DOUBLED in text for text in said(play))
 
 
-@pytest.mark.parametrize("kind", [RunOptions, CoordinatorOptions])
-def test_every_command_leaves_it_to_the_coordinator(kind: type[CoordinatorOptions]) -> None:
-    assert terms_of(kind(servers=2).plan([], folder="x"))["replication"] == 0
-    assert terms_of(kind(servers=2, replication=1).plan([], folder="x"))["replication"] == 1
+def test_every_command_leaves_it_to_the_coordinator() -> None:
+    assert terms_of(RunOptions(servers=2).plan([], folder="x")).replication == 0
+    assert terms_of(RunOptions(servers=2, replication=1).plan([], folder="x")).replication == 1
 
 
 def test_going_back_says_how_many_steps_are_lost_and_what_would_spare_them() -> None:

@@ -75,7 +75,7 @@ def test_a_server_on_a_node_that_does_not_see_the_snapshots_is_refused_with_a_se
     assert actor.start(Command(name="server0", role="server", argv=("true",)), driver).pid == 0
     news = actor.more(0)
     assert news.lines[0].startswith(f"error: the node 10.0.0.8 does not see {tmp_path}/snapshots, where")
-    assert news.exit == Exit(127)
+    assert news.exit == Exit(127, started=False)
 
 
 SUPERVISED = """

@@ -30,7 +30,7 @@ def rendered(script: str = "train.py", *arguments: str, **options: Any) -> list[
 def text_of(script: str = "train.py", *arguments: str, **options: Any) -> str:
     """The manifests of a job, as they are printed."""
     given = RenderOptions(**{"image": "example.org/me/train:1", "name": "gpt", **options})
-    return render(given.kind, given.shape(Path(script), list(arguments)))
+    return render(given, Path(script), arguments)
 
 
 def the(kind: str, manifests: list[Manifest]) -> Manifest:
@@ -105,28 +105,12 @@ def refusals(name: str, spec: Manifest) -> Iterator[str]:
         yield from (f"reason {reason}" for reason in rule.get("onJobFailureReasons", []) if reason not in REASONS)
     if len({rule["name"] for rule in rules}) < len(rules):
         yield "two rules have one name"
-    yield from _claims(name, spec)
 
 
 def _targets(spec: Manifest) -> Iterator[tuple[str, list[str]]]:
     yield "the success policy", spec.get("successPolicy", {}).get("targetReplicatedJobs", [])
     for rule in spec.get("failurePolicy", {}).get("rules", []):
         yield "the failure policy", rule.get("targetReplicatedJobs", [])
-
-
-def _claims(name: str, spec: Manifest) -> Iterator[str]:
-    pods = [pod_of(job)["spec"] for job in spec["replicatedJobs"]]
-    for policy in spec.get("volumeClaimPolicies", []):
-        for template in policy["templates"]:
-            claim = template["metadata"]["name"]
-            yield from _no_label(f"{claim}-{name}", "a claim's name")
-            if "namespace" in template["metadata"]:
-                yield "a claim's template has a namespace"
-            if any(volume["name"] == claim for pod in pods for volume in pod.get("volumes", [])):
-                yield f"a volume is called {claim} too"
-            mounts = [mount for pod in pods for each in pod["containers"] for mount in each.get("volumeMounts", [])]
-            if not any(mount["name"] == claim for mount in mounts):
-                yield f"nobody mounts {claim}"
 
 
 def _no_label(text: str, what: str) -> Iterator[str]:

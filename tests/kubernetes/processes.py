@@ -54,14 +54,11 @@ def _address(number: int) -> str:
 class Kubelet:
     """Starts pods as processes in `folder`. Environment, ``$(NAME)`` and volumes are as a pod has them.
 
-    secrets: the data of each Secret. labels: what the controllers would add to each pod's labels.
+    secrets: the data of each Secret.
     """
 
-    def __init__(
-        self, folder: Path, pods: list[Pod], secrets: Mapping[str, Mapping[str, str]],
-        labels: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        self.folder, self.pods, self._secrets, self._labels = folder, pods, secrets, labels or {}
+    def __init__(self, folder: Path, pods: list[Pod], secrets: Mapping[str, Mapping[str, str]]) -> None:
+        self.folder, self.pods, self._secrets = folder, pods, secrets
         self.running: dict[str, Program] = {}
 
     def start(self, pod: Pod) -> None:
@@ -90,15 +87,12 @@ class Kubelet:
 
     def _env(self, pod: Pod) -> dict[str, str]:
         fields = {"metadata.name": pod.name, "status.podIP": pod.ip}
-        labels = {**pod.manifest["metadata"]["labels"], **self._labels}
         env: dict[str, str] = {}
         for item in pod.container["env"]:
             if "value" in item:
                 env[item["name"]] = expanded(item["value"], env)
                 continue
-            path = item["valueFrom"]["fieldRef"]["fieldPath"]
-            label = re.fullmatch(r"metadata\.labels\['(.+)'\]", path)
-            env[item["name"]] = labels[label[1]] if label else fields[path]
+            env[item["name"]] = fields[item["valueFrom"]["fieldRef"]["fieldPath"]]
         return env
 
     def _mounts(self, pod: Pod) -> dict[str, Path]:
@@ -106,7 +100,7 @@ class Kubelet:
         volumes = {volume["name"]: volume for volume in pod.manifest["spec"].get("volumes", [])}
         mounts: dict[str, Path] = {}
         for mount in pod.container["volumeMounts"]:
-            volume = volumes.get(mount["name"], {"persistentVolumeClaim": {}})  # or one that the JobSet adds
+            volume = volumes[mount["name"]]
             shared = "persistentVolumeClaim" in volume
             folder = self.folder / "volumes" / (mount["name"] if shared else f"{pod.name}-{mount['name']}")
             folder.mkdir(parents=True, exist_ok=True)
@@ -132,11 +126,9 @@ def expanded(word: str, env: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def kubelet(
-    folder: Path, pods: list[Pod], secrets: Mapping[str, Mapping[str, str]], labels: Mapping[str, str] | None = None
-) -> Iterator[Kubelet]:
+def kubelet(folder: Path, pods: list[Pod], secrets: Mapping[str, Mapping[str, str]]) -> Iterator[Kubelet]:
     """In the body, a kubelet; what it has started ends with it."""
-    made = Kubelet(folder, pods, secrets, labels)
+    made = Kubelet(folder, pods, secrets)
     try:
         yield made
     finally:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from kubeflow_trainer_api.models.trainer_v1alpha1_cluster_training_runtime import TrainerV1alpha1ClusterTrainingRuntime
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+from manifests import check_core
 from typer.testing import CliRunner
 
 from rallypoint.cli import app
@@ -26,11 +30,22 @@ def test_an_example_is_what_its_command_prints(command: str, file: str) -> None:
     assert [manifest["kind"] for manifest in yaml.safe_load_all(result.stdout)]
 
 
-def test_there_is_one_example_of_each_kind() -> None:
+def test_every_example_has_its_command() -> None:
     assert {file for _, file in COMMANDS} == {
         path.relative_to(ROOT).as_posix() for path in (ROOT / "examples/kubernetes").iterdir()
     }
-    assert len(COMMANDS) == 3
+    assert len(COMMANDS) == 1
+
+
+def test_what_the_docs_have_for_trainer_and_kuberay_is_known_there() -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    runtime, job, ray = [manifest for block in blocks for manifest in yaml.safe_load_all(block)]
+    for model, manifest in ((TrainerV1alpha1ClusterTrainingRuntime, runtime), (TrainerV1alpha1TrainJob, job)):
+        read: Any = model.from_dict(manifest)
+        assert read.to_dict() == manifest  # the model drops what it does not know
+    cluster = ray["spec"]["rayClusterSpec"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        check_core({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **group["template"]})
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ from processes import expanded
 
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch.commands.by_hand import FAILED
-from rallypoint.launch.kubernetes.beside import certificates, new_secret
-from rallypoint.launch.kubernetes.objects import plain
+from rallypoint.launch.kubernetes.secrets import certificates, new_secret
 from rallypoint.net.tls.making import make_certificates
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -150,16 +149,16 @@ def test_each_role_gets_its_own_token_and_none_stands_in_the_manifest(manifests:
         assert mount["readOnly"]
         assert f"--token-file={mount['mountPath']}/token" in container_of(job)["command"]
         assert not [item for item in container_of(job)["env"] if "TOKEN" in item["name"]]
-    made = plain(new_secret("gpt-token", "ml"))
+    made = new_secret("gpt-token", "ml")
     check_core(made)
     assert made["stringData"].keys() == {"coordinator", "server", "worker"}
     assert len(set(made["stringData"].values())) == 3
-    assert made["stringData"] != plain(new_secret("gpt-token"))["stringData"]
+    assert made["stringData"] != new_secret("gpt-token")["stringData"]
 
 
 def test_each_role_gets_its_own_certificate_and_not_the_cas_key(tmp_path: Path) -> None:
     make_certificates(tmp_path, hosts=[], days=1)
-    made = plain(certificates("gpt-tls", tmp_path))
+    made = certificates("gpt-tls", tmp_path)
     check_core(made)
     assert not [key for key in made["stringData"] if key.startswith("ca-")]
     for name, job in jobs_of(the("JobSet", rendered(tls="gpt-tls"))["spec"]).items():
@@ -334,7 +333,6 @@ def test_a_script_can_travel_in_the_manifest(tmp_path: Any) -> None:
         ({"image": ""}, "which image"),
         ({"name": "My_Job"}, "--name My_Job: a name has small letters"),
         ({"name": "a" * 42}, "is too long for the names of its pods: take 1 letters off"),
-        ({"kind": "jobsets"}, "there is no kind jobsets: did you mean jobset"),
         ({"memory": "16 GB"}, "'16 GB' is no quantity"),
         ({"spot": "spot"}, "write the nodes' label as KEY=VALUE"),
         ({"snapshots": "/data"}, "--snapshots /data: give a URL"),

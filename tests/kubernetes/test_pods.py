@@ -12,8 +12,7 @@ import pytest
 from manifests import Manifest, rendered, the
 from processes import Kubelet, Pod, kubelet, pods_of, told
 
-from rallypoint.launch.kubernetes.beside import certificates, new_secret
-from rallypoint.launch.kubernetes.objects import plain
+from rallypoint.launch.kubernetes.secrets import certificates, new_secret
 from rallypoint.net.tls.making import make_certificates
 from rallypoint.testing.contracts.beside import until
 from support.programs import run_program
@@ -53,7 +52,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def secrets() -> dict[str, dict[str, str]]:
-    return {"gpt-token": plain(new_secret("gpt-token"))["stringData"]}
+    return {"gpt-token": new_secret("gpt-token")["stringData"]}
 
 
 def as_jobset(manifests: list[Manifest]) -> list[Pod]:
@@ -95,7 +94,7 @@ def test_the_pods_of_a_jobset_make_the_same_bytes_as_a_run_on_this_machine(clust
 @pytest.mark.slow
 def test_the_pods_of_a_jobset_with_tls_make_the_same_bytes(tmp_path: Path, wanted: str) -> None:
     make_certificates(tmp_path / "certificates", hosts=[], days=1)
-    data = {**secrets(), "gpt-tls": plain(certificates("gpt-tls", tmp_path / "certificates"))["stringData"]}
+    data = {**secrets(), "gpt-tls": certificates("gpt-tls", tmp_path / "certificates")["stringData"]}
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "gate").touch()
     pods = as_jobset(rendered("train.py", "digest", "20", workers="2", servers=2, save=100, tls="gpt-tls"))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.engines.remote.hosts import Host, coordinators_host, hosts_of, parse
-from rallypoint.launch.engines.remote.placement import place
+from rallypoint.launch.engines.remote.hosts import Host, coordinators_host, hosts_of, parse, place
 from rallypoint.launch.engines.ssh import OPTIONS, ssh_command
 from rallypoint.launch.options import RunOptions
 

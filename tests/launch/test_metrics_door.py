@@ -182,6 +182,6 @@ def test_a_folder_in_which_everybody_may_replace_files_is_refused(tmp_path: Path
 
 
 def test_on_other_machines_metrics_are_refused_with_what_to_do() -> None:
-    assert RunOptions(metrics=Path("targets")).run(["train.py"]).metrics == str(Path("targets").resolve())
+    assert RunOptions(metrics="targets").run(["train.py"]).metrics == str(Path("targets").resolve())
     with pytest.raises(UsageError, match="--health HOST:PORT"):
-        RunOptions(metrics=Path("targets"), hosts="a,b").run(["train.py"])
+        RunOptions(metrics="targets", hosts="a,b").run(["train.py"])

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.discovery import coordination, mpi, torchrun
+from rallypoint.launch.discovery import coordination
 from rallypoint.launch.discovery.coordination import again, coordinator_arguments
-from rallypoint.launch.discovery.place import Place, servers_here, servers_in_all
-from rallypoint.launch.discovery.upkeep import Upkeep
+from rallypoint.launch.discovery.place import Place, place_of_mpirun, place_of_torchrun, servers_here, servers_in_all
+from rallypoint.launch.discovery.supervision import Upkeep
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -30,53 +30,53 @@ PLACE = Place(
 
 
 def test_torchruns_environment_is_a_place() -> None:
-    assert torchrun.place_of(TORCHRUN) == Place(
+    assert place_of_torchrun(TORCHRUN) == Place(
         launcher="torchrun", rank=5, world=8, local_rank=1, nodes=2, attempt="job7/1/8", master="node1:29500",
         agent_store=True,
     )  # fmt: skip
-    assert torchrun.place_of(OPEN_MPI) is None
-    assert torchrun.place_of({}) is None
+    assert place_of_torchrun(OPEN_MPI) is None
+    assert place_of_torchrun({}) is None
 
 
 def test_an_address_of_ipv6_gets_brackets() -> None:
-    place = torchrun.place_of({**TORCHRUN, "MASTER_ADDR": "::1"})
+    place = place_of_torchrun({**TORCHRUN, "MASTER_ADDR": "::1"})
     assert place is not None
     assert (place.master, place.one_machine) == ("[::1]:29500", True)
 
 
 def test_a_half_environment_of_torchrun_is_one_sentence() -> None:
     with pytest.raises(UsageError, match=r"TORCHELASTIC_RUN_ID is set\), but LOCAL_RANK is missing"):
-        torchrun.place_of({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"})
+        place_of_torchrun({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"})
 
 
 def test_each_new_start_of_everybody_has_a_name_of_its_own() -> None:
     """A node that joins changes the number of processes, but not torchrun's count of restarts."""
     changes: list[dict[str, str]] = [{}, {"TORCHELASTIC_RESTART_COUNT": "2"}, {"WORLD_SIZE": "12"}]
     changes.append({"TORCHELASTIC_RUN_ID": "job8"})
-    places = [torchrun.place_of({**TORCHRUN, **change}) for change in changes]
+    places = [place_of_torchrun({**TORCHRUN, **change}) for change in changes]
     assert len({place.attempt for place in places if place is not None}) == 4
 
 
 def test_open_mpis_environment_is_a_place() -> None:
-    assert mpi.place_of(OPEN_MPI, 77) == Place(
+    assert place_of_mpirun(OPEN_MPI, 77) == Place(
         launcher="mpirun", rank=3, world=4, local_rank=3, nodes=1, attempt="1935409153"
     )
-    two = mpi.place_of({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 77)
+    two = place_of_mpirun({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 77)
     assert two is not None
     assert (two.nodes, two.one_machine) == (2, False)
 
 
 def test_mpichs_environment_is_a_place() -> None:
-    place = mpi.place_of(MPICH, 77)
+    place = place_of_mpirun(MPICH, 77)
     assert place == Place(launcher="mpirun", rank=1, world=4, local_rank=1, nodes=2, attempt="job")
-    one = mpi.place_of({**MPICH, "MPI_LOCALNRANKS": "4"}, 77)
+    one = place_of_mpirun({**MPICH, "MPI_LOCALNRANKS": "4"}, 77)
     assert one is not None
     assert one.attempt == "parent-77"
 
 
 @pytest.mark.parametrize("env", [{}, {"PMI_RANK": "0"}, {"SLURM_PROCID": "0"}])
 def test_a_process_that_nobody_of_them_has_started_has_no_place(env: dict[str, str]) -> None:
-    assert mpi.place_of(env, 77) is None
+    assert place_of_mpirun(env, 77) is None
 
 
 @pytest.mark.parametrize(

@@ -195,14 +195,14 @@ def test_what_slurm_would_not_take_is_refused(wrong: dict[str, object]) -> None:
 
 
 def test_options_become_the_words_that_mean_them() -> None:
-    options = RunOptions(workers="2:8", backup_tasks=True, sets=["a=1", "b=2"], folder=Path("x"), snapshot_seconds=2.5)
-    assert arguments_of(options, RunOptions) == [
-        "--workers", "2:8", "--backup-tasks", "--snapshot-seconds", "2.5", "--set", "a=1", "--set", "b=2",
-        "--folder", "x",
+    options = RunOptions(workers="2:8", backup_tasks=True, sets=["a=1", "b=2"], folder="x", snapshot_seconds=2.5)
+    assert arguments_of(options) == [
+        "--workers", "2:8", "--backup-tasks", "--snapshot-seconds", "2.5", "--folder", "x",
+        "--set", "a=1", "--set", "b=2",
     ]  # fmt: skip
-    assert arguments_of(RunOptions(watch=True), RunOptions) == ["--watch"]
-    assert arguments_of(RunOptions(watch=False), RunOptions) == ["--no-watch"]
-    assert arguments_of(RunOptions(), RunOptions) == []
+    assert arguments_of(RunOptions(watch=True)) == ["--watch"]
+    assert arguments_of(RunOptions(watch=False)) == ["--no-watch"]
+    assert arguments_of(RunOptions()) == []
 
 
 @pytest.mark.programs
@@ -216,7 +216,8 @@ def test_the_command_writes_a_script_from_options_on_both_sides_of_the_users(tmp
     assert {"--ntasks=8", "--gpus-per-task=1", "--no-kill"} <= set(workers)
     command = text.splitlines()[-1]
     assert command.startswith(f"exec {sys.executable} -P -m rallypoint.cli run --workers 2:8 --servers 3 ")
-    assert command.endswith("--engine slurm --or-resume train.py --lr 0.1")
+    assert " --engine slurm " in command
+    assert command.endswith(" --or-resume train.py --lr 0.1")
     misspelt = ["-m", "rallypoint.cli", "slurm", "train.py", "--worker", "8"]
     status, text = run_program(misspelt, tmp_path / "output", env=dict(os.environ), cwd=tmp_path)
     assert "hint: --worker goes to train.py: did you mean --workers?" in text

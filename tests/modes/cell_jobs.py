@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import rallypoint as rp
+from rallypoint.bridges.wrap import wrap_in
 from rallypoint.config import JobConfig, resolve
 from rallypoint.core.modes import TABLE, Feature, ModeName, Only
-from rallypoint.launch.wrapping.wrap import wrap_in
 from rallypoint.worker.tensors import weights_hash
 
 REPLICAS, STEPS = 4, 12

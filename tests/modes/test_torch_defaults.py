@@ -21,9 +21,9 @@ import torch
 
 import rallypoint
 import rallypoint as rp
+from rallypoint.bridges.wrap import wrap_in
 from rallypoint.core.modes import TABLE, Feature, ModeName, No
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.launch.wrapping.wrap import wrap_in
 from rallypoint.worker.tensors import weights_hash
 
 sys.path.insert(0, str(Path(__file__).parent))

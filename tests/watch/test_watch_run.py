@@ -73,7 +73,7 @@ def test_in_a_terminal_the_page_is_served_unless_an_option_says_no(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
-    served = lambda **options: RunOptions(folder=tmp_path, **options).run(["python"]).watch  # noqa: E731
+    served = lambda **options: RunOptions(folder=str(tmp_path), **options).run(["python"]).watch  # noqa: E731
     assert [served(), served(watch=True), served(watch=False)] == [terminal, True, False]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert not served()

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import rallypoint as rp
+from rallypoint.bridges.wrap import wrap_in
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.launch.wrapping.wrap import wrap_in
 from rallypoint.server.shards.gradient import first_that_became, float_ranges
 from rallypoint.worker.loop.guard import NewBuffers
 from rallypoint.worker.tensors import weights_hash

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import rallypoint as rp
-from rallypoint.launch.wrapping.wrap import wrap_in
+from rallypoint.bridges.wrap import wrap_in
 from rallypoint.testing.reference import tree_sum
 from rallypoint.worker.tensors import weights_hash
 

@@ -11,9 +11,9 @@ import torch
 from own_loops import STEPS, Net, build, loss_of, train_plain, train_wrapped
 
 import rallypoint as rp
+from rallypoint.bridges.wrap import wrap_in
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.launch.wrapping.wrap import wrap_in
 from rallypoint.testing.processes import ProcessCluster
 from rallypoint.worker.tensors import weights_hash
 

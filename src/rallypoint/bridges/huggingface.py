@@ -17,10 +17,10 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
+from rallypoint.bridges.wrap import wrap_in
 from rallypoint.data.order import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.join import join
-from rallypoint.launch.wrapping.wrap import wrap_in
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
 

@@ -18,10 +18,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from rallypoint.bridges.wrap import wrap_in
 from rallypoint.data.order import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.join import join
-from rallypoint.launch.wrapping.wrap import wrap_in
 from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
 from rallypoint.worker.wrapped.replay import Replay
 

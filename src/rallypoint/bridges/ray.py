@@ -24,7 +24,7 @@ from rallypoint.errors import UsageError
 from rallypoint.launch import launcher
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.join import join
-from rallypoint.launch.plan import HERE, SNAPSHOTS, Launch
+from rallypoint.launch.plan import HERE, SNAPSHOTS_FOLDER, Launch
 from rallypoint.store.export import export_snapshot
 from rallypoint.store.retention import Retention
 
@@ -118,7 +118,7 @@ class RallypointTrainer:
             worker=(sys.executable, str(script)), script=str(script), folder=str(folder), engine="ray",
             workers=(least, most), workers_start=least if isinstance(number, tuple) else most, standby=self._standby,
             servers=self._servers, replication=self._replication, bind=f"{HERE}:0", overrides=self._settings,
-            snapshots=str(folder / SNAPSHOTS), threads=max(1, int(needs.get("CPU", 1))),
+            snapshots=str(folder / SNAPSHOTS_FOLDER), threads=max(1, int(needs.get("CPU", 1))),
             gpus=float(needs.get("GPU", 1 if self._scaling.use_gpu else 0)),
             retention=Retention(keep_last=self._kept() or 3),
         )  # fmt: skip

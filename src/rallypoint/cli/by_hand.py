@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Annotated
 
+import msgspec
 import typer
 
 from rallypoint.cli.app import BY_HAND, PASS_ON, app
@@ -14,31 +14,33 @@ from rallypoint.core.topology.told import MOST_MBIT
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
+from rallypoint.launch.cluster import FILES, LAUNCHER, Advertise, option
 from rallypoint.launch.options import (
-    Advertise,
-    CoordinatorOptions,
     HealthAt,
     HowPayloadsGo,
     Interface,
     JobAddress,
+    RunOptions,
     Tls,
     TokenFile,
     with_options,
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alone(CoordinatorOptions):
+class Alone(RunOptions, frozen=True, kw_only=True):
     """The options of a coordinator that was started by hand."""
 
     interface: Interface = ""
+    folder: Annotated[str, option(
+        metavar="FOLDER", panel=FILES,
+        help="For the journal and the event log; without it there are none, and scripts save where each runs.",
+    )] = ""  # fmt: skip
 
 
 _START = Alone(workers="1", servers=1, snapshots="none")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listening:
+class Listening(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a member that listens."""
 
     bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0"
@@ -56,7 +58,7 @@ class Listening:
 
 
 @app.command(rich_help_panel=BY_HAND)
-@with_options(Alone, _START)
+@with_options(Alone, _START, without=LAUNCHER)
 def coordinator(
     options: Alone,
     token_file: TokenFile = "", tls: Tls = "",
@@ -89,7 +91,7 @@ def coordinator(
     from rallypoint.launch.health import answering, health_at
     from rallypoint.net.places.interfaces import at_interface
 
-    known, about = described(options.plan([], folder=str(options.folder or "")))
+    known, about = described(options.plan([], folder=options.folder))
     if terms or join_info:  # from a launcher
         known = decoded(terms or "{}", Terms, "--terms")
         about = decoded(join_info or "{}", JoinInfo, "--join-info")

@@ -9,18 +9,18 @@ import typer
 
 from rallypoint.cli.app import PASS_ON, START, app
 from rallypoint.cli.given import hint_at_misplaced, refuse_option
+from rallypoint.launch.cluster import LAUNCHER
 from rallypoint.launch.kubernetes.options import RenderOptions
 from rallypoint.launch.options import with_options
 
 k8s = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="rich", help="Write a job as manifests for Kubernetes: JobSet, Kubeflow "
-    "Trainer or KubeRay.",
+    no_args_is_help=True, rich_markup_mode="rich", help="Write a job as manifests for Kubernetes, for a JobSet.",
 )  # fmt: skip
 app.add_typer(k8s, name="k8s", rich_help_panel=START)
 
 
 @k8s.command(context_settings=PASS_ON)
-@with_options(RenderOptions)
+@with_options(RenderOptions, without=LAUNCHER)
 def render(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Your script, as the image has it; its own arguments after it.")],
@@ -34,7 +34,7 @@ def render(
 
     refuse_option(context, str(script), "script")
     hint_at_misplaced(context, context.args, f"{script}")
-    print(rendered(options.kind, options.shape(script, context.args)), end="")
+    print(rendered(options, script, context.args), end="")
 
 
 @k8s.command()
@@ -51,8 +51,8 @@ def secret(
 
     With TLS: [bold]rallypoint k8s secret gpt-tls --tls certificates | kubectl apply -f -[/bold]
     """
-    from rallypoint.launch.kubernetes.beside import certificates, new_secret
-    from rallypoint.launch.kubernetes.text import yaml_of
+    from rallypoint.launch.kubernetes.render import yaml_of
+    from rallypoint.launch.kubernetes.secrets import certificates, new_secret
 
     made = new_secret(name, namespace) if tls is None else certificates(name, tls, namespace)
     print(yaml_of([made]), end="")

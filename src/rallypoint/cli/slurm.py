@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from rallypoint.cli.app import START, app
 from rallypoint.cli.given import hint_at_misspelt, refuse_option
 from rallypoint.errors import UsageError
+from rallypoint.launch.cluster import option
 from rallypoint.launch.engines.slurm.batch import FOLDER, Batch, script_of
-from rallypoint.launch.options import RunOptions, arguments_of, check_script, option, with_options
+from rallypoint.launch.options import RunOptions, arguments_of, check_script, with_options
 from rallypoint.launch.plan import parse_workers
 
 _SLURM = "What Slurm is asked for"
 _ANYWHERE = {"allow_extra_args": True, "ignore_unknown_options": True}  # our options may stand after the script too
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmOptions(RunOptions):
+class SlurmOptions(RunOptions, frozen=True, kw_only=True):
     """The options of a run, and what Slurm is asked for."""
 
     job_name: Annotated[str, option(metavar="NAME", panel=_SLURM, help="By default the script's.")] = ""
@@ -67,10 +67,11 @@ def slurm(
     hint_at_misspelt(context, str(script))
     if options.engine != "local" or options.hosts:
         raise UsageError("a Slurm job runs on the machines that Slurm gives it: without --engine and --hosts")
-    ours = replace(options, engine="slurm", or_resume=True, gpus=0.0)
-    ours = replace(ours, folder=Path(FOLDER)) if ours.folder is None else ours
+    ours = msgspec.structs.replace(
+        options, engine="slurm", or_resume=True, gpus=0.0, folder=options.folder or FOLDER
+    )
     ours.run([], script=str(script))  # its options can be used
-    words = arguments_of(ours, RunOptions)
+    words = arguments_of(ours)
     batch = Batch(
         name=options.job_name or script.stem, workers=parse_workers(options.workers)[0][1], servers=options.servers,
         aggregators=options.aggregators, together=options.together, server_cpus=options.server_cpus,

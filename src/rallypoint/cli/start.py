@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,13 +22,12 @@ from rallypoint.cli.given import (
 from rallypoint.config import overrides_from
 from rallypoint.errors import UsageError
 from rallypoint.launch.options import (
-    Advertise,
-    Bind,
     ConfigFile,
     RunFolder,
     RunOptions,
     Sets,
     check_script,
+    with_changes,
     with_options,
 )
 
@@ -118,26 +117,19 @@ def chaos(
     plan = options.run(argv, more_settings=settings)
     raise typer.Exit(play(
         plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite,
-        made=options.folder is None,
+        made=not options.folder,
     ))  # fmt: skip
 
 
 @app.command(rich_help_panel=AFTER)
+@with_changes("workers", "servers", "ranks", "bind", "advertise")
 def resume(
     run: RunFolder,
-    workers: Annotated[str, typer.Option(
-        "--workers", "-w", metavar="N[:M]", help="Other numbers than before, as 4 or 2:8.",
-    )] = "",
-    servers: Annotated[int, typer.Option(
-        "--servers", "-s", min=0, metavar="N", show_default=False, help="Another number of servers than before.",
-    )] = 0,
-    ranks: Annotated[int, typer.Option(
-        "--ranks", min=0, metavar="N", show_default=False, help="Another number of ranks in each worker than before.",
-    )] = 0,
+    changes: dict[str, Any],
     original: Annotated[bool, typer.Option(
         "--original", help="Run the code as it was when the run began, not as it is now.",
     )] = False,
-    bind: Bind = "", advertise: Advertise = "", config: ConfigFile = None, sets: Sets = None,
+    config: ConfigFile = None, sets: Sets = None,
 ) -> None:  # fmt: skip
     """Go on with a run from its newest usable snapshot: nothing else is needed.
 
@@ -153,10 +145,7 @@ def resume(
     from rallypoint.launch.console import RunConsole
     from rallypoint.launch.launcher import launch
 
-    wishes = Wishes(
-        workers=workers, servers=servers, ranks=ranks, bind=bind, advertise=advertise,
-        settings=overrides_from(config, sets or []), original=original,
-    )  # fmt: skip
+    wishes = Wishes(cluster=changes, settings=overrides_from(config, sets or []), original=original)
     plan = going_on(run, wishes, lambda text: print(text, flush=True))
     raise typer.Exit(launch(plan, RunConsole(), original=original))
 
@@ -197,7 +186,7 @@ def import_(
         )
     check_checkpoint(checkpoint)
     plan = options.run([sys.executable, str(script), *context.args], script=str(script))
-    made = options.folder is None
+    made = not options.folder
     print(import_checkpoint(plan, checkpoint, step, strict=strict, overwrite=options.overwrite, made=made))
 
 
@@ -206,11 +195,11 @@ def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings:
     from rallypoint.launch.console import RunConsole
     from rallypoint.launch.launcher import launch
 
-    if options.or_resume and options.folder is None:
+    if options.or_resume and not options.folder:
         raise UsageError("--or-resume which run? give --folder")
     plan, overwrite = options.run(argv, script=script, more_settings=settings), options.overwrite
     if options.or_resume:
         plan, overwrite = going_on_or_anew(plan, lambda text: print(text, flush=True))
     hint_at_folder(plan.folder)
     hint_at_page(options.watch)
-    raise typer.Exit(launch(plan, RunConsole(), overwrite=overwrite, made=options.folder is None))
+    raise typer.Exit(launch(plan, RunConsole(), overwrite=overwrite, made=not options.folder))

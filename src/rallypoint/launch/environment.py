@@ -29,7 +29,6 @@ LIVING = "RALLYPOINT_LIVING"  # of a coordinator that is started by hand: see `T
 SERVERS = "RALLYPOINT_SERVERS"  # under torchrun or mpirun: how many servers, or beside which ranks
 OPTIONS = "RALLYPOINT_OPTIONS"  # there too: options of `rallypoint coordinator`
 FOLDER = "RALLYPOINT_FOLDER"  # under mpirun: a folder that all machines see
-KUBEFLOW_TRAINER = "KUBEFLOW_TRAINER_SERVER_URL"  # set by Kubeflow Trainer: see `launch.kubernetes.progress`
 LIFELINE = "RALLYPOINT_LIFELINE"
 STACKS = "RALLYPOINT_STACKS"  # the folder for the stacks of a process: see `launch.observing.stacks`
 REPLAY = "RALLYPOINT_REPLAY"  # the file with the task of a replay: see `launch.observing.replay`

@@ -21,7 +21,7 @@ from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError, RallypointError, UsageError
 from rallypoint.launch.code.kept import CODE, remove
-from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS, TLS, read_plan
+from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS_FOLDER, TLS, read_plan
 from rallypoint.observe.lines import printable
 from rallypoint.own_files import opened, read_file
 from rallypoint.store.snapshots import SnapshotStore
@@ -265,7 +265,7 @@ def clear(folder: Path) -> str:
         (folder / name).unlink(missing_ok=True)
     for file in (*folder.glob("trace-*.json"), *folder.glob("tracked-*.json")):
         file.unlink()
-    for name in (SNAPSHOTS, CODE, TLS, STACKS, REPORTS):
+    for name in (SNAPSHOTS_FOLDER, CODE, TLS, STACKS, REPORTS):
         remove(folder / name)
     if not elsewhere:
         return ""

@@ -108,12 +108,8 @@ def join() -> Job | RankJob:
         _joined.add((coordinator, os.getpid()))
         if health.address:
             tracer.count(*_PHASES)
-            read = lambda: of_worker(None if job.progress is None else job.progress.step, tracer)  # noqa: E731
+            read = lambda: of_worker(job.step, tracer)  # noqa: E731
             health.metrics.read = of_process("worker", name, health.ready, access.transport, read)
-        if os.environ.get(environment.KUBEFLOW_TRAINER):
-            from rallypoint.launch.kubernetes.progress import telling
-
-            until_exit.enter_context(telling(lambda: job.progress))
         atexit.register(until_exit.pop_all().close)
     if threading.current_thread() is threading.main_thread():
         status = environment.left_status()

@@ -20,7 +20,7 @@ from rallypoint.launch.folder import (
     refuse_unwritable_snapshots,
     refuse_used_snapshots,
 )
-from rallypoint.launch.interrupts import Interrupted, raised
+from rallypoint.launch.lifeline import Interrupted, raised
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.launch.run import ClusterRun, Intervene
 

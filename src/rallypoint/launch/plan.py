@@ -5,98 +5,62 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.topology.told import Topology
 from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch import environment
+from rallypoint.launch.cluster import ClusterConfig
 from rallypoint.launch.engines.remote.hosts import Host
 from rallypoint.own_files import opened, read_file
 from rallypoint.store.retention import Retention
 
+if TYPE_CHECKING:
+    from rallypoint.coordinator.service import JoinInfo
+
 RUN_FILE = "run.json"
-SNAPSHOTS = "snapshots"
+SNAPSHOTS_FOLDER = "snapshots"
 SNAPSHOT_SECONDS = 60.0  # between two, where nobody has said it
 TLS = "tls"
 AUTO = "auto"
 HERE = "{host}"  # in --bind: an engine replaces it by the address of the machine that it has chosen
 
 
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of a run.
+class Launch(ClusterConfig, frozen=True, kw_only=True):
+    """The plan of a run: its cluster, and what its processes run.
 
     Attributes:
         worker: the argv of every worker process.
         script: the part of `worker` that is the user's script, as a whole path; "" if there is none. See `kept`.
         workers: (least, most): with fewer than the least the job waits; workers above the most stand by.
         workers_start: how many workers to start with.
-        standby: how many more are started, imported and connected.
-        aggregators: how many aggregators are started.
-        folder: the run's folder.
-        bind: ``host:port`` at which the coordinator listens; see HERE and `server_arguments`.
-        advertise: ``host`` or ``host:port`` that others connect to instead; "": where the coordinator listens.
-        resume: the snapshot to continue from; "" for a new run.
-        engine: what starts the processes: see `engines.choice`.
-        tls: the folder of the certificates; AUTO: made for the run, in its folder; "": without TLS.
-        transport: tcp, nixl or auto: see `net.rdma.choice`.
-        hosts, ssh: the machines of the engine "ssh", and the command that is its client.
-        address: where the engine is; "": where it is by default.
-        gpus: how many each worker gets of an engine that counts them.
-        ranks: the processes of each worker; with more than one it is a group: see `launch.engines.ranks`.
-        metrics: the folder for the file that says where each process tells its metrics; "": none does.
-        watch: the run's page is served while it goes on: see `launch.observing.page`.
+        hosts: the machines of the engine "ssh".
+        topology: see `Terms`.
+        retention: which snapshots are kept.
+        overrides: settings that replace those of the script.
         track: where the run's figures go, each ``KIND:FOLDER``: see `watch.trackers`.
-        report_after: seconds without a step until the run leaves a report; 0: it leaves none.
-        threads: the intra-op threads of workers and servers; None: nobody has said it, so the coordinator decides when
-            it knows whether a job goes on: see `CoordinatorService`.
-        replication, topology, measure_links: see `Terms`.
-        snapshot_seconds: how often to take snapshots; None: nobody has said it, so SNAPSHOT_SECONDS, or what the job
-            finds (`tune="auto"`).
+        trace_steps: (first, stop) of the steps that are traced, if there is a trace.
+        resume: the snapshot to continue from; "" for a new run.
         changes: sentences that say which settings were changed when the run went on, and from which step.
+        restart: processes that die are started again.
     """
 
     worker: tuple[str, ...]
     script: str = ""
     workers: tuple[int, int] = (1, 2)
     workers_start: int = 2
-    standby: int = 0
-    servers: int = 2
-    aggregators: int = 0
-    replication: int = 0
-    heartbeat: float = 3.0
-    hang_after: float = 60.0
-    backup_tasks: bool = False
-    threads: int | None = None
-    bind: str = "127.0.0.1:0"
-    advertise: str = ""
-    folder: str = ""
-    overrides: dict[str, Any] = {}
-    snapshots: str = ""
-    snapshot_steps: int = 0
-    snapshot_seconds: float | None = None
-    compression: str = "none"
+    hosts: tuple[Host, ...] = ()
+    topology: Topology = Topology()
     retention: Retention = Retention()
-    restart: bool = True
-    trace: str = ""
+    overrides: dict[str, Any] = msgspec.field(default_factory=dict)
+    track: tuple[str, ...] = ()
     trace_steps: tuple[int, int] = (5, 7)
     resume: str = ""
-    engine: str = "local"
-    tls: str = ""
-    transport: str = "tcp"
-    hosts: tuple[Host, ...] = ()
-    ssh: str = "ssh"
-    address: str = ""
-    gpus: float = 0.0
-    ranks: int = 1
     changes: tuple[str, ...] = ()
-    metrics: str = ""
-    watch: bool = False
-    report_after: float = 30.0
-    track: tuple[str, ...] = ()
-    topology: Topology = Topology()
-    measure_links: bool = False
+    restart: bool = True
 
     @property
     def threads_at_first(self) -> int:
@@ -199,28 +163,29 @@ def coordinator_arguments(plan: Launch, address: str = "", earlier: int = 0) -> 
     )  # fmt: skip
 
 
-def terms_of(plan: Launch, earlier: int = 0) -> dict[str, Any]:
-    """Return how the plan's cluster is to behave, as data: see `Terms`. `earlier`: see `coordinator_arguments`."""
-    return {
-        "workers_start": plan.workers_start, "workers_min": plan.workers[0], "workers_max": plan.workers[1],
-        "servers": plan.servers, "replication": plan.replication, "heartbeat": plan.heartbeat,
-        "hang_after": plan.hang_after, "backup_tasks": plan.backup_tasks, "aggregators": plan.aggregators,
-        "snapshot_steps": plan.snapshot_steps,
+def terms_of(plan: Launch, earlier: int = 0) -> Terms:
+    """Return how the plan's cluster is to behave. `earlier`: see `coordinator_arguments`."""
+    return Terms(**{
+        **_same(plan, Terms), "workers_min": plan.workers[0], "workers_max": plan.workers[1], "earlier": earlier,
+        "snapshots": bool(plan.snapshots),
         "snapshot_seconds": SNAPSHOT_SECONDS if plan.snapshot_seconds is None else plan.snapshot_seconds,
         "snapshot_tuned": plan.snapshot_seconds is None and not plan.snapshot_steps,
-        "snapshots": bool(plan.snapshots), "earlier": earlier,
-        "topology": msgspec.to_builtins(plan.topology), "measure_links": plan.measure_links,
-    }  # fmt: skip
+    })  # fmt: skip
 
 
-def join_info_of(plan: Launch) -> dict[str, Any]:
-    """Return what members are told when they join, as data: see `JoinInfo`."""
-    first, last = plan.trace_steps if plan.trace else (0, 0)
-    return {
-        "overrides": plan.overrides, "folder": str(Path(plan.folder).resolve()), "trace": [first, last],
-        "snapshots": plan.snapshots, "compression": plan.compression, "threads": plan.threads or 0,
-        "retention": msgspec.to_builtins(plan.retention),
-    }  # fmt: skip
+def join_info_of(plan: Launch) -> JoinInfo:
+    """Return what members are told when they join."""
+    from rallypoint.coordinator.service import JoinInfo  # with all of the coordinator: most commands need it not
+
+    return JoinInfo(**{
+        **_same(plan, JoinInfo), "folder": str(Path(plan.folder).resolve()), "threads": plan.threads or 0,
+        "trace": plan.trace_steps if plan.trace else (0, 0),
+    })  # fmt: skip
+
+
+def _same(plan: Launch, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return what a plan and `kind` have under the same name."""
+    return {name: getattr(plan, name) for name in kind.__struct_fields__ if name in Launch.__struct_fields__}
 
 
 def server_arguments(plan: Launch) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.engines.relay import Relay
 from rallypoint.launch.folder import Where, write_where
-from rallypoint.launch.interrupts import NOTICES, Interrupted, noted
+from rallypoint.launch.lifeline import NOTICES, Interrupted, noted
 from rallypoint.launch.observing.beside import Beside, merge_trace
 from rallypoint.launch.output import Output
 from rallypoint.launch.plan import (

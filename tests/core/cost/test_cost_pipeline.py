@@ -24,7 +24,7 @@ from rallypoint.core.cost.site import (
 from rallypoint.core.cost.workload import Layer, Workload, layers_of, transformer
 
 MBIT = 1e6 / 8
-NETLAB_QUEUE = 512 * 1024.0  # what `testing.netlab` lets wait at a port
+NETLAB_QUEUE = 512 * 1024.0  # what `tests/support/netlab.py` lets wait at a port
 IDEAL = {"losses": None, "speeds": Speeds(add=0.0, apply=0.0, latency=0.0)}
 
 

@@ -68,13 +68,13 @@ def decoded(text: str, kind: type[_T], option: str) -> _T:
 
 def described(plan: Launch) -> tuple[Terms, JoinInfo]:
     """Return what the coordinator of such a cluster needs to know. With no folder it keeps no journal."""
-    about = msgspec.convert(join_info_of(plan), JoinInfo)
+    about = join_info_of(plan)
     local = bool(plan.snapshots) and "://" not in plan.snapshots
     about = msgspec.structs.replace(
         about, folder=about.folder if plan.folder else "",
         snapshots=str(Path(plan.snapshots).resolve()) if local else plan.snapshots,
     )  # fmt: skip
-    terms = msgspec.convert(terms_of(plan), Terms)
+    terms = terms_of(plan)
     if given := os.environ.get(environment.LIVING, ""):
         terms = msgspec.structs.replace(terms, living=_seconds(given))
     return terms, about

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,22 @@ from rallypoint.launch.folder import (
     refuse_a_finished_run,
     refuse_a_running_run,
 )
-from rallypoint.launch.plan import RUN_FILE, Launch, parse_workers, program_of, read_plan, resized
+from rallypoint.launch.plan import RUN_FILE, Launch, parse_workers, program_of, read_plan
 from rallypoint.store.snapshots import SnapshotStore
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What is to be other than before; "", 0 and nothing: as it was.
+    """What is to be other than before; nothing: as it was.
 
     Attributes:
-        workers: ``4`` or ``2:8``.
-        servers: the number of servers.
-        ranks, bind, advertise: see `Launch`.
+        cluster: options by name, as `RunOptions` has them: ``{"workers": "2:8"}``.
         settings: nested settings over those of the run.
         original: the code that the run has kept, not the script as it is now.
         script: the script that this command names itself; "": run.json alone does.
     """
 
-    workers: str = ""
-    servers: int = 0
-    ranks: int = 0
-    bind: str = ""
-    advertise: str = ""
+    cluster: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any]
     original: bool = False
     script: str = ""
@@ -80,15 +74,13 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     for sentence in (whose, *said):
         if sentence:
             say(sentence)
+    changed = dict(wishes.cluster)
+    if "workers" in changed:
+        changed["workers"], changed["workers_start"] = parse_workers(changed["workers"])
     plan = msgspec.structs.replace(
-        plan, resume=manifest.id, bind=wishes.bind or plan.bind,
-        advertise=wishes.advertise or plan.advertise, overrides=overrides, ranks=wishes.ranks or plan.ranks,
+        plan, resume=manifest.id, overrides=overrides, **changed,
         changes=(*plan.changes, *(sentence for sentence in said if sentence not in plan.changes)),
     )  # fmt: skip
-    if wishes.workers:
-        limits, start = parse_workers(wishes.workers)
-        plan = msgspec.structs.replace(plan, workers=limits, workers_start=start)
-    plan = resized(plan, 0, wishes.servers)
     return msgspec.structs.replace(plan, replication=min(plan.replication, plan.servers))  # a job that begins with them
 
 

@@ -12,10 +12,9 @@ from rallypoint.core.cost.candidates import Candidate, as_paced, candidates_for
 from rallypoint.core.cost.pipeline import step_cost
 from rallypoint.core.cost.site import PACED, Servers, Site, Workers
 from rallypoint.core.cost.verdict import Verdict, called, verdict_of
-from rallypoint.launch.costing.chart import check_chart, draw
 from rallypoint.launch.costing.measured import MeasuredRun, measured_run
 from rallypoint.launch.costing.question import CostOptions, Question, question_of
-from rallypoint.launch.costing.shown import as_json, compared, shown, told
+from rallypoint.launch.costing.shown import as_json, check_chart, compared, draw, shown, told
 
 _LEAST_SHARD, _WORTH = 16 << 10, 1.05  # smaller ones cost more time than they save; less is not worth a note
 

@@ -13,9 +13,9 @@ from rallypoint.core.cost.candidates import Encoding, Machines
 from rallypoint.core.cost.failures import NEVER
 from rallypoint.core.cost.workload import SENT_BYTES, Workload, layers_of, transformer
 from rallypoint.errors import ConfigError, UsageError, meant
+from rallypoint.launch.cluster import option
 from rallypoint.launch.costing.measured import MeasuredRun
 from rallypoint.launch.costing.quantities import bytes_of, count_of, rate_of, seconds_of
-from rallypoint.launch.options import option
 
 _JOB, _MACHINES, _WORTH, _OUTPUT = "The job", "The machines", "Failures and money", "Output"
 _MOST_WORDS, _MOST_DEPTH = 1e15, 10_000
@@ -30,8 +30,7 @@ ENCODINGS: Mapping[str, Encoding] = {
 _LONG_S = 3600.0  # what a shorter run has lost may have been killed by hand
 
 
-@dataclass(frozen=True, kw_only=True)
-class CostOptions:
+class CostOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of ``rallypoint plan``."""
 
     model: Annotated[str, option(

@@ -1,9 +1,10 @@
-"""The planner's answer, for people as a table and a sentence, for programs as JSON."""
+"""The planner's answer: for people a table, a sentence and a picture (extra ``plots``), for programs JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,9 +16,12 @@ from rich.text import Text
 from rallypoint.core.cost.candidates import Candidate
 from rallypoint.core.cost.failures import NEVER
 from rallypoint.core.cost.verdict import Verdict, called, is_priced
+from rallypoint.errors import UsageError, to_install
 from rallypoint.launch.costing.measured import MeasuredRun
 from rallypoint.launch.costing.question import Question
 
+_KINDS = (".png", ".svg", ".pdf")
+_COMPUTING, _WAITING = "#4c78a8", "#f2a45c"
 _LAYOUT_WIDTH = 22
 ASSUMED = (
     "assumed: fp32 gradients and parameters with AdamW, links that nobody else uses, a core for each server, a standby "
@@ -119,3 +123,39 @@ def _sentence(text: str) -> str:
 def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.2g}" if 0 < nbytes < 1e9 else f"{nbytes / 1e9:.3g}" if nbytes else "-"
 
+
+def check_chart(path: Path) -> None:
+    """UsageError if matplotlib is not installed, `path` has no ending that it knows, or its folder does not exist."""
+    if path.suffix not in _KINDS:
+        raise UsageError(f"--plot {path}: name a file that ends with {', '.join(_KINDS)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no folder {path.parent}; make it first")
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise UsageError(f"--plot needs matplotlib: {to_install('plots')}") from None
+
+
+def draw(candidates: Sequence[Candidate], title: str, path: Path) -> None:
+    """Draw a bar for each candidate, the first one at the top: computing, and waiting. UsageError if it cannot be
+    written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.2 + 0.32 * len(candidates)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    names = [called(one) for one in candidates]
+    places = list(range(len(candidates)))
+    busy = [one.step.seconds - one.step.waited for one in candidates]
+    axes.barh(places, busy, color=_COMPUTING, label="computing")
+    axes.barh(places, [one.step.waited for one in candidates], left=busy, color=_WAITING, label="waiting")
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step, when nothing fails")
+    axes.set_title(title, fontsize="medium")
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rallypoint.errors import LinkError
 from rallypoint.launch.discovery.place import Place
-from rallypoint.launch.plan import SNAPSHOTS, is_loopback
+from rallypoint.launch.plan import SNAPSHOTS_FOLDER, is_loopback
 from rallypoint.net.advertise import advertised
 from rallypoint.net.places.binding import EVERYWHERE
 
@@ -30,7 +30,7 @@ def coordinator_arguments(
     folder = named or fresh_folder()
     snapshots = _value(own, "--snapshots")
     if not snapshots:
-        snapshots = str(Path(folder) / SNAPSHOTS) if named or place.one_machine else "none"
+        snapshots = str(Path(folder) / SNAPSHOTS_FOLDER) if named or place.one_machine else "none"
     bind, host = ("127.0.0.1:0", "") if place.one_machine else (f"{EVERYWHERE}:0", own_address(place))
     return (
         "--workers", str(place.world), "--servers", str(servers), "--folder", folder,

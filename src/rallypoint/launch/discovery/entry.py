@@ -17,9 +17,8 @@ import msgspec
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
-from rallypoint.launch.discovery import mpi, torchrun
 from rallypoint.launch.discovery.boards import Found, folder_of, look
-from rallypoint.launch.discovery.place import Place, servers_here, servers_in_all
+from rallypoint.launch.discovery.place import Place, place_of_mpirun, place_of_torchrun, servers_here, servers_in_all
 from rallypoint.observe.lenient import flush_output
 
 SUPERVISION = "rallypoint.launch.discovery.supervision"
@@ -45,7 +44,7 @@ class Duties(msgspec.Struct, frozen=True, kw_only=True):
 
 def place_of(env: Mapping[str, str]) -> Place | None:
     """Return the place that torchrun or mpirun has given this process; None if neither has started it."""
-    return torchrun.place_of(env) or mpi.place_of(env, os.getppid())
+    return place_of_torchrun(env) or place_of_mpirun(env, os.getppid())
 
 
 def enter(place: Place) -> NoReturn:

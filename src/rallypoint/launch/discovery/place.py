@@ -1,13 +1,15 @@
-"""What a process of somebody else's launcher is told about its place among the others. Pure."""
+"""The place of a process of torchrun or mpirun among the others, as its environment says. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.plan import is_loopback
 
 _RANKS = "ranks="
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +73,42 @@ def servers_here(place: Place, wanted: str) -> tuple[str, ...]:
     if ranks is None:
         return (f"server-{place.rank}",) if place.local_rank == 0 else ()
     return tuple(f"server{n}" for n, rank in enumerate(ranks) if rank == place.rank)
+
+
+def place_of_torchrun(env: Mapping[str, str]) -> Place | None:
+    """Return the place of this process; None if torchrun has not started it. Raises UsageError if something is missing.
+    """
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return None
+    if missing := [name for name in _NEEDED if not env.get(name)]:
+        raise UsageError(f"this is started by torchrun (TORCHELASTIC_RUN_ID is set), but {missing[0]} is missing")
+    host, world = env["MASTER_ADDR"], int(env["WORLD_SIZE"])
+    # A node that joins has everybody started again with the same count of restarts, but another number of processes
+    attempt = f"{env['TORCHELASTIC_RUN_ID']}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world}"
+    return Place(
+        launcher="torchrun", rank=int(env["RANK"]), world=world, local_rank=int(env["LOCAL_RANK"]),
+        nodes=int(env["GROUP_WORLD_SIZE"]), attempt=attempt,
+        master=f"[{host}]:{env['MASTER_PORT']}" if ":" in host else f"{host}:{env['MASTER_PORT']}",
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )  # fmt: skip
+
+
+def place_of_mpirun(env: Mapping[str, str], parent: int) -> Place | None:
+    """Return the place of this process; None if no mpirun has started it.
+
+    `parent`: the id of the process that started it, which names the start where the launcher does not.
+    """
+    if "OMPI_COMM_WORLD_RANK" in env:
+        rank, world = int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"])
+        local_rank, on_node = int(env["OMPI_COMM_WORLD_LOCAL_RANK"]), int(env["OMPI_COMM_WORLD_LOCAL_SIZE"])
+        attempt = env.get("PMIX_NAMESPACE", "") or env.get("OMPI_MCA_ess_base_jobid", "")
+    elif "PMI_RANK" in env and "PMI_SIZE" in env and "MPI_LOCALRANKID" in env:
+        rank, world = int(env["PMI_RANK"]), int(env["PMI_SIZE"])
+        local_rank, on_node = int(env["MPI_LOCALRANKID"]), int(env.get("MPI_LOCALNRANKS", world))
+        attempt = ""
+    else:
+        return None
+    nodes = -(-world // on_node)
+    if not attempt:
+        attempt = f"parent-{parent}" if nodes == 1 else "job"
+    return Place(launcher="mpirun", rank=rank, world=world, local_rank=local_rank, nodes=nodes, attempt=attempt)

@@ -12,8 +12,9 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
 
@@ -27,11 +28,10 @@ from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.discovery.boards import Found, board_of, listens, private_folder
 from rallypoint.launch.discovery.coordination import again, coordinator_arguments
 from rallypoint.launch.discovery.entry import Duties
-from rallypoint.launch.discovery.upkeep import Upkeep
 from rallypoint.launch.engines.cluster import Command, Exit
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 from rallypoint.launch.folder import Where, new_folder
-from rallypoint.launch.interrupts import noted
+from rallypoint.launch.lifeline import noted
 from rallypoint.launch.plan import is_loopback
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import role_token
@@ -39,6 +39,7 @@ from rallypoint.net.places.binding import EVERYWHERE
 from rallypoint.observe.lenient import Unhurried, say
 from rallypoint.own_files import opened
 
+_PAUSES_S = (0.0, 0.2, 1.0, 3.0)  # seconds before the next start, after the first, second, ... quick death
 _POLL_S = 0.05
 _LEAVE_S = 10.0  # seconds after SIGTERM in which a worker may hand over
 _AFTER_ERROR_S = 10.0  # seconds in which the coordinator may tell the others why a worker has failed
@@ -53,6 +54,22 @@ _CLI = (sys.executable, "-P", "-m", "rallypoint.cli")
 class _Child:
     process: LocalProcess
     started: float
+
+
+@dataclass(slots=True)
+class Upkeep:
+    """Counts quick deaths in a row, by role. A process that dies within `quick_s` seconds has died quickly."""
+
+    quick_s: float = 10.0
+    quick_deaths: int = 12
+    _quick: Counter[str] = field(default_factory=Counter)
+
+    def died(self, role: str, ran_s: float) -> float | None:
+        """Return in how many seconds another is started; None: never, too many have died soon after their start."""
+        self._quick[role] = self._quick[role] + 1 if ran_s <= self.quick_s else 1
+        if self._quick[role] > self.quick_deaths:
+            return None
+        return _PAUSES_S[min(self._quick[role] - 1, len(_PAUSES_S) - 1)]
 
 
 class Supervisor:

@@ -22,8 +22,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit
 from rallypoint.launch.engines.gpus import VISIBLE, least_used
 from rallypoint.launch.engines.guard import Guard
-from rallypoint.launch.engines.lines import Lines
-from rallypoint.launch.engines.relay import passed_on
+from rallypoint.launch.engines.relay import Lines, passed_on
 
 SUGGESTION = (
     "probably for lack of memory (the kernel's count of such kills has risen): use fewer processes, a smaller batch, "

@@ -1,1 +1,1 @@
-"""Kubernetes: a job as manifests, made of typed objects. Nothing here talks to a cluster: `kubectl apply` does."""
+"""Kubernetes: a job as manifests, of one template. Nothing here talks to a cluster: `kubectl apply` does."""

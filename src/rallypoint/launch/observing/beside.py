@@ -17,7 +17,7 @@ from rallypoint.errors import UsageError, to_install
 from rallypoint.launch import environment
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Command, Exit
-from rallypoint.launch.engines.lines import Lines
+from rallypoint.launch.engines.relay import Lines
 from rallypoint.launch.folder import STACKS
 from rallypoint.launch.observing.metrics import Targets
 from rallypoint.launch.observing.redaction import KeptLines, secrets_among, secrets_in
@@ -157,7 +157,7 @@ class Beside:
     def __init__(self, plan: Launch) -> None:
         folder = Path(plan.folder)
         self._targets = Targets(folder, plan.metrics)
-        self._page = Companion("watch", plan.folder, what="the page cannot be served", wanted=plan.watch)
+        self._page = Companion("watch", plan.folder, what="the page cannot be served", wanted=bool(plan.watch))
         self._trackers = [
             Companion("track", plan.folder, "--track", to, what=f"nothing goes to {to}", end_s=_TRACKER_S)
             for to in plan.track

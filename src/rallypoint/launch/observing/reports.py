@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rallypoint.errors import RallypointError, UsageError
+from rallypoint.launch.cluster import PRIVATE, ClusterConfig
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import REPORTS
 from rallypoint.launch.observing.picture import Picture, config_of, picture_of, sentence_of, view_of
 from rallypoint.launch.observing.redaction import Redaction, secrets_among, secrets_in
+from rallypoint.launch.options import options_of
 from rallypoint.launch.plan import Launch
 from rallypoint.net.frames import PROTOCOL
 
@@ -37,12 +39,7 @@ _MOST_PROCESSES = 64  # whose stacks are in a report
 _VERSIONS = (
     "rallypoint", "torch", "numpy", "msgspec", "fsspec", "zstandard", "cryptography", "xxhash", "safetensors", "ray",
 )  # fmt: skip
-# What is told of a run's plan. Not: the script's arguments, addresses, the ssh command, where certificates are.
-_OF_PLAN = (
-    "script", "workers", "workers_start", "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after",
-    "backup_tasks", "threads", "overrides", "snapshots", "snapshot_steps", "snapshot_seconds", "compression", "restart",
-    "engine", "gpus", "ranks", "changes", "resume",
-)  # fmt: skip
+_OF_PLAN = ("script", "workers", "workers_start", "overrides", "restart", "changes", "resume")  # and options
 
 
 class Report(NamedTuple):
@@ -152,7 +149,8 @@ def _plan(plan: Launch | None) -> dict[str, Any]:
         return {}
     known = msgspec.to_builtins(plan)
     arguments = max(0, len(plan.worker) - (1 if not plan.script else 2))
-    return {name: known[name] for name in _OF_PLAN} | {"arguments": f"{arguments}, not shown"}
+    told = [*_OF_PLAN, *options_of(ClusterConfig, without=PRIVATE)]
+    return {name: known[name] for name in told} | {"arguments": f"{arguments}, not shown"}
 
 
 def _versions() -> dict[str, str]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.costing.chart import check_chart
+from rallypoint.launch.costing.shown import check_chart
 from rallypoint.testing.scale.play import Outcome, Play, Scenario
 from rallypoint.testing.scale.question import ScaleOptions, limits_of, scenario_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,16 +12,15 @@ from rallypoint.core.cost.site import Speeds
 from rallypoint.core.cost.sites import ONE_SITE, Sites, sites_seconds
 from rallypoint.core.cost.workload import SENT_BYTES, Workload, transformer
 from rallypoint.errors import ConfigError
+from rallypoint.launch.cluster import option
 from rallypoint.launch.costing.quantities import count_of, rate_of, seconds_of
-from rallypoint.launch.options import option
 from rallypoint.testing.scale.cluster import Size
 from rallypoint.testing.scale.play import Scenario
 
 _CLUSTER, _JOB, _TROUBLE, _OUTPUT = "The cluster", "The job", "What goes wrong", "Output"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaleOptions:
+class ScaleOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of ``rallypoint simulate``."""
 
     workers: Annotated[int, option(min=1, metavar="N", panel=_CLUSTER, help="Workers, with a replica each.")] = 1000

@@ -24,12 +24,6 @@ class EvaluationReports:
         self._metrics: deque[Metrics] = deque(maxlen=_REPEATED)
         self._versions: deque[Evaluated | NotKept] = deque(maxlen=_REPEATED)
 
-    @property
-    def figures(self) -> dict[str, float]:
-        """The last figures that were sent."""
-        with self._lock:
-            return self._metrics[-1].values if self._metrics else {}
-
     def registered(self, periods: Iterable[int], *, high: bool, stops: Iterable[StopWhen] = ()) -> None:
         """The script has evaluations with these periods, and these rules by which they end the job."""
         with self._lock:

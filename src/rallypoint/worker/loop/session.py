@@ -49,7 +49,6 @@ from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape,
 from rallypoint.worker.keys.store import KeyStore
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
 from rallypoint.worker.loop.parts import Parts
-from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.loop.start_values import started
 from rallypoint.worker.membership import TOO_LATE, DataPlane, Member
@@ -266,13 +265,12 @@ class Job(Member):
         self._stopping.done(generation, version)
 
     @property
-    def progress(self) -> Progress | None:
-        """How far this worker's run is; None before it has one. Any thread may ask."""
+    def step(self) -> int | None:
+        """The steps of training that the model of this worker's run has; None before it has one. Any thread may ask."""
         if (run := self._run) is None:
             return None
         steps = run.config.steps if self._exchange is None else run.config.steps_at(self._exchange.end.last)
-        done = steps if self._finished else min(max(0, run.step), steps)
-        return Progress(done, steps, self._leads(), self._reports.figures)
+        return steps if self._finished else min(max(0, run.step), steps)
 
     @property
     def left(self) -> bool:

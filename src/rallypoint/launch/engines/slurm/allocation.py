@@ -1,4 +1,4 @@
-"""What Slurm has given a job, as its environment says. Pure, but for `scontrol`, which knows what a list of nodes is.
+"""What Slurm has given a job, as its environment says, and how it is asked to run the job again.
 
 A job of one component runs every role anywhere. A heterogeneous job of two runs the coordinator, servers and
 aggregators on the nodes of the first, workers on those of the second. Slurm writes component 1 of job 12 as 12+1, and
@@ -7,7 +7,9 @@ so its node n3 is n3+1 here.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,7 +18,8 @@ from rallypoint.launch.engines.remote.hosts import Host
 
 _FIRST, _SECOND = ("coordinator", "server", "aggregator"), ("worker",)
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-_SCONTROL_S = 30.0
+AGAIN = (signal.SIGUSR1, signal.SIGUSR2)  # what asks a job to end and to be run again
+_SCONTROL_S = 60.0
 
 
 def hosts_of_job(environ: Mapping[str, str], nodes_of: Callable[[str], Sequence[str]]) -> tuple[Host, ...]:
@@ -88,3 +91,17 @@ def _component(
     return tuple(
         Host(f"{node}{mark}", roles=roles, slots=count) for node, count in zip(nodes, tasks, strict=True) if count
     )
+
+
+
+
+def requeue() -> str:
+    """Ask Slurm to run this job again, and return "". Slurm ends this process then. Else, return why it does not."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    try:
+        done = subprocess.run(
+            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_SCONTROL_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return "" if done.returncode == 0 else " ".join((done.stderr or done.stdout).split())

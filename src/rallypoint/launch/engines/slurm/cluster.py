@@ -12,8 +12,14 @@ from collections.abc import Callable, Mapping
 from rallypoint.launch.engines.remote.cluster import RemoteCluster
 from rallypoint.launch.engines.remote.hosts import Host
 from rallypoint.launch.engines.remote.link import RemoteShell
-from rallypoint.launch.engines.slurm.allocation import gpus_on_node, hosts_of_job, node_and_component, nodes_of_list
-from rallypoint.launch.engines.slurm.requeue import AGAIN, requeue
+from rallypoint.launch.engines.slurm.allocation import (
+    AGAIN,
+    gpus_on_node,
+    hosts_of_job,
+    node_and_component,
+    nodes_of_list,
+    requeue,
+)
 from rallypoint.launch.plan import Launch
 
 _STEP = "rallypoint.launch.engines.slurm.step"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 
 from rallypoint.launch.engines.remote import far_end
-from rallypoint.launch.engines.slurm.requeue import AGAIN
+from rallypoint.launch.engines.slurm.allocation import AGAIN
 
 if __name__ == "__main__":
     for number in AGAIN:

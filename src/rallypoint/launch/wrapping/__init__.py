@@ -1,1 +1,0 @@
-"""A loop that stays the script's own: `rp.wrap`."""
