@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from rallypoint.core.cluster.evaluating import ledger
+
 from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.testing.simulation import server
 from rallypoint.testing.simulation.plan import make_plan

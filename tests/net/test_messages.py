@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rallypoint.net.evaluations.messages import Evaluated, Evaluates, NotKept
 
 from rallypoint.core.deciding.decisions import StopWhen
 from rallypoint.core.job import JobRecord
@@ -18,7 +19,6 @@ from rallypoint.core.views.difference import canonical, difference
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
 from rallypoint.net.auditing.messages import ServerMismatch, StateChanged
-from rallypoint.net.evaluations.messages import Evaluated, Evaluates, NotKept
 from rallypoint.net.ordering.messages import (
     Drain,
     LearningRate,

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from rallypoint.worker.evaluating.evaluations import Evaluations
 
 import rallypoint as rp
 from rallypoint.errors import UsageError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.worker.evaluating.evaluations import Evaluations
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.tensors import weights_hash
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rallypoint.worker.evaluating.reports import EvaluationReports
+
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
@@ -10,7 +12,6 @@ from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import Evaluate
 from rallypoint.core.worker.snapshots import Snapshots
 from rallypoint.net.messages import Evaluated, Evaluates, Message, NotKept
-from rallypoint.worker.evaluating.reports import EvaluationReports
 
 FIRST = ViewNumber(1, 1)
 

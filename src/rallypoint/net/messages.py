@@ -8,16 +8,12 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from rallypoint.core.deciding.decisions import StopWhen
 from rallypoint.core.job import JobRecord
-from rallypoint.core.typed import MOST_MEMBERS, Count, Index, Name, Norm, Replicas, Seconds
+from rallypoint.core.typed import MOST_MEMBERS, MOST_METRICS, Count, Index, Name, Norm, Replicas, Seconds
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net.auditing.messages import OfAudits
-from rallypoint.net.evaluations.messages import Evaluated as Evaluated
-from rallypoint.net.evaluations.messages import Evaluates as Evaluates
-from rallypoint.net.evaluations.messages import Figures
-from rallypoint.net.evaluations.messages import Metrics as Metrics
-from rallypoint.net.evaluations.messages import NotKept as NotKept
 from rallypoint.net.greetings import AnyMessage, Hidden, Secret, Shown
 from rallypoint.net.greetings import Challenge as Challenge
 from rallypoint.net.greetings import Hello as Hello
@@ -31,6 +27,10 @@ from rallypoint.net.sharing.messages import Caches, OfSharing
 from rallypoint.net.views.messages import NewView as NewView
 from rallypoint.net.views.messages import OfViews, Reached, Unrestored, ViewChange
 from rallypoint.observe.lines import printable
+
+Figures = Annotated[dict[Name, float], msgspec.Meta(max_length=MOST_METRICS)]
+MOST_RULES = 100  # of run.stop_when
+Period = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
 
@@ -206,6 +206,24 @@ class Done(AnyMessage, frozen=True):
     version: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)] = -1
 
 
+class Evaluates(AnyMessage, frozen=True):
+    """The evaluations of this worker's script: see `core.cluster.events.Evaluates`."""
+
+    periods: Annotated[tuple[Period, ...], msgspec.Meta(max_length=100)]
+    stops: Annotated[tuple[StopWhen, ...], msgspec.Meta(max_length=MOST_RULES)] = ()
+
+
+class Evaluated(AnyMessage, frozen=True):
+    """This worker has run all evaluations that are due with `version`; `values` are all their figures.
+
+    None in their place: it was to do so, and no server has that version any more.
+    """
+
+    version: Index
+    generation: ViewNumber
+    values: Figures | None
+
+
 class GiveUp(Shown, frozen=True):
     """This member cannot continue. `reason` is a sentence.
 
@@ -327,6 +345,14 @@ class StepDone(AnyMessage, frozen=True):
         return plan.loss == "always" or (plan.loss == "said" and not math.isnan(self.loss))
 
 
+class Metrics(AnyMessage, frozen=True):
+    """The figures of all evaluations after `step` steps of training, in that generation."""
+
+    step: Index
+    values: Figures
+    generation: ViewNumber = ViewNumber()
+
+
 class Waiting(Shown, frozen=True):
     """What the job waits for, as a sentence (I8)."""
 
@@ -360,7 +386,7 @@ Message = (
     Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | OfViews | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
-    Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
+    Snapshotted | Knows | Held | Release | Evaluates | Evaluated | Contributed | Updated |
     AuditFound | OfAudits | OfMembers | OfOrders | OfSharing | Reached | Unrestored
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import msgspec
 
@@ -20,7 +20,7 @@ from rallypoint.launch.replaying.task import Answer, Looked, Task
 from rallypoint.parallel.plan import Parallel
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.worker.carried import TrainSettings
-from rallypoint.worker.evaluating.evaluations import Evaluation
+from rallypoint.worker.evaluations import Evaluation
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule
 from rallypoint.worker.loop.run import Run
@@ -45,9 +45,9 @@ class ReplayedRun(Run):
         self._probes = Probes(parts.model, parts.batches, self._passes, sizes) if task.probe else None
         self._wanted = task.replica
 
-    def every(self, steps: int, *, priority: Literal["", "high"] = "") -> Any:
+    def every(self, steps: int) -> Any:
         """Leave the evaluation out: what the run has decided from its result is known."""
-        nothing = super().every(steps, priority=priority)
+        nothing = super().every(steps)
 
         def left_out(evaluation: Evaluation) -> Evaluation:
             if self._config.plateau is not None:

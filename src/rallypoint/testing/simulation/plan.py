@@ -193,7 +193,7 @@ def _rescaled(plan: Plan) -> Plan:
 
 
 def _evaluating(plan: Plan) -> Plan:
-    """Two workers more stand by; in every fourth plan evaluations are not leased."""
+    """Two workers more stand by; in every fourth plan there are backup tasks."""
     rng = random.Random(plan.seed * 7919 + 11)
     asked = plan.seed % 4 == 0
     terms = msgspec.structs.replace(plan.terms, backup_tasks=asked, aggregators=0)
@@ -262,7 +262,7 @@ def _carrying(plan: Plan) -> Plan:
 
 
 def _alternating(plan: Plan) -> Plan:
-    """Several models, each of which has a shard or more. In every third plan evaluations are leased."""
+    """Several models, each of which has a shard or more. In every third plan there are evaluations."""
     plan, alternate = _evaluating(plan) if plan.seed % 3 == 0 else plan, some_alternate(plan.seed, plan.job.steps)
     shards = max(plan.job.shards, plan.job.buffers + len(models_in(alternate)))
     return replace(plan, job=replace(plan.job, shards=shards, alternate=alternate))

@@ -31,7 +31,7 @@ from rallypoint.testing.simulation.operating.rates import RateOperators
 from rallypoint.testing.simulation.operating.resuming import KEEP, RESUME, Resuming
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, replay_line
-from rallypoint.testing.simulation.replicas.evaluated import check_evaluations
+from rallypoint.testing.simulation.replicas.evaluations import check_evaluations
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.store import SimulatedStore
@@ -279,7 +279,7 @@ class Simulation:
             self._rates.check(views.scales, views.rescale)
             self.plan = replace(self.plan, job=replace(self.plan.job, scales=views.scales))
         self._check_size()
-        check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
+        check_evaluations(self.plan.job, self.outcome, self.coordinator)
         job = self.plan.job
         for shard in range(job.shards):
             contents = self._final_contents(shard)

@@ -13,7 +13,7 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.ending.stopping import Stopping
-from rallypoint.worker.evaluating.reports import EvaluationReports
+from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.allreduce import WorkerOptimizer
 from rallypoint.worker.ranks.followers import Followers, NoFollowers
