@@ -19,9 +19,8 @@ from rallypoint.core.assignment.speeds import Speeds
 from rallypoint.core.cluster import view_change, view_sequence
 from rallypoint.core.cluster.events import Beat, Progress
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.remembered import Remembered
 from rallypoint.core.cluster.view_change import AHEAD, Placing, contributing, following_assignments, homings, pairings
-from rallypoint.core.cluster.view_sequence import ViewSequence
+from rallypoint.core.cluster.view_sequence import Remembered, ViewSequence
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans
 from rallypoint.testing.scale.cluster import BigCluster, Size

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rallypoint.net.evaluations.messages import Evaluated, Evaluates, NotKept
 
 from rallypoint.core.deciding.decisions import StopWhen
 from rallypoint.core.job import JobRecord
@@ -19,6 +18,7 @@ from rallypoint.core.views.difference import canonical, difference
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
 from rallypoint.net.auditing.messages import ServerMismatch, StateChanged
+from rallypoint.net.messages import Evaluated, Evaluates
 from rallypoint.net.ordering.messages import (
     Drain,
     LearningRate,
@@ -64,8 +64,8 @@ EXAMPLES: list[m.Message] = [
     ScriptAt(1, 20, 4000, ended=True, worker="w1"),
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
     m.Knows(VIEW, b"\4" * 32), m.Held("here"), m.Release(),
-    Evaluates((3, 70), True, (StopWhen(metric="loss", patience=3),)),
-    Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), NotKept(7, ViewNumber(2, 1)),
+    Evaluates((3, 70), (StopWhen(metric="loss", patience=3),)),
+    Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), Evaluated(7, ViewNumber(2, 1), None),
     Contributed(7, 1, 0.5, bytes(32), ViewNumber(2, 1)), Updated(8, 3, bytes(16), ViewNumber(2, 1)),
     AuditFound(7, 1, 3, ("w0", "w2"), ("w1",), ViewNumber(2, 1)),
     StateChanged(3, 7, ViewNumber(2, 1)), ServerMismatch("words", 3, 7, ("s0", "s1")),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
 from rallypoint.core.assignment.nearby import nearest_aggregators
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.placing.uplinks import Situation, Uplinks
-from rallypoint.core.cluster.remembered import Remembered
 from rallypoint.core.cluster.view_change import (
     Placing,
     carried,
@@ -30,8 +29,31 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, place_backups
 from rallypoint.core.view import Assignment, Dispute, Lease, Member, Scale, Stop, Tried, View, ViewNumber
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Aggregation: TypeAlias = Callable[..., dict[str, str]]
 Contributing: TypeAlias = Callable[..., dict[str, tuple[int, ...]]]
+
+
+class Remembered(Generic[P, R]):
+    """A function, which returns its last answer again if its arguments are equal to the last ones.
+
+    Nothing but the arguments may decide its answer, and nobody may change them or the answer afterwards. Example: with
+    `placed = Remembered(place)` the second of two calls `placed(shards, ("a", "b"))` places nothing.
+
+    It is no closure, so that a machine which has one can be recorded (`observe.packed`).
+    """
+
+    __slots__ = ("_function", "_last")
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function = function
+        self._last: tuple[object, R] | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._last is None or self._last[0] != (args, kwargs):
+            self._last = (args, kwargs), self._function(*args, **kwargs)
+        return self._last[1]
 
 
 @dataclass(slots=True)

@@ -20,10 +20,10 @@ from rallypoint.errors import UsageError
 from rallypoint.net.messages import Report, Say
 from rallypoint.net.recording.messages import Contributed
 from rallypoint.worker.ending.left_loop import LeftLoop
+from rallypoint.worker.evaluating import Evaluating
 from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
-from rallypoint.worker.loop.evaluating import Evaluating
 from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.guard import ModelGuard, compares
 from rallypoint.worker.loop.micro import Micro
