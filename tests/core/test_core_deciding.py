@@ -199,11 +199,11 @@ def test_rules_without_evaluations_end_the_job_with_a_sentence() -> None:
     assert "write @run.every(100)" in abort.reason
 
 
-def test_rules_on_a_cluster_that_cannot_decide_end_the_job_with_a_sentence() -> None:
-    job = _Job(_terms(1, 1, backup_tasks=True), record=_record())
+def test_rules_of_a_job_that_cannot_decide_end_the_job_with_a_sentence() -> None:
+    job = _Job(_terms(1, 1), record=_record(down={"type": "bf16"}))
     job.come("s0", "w0")
     (abort,) = _of(Abort, job.play(Evaluates("w0", (EVERY,), stops=(RULE,))))
-    assert "run.stop_when is not supported together with --backup-tasks" in abort.reason
+    assert "run.stop_when is not supported together with a lossy down=" in abort.reason
 
 
 def test_a_job_that_waits_says_for_which_evaluation() -> None:
@@ -229,13 +229,12 @@ def test_a_worker_that_is_refused_keeps_no_replicas() -> None:
 
 
 def test_a_standby_ends_no_job_with_rules_that_it_cannot_have() -> None:
-    job = _begun(standby=2, stops=(), terms={"backup_tasks": True})
-    assert job.view.lease == Lease(4, "w2", until=8)
-    (refused,) = _of(Refuse, job.play(Evaluates("w3", (EVERY,), stops=(RULE,))))
-    assert "run.stop_when is not supported together with --backup-tasks" in refused.reason
+    job = _begun(stops=(), down={"type": "bf16"})
+    (refused,) = _of(Refuse, job.play(Evaluates("w2", (EVERY,), stops=(RULE,))))
+    assert "run.stop_when is not supported together with a lossy down=" in refused.reason
     assert job.machine.last_word is None
     (abort,) = _of(Abort, job.play(Evaluates("w1", (EVERY,), stops=(RULE,))))
-    assert "run.stop_when is not supported together with --backup-tasks" in abort.reason
+    assert "run.stop_when is not supported together with a lossy down=" in abort.reason
 
 
 def test_a_standby_ends_no_job_with_rules_without_evaluations() -> None:

@@ -17,7 +17,7 @@ from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.parts import Parts
 
 
-class Evaluating:
+class Evaluator:
     """Evaluates the versions that are this worker's to evaluate. Main thread only, between two replicas.
 
     A leased version that the model does not hold is pulled beside what this worker trains with. While the evaluation

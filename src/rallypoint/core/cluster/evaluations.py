@@ -288,7 +288,7 @@ def lost_evaluations(course: Course) -> list[Effect]:
 
 
 @dataclass(slots=True)
-class Evaluating:
+class Decisions:
     """Handles what workers say of evaluations; decides from the results, in the order of their versions."""
 
     course: Course
@@ -318,7 +318,7 @@ class Evaluating:
         course, ledger = self.course, self.course.evaluations
         if wrong := next((rule.problem for rule in event.stops if rule.problem), ""):
             return self._refuse(event.worker, f"it brought a rule of run.stop_when that is none: {wrong}", left)
-        if event.stops and (why := record.refusal_of({Feature.STOP_WHEN, *course.terms.features})):
+        if event.stops and (why := record.refusal_of({Feature.STOP_WHEN})):
             return self._cannot(event.worker, why, left)
         steers = course.rules.steers or bool(event.stops)
         same = ledger.agrees(event, fixed=course.begun and steers)

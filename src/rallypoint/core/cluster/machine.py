@@ -24,7 +24,7 @@ from rallypoint.core.cluster.auditing.verdicts import Auditing
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course, uploads
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
-from rallypoint.core.cluster.evaluations import Evaluating
+from rallypoint.core.cluster.evaluations import Decisions
 from rallypoint.core.cluster.health.apart import disagrees, set_apart
 from rallypoint.core.cluster.health.beats import take_beat
 from rallypoint.core.cluster.health.reach import Reach
@@ -65,7 +65,7 @@ class ClusterMachine:
     _succession: Succession = field(init=False)
     _completion: Completion = field(init=False)
     _ordering: Ordering = field(init=False)
-    _evaluating: Evaluating = field(init=False)
+    _decisions: Decisions = field(init=False)
     _auditing: Auditing = field(init=False)
     _silence: Silence = field(init=False)
     _reach: Reach = field(init=False)
@@ -80,7 +80,7 @@ class ClusterMachine:
         self._succession = Succession(self.course, self._snapshots, self._assigner)
         self._ending = LastSnapshot(self.course, self._snapshots, self._succession)
         self._completion = Completion(self.course, self._snapshots, self._succession)
-        self._evaluating = Evaluating(self.course, self._completion)
+        self._decisions = Decisions(self.course, self._completion)
         self._ordering, self._auditing = Ordering(course, self._succession), Auditing(course, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat, self.terms.living), Reach(self.course)
         if self.resume is not None:
@@ -182,7 +182,7 @@ class ClusterMachine:
             return take_beat(event, self.course, self._reach)  # the short way: they are most of the events
         known, effects = self.course.known, self._handle(event)
         same = isinstance(event, events.OFTEN) and self.course.known == known
-        after = () if same else (*self._evaluating.advance(), *self._succession.lease(), *self._auditing.advance())
+        after = () if same else (*self._decisions.advance(), *self._succession.lease(), *self._auditing.advance())
         return [*effects, *after]
 
     def _handle(self, event: events.Event) -> list[Effect]:
@@ -216,7 +216,7 @@ class ClusterMachine:
             case events.Done() | events.Stopped():
                 return self._completion.handle(event)
             case events.Evaluates() | events.Evaluated():
-                return self._evaluating.handle(event, self._left)
+                return self._decisions.handle(event, self._left)
             case events.Resized() | events.Paused() | events.Rescaled() | events.RateAwaited():
                 return self._ordering.handle(event)
             case events.Failed():

@@ -42,7 +42,7 @@ from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.exchange.replica import ReplicaPushes
 from rallypoint.worker.exchange.replicated import States as Records
 from rallypoint.worker.exchange.replicated import optimizer_state
-from rallypoint.worker.exchange.rows.pulls import LeasedVersion, RowPulls
+from rallypoint.worker.exchange.rows.pulls import LeasedPull, RowPulls
 from rallypoint.worker.recording.contributions import Contributions
 from rallypoint.worker.streamed.memory import ShardMemory, SlotMemory, WholeVector
 from rallypoint.worker.streamed.pulls import WordPulls
@@ -111,7 +111,7 @@ class Exchange:
         )
         self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)
-        self.leased = LeasedVersion(layout, locked, self.rows)
+        self.leased = LeasedPull(layout, locked, self.rows)
         self.words = WordPulls(locked, self._links, pinned=pinned)
         self.end, self.reaching, self.own_loop = JobEnd(locked), Reaching(locked), OwnLoop(locked, self._links)
         self.arrivals = Arrivals(

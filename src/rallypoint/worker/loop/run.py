@@ -20,7 +20,7 @@ from rallypoint.errors import UsageError
 from rallypoint.net.messages import Report, Say
 from rallypoint.net.recording.messages import Contributed
 from rallypoint.worker.ending.left_loop import LeftLoop
-from rallypoint.worker.evaluating import Evaluating
+from rallypoint.worker.evaluating import Evaluator
 from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
@@ -63,7 +63,7 @@ class Run:
             ends=lambda step: step == parts.config.steps_at(parts.exchange.end.last),
         )  # fmt: skip
         self._passes = Passes(parts, self._early, self._evaluations.passed)
-        self._evaluating = Evaluating(parts, self._evaluations, self._around, self._versions.restore_buffers)
+        self._evaluating = Evaluator(parts, self._evaluations, self._around, self._versions.restore_buffers)
         self._started, self.ledger = False, list[ReadBy]()
         self._ahead: GoneAhead[Ahead] = GoneAhead()
         self.left_loop = LeftLoop(

@@ -138,7 +138,7 @@ class RowPulls:
             link.pull(header, payload)
 
 
-class LeasedVersion:
+class LeasedPull:
     """The version whose evaluation is leased to this worker: as its model holds it, or as the servers keep it.
 
     It is pulled beside the exchange buffer, which goes on with training. Main thread only.
