@@ -7,6 +7,7 @@ Pure: events go in (`core.cluster.events`), effects come out (`core.cluster.effe
     succession  which view follows the one in force
     snapshots   when to take a snapshot
     ordering    what an operator orders
+    evaluations which versions are evaluated by whom, and what is decided from that
     completion  the end of a job that goes well; ending: the last snapshot of one that fails
     assigner    which worker computes which replicas
 
