@@ -31,7 +31,7 @@ class Parts:
         optimizer: the optimizer that steps on this worker; None where the servers step.
         streamed: the model's parameters, where they stay on the servers; else None.
         followers: the other ranks of this worker, if it is a group.
-        leases: an evaluation may be leased to a worker that does not train.
+        leases: evaluations are leased, to this worker or another. Else the lead makes them.
         decides_not: the sentence that refuses `run.stop_when`; "" if the job's mode supports it.
         done: tells the coordinator that this worker holds the last version, in which generation, and which that is.
         leads: true on the worker that evaluates (now) and saves (when the job is over).
