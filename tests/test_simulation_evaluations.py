@@ -11,6 +11,7 @@ from rallypoint.core.view import View
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Evaluating, parse_policy, word_for
 from rallypoint.testing.simulation.run import first_failure, simulate
+from rallypoint.testing.simulation.worker import SimulatedWorker
 
 
 @pytest.mark.some("0", "11", "14", "3", "6", "9")
@@ -44,4 +45,5 @@ def test_a_server_that_does_not_keep_what_is_leased_is_found(monkeypatch: pytest
         return effects
 
     monkeypatch.setattr(ServerMachine, "adopt", forgetful)
+    monkeypatch.setattr(SimulatedWorker, "evaluate_s", 3.0)  # others train on meanwhile, and who evaluates is killed
     assert "have no result" in first_failure(Evaluating(), range(1, 30))
