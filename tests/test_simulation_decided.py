@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.cluster.evaluating import ledger
+from rallypoint.core.cluster import evaluations
 from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.testing.simulation import server
 from rallypoint.testing.simulation.plan import make_plan
@@ -51,8 +51,8 @@ def test_a_server_that_does_not_hear_of_a_reduction_is_found(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_coordinator_that_forgets_at_a_roll_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgets(self: ledger.EvaluationLedger, decided: Any) -> None:
-        self.decided = ledger.Decided(version=decided.version)
+    def forgets(self: evaluations.EvaluationLedger, decided: Any) -> None:
+        self.decided = evaluations.Decided(version=decided.version)
 
-    monkeypatch.setattr(ledger.EvaluationLedger, "go_back_to", forgets)
+    monkeypatch.setattr(evaluations.EvaluationLedger, "go_back_to", forgets)
     first_failure(Deciding(), range(60))

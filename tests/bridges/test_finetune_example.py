@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from support.programs import run_program
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]

@@ -23,7 +23,6 @@ from rallypoint.net.messages import (
     Evaluated,
     Message,
     Metrics,
-    NotKept,
     NotStored,
     Propose,
     Report,
@@ -51,8 +50,9 @@ BIG, NOW = 1 << 63, ViewNumber(1, 4)
     Accounted(BIG, 0, 0, 0), Accounted(0, 0, 0, -1), Accounted(0, 0, 0, 0, {-1: 1}), Accounted(0, 0, 0, 0, {1: BIG}),
     CaughtUp({-1: NOW}), CaughtUp({0: ViewNumber(-1, 0)}), Stored("s", {"f": -1}, {}), Stored("s", {"f": BIG}, {}),
     Stored("s", {}, {-1: ("f", 0, 0, "")}), Stored("s", {}, {0: ("f", -1, 0, "")}), NotStored("s", "why", BIG),
-    NotStored("s", "why", -2), Metrics(BIG, {}), Metrics(-1, {}), Metrics(0, {"v" * 201: 1.0}),
-    Metrics(0, {f"v{n}": 0.0 for n in range(1001)}), Skipped(BIG, ()), Skipped(0, (-1,)), Skipped(0, (0,) * 65_537),
+    NotStored("s", "why", -2), Evaluated(BIG, NOW, {}), Evaluated(-1, NOW, {}), Metrics(0, {"v" * 201: 1.0}),
+    Evaluated(0, NOW, {f"v{n}": 0.0 for n in range(1001)}), Skipped(BIG, ()), Skipped(0, (-1,)),
+    Skipped(0, (0,) * 65_537),
     Resize(BIG), Resize(-1), Resize(1, BIG),
 ], ids=lambda message: str(message)[:60])  # fmt: skip
 def test_a_value_that_no_honest_member_sends_is_refused(message: Message) -> None:
@@ -110,14 +110,14 @@ def test_only_who_was_asked_may_answer_about_a_snapshot() -> None:
 def test_who_has_held_an_evaluation_lease_is_heard_when_another_one_has_it() -> None:
     claims, result = Claims(), Evaluated(4, NOW, {"loss": 1.0})
     for number, holder in enumerate(("w2", "w3"), 4):
-        claims.published(msgspec.structs.replace(view({"w0": (0,)}, number), lease=Lease(4, holder)))
-    now = msgspec.structs.replace(view({"w0": (0,)}, 6), lease=Lease(8, "w3"))
+        claims.published(msgspec.structs.replace(view({"w0": (0,)}, number), lease=Lease(4, holder, 8)))
+    now = msgspec.structs.replace(view({"w0": (0,)}, 6), lease=Lease(8, "w3", 12))
     assert claims.may_evaluate("w2", result, now), "its result came just after its lease had moved"
     assert not claims.may_evaluate("w1", result, now)
-    assert claims.may_miss("w2", NotKept(4, NOW), now)
-    assert claims.may_miss("w3", NotKept(8, NOW), now)
-    assert not claims.may_miss("w2", NotKept(8, NOW), now), "it never had that lease"
-    assert not claims.may_miss("w0", NotKept(8, NOW), now)
+    assert claims.may_evaluate("w2", Evaluated(4, NOW, None), now)
+    assert claims.may_evaluate("w3", Evaluated(8, NOW, None), now)
+    assert not claims.may_evaluate("w2", Evaluated(8, NOW, None), now), "it never had that lease"
+    assert not claims.may_evaluate("w0", Evaluated(8, NOW, None), now)
 
 
 def test_who_was_the_lead_is_heard_when_views_have_forgotten_what_it_was_assigned() -> None:
@@ -212,9 +212,9 @@ def test_figures_count_from_who_computes_replica_0_of_versions_that_are_reached(
     now, evaluations = play.view.generation, play.shell.evaluations
     lead = play.view.lead(3)
     other = {"w0": "w1", "w1": "w0"}[lead]
-    assert play.say(other, Metrics(2, {"loss": 0.0}, now)) == []
-    assert play.say(lead, Metrics(9, {"loss": 9.0}, now)) == []
-    play.say(lead, Metrics(2, {"loss": 2.0}, now))
+    assert play.say(other, Evaluated(2, now, {"loss": 0.0})) == []
+    assert play.say(lead, Evaluated(9, now, {"loss": 9.0})) == []
+    play.say(lead, Evaluated(2, now, {"loss": 2.0}))
     assert (evaluations.of(2), evaluations.of(9)) == ({"loss": 2.0}, {})
     play.say("s0", Applied(8, 2, 0.0, generation=now))
     assert evaluations.of(9) == {"loss": 9.0}, "it was early: a server's word came later"

@@ -45,6 +45,7 @@ from rallypoint.net.messages import (
     Applied,
     CaughtUp,
     Done,
+    Evaluated,
     Finished,
     GiveUp,
     Hello,
@@ -281,7 +282,7 @@ def test_what_members_say_of_the_run_reaches_those_who_watch_and_the_log(house: 
     house.open(join_info=JoinInfo(folder=str(tmp_path)))
     eyes = house.enter("observer", "eyes")
     server, worker, view = house.begin()
-    worker.link.send(Metrics(1, {"val_loss": 0.5}, view.generation))
+    worker.link.send(Evaluated(1, view.generation, {"val_loss": 0.5}))
     assert eyes.next(Metrics).values == {"val_loss": 0.5}
     assert house.coordinator._shell.evaluations.of(1) == {"val_loss": 0.5}, "for that version's snapshot"
     server.link.send(Skipped(1, (0,)))

@@ -30,13 +30,13 @@ from rallypoint.net.messages import (
     Capture,
     CaughtUp,
     Done,
+    Evaluated,
     Finished,
     GiveUp,
     Held,
     Hello,
     Knows,
     Message,
-    Metrics,
     NewView,
     NotStored,
     Planned,
@@ -186,7 +186,7 @@ def test_a_worker_that_was_done_before_a_roll_back_does_not_end_the_job() -> Non
 
 def test_figures_of_a_version_that_was_rolled_back_judge_nothing() -> None:
     play, before = _rolled_back()
-    assert play.say("w0", Metrics(30, {"loss": 0.1}, before)) == []
+    assert play.say("w0", Evaluated(30, before, {"loss": 0.1})) == []
     assert play.shell.evaluations.of(30) == {}
 
 
@@ -196,7 +196,7 @@ def test_figures_found_before_a_roll_back_are_forgotten_of_the_steps_that_are_co
     play.store()
     play.steps(0, 15)
     for step in (5, 10, 15):
-        play.say("w0", Metrics(step, {"loss": 1.0}, play.view.generation))
+        play.say("w0", Evaluated(step, play.view.generation, {"loss": 1.0}))
     play.lose_the_server()
     play.take(inbox.SnapshotFound("step-00000010-10002", 10))
     assert [play.shell.evaluations.of(step) for step in (5, 10, 15)] == [{"loss": 1.0}, {"loss": 1.0}, {}]
@@ -212,9 +212,9 @@ def test_a_snapshot_gets_the_figures_of_its_own_version_from_all_evaluations_of_
     play.steps(0, 10)
     play.take(inbox.Ticked())
     taken = play.sent(Capture)[-1].version
-    play.say("w0", Metrics(taken, {"loss": 1.0}, play.view.generation))
-    play.say("w0", Metrics(taken, {"accuracy": 0.5}, play.view.generation))
-    play.say("w0", Metrics(taken + 1, {"loss": 9.0}, play.view.generation))
+    play.say("w0", Evaluated(taken, play.view.generation, {"loss": 1.0}))
+    play.say("w0", Evaluated(taken, play.view.generation, {"accuracy": 0.5}))
+    play.say("w0", Evaluated(taken + 1, play.view.generation, {"loss": 9.0}))
     commit = play.store()[0]
     assert isinstance(commit, acts.CommitSnapshot)
     assert commit.metrics == {"loss": 1.0, "accuracy": 0.5}
@@ -224,8 +224,8 @@ def test_figures_that_come_after_their_snapshot_are_sent_after_it() -> None:
     play = Play()
     play.begin()
     play.steps(0, 3)
-    play.say("w0", Metrics(3, {"loss": 1.0}, play.view.generation))
-    said = play.say("w0", Metrics(3, {"accuracy": 0.5}, play.view.generation))
+    play.say("w0", Evaluated(3, play.view.generation, {"loss": 1.0}))
+    said = play.say("w0", Evaluated(3, play.view.generation, {"accuracy": 0.5}))
     assert acts.Judge(3, {"loss": 1.0, "accuracy": 0.5}) in said
 
 
@@ -235,11 +235,11 @@ def test_figures_that_are_said_again_count_once(loss: float) -> None:
     play = Play()
     play.begin()
     play.steps(0, 3)
-    figures = Metrics(3, {"loss": loss, "accuracy": 0.5}, play.view.generation)
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(figures), type=Metrics)
+    figures = Evaluated(3, play.view.generation, {"loss": loss, "accuracy": 0.5})
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(figures), type=Evaluated)
     assert any(isinstance(act, acts.Judge) for act in play.say("w0", figures))
     assert play.say("w0", again) == []
-    assert play.say("w0", Metrics(3, {"loss": 2.0}, play.view.generation))
+    assert play.say("w0", Evaluated(3, play.view.generation, {"loss": 2.0}))
 
 
 def test_figures_are_remembered_of_so_many_versions_only() -> None:
@@ -247,7 +247,7 @@ def test_figures_are_remembered_of_so_many_versions_only() -> None:
     play.begin()
     for step in range(1000):
         play.report(step, 0)
-        play.say("w0", Metrics(step, {"loss": 1.0}, play.view.generation))
+        play.say("w0", Evaluated(step, play.view.generation, {"loss": 1.0}))
     assert play.shell.evaluations.of(999) == {"loss": 1.0}
     assert sum(bool(play.shell.evaluations.of(step)) for step in range(1000)) <= 100
 

@@ -8,7 +8,7 @@ import msgspec
 from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _terms
 
 from rallypoint.core.cluster.effects import Abort, Capture, Commit, Finish, Refuse, Say
-from rallypoint.core.cluster.evaluating.ledger import KEPT, EvaluationLedger
+from rallypoint.core.cluster.evaluations import KEPT, EvaluationLedger
 from rallypoint.core.cluster.events import (
     Captured,
     Committed,
@@ -17,7 +17,6 @@ from rallypoint.core.cluster.events import (
     Evaluates,
     Found,
     Left,
-    NotKept,
     Progress,
 )
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -66,28 +65,28 @@ def _result(job: _Job, version: int, loss: float, worker: str = "w2") -> list[An
 
 def test_training_may_come_to_the_version_after_the_one_that_is_evaluated_and_no_further() -> None:
     job = _begun()
-    assert (job.view.lease, job.view.limit) == (Lease(4, "w2"), 8)
+    assert job.view.lease == Lease(4, "w2", until=8)
     _result(job, 4, 1.0)
-    assert (job.view.lease, job.view.limit) == (Lease(8, "w2"), 12)
+    assert job.view.lease == Lease(8, "w2", until=12)
 
 
 def test_without_a_standby_each_version_is_leased_too_so_it_can_be_evaluated_again() -> None:
     job = _begun(standby=0)
-    assert (job.view.lease, job.view.limit) == (Lease(4, ""), 8)
+    assert job.view.lease == Lease(4, "w0", until=8)
     _reported(job, 4)
-    assert job.view.lease == Lease(4, "w0")
+    assert job.view.lease == Lease(4, "w0", until=8)
     job.play(Left("w0", "killed"))
-    assert job.view.lease == Lease(4, "w1")
+    assert job.view.lease == Lease(4, "w1", until=8)
     _result(job, 4, 1.0, "w1")
-    assert (job.view.lease, job.view.limit) == (Lease(8, ""), 12)
+    assert job.view.lease == Lease(8, "w1", until=12)
 
 
 def test_nothing_is_computed_before_it_is_known_what_the_script_evaluates() -> None:
     job = _Job(_terms(1, 1), record=_record(plateau={"metric": "loss"}))
     job.come("s0", "w0")
-    assert job.view.limit is None, "workers wait for one"
+    assert job.view.lease is None, "workers wait for one"
     job.play(Evaluates("w0", (EVERY,)))
-    assert job.view.limit == 8
+    assert job.view.lease == Lease(4, "w0", until=8)
 
 
 def test_a_rule_ends_the_job_with_the_version_that_is_due_next() -> None:
@@ -119,8 +118,8 @@ def test_a_result_that_comes_early_waits_for_those_of_earlier_versions() -> None
 
 def test_a_version_that_no_server_keeps_counts_as_one_without_a_result() -> None:
     job = _begun()
-    job.play(NotKept("w2", 4, job.view.generation))
-    assert job.view.limit == 12
+    job.play(Evaluated("w2", 4, job.view.generation, None))
+    assert job.view.lease == Lease(8, "w2", until=12)
     assert job.machine.course.evaluations.decided == Decided(4)
 
 
@@ -132,7 +131,7 @@ def test_a_new_coordinator_decides_on_with_what_the_journal_says() -> None:
     kept = msgspec.json.decode(msgspec.json.encode(job.machine.state()), type=ClusterState)
     machine = ClusterMachine(job.machine.terms, kept)
     assert machine.course.evaluations.decided == job.machine.course.evaluations.decided
-    assert machine.course.views.limit == 16
+    assert machine.course.views.lease == Lease(12, "w2", until=16)
 
 
 def test_a_job_that_goes_back_to_a_snapshot_decides_what_that_says() -> None:
@@ -146,7 +145,7 @@ def test_a_job_that_goes_back_to_a_snapshot_decides_what_that_says() -> None:
     job.come("s2", "s3")
     job.play(Found("step-00000006-1", 6, None, after4))
     assert job.machine.course.evaluations.decided == after4
-    assert (job.view.lease, job.view.limit) == (Lease(8, "w2"), 12)
+    assert job.view.lease == Lease(8, "w2", until=12)
 
 
 def test_what_a_snapshot_says_goes_on_in_a_run_that_is_resumed() -> None:
@@ -157,7 +156,7 @@ def test_what_a_snapshot_says_goes_on_in_a_run_that_is_resumed() -> None:
     job.come("s0", "w0")
     assert job.view.reductions == (12,)
     job.play(Evaluates("w0", (EVERY,)))
-    assert (job.view.lease, job.view.limit) == (Lease(12, ""), 16)
+    assert job.view.lease == Lease(12, "w0", until=16)
 
 
 def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() -> None:
@@ -170,10 +169,10 @@ def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() ->
 
 def test_where_the_best_is_kept_each_version_that_is_evaluated_gets_a_snapshot_before_it_is_passed() -> None:
     job = _begun(stops=(), terms={"snapshots": True}, keep_best="loss")
-    assert job.view.limit == 4, "its snapshot is not asked for"
+    assert job.view.lease == Lease(4, "w2", until=4), "its snapshot is not asked for"
     (capture,) = _of(Capture, _reported(job, 1))
     assert capture.version == 4
-    assert job.view.limit == 8
+    assert job.view.lease == Lease(4, "w2", until=8)
     _reported(job, 4)
     _store(job, capture)
     assert Say("step 4 is the best so far: loss 1; its snapshot is kept") in _result(job, 4, 1.0)
@@ -200,31 +199,24 @@ def test_rules_without_evaluations_end_the_job_with_a_sentence() -> None:
     assert "write @run.every(100)" in abort.reason
 
 
-def test_rules_on_a_cluster_that_cannot_decide_end_the_job_with_a_sentence() -> None:
-    job = _Job(_terms(1, 1, backup_tasks=True), record=_record())
+def test_rules_of_a_job_that_cannot_decide_end_the_job_with_a_sentence() -> None:
+    job = _Job(_terms(1, 1), record=_record(down={"type": "bf16"}))
     job.come("s0", "w0")
     (abort,) = _of(Abort, job.play(Evaluates("w0", (EVERY,), stops=(RULE,))))
-    assert "run.stop_when is not supported together with --backup-tasks" in abort.reason
-
-
-def test_the_best_is_kept_as_before_where_nothing_can_be_decided() -> None:
-    job = _begun(stops=(), terms={"backup_tasks": True}, keep_best="loss")
-    assert job.view.limit == STEPS, "nobody waits"
+    assert "run.stop_when is not supported together with a lossy down=" in abort.reason
 
 
 def test_a_job_that_waits_says_for_which_evaluation() -> None:
     job = _begun()
     _reported(job, 8)
-    assert job.machine.waiting_for() == "the evaluation of step 4 by w2: the job decides from it"
+    assert job.machine.waiting_for() == "the evaluation of step 4 by w2"
 
 
 def test_a_worker_with_rules_is_refused_where_the_others_have_none() -> None:
-    """Else it would wait for ever for a view that says how far it may go."""
     job = _begun(stops=())
     job.come("w3")
     (refused,) = _of(Refuse, job.play(Evaluates("w3", (EVERY,), stops=(RULE,))))
     assert refused.member == "w3"
-    assert job.view.limit is None
 
 
 def test_a_worker_that_is_refused_keeps_no_replicas() -> None:
@@ -237,12 +229,12 @@ def test_a_worker_that_is_refused_keeps_no_replicas() -> None:
 
 
 def test_a_standby_ends_no_job_with_rules_that_it_cannot_have() -> None:
-    job = _begun(stops=(), terms={"backup_tasks": True})
+    job = _begun(stops=(), down={"type": "bf16"})
     (refused,) = _of(Refuse, job.play(Evaluates("w2", (EVERY,), stops=(RULE,))))
-    assert "run.stop_when is not supported together with --backup-tasks" in refused.reason
+    assert "run.stop_when is not supported together with a lossy down=" in refused.reason
     assert job.machine.last_word is None
     (abort,) = _of(Abort, job.play(Evaluates("w1", (EVERY,), stops=(RULE,))))
-    assert "run.stop_when is not supported together with --backup-tasks" in abort.reason
+    assert "run.stop_when is not supported together with a lossy down=" in abort.reason
 
 
 def test_a_standby_ends_no_job_with_rules_without_evaluations() -> None:
@@ -252,7 +244,7 @@ def test_a_standby_ends_no_job_with_rules_without_evaluations() -> None:
     (refused,) = _of(Refuse, job.play(Evaluates("w2", (), stops=(RULE,))))
     assert "write @run.every(100)" in refused.reason
     assert job.machine.last_word is None
-    assert job.view.limit is None, "nobody waits for what it said"
+    assert job.view.lease is None, "nobody waits for what it said"
 
 
 def test_a_job_that_has_begun_without_rules_gets_none() -> None:
@@ -261,7 +253,7 @@ def test_a_job_that_has_begun_without_rules_gets_none() -> None:
     job.play(Evaluates("w0", ()), Evaluates("w1", ()))
     _reported(job, 1)
     assert _of(Refuse, job.play(Evaluates("w2", (1,), stops=(RULE,))))
-    assert job.view.limit is None
+    assert job.view.lease is None
 
 
 def test_who_is_left_alone_cannot_change_the_rules_of_a_job_that_has_begun() -> None:
@@ -276,13 +268,13 @@ def test_who_is_left_alone_cannot_change_the_rules_of_a_job_that_has_begun() -> 
 def test_a_job_that_waits_for_a_snapshot_to_begin_names_no_evaluation() -> None:
     job = _begun(stops=(), terms={"snapshots": True}, keep_best="loss")
     job.machine.course.applied = 3  # all of them came to version 4 before the servers could be asked
-    assert (job.view.lease, job.view.limit) == (Lease(4, "w2"), 4)
+    assert job.view.lease == Lease(4, "w2", until=4)
     sentence = "a snapshot of step 4 to begin, because it is evaluated"
     assert job.machine.waiting_for() == sentence
     leased = LeasedVersion(WorkerMachine("w0", 1, frozenset(), STEPS))
     assert leased.awaited(job.view) == sentence
-    later = msgspec.structs.replace(job.view, limit=8)
-    assert leased.awaited(later) == "the evaluation of step 4 by w2: what it decides counts from step 8"
+    later = msgspec.structs.replace(job.view, lease=Lease(4, "w2", until=8))
+    assert leased.awaited(later) == "the evaluation of step 4 by w2, before step 8"
 
 
 def _taken_over(job: _Job) -> _Job:

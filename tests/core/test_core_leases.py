@@ -1,4 +1,4 @@
-"""Evaluation leases as the coordinator gives them: to whom, until when, and what the job's end waits for."""
+"""Evaluation leases as the coordinator gives them: to whom, how far training may go, what the job's end waits for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from rallypoint.core.cluster.events import (
     Found,
     Leaving,
     Left,
-    NotKept,
     Progress,
     Resized,
 )
@@ -33,14 +32,14 @@ from rallypoint.worker.exchange.plan import worker_plan
 EVERY = 4
 
 
-def _begun(*workers: str, computing: int = 2, high: bool = False, terms: dict | None = None, **config: object) -> _Job:
+def _begun(*workers: str, computing: int = 2, terms: dict | None = None, **config: object) -> _Job:
     """A job that has begun; its script evaluates every 4 steps of 20. The workers after the first two stand by."""
     workers = workers or ("w0", "w1", "w2")
     job = _Job(_terms(computing, 2, **(terms or {})), record=_record(**config))  # type: ignore[arg-type]
     job.come("s0", "s1", *workers)
     _reported(job, 0)
     for worker in workers:
-        job.play(Evaluates(worker, (EVERY,), high))
+        job.play(Evaluates(worker, (EVERY,)))
     return job
 
 
@@ -60,9 +59,9 @@ def _end(job: _Job, *workers: str) -> list:
     return job.done(*workers)
 
 
-def test_a_standby_gets_the_next_version_that_is_due() -> None:
+def test_a_standby_gets_the_first_version_that_is_due() -> None:
     job = _begun()
-    assert job.view.lease == Lease(4, "w2")
+    assert job.view.lease == Lease(4, "w2", until=8)
 
 
 def test_what_a_script_evaluates_may_be_said_before_the_first_view() -> None:
@@ -72,37 +71,41 @@ def test_what_a_script_evaluates_may_be_said_before_the_first_view() -> None:
         job.play(Evaluates(worker, (EVERY,)))
     job.come("s0", "s1")
     _reported(job, 0)
-    assert job.view.lease == Lease(4, "w2")
+    assert job.view.lease == Lease(4, "w2", until=8)
 
 
-def test_without_a_standby_there_is_no_lease_and_the_lead_evaluates() -> None:
+def test_without_a_standby_the_lead_gets_it() -> None:
     job = _begun("w0", "w1")
-    before = job.view.number
     for version in range(EVERY, STEPS, EVERY):
+        assert job.view.lease == Lease(version, "w0", until=version + EVERY)
         _reported(job, version - 1)
         job.play(_result(job, "w0", version))
-    assert (job.view.lease, job.view.number) == (None, before)
 
 
 def test_the_next_version_is_leased_when_the_one_before_has_its_result() -> None:
     job = _begun()
     _reported(job, 7)
-    assert job.view.lease == Lease(4, "w2")
+    assert job.view.lease == Lease(4, "w2", until=8), "nobody passes version 8: servers are to keep it first"
     job.play(_result(job, "w2", 4))
-    assert job.view.lease == Lease(12, "w2"), "the lead may have come to version 8 already"
+    assert job.view.lease == Lease(8, "w2", until=12)
 
 
-def test_a_late_version_is_left_to_the_lead() -> None:
-    job = _begun("w0", "w1")
-    _reported(job, 2)
-    job.come("w2")
-    job.play(Evaluates("w2", (EVERY,)))
-    assert job.view.lease == Lease(4, "w2")
+def test_a_standby_that_comes_gets_the_lease_of_the_lead() -> None:
     job = _begun("w0", "w1")
     _reported(job, 3)
     job.come("w2")
     job.play(Evaluates("w2", (EVERY,)))
-    assert job.view.lease == Lease(8, "w2")
+    assert job.view.lease == Lease(4, "w2", until=8)
+
+
+def test_a_script_that_says_it_late_evaluates_no_earlier_version() -> None:
+    job = _Job(_terms(2, 2), record=_record())
+    job.come("s0", "s1", "w0", "w1")
+    job.play(Evaluates("w0", ()), Evaluates("w1", ()))
+    _reported(job, 9)
+    assert job.view.lease is None
+    job.play(Evaluates("w0", (EVERY,)))
+    assert job.view.lease == Lease(12, "w0", until=16)
 
 
 @pytest.mark.parametrize("loss", [Left("w2", "killed"), Leaving("w2")])
@@ -110,17 +113,20 @@ def test_a_lease_whose_holder_is_lost_goes_to_another_standby(loss: Left | Leavi
     job = _begun("w0", "w1", "w2", "w3")
     _reported(job, 5)
     job.play(loss)
-    assert job.view.lease == Lease(4, "w3")
+    assert job.view.lease == Lease(4, "w3", until=8)
 
 
-def test_without_another_standby_it_goes_to_a_worker_once_the_version_exists() -> None:
+def test_without_another_standby_it_goes_to_the_lead() -> None:
     job = _begun()
     job.play(Left("w2", "killed"))
-    assert job.view.lease == Lease(4, "")
-    _reported(job, 3)
-    assert job.view.lease == Lease(4, "")
-    _reported(job, 4)
-    assert job.view.lease == Lease(4, "w0")
+    assert job.view.lease == Lease(4, "w0", until=8)
+
+
+def test_if_nobody_is_here_who_could_training_goes_on_and_the_version_is_kept() -> None:
+    job = _Job(_terms(1, 1), record=_record())
+    job.come("s0", "w0", "w1")
+    job.play(Evaluates("w1", (EVERY,)), Left("w1", "killed"))
+    assert job.view.lease == Lease(4, "", until=STEPS)
 
 
 def test_a_standby_that_is_to_train_leaves_its_evaluation_to_another() -> None:
@@ -128,19 +134,17 @@ def test_a_standby_that_is_to_train_leaves_its_evaluation_to_another() -> None:
     _reported(job, 5)
     job.play(Left("w0", "killed"))
     assert "w2" in job.view.assigned(6)
-    assert job.view.lease == Lease(4, "w3")
+    assert job.view.lease == Lease(4, "w3", until=8)
 
 
-@pytest.mark.parametrize("others", [("w0", "w1", "w2"), ("w0", "w1", "w2", "w3")])
-def test_it_keeps_it_if_nobody_else_stands_by_or_the_priority_is_high(others: tuple[str, ...]) -> None:
-    job = _begun(*others, high=len(others) == 4)
+def test_it_keeps_it_if_nobody_else_stands_by() -> None:
+    job = _begun()
     _reported(job, 5)
     job.play(Left("w0", "killed"))
-    assert job.view.lease == Lease(4, "w2")
+    assert job.view.lease == Lease(4, "w2", until=8)
 
 
-def test_the_view_that_replaces_a_lead_lost_in_its_evaluation_leases_that_version() -> None:
-    """Servers have that view before anybody can make the version after the next: so they keep it."""
+def test_the_view_that_replaces_a_lead_lost_in_its_evaluation_leases_that_version_to_another() -> None:
     job = _begun("w0", "w1")
     _reported(job, 3)
     job.play(_result(job, "w0", 4))
@@ -148,7 +152,7 @@ def test_the_view_that_replaces_a_lead_lost_in_its_evaluation_leases_that_versio
     for worker in ("w1",):  # it has computed step 8; the lead evaluates version 8
         job.play(Progress(worker, 8, 3, 0.1, job.view.generation))
     (publish,) = _of(Publish, job.play(Left("w0", "killed")))
-    assert publish.view.lease == Lease(8, "w1")
+    assert publish.view.lease == Lease(8, "w1", until=12)
 
 
 def test_a_lead_that_is_told_to_go_ends_its_evaluation_and_if_it_dies_another_makes_it() -> None:
@@ -156,20 +160,19 @@ def test_a_lead_that_is_told_to_go_ends_its_evaluation_and_if_it_dies_another_ma
     _reported(job, 7)
     job.play(_result(job, "w0", 4))
     job.play(Progress("w1", 8, 3, 0.1, job.view.generation), Leaving("w0"))
-    assert job.view.lease == Lease(8, "w0")
+    assert job.view.lease == Lease(8, "w0", until=12)
     job.play(Left("w0", "killed"))
-    assert job.view.lease == Lease(8, "w1")
+    assert job.view.lease == Lease(8, "w1", until=12)
 
 
 def test_the_job_ends_when_the_last_version_has_its_result() -> None:
     job = _begun()
-    _reported(job, 7)
-    job.play(_result(job, "w2", 4))
-    _reported(job, 13)
-    job.play(_result(job, "w0", 8), _result(job, "w2", 12))
-    assert job.view.lease == Lease(16, "w2")
+    for version in (4, 8, 12):
+        _reported(job, version)
+        job.play(_result(job, "w2", version))
+    assert job.view.lease == Lease(16, "w2", until=20)
     job.play(_result(job, "w2", 16))
-    assert job.view.lease == Lease(20, "w2")
+    assert job.view.lease == Lease(20, "w2", until=20)
     assert not _of(Finish, _end(job, "w0", "w1", "w2"))
     assert job.machine.waiting_for() == "the evaluation of step 20 by w2"
     assert _of(Finish, job.play(_result(job, "w2", 20)))
@@ -177,10 +180,13 @@ def test_the_job_ends_when_the_last_version_has_its_result() -> None:
 
 def test_if_the_lead_is_lost_in_the_last_evaluation_another_makes_it() -> None:
     job = _begun("w0", "w1")
+    for version in (4, 8, 12, 16):
+        _reported(job, version)
+        job.play(_result(job, "w0", version))
     _end(job, "w1")
     effects = job.play(Left("w0", "killed"))
     assert not _of(Finish, effects)
-    assert job.view.lease == Lease(20, "w1")
+    assert job.view.lease == Lease(20, "w1", until=20)
     assert _of(Finish, job.play(_result(job, "w1", 20)))
 
 
@@ -189,7 +195,7 @@ def test_a_result_counts_once_and_of_this_generation_only() -> None:
     _reported(job, 5)
     old = msgspec.structs.replace(job.view.generation, count=0)
     job.play(Evaluated("w2", 4, old, {"loss": 9.0}), Evaluated("x", 4, job.view.generation, {"loss": 9.0}))
-    assert job.view.lease == Lease(4, "w2")
+    assert job.view.lease == Lease(4, "w2", until=8)
     job.play(_result(job, "w2", 4), _result(job, "w0", 4, {"loss": 9.0}))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
 
@@ -203,29 +209,29 @@ def test_a_new_coordinator_knows_the_lease_and_the_results() -> None:
     state = msgspec.json.decode(msgspec.json.encode(job.machine.state()), type=ClusterState)
     assert state.results == {4: {"loss": 0.25}}
     new = _Job(job.machine.terms, recovered=state, record=job.record)
-    assert new.view.lease == Lease(8, "w2")
+    assert new.view.lease == Lease(8, "w2", until=12)
     for worker in ("w0", "w1", "w2"):
         new.play(Evaluates(worker, (EVERY,)), _result(new, "w2", 4))
-    assert new.view.lease == Lease(8, "w2")
+    assert new.view.lease == Lease(8, "w2", until=12)
     assert new.machine.course.evaluations.results == {4: {"loss": 0.25}}
 
 
 def test_after_a_roll_back_what_is_made_again_is_evaluated_again() -> None:
     job = _begun(terms={"snapshots": False})
     _reported(job, 9)
-    job.play(_result(job, "w2", 4), _result(job, "w0", 8))
+    job.play(_result(job, "w2", 4), _result(job, "w2", 8))
     job.play(Left("s0", "killed"))
     assert job.machine.phase is Phase.RECOVERING
     job.play(Found("snapshot", 5))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
-    assert job.view.lease == Lease(8, "w2")
+    assert job.view.lease == Lease(8, "w2", until=12)
 
 
 def test_a_version_that_was_lost_with_its_server_is_named_at_the_end() -> None:
     job = _begun()
     _reported(job, 9)
     job.play(Left("s0", "killed"), Found("snapshot", 6))
-    assert job.machine.course.evaluations.lost == {4}
+    assert job.machine.course.evaluations.results == {4: None}
     _reported(job, 18)
     for version in (8, 12, 16, 20):
         job.play(_result(job, "w2", version))
@@ -239,10 +245,12 @@ def test_a_version_that_was_lost_with_its_server_is_named_at_the_end() -> None:
 def test_a_version_that_no_server_keeps_holds_nothing_up() -> None:
     job = _begun()
     _reported(job, 6)
-    job.play(NotKept("w2", 4, job.view.generation))
-    assert job.view.lease == Lease(8, "w2")
+    job.play(Evaluated("w2", 8, job.view.generation, None))
+    assert job.view.lease == Lease(4, "w2", until=8), "it was not asked for that one"
+    job.play(Evaluated("w2", 4, job.view.generation, None))
+    assert job.view.lease == Lease(8, "w2", until=12)
     job.play(_result(job, "w0", 4))
-    assert not job.machine.course.evaluations.lost, "the lead had evaluated it, and its word came later"
+    assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}, "its word came later"
 
 
 def test_an_evaluation_that_fails_on_a_standby_ends_the_job() -> None:
@@ -253,14 +261,10 @@ def test_an_evaluation_that_fails_on_a_standby_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "terms"),
-    [
-        ({"sync": AllReduce()}, {}), ({"sync": Async()}, {}), ({"sync": Sync(quorum=3)}, {}),
-        ({"down": {"type": "bf16"}}, {}), ({}, {"backup_tasks": True}), ({}, {"aggregators": 1}),
-    ],
-)  # fmt: skip
-def test_elsewhere_the_lead_evaluates_and_the_end_waits_for_no_result(config: dict, terms: dict) -> None:
-    job = _begun(terms=terms, **config)
+    "config", [{"sync": AllReduce()}, {"sync": Async()}, {"sync": Sync(quorum=3)}, {"down": {"type": "bf16"}}]
+)
+def test_elsewhere_the_lead_evaluates_and_the_end_waits_for_no_result(config: dict) -> None:
+    job = _begun(**config)
     _reported(job, 6)
     assert job.view.lease is None
     _reported(job, STEPS - 1)
@@ -273,16 +277,16 @@ def test_a_standby_whose_script_evaluates_otherwise_gets_no_lease() -> None:
     job = _begun("w0", "w1")
     job.come("w2")
     job.play(Evaluates("w2", (EVERY + 1,)))
-    assert job.view.lease is None
+    assert job.view.lease == Lease(4, "w0", until=8)
 
 
 def test_more_workers_that_train_leave_no_standby_and_the_lease_goes_on() -> None:
     job = _begun()
     _reported(job, 5)
     job.play(Resized(3))
-    assert job.view.lease == Lease(4, "w2")
+    assert job.view.lease == Lease(4, "w2", until=8)
     job.play(_result(job, "w2", 4))
-    assert job.view.lease is None
+    assert job.view.lease == Lease(8, "w0", until=12)
 
 
 def test_a_worker_evaluates_again_when_a_view_gives_it_a_lease_once_more() -> None:
@@ -302,7 +306,7 @@ def test_a_worker_evaluates_again_when_a_view_gives_it_a_lease_once_more() -> No
         )  # fmt: skip
 
     for _ in range(2):
-        seen(Lease(2, "w1"))
+        seen(Lease(2, "w1", until=6))
         assert shell.next_action() == Evaluate(2)
         shell.leased.over(shell.view.generation, 2)
         assert shell.next_action() is None, "once for each lease"

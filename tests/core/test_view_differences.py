@@ -38,7 +38,8 @@ VIEWS = st.builds(
     st.dictionaries(_SHARDS, _NAMES), st.dictionaries(_SHARDS, _NAMES), st.dictionaries(_SHARDS, _NUMBERS),
     st.dictionaries(_SHARDS, _NUMBERS), contributors=_REPLICAS, aggregators=_MEMBERS,
     aggregator_of=st.dictionaries(_NAMES, _NAMES), speeds=st.dictionaries(_NAMES, st.floats(0.1, 9)),
-    lease=st.none() | st.builds(Lease, st.integers(0, 9), _NAMES), paused=st.none() | st.integers(0, 9),
+    lease=st.none() | st.builds(Lease, st.integers(0, 9), _NAMES, st.integers(0, 9)),
+    paused=st.none() | st.integers(0, 9),
 )  # fmt: skip
 
 

@@ -349,7 +349,8 @@ class Fuzzer:
                 messages.Done(self.view.generation), messages.Leaving(), messages.Beat(),
                     messages.CaughtUp({shard: paired}),
                 messages.Stored("step-00000009-9", {"x.shards": 9}, {shard: ("x.shards", 0, 9, "00")}),
-                messages.NotStored("step-00000009-9", "fuzz", 2**40), messages.Metrics(3, {"fuzz": 1.0}),
+                messages.NotStored("step-00000009-9", "fuzz", 2**40),
+                messages.Evaluated(3, ViewNumber(), {"fuzz": 1.0}),
                 messages.Propose(self.another_model),
             ]
         )  # fmt: skip

@@ -17,12 +17,13 @@ from rallypoint.core.view import Assignment, Member, Stop, View, ViewNumber
 from rallypoint.core.views.difference import canonical, difference
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
-from rallypoint.net.evaluations.messages import Evaluated, Evaluates, NotKept
 from rallypoint.net.messages import (
     AuditFound,
     Caches,
     Contributed,
     Drain,
+    Evaluated,
+    Evaluates,
     Found,
     Holder,
     NotFound,
@@ -67,8 +68,8 @@ EXAMPLES: list[m.Message] = [
     ScriptAt(1, 20, 4000, ended=True, worker="w1"),
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
     m.Knows(VIEW, b"\4" * 32), m.Held("here"), m.Release(),
-    Evaluates((3, 70), True, (StopWhen(metric="loss", patience=3),)),
-    Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), NotKept(7, ViewNumber(2, 1)),
+    Evaluates((3, 70), (StopWhen(metric="loss", patience=3),)),
+    Evaluated(7, ViewNumber(2, 1), {"val_loss": 0.25}), Evaluated(7, ViewNumber(2, 1), None),
     Contributed(7, 1, 0.5, bytes(32), ViewNumber(2, 1)), Updated(8, 3, bytes(16), ViewNumber(2, 1)),
     AuditFound(7, 1, 3, ("w0", "w2"), ("w1",), ViewNumber(2, 1)),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),

@@ -14,7 +14,7 @@ import torch
 import rallypoint as rp
 from rallypoint.errors import UsageError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.worker.evaluating.evaluations import Evaluations
+from rallypoint.worker.evaluations import Evaluations
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.tensors import weights_hash
 
@@ -49,7 +49,7 @@ def steps_evaluated(every: int, versions: list[tuple[int, int]], last: int = 100
     evaluations = Evaluations(torch.nn.Linear(1, 1), seed=0, ends=lambda step: step == last, watch=unwatched)
     evaluations.add(every, lambda step: seen.append(step))
     for step, before in versions:
-        evaluations.run(evaluations.due(step, before), step, lambda values: None)
+        evaluations.run(evaluations.due(step, before), step)
     return seen
 
 
@@ -79,8 +79,8 @@ def test_an_evaluation_that_is_given_up_is_due_again_with_the_same_version() -> 
     evaluations.add(3, done.append)
     evaluations.add(3, evaluate)
     with pytest.raises(Rewound):
-        evaluations.run(evaluations.due(3, 2), 3, lambda values: None)
-    evaluations.run(evaluations.due(3, 2), 3, lambda values: None)  # the roll-back is to this very version
+        evaluations.run(evaluations.due(3, 2), 3)
+    evaluations.run(evaluations.due(3, 2), 3)  # the roll-back is to this very version
     assert done == [3, 3, 3]
     assert not evaluations.due(3, 2)
 
@@ -117,7 +117,7 @@ def test_an_evaluation_is_seeded_by_its_step_and_puts_the_generators_back() -> N
         expected = torch.rand(2)[1]
         torch.manual_seed(seed)
         torch.rand(1)
-        evaluations.run(evaluations.due(4, before=3), 4, lambda values: None)
+        evaluations.run(evaluations.due(4, before=3), 4)
         assert torch.equal(torch.rand(1)[0], expected), "training's randomness goes on as if it had not been"
         evaluations.due(3, before=2)  # a roll-back: step 4 is computed again
     assert len(drawn) == 2

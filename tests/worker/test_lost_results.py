@@ -9,8 +9,8 @@ from rallypoint.core.worker.custody import NoCodecStates
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import Evaluate
 from rallypoint.core.worker.snapshots import Snapshots
-from rallypoint.net.messages import Evaluated, Evaluates, Message, NotKept
-from rallypoint.worker.evaluating.reports import EvaluationReports
+from rallypoint.net.messages import Evaluated, Evaluates, Message
+from rallypoint.worker.evaluations import EvaluationReports
 
 FIRST = ViewNumber(1, 1)
 
@@ -20,7 +20,7 @@ def _view(count: int, incarnation: int) -> View:
     return View(
         number=ViewNumber(1, count), generation=FIRST,
         workers=(Member("me", "h", incarnation=incarnation), Member("other", "h", incarnation=8)), servers=(),
-        assignments=(Assignment(0, {"other": (0,)}),), primary={0: "s0"}, uploader="other", lease=Lease(4, "me"),
+        assignments=(Assignment(0, {"other": (0,)}),), primary={0: "s0"}, uploader="other", lease=Lease(4, "me", 8),
     )  # fmt: skip
 
 
@@ -39,12 +39,12 @@ def test_a_worker_that_was_given_up_evaluates_again_because_its_result_may_be_lo
 def test_that_no_server_keeps_a_version_is_said_again() -> None:
     sent: list[Message] = []
     reports = EvaluationReports(sent.append)
-    reports.registered([4], high=False)
-    reports.version_evaluated(4, FIRST, {"loss": 1.0})
-    reports.not_kept(8, FIRST)
+    reports.registered([4], [])
+    reports.evaluated(4, FIRST, {"loss": 1.0})
+    reports.evaluated(8, FIRST, None)
     sent.clear()
     reports.repeat(new=False)
-    assert sent == [Evaluates((4,)), Evaluated(4, FIRST, {"loss": 1.0}), NotKept(8, FIRST)]
+    assert sent == [Evaluates((4,)), Evaluated(4, FIRST, {"loss": 1.0}), Evaluated(8, FIRST, None)]
     sent.clear()
     reports.repeat(new=True)
     assert sent == [Evaluates((4,))]

@@ -13,7 +13,7 @@ from test_rewind import AT, SETTINGS, Cluster, Once, Trap, build, loss_of
 import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
-from rallypoint.net.messages import Metrics
+from rallypoint.net.messages import Evaluated
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
@@ -49,11 +49,11 @@ def test_a_roll_back_during_an_evaluation_changes_neither_bytes_nor_results(
     results: dict[int, set[float]] = {}
     with cluster.job as job:
         run = job.train(model, data, **SETTINGS)
-        sent: list[Metrics] = []
+        sent: list[Evaluated] = []
         send = run._parts.reports._send
 
         def watched(message: Any) -> None:
-            if isinstance(message, Metrics):
+            if isinstance(message, Evaluated):
                 sent.append(message)
             send(message)
 
@@ -76,7 +76,7 @@ def test_a_roll_back_during_an_evaluation_changes_neither_bytes_nor_results(
     assert weights_hash(model) == undisturbed
     assert results.keys() == {2, 4, 6}
     assert all(len(values) == 1 for values in results.values()), "a version evaluated again gives the same"
-    ours = [message for message in sent if message.step == at]
+    ours = [message for message in sent if message.version == at]
     assert ours[0].generation != last, "its result belongs to the generation in which that version was installed"
 
 
@@ -87,14 +87,14 @@ def test_a_roll_back_right_before_an_evaluation_takes_nothing_from_it(cluster: C
     with cluster.job as job:
         run = job.train(model, data, **SETTINGS)
         run.every(2)(lambda step: seen.append(step))
-        due, disturb = run._evaluations.due, Once((4, 0, 0), cluster.lose_the_server)
+        due, disturb = run._evaluations.due_at, Once((4, 0, 0), cluster.lose_the_server)
 
         def disturbed(step: int, before: int) -> Any:
             disturb.where = (step, 0, 0)
             disturb()
             return due(step, before)
 
-        run._evaluations.due = disturbed  # type: ignore[method-assign]
+        run._evaluations.due_at = disturbed  # type: ignore[method-assign]
         for micro in run:
             with micro:
                 micro.backward(loss_of(model, micro.batch))

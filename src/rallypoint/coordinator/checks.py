@@ -26,8 +26,6 @@ from rallypoint.net.messages import (
     Knows,
     Leaving,
     Message,
-    Metrics,
-    NotKept,
     NotStored,
     Offers,
     Propose,
@@ -52,7 +50,7 @@ _AGE_S = 1e9  # no wait is longer
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (
         *(Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Say, Stop, Done, GiveUp),
-        *(Metrics, Evaluates, Evaluated, NotKept, Contributed, Sampled, Offers, ScriptAt, Reached),
+        *(Evaluates, Evaluated, Contributed, Sampled, Offers, ScriptAt, Reached),
     ),
     "server": (
         *(Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),

@@ -26,8 +26,6 @@ from rallypoint.net.messages import (
     GiveUp,
     Leaving,
     Message,
-    Metrics,
-    NotKept,
     NotStored,
     Propose,
     Reached,
@@ -67,10 +65,8 @@ class Claims:
                 return member in course.members.present and self.may_report(member, message, course.view)
             case Updated():
                 return self.may_hold(member, message, course.view)
-            case Metrics() | Evaluated():
+            case Evaluated():
                 return member in course.members.present and self.may_evaluate(member, message, course.view)
-            case NotKept():
-                return member in course.members.present and self.may_miss(member, message, course.view)
             case Stored() | NotStored():
                 return self.may_answer(member, message)
             case _:
@@ -93,26 +89,22 @@ class Claims:
             return False
         return server in view.holders_of(claim.shard)
 
-    def may_evaluate(self, worker: str, claim: Metrics | Evaluated, view: View | None) -> bool:
+    def may_evaluate(self, worker: str, claim: Evaluated, view: View | None) -> bool:
         """Can the worker have evaluated in the view in force or an earlier one of its generation?
 
-        Who computes replica 0 evaluates, and who holds a lease. Figures of an earlier generation are judged by who
-        counts them.
+        Who computes replica 0 evaluates, and who holds a lease. That no server keeps a version can know who had the
+        lease of that very version. Figures of an earlier generation are judged by who counts them.
         """
         if view is None:
             return False
         self.published(view)  # an earlier coordinator's, before this one's first
+        if claim.values is None:
+            return self._holders.get(worker) == (claim.generation, claim.version)
         if claim.generation == view.generation:
             held = self._holders.get(worker)
             leads = view.takes(worker, (0,)) or self._leads.get(worker) == view.generation
             return leads or (held is not None and held[0] == view.generation)
         return claim.generation < view.generation
-
-    def may_miss(self, worker: str, claim: NotKept, view: View | None) -> bool:
-        """Can the worker know that no server keeps that version: had it the version's lease?"""
-        if view is not None:
-            self.published(view)
-        return self._holders.get(worker) == (claim.generation, claim.version)
 
     def may_answer(self, member: str, message: Stored | NotStored) -> bool:
         """Was the member asked for a part of that snapshot?"""
@@ -181,12 +173,10 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.SnapshotLost(snapshot, f"{sender}: {reason}", passed)
         case Stop(version=version, reason=reason, left=left, generation=generation):
             return cluster_events.Stopped(sender, version, reason, left, generation)
-        case Evaluates(periods=periods, high=high, stops=stops):
-            return cluster_events.Evaluates(sender, periods, high, stops)
+        case Evaluates(periods=periods, stops=stops):
+            return cluster_events.Evaluates(sender, periods, stops)
         case Evaluated(version=version, generation=generation, values=values):
             return cluster_events.Evaluated(sender, version, generation, values)
-        case NotKept(version=version, generation=generation):
-            return cluster_events.NotKept(sender, version, generation)
         case Done(generation=generation, version=version):
             return cluster_events.Done(sender, generation, version)
         case GiveUp(reason=reason, version=version, generation=generation, torn=torn):

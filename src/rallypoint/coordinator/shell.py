@@ -47,6 +47,7 @@ from rallypoint.net.messages import (
     AuditFound,
     Beat,
     Capture,
+    Evaluated,
     Finished,
     Hello,
     Knows,
@@ -95,7 +96,7 @@ class CoordinatorShell:
         self.announcer = Announcer(self.machine, now, self.members)
         self.evaluations, self._early = Evaluations(), Early[Metrics](EVALUATED)
         for version, figures in self.machine.course.evaluations.results.items():  # shown by an earlier coordinator
-            self.evaluations.add(self.announcer.config.steps_at(version), figures)
+            self.evaluations.add(self.announcer.config.steps_at(version), figures or {})
         self._agreement, self._claims, self._newcomers = Agreement(), Claims(), Newcomers.of(terms, now)
         self._sizes, self._orders = Sizes(now), Orders(now)
         self._terms, self._now, self._awake = terms, now, AwakeTime(now, now, terms.heartbeat)
@@ -234,9 +235,12 @@ class CoordinatorShell:
                 if current and (why := self._agreement.difference(hello.id, message, own_loop=own)) is not None:
                     acts += self._end(Aborted(why))
                 return acts
-            case Metrics():
-                self._early.keep(message.step, message, EVALUATED)
-                return [*acts, *self._count_early()]
+            case Evaluated(version=version, generation=generation, values=values):
+                if values:
+                    step = self.announcer.config.steps_at(version)
+                    self._early.keep(step, Metrics(step, values, generation), EVALUATED)
+                # Shown before the journal has it: the next coordinator does not show what the journal has
+                return [*acts, *self._count_early(), *self._drive(claim_of(hello.id, message))]
             case Applied():
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]

@@ -81,9 +81,9 @@ class JobRecord(msgspec.Struct, frozen=True):
 
     @property
     def leases(self) -> bool:
-        """True if a worker that does not train may evaluate a version: servers send every version whole and exactly.
+        """True if evaluations are leased, as any worker can make any of them: servers send versions whole and exactly.
 
-        The rest stays with the lead: other modes, a lossy `down`, parameters held in bf16 or streamed, tables.
+        Not in other modes, with a lossy `down`, with parameters held in bf16 or streamed, with tables.
         """
         part = {Feature.DOWN, Feature.HOLD, Feature.TABLES, Feature.STREAMED, Feature.KEYED}
         return self.mode.name is ModeName.SYNC and not part.intersection(self.features)

@@ -60,13 +60,16 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """An evaluation lease: `holder` has the right and the duty to evaluate `version`, which may not exist yet.
+    """An evaluation lease: `holder` evaluates `version`, which may not exist yet. Servers keep it until a later view.
 
-    Servers keep that version. `holder` is "" while nobody is there who could.
+    Attributes:
+        holder: "" while nobody is there who could.
+        until: no replica of this step or of a later one is computed before another view.
     """
 
     version: int
-    holder: str = ""
+    holder: str
+    until: int
 
 
 class Dispute(msgspec.Struct, frozen=True):
@@ -129,9 +132,7 @@ class View(msgspec.Struct, frozen=True):
         aggregators: the aggregators that are here.
         aggregator_of: worker -> the aggregator that it may use. A worker that is not in it uses the servers.
         stop: the job ends before its last round; None while nobody has said so.
-        lease: who evaluates which version in place of the lead; None: the lead evaluates each that is due.
-        limit: where evaluations decide: no replica of this step or a later one is computed before another view; None:
-            it is not known yet what the script evaluates.
+        lease: who evaluates which version; None: nobody does, or it is not known yet what the script evaluates.
         paused: the operator has paused the job: no replica of this step or a later one is computed; None: it is not.
         reductions: the versions from which on the learning rate is reduced once more (`ReduceOnPlateau`), ascending.
         speeds: server -> how fast its link was measured to be, compared with the median one. Where it was not, what was
@@ -161,7 +162,6 @@ class View(msgspec.Struct, frozen=True):
     aggregator_of: dict[str, str] = {}
     stop: Stop | None = None
     lease: Lease | None = None
-    limit: int | None = None
     reductions: tuple[int, ...] = ()
     paused: int | None = None
     disputes: tuple[Dispute, ...] = ()
@@ -243,12 +243,13 @@ class View(msgspec.Struct, frozen=True):
         return set(self.contributors.get(worker, ())).issuperset(replicas)
 
     def lead(self, step: int) -> str:
-        """The worker that computes replica 0 at `step`: it evaluates and saves. "" if there is none."""
+        """The worker that computes replica 0 at `step`: it saves, and evaluates where there are no leases. "" if there
+        is none."""
         return next((worker for worker, replicas in self.assigned(step).items() if 0 in replicas), "")
 
-    def leases(self, version: int) -> bool:
-        """True if the evaluation of `version` is leased: the lead leaves it to the holder."""
-        return self.lease is not None and self.lease.version == version
+    def evaluates(self, worker: str, version: int) -> bool:
+        """True if the evaluation of `version` is leased to `worker`."""
+        return self.lease is not None and (self.lease.holder, self.lease.version) == (worker, version)
 
     def moved(self, before: View) -> list[int]:
         """The shards that went to another primary after the view `before`, ascending; also if they came back since."""

@@ -8,17 +8,13 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from rallypoint.core.deciding.decisions import StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.sums.digests import DIGEST_BYTES
-from rallypoint.core.typed import MOST_MEMBERS, Count, Index, Name, Norm, Replicas, Seconds
+from rallypoint.core.typed import MOST_MEMBERS, MOST_METRICS, Count, Index, Name, Norm, Replicas, Seconds
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.views.difference import ViewDifference
 from rallypoint.errors import ProtocolError
-from rallypoint.net.evaluations.messages import Evaluated as Evaluated
-from rallypoint.net.evaluations.messages import Evaluates as Evaluates
-from rallypoint.net.evaluations.messages import Figures
-from rallypoint.net.evaluations.messages import Metrics as Metrics
-from rallypoint.net.evaluations.messages import NotKept as NotKept
 from rallypoint.net.greetings import AnyMessage, Hidden, Secret, Shown
 from rallypoint.net.greetings import Challenge as Challenge
 from rallypoint.net.greetings import Hello as Hello
@@ -30,11 +26,14 @@ from rallypoint.observe.lines import printable
 
 MOST_DIGESTS = 1 << 17
 MOST_PIECE = 64 << 20  # bytes of a data set's file that are asked for at once
+MOST_RULES = 100  # of run.stop_when
 
 Digests = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=MOST_DIGESTS * DIGEST_BYTES)]
 Workers = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=16)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 CacheName = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+Figures = Annotated[dict[Name, float], msgspec.Meta(max_length=MOST_METRICS)]
+Period = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
 
@@ -208,6 +207,24 @@ class Done(AnyMessage, frozen=True):
 
     generation: ViewNumber = ViewNumber()
     version: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)] = -1
+
+
+class Evaluates(AnyMessage, frozen=True):
+    """The evaluations of this worker's script: see `core.cluster.events.Evaluates`."""
+
+    periods: Annotated[tuple[Period, ...], msgspec.Meta(max_length=100)]
+    stops: Annotated[tuple[StopWhen, ...], msgspec.Meta(max_length=MOST_RULES)] = ()
+
+
+class Evaluated(AnyMessage, frozen=True):
+    """This worker has run all evaluations that are due with `version`; `values` are all their figures.
+
+    None in their place: it was to do so, and no server has that version any more.
+    """
+
+    version: Index
+    generation: ViewNumber
+    values: Figures | None
 
 
 class GiveUp(Shown, frozen=True):
@@ -443,6 +460,14 @@ class StepDone(AnyMessage, frozen=True):
         return plan.loss == "always" or (plan.loss == "said" and not math.isnan(self.loss))
 
 
+class Metrics(AnyMessage, frozen=True):
+    """The figures of all evaluations after `step` steps of training, in that generation."""
+
+    step: Index
+    values: Figures
+    generation: ViewNumber = ViewNumber()
+
+
 class Waiting(Shown, frozen=True):
     """What the job waits for, as a sentence (I8)."""
 
@@ -555,7 +580,7 @@ Message = (
     Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
     Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | OfViews | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
-    SnapshotEvery | Snapshotted | Knows | Held | Release | Evaluates | Evaluated | NotKept | Contributed | Updated |
+    SnapshotEvery | Snapshotted | Knows | Held | Release | Evaluates | Evaluated | Contributed | Updated |
     AuditFound | OfMembers | AnyOrder | Ordered | Offers | Caches | Wanted | Found | NotFound | Reached | Unrestored
 )  # fmt: skip
 

@@ -30,7 +30,7 @@ from rallypoint.net.messages import (
 from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.ending.stopping import Stopping
-from rallypoint.worker.evaluating.reports import EvaluationReports
+from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.sharing import Sharing
 
 TOO_LATE = "the job was over before this worker took part in it"

@@ -14,7 +14,7 @@ import msgspec
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Note, Say
-from rallypoint.core.cluster.evaluating.leases import awaits_evaluation, lost_evaluations
+from rallypoint.core.cluster.evaluations import awaits_evaluation, lost_evaluations
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession

@@ -9,7 +9,7 @@ import msgspec
 from rallypoint.core.assignment.lately import Lately
 from rallypoint.core.assignment.pinned import pins_after
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
-from rallypoint.core.cluster.evaluating.ledger import EvaluationLedger
+from rallypoint.core.cluster.evaluations import EvaluationLedger
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.placing.handover import Handover
 from rallypoint.core.cluster.placing.links import Links
@@ -186,7 +186,6 @@ class Course:
             decided=evaluations.decided,
             stored=tuple(evaluations.stored),
             periods=evaluations.periods,
-            high=evaluations.high,
             stops=evaluations.stops,
             goes_on=self.view is not None and self.view.paused is not None and self.views.paused is None,
             origin=self.origin,
@@ -205,13 +204,9 @@ class Course:
     @property
     def rules(self) -> Rules:
         """The rules by which evaluations decide. None where they cannot."""
-        found = self.strategies.rules
-        return msgspec.structs.replace(found, stops=self.evaluations.stops) if self.strategies.leases else Rules()
-
-    @property
-    def decides(self) -> bool:
-        """True if something is decided from evaluations: each version that is due gets a lease, and training waits."""
-        return self.rules.steers and bool(self.evaluations.periods)
+        if self.record is None or not self.record.leases:
+            return Rules()
+        return msgspec.structs.replace(self.strategies.rules, stops=self.evaluations.stops)
 
     @property
     def kept(self) -> tuple[int, int] | None:

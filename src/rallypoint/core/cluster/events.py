@@ -146,34 +146,24 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Evaluates:
-    """The script on a worker has evaluations with these periods, in steps; `high`: one has a high priority.
-
-    `stops` are the rules by which they end the job.
-    """
+    """The script on a worker has evaluations with these periods, in steps, and rules by which they end the job."""
 
     worker: str
     periods: tuple[int, ...]
-    high: bool = False
     stops: tuple[StopWhen, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A worker has run all evaluations that are due with `version`, in that generation, with these figures."""
+    """A worker has run all evaluations that are due with `version`, in that generation, with these figures.
+
+    None in their place: it was to do so, and no server has that version any more.
+    """
 
     worker: str
     version: int
     generation: ViewNumber
-    figures: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class NotKept:
-    """A worker was to evaluate `version`, and no server has it any more."""
-
-    worker: str
-    version: int
-    generation: ViewNumber
+    figures: Mapping[str, float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +320,7 @@ class Unrestored:
 Event = (
     Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked
     | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
-    | Outrun | Released | Paused | Stopped | Evaluates | Evaluated | NotKept
+    | Outrun | Released | Paused | Stopped | Evaluates | Evaluated
     | AuditFound | Reached | Unrestored
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ Pure: events go in (`core.cluster.events`), effects come out (`core.cluster.effe
     succession  which view follows the one in force
     snapshots   when to take a snapshot
     operator    what an operator orders
+    evaluations which versions are evaluated by whom, and what is decided from that
     completion  the end of a job that goes well; ending: the last snapshot of one that fails
     assigner    which worker computes which replicas
 
@@ -22,7 +23,7 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course, uploads
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
-from rallypoint.core.cluster.evaluating.deciding import Deciding
+from rallypoint.core.cluster.evaluations import Decisions
 from rallypoint.core.cluster.health.apart import disagrees, disproved, set_apart
 from rallypoint.core.cluster.health.auditing import Auditing, probed
 from rallypoint.core.cluster.health.beats import take_beat
@@ -62,7 +63,7 @@ class ClusterMachine:
     _ending: LastSnapshot = field(init=False)
     _succession: Succession = field(init=False)
     _completion: Completion = field(init=False)
-    _deciding: Deciding = field(init=False)
+    _decisions: Decisions = field(init=False)
     _auditing: Auditing = field(init=False)
     _silence: Silence = field(init=False)
     _reach: Reach = field(init=False)
@@ -77,7 +78,7 @@ class ClusterMachine:
         self._succession = Succession(self.course, self._snapshots, self._assigner)
         self._ending = LastSnapshot(self.course, self._snapshots, self._succession)
         self._completion = Completion(self.course, self._snapshots, self._succession)
-        self._deciding = Deciding(self.course, self._completion)
+        self._decisions = Decisions(self.course, self._completion)
         self._auditing = Auditing(course, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat, self.terms.living), Reach(self.course)
         if self.resume is not None:
@@ -177,7 +178,7 @@ class ClusterMachine:
             return take_beat(event, self.course, self._reach)  # the short way: they are most of the events
         known, effects = self.course.known, self._handle(event)
         same = isinstance(event, events.OFTEN) and self.course.known == known
-        after = () if same else (*self._deciding.advance(), *self._succession.lease(), *self._auditing.advance())
+        after = () if same else (*self._decisions.advance(), *self._succession.lease(), *self._auditing.advance())
         return [*effects, *after]
 
     def _handle(self, event: events.Event) -> list[Effect]:
@@ -212,8 +213,8 @@ class ClusterMachine:
                 return [*self._succession.advance(), *self._succession.dismiss()]
             case events.Done() | events.Stopped():
                 return self._completion.handle(event)
-            case events.Evaluates() | events.Evaluated() | events.NotKept():
-                return self._deciding.handle(event, self._left)
+            case events.Evaluates() | events.Evaluated():
+                return self._decisions.handle(event, self._left)
             case events.Resized() | events.Paused():
                 return self._succession.advance() if follow(course, event) else []
             case events.Failed():

@@ -37,7 +37,6 @@ class Strategies:
         workers_have_codec_states: a snapshot needs the workers' codec states.
         in_rounds: servers report each round, once.
         anybody_begins: any worker may upload first values, so nothing is half done if one of them dies.
-        leases: evaluations may be leased.
         rules: by which evaluations decide, as the record has them.
         snapshot_version: the rule for the version of the next snapshot.
         snapshot_lead: ask for a snapshot so many steps before its version.
@@ -53,7 +52,6 @@ class Strategies:
     workers_have_codec_states: bool = False
     in_rounds: bool = True
     anybody_begins: bool = False
-    leases: bool = False
     rules: Rules = field(default_factory=Rules)
     snapshot_version: VersionRule = a_little_ahead
     snapshot_lead: int = CAPTURE_AHEAD
@@ -75,7 +73,6 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is Holder.SERVERS,
         in_rounds=in_rounds,
         anybody_begins=Feature.KEYED in record.features,
-        leases=terms.leases and record.leases,
         rules=record.rules,
         snapshot_version=snapshot_version,
         snapshot_lead=snapshot_lead,

@@ -11,7 +11,7 @@ from rallypoint.core.assignment.pinned import pinned_assignments, pins_after
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
-from rallypoint.core.cluster.evaluating.leases import lease_noted, rolled_back, wanted_lease, wanted_limit
+from rallypoint.core.cluster.evaluations import lease_noted, rolled_back, wanted_lease
 from rallypoint.core.cluster.placing.between import moves_before, ready
 from rallypoint.core.cluster.placing.between import settled as settled_now
 from rallypoint.core.cluster.placing.links import said_of
@@ -53,7 +53,6 @@ class Succession:
         if course.recovery.needs_new_generation(before, assignments, course.members, ending=ending):
             return self.recover(ending=ending)
         course.views.lease = wanted_lease(course)
-        course.views.limit = wanted_limit(course, course.views.lease)
         view = course.views.following(
             course.record.layout.shards, course.members, assignments, ending=ending, moves_before=moves_before(course),
             warming=ready(course)[1], settled=settled_now(course),
@@ -92,14 +91,11 @@ class Succession:
 
     def lease(self) -> list[Effect]:
         """Publish a view with another evaluation lease, or another decision, if there is to be one."""
-        course = self.course
-        view = course.view
-        known = course.evaluations.registered or (view is not None and view.lease is not None)
-        if view is None or course.phase is not Phase.RUNNING or not known:
+        course, view = self.course, self.course.view
+        if view is None or course.phase is not Phase.RUNNING or not course.evaluations.periods:
             return []
-        lease = wanted_lease(course)
-        wanted = (lease, wanted_limit(course, lease), course.views.reductions)
-        return self.advance() if wanted != (view.lease, view.limit, view.reductions) else []
+        wanted = (wanted_lease(course), course.views.reductions)
+        return self.advance() if wanted != (view.lease, view.reductions) else []
 
     def noted(self, event: events.CaughtUp | events.Reached) -> list[Effect]:
         """A primary says that the backups of some shards have caught up (see `ViewSequence.backups_caught_up`), or a

@@ -75,12 +75,6 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     measure_links: bool = False
 
     @property
-    def leases(self) -> bool:
-        """True if evaluations may be leased: no contribution comes by another way than from the worker of its replica,
-        so none makes a version of which servers do not know that it is to be kept."""
-        return not self.backup_tasks and not self.aggregators
-
-    @property
     def features(self) -> frozenset[Feature]:
         """The features that the terms ask for and that not every mode supports."""
         asked = {

@@ -70,9 +70,8 @@ class ViewSequence:
         arrived: the shards whose third server (`View.incoming`) does.
         complete: every view of earlier coordinators that had an effect is known.
         stop: the job ends before its last round; the next view says it to everybody.
-        lease: the evaluation lease that the next view of this generation has.
-        limit, reductions: what is decided from evaluations: see `View`. The first view of a generation has no limit
-            yet: workers wait for the next one.
+        lease: the evaluation lease that the next view of this generation has. The first view of a generation has none.
+        reductions: what is decided from evaluations: see `View`.
         paused: see `View`.
         disputes: those that the next view of this generation has.
         speeds, tuned: see `View`.
@@ -88,7 +87,6 @@ class ViewSequence:
     complete: bool = False
     stop: Stop | None = None
     lease: Lease | None = None
-    limit: int | None = None
     reductions: tuple[int, ...] = ()
     paused: int | None = None
     disputes: tuple[Dispute, ...] = ()
@@ -113,7 +111,7 @@ class ViewSequence:
     def go_on_from(self, view: View | None, caught_up: Iterable[int], *, goes_on: bool) -> None:
         """Put in force what an earlier coordinator has left; `goes_on`: the next view is not paused."""
         self.view, self.caught_up = view, set(caught_up)
-        self.stop, self.lease, self.limit = (None, None, None) if view is None else (view.stop, view.lease, view.limit)
+        self.stop, self.lease = (None, None) if view is None else (view.stop, view.lease)
         self.reductions, self.disputes = ((), ()) if view is None else (view.reductions, view.disputes)
         self.paused = None if view is None or goes_on else view.paused
         self.speeds, self.tuned = ({}, {}) if view is None else (dict(view.speeds), dict(view.tuned))
@@ -166,9 +164,8 @@ class ViewSequence:
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
-            stop=self.stop, lease=self.lease, limit=self.limit, reductions=self.reductions,
-            disputes=self.disputes, paused=self.paused, tuned=dict(self.tuned),
-            handover=moves_before if stays else None, warming=tuple(warming),
+            stop=self.stop, lease=self.lease, reductions=self.reductions, disputes=self.disputes, paused=self.paused,
+            tuned=dict(self.tuned), handover=moves_before if stays else None, warming=tuple(warming),
             **self._aggregation(members, assignments),
         )  # fmt: skip
         view = msgspec.structs.replace(view, incoming=incomings(view, before, incoming))

@@ -1,4 +1,4 @@
-"""What is decided from the results of evaluations: an early end, a lower learning rate, the best version.
+"""When evaluations are due, and what is decided from their results: an early end, lower rates, the best version.
 
 Pure: the decisions after a version follow from the rules and from the results of all versions up to it, in order. So a
 coordinator that was restarted, a job that went back to a snapshot, and a run that is resumed decide the same.
@@ -201,6 +201,15 @@ class Decided(msgspec.Struct, frozen=True):
         if rule is None or not math.isfinite(value):
             return best
         return Best(version, value, rule) if best is None or rule.better(value, best.value) else best
+
+
+def is_due(every: int, step: int, before: int, *, ends: bool) -> bool:
+    """True if an evaluation with the period `every` (steps) is due with the version of `step`.
+
+    `before` is the step of the version before it; `ends`: the job ends with this one. Examples, with ``every=10``: due
+    at 10 after 9, at 12 after 8, at 7 if the job ends there; never at 0.
+    """
+    return step > 0 and (ends or step // every > before // every)
 
 
 def reductions_at(reductions: Iterable[int], version: int) -> int:

@@ -76,8 +76,6 @@ CONFLICTS = (
         _F.STREAMED: "a version cannot be evaluated again by a worker that holds no parameters; use parameters=local",
         _F.TABLES: "no worker holds its rows, so no version can be evaluated again; use sparse=False",
         _F.RANKS: "only one rank hears what is decided; use workers of one process",
-        _F.AGGREGATORS: "contributions come by another way than the views that decide; leave --aggregators out",
-        _F.BACKUP_TASKS: "a contribution may come from who does not wait for what is decided; leave --backup-tasks out",
     }.items()),
     *(Conflict(_F.CARRY, other, f"{why}, or leave carry= out") for other, why in {
         _F.RANKS: "the ranks of a worker share one model, and would each have a part of what a replica carries; use "

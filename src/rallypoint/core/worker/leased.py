@@ -1,4 +1,4 @@
-"""The evaluation lease of one worker: whether it is to evaluate a version now, or has to wait for an evaluation."""
+"""What a worker's views say of evaluations: which version it is to evaluate now, and whether it has to wait for one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ class LeasedVersion:
 
     def __init__(self, machine: SlotMachine) -> None:
         self._machine = machine
-        self.decides = False  # the job decides from evaluations
+        self.evaluates = False  # the script has evaluations: nothing is computed before a view says how far
         self._over: tuple[ViewNumber, int] | None = None  # the generation and version that it has seen to
 
     def due(self, view: View | None, action: Action | Store | Ended | None) -> Evaluate | None:
         """The version to evaluate now, where `action` would be next; None if there is none."""
-        lease = None if view is None else view.lease
-        if view is None or lease is None or lease.holder != self._machine.me:
+        if view is None or (lease := view.lease) is None or lease.holder != self._machine.me:
             return None
         if self._over == (view.generation, lease.version) or not (action is None or isinstance(action, Compute)):
             return None
@@ -30,12 +29,12 @@ class LeasedVersion:
         return None if waits else Evaluate(lease.version)
 
     def holds_back(self, view: View | None, action: Action | Store | Ended | None) -> bool:
-        """True if this replica may not be computed yet: see `View.limit`, `View.paused` and `View.handover`."""
+        """True if this replica may not be computed yet: see `Lease.until`, `View.paused` and `View.handover`."""
         if not isinstance(action, Compute) or view is None:
             return False
         if any(before is not None and action.step >= before for before in (view.paused, view.handover)):
             return True
-        return self.decides if view.limit is None else action.step >= view.limit
+        return self.evaluates if view.lease is None else action.step >= view.lease.until
 
     def awaited(self, view: View) -> str:
         """A phrase for what a worker waits for which is held back."""
@@ -43,12 +42,11 @@ class LeasedVersion:
             return f"the operator, who has paused the job before step {view.paused}"
         if view.handover is not None:
             return f"shards to move to other servers before step {view.handover}"
-        if view.limit is None:
-            return "the coordinator to say which evaluations the job decides from"
-        if view.lease is None or view.limit <= view.lease.version:  # what is decided counts from a later one on
-            return f"a snapshot of step {view.limit} to begin, because it is evaluated"
-        by = view.lease.holder or "a worker"
-        return f"the evaluation of step {view.lease.version} by {by}: what it decides counts from step {view.limit}"
+        if (lease := view.lease) is None:
+            return "the coordinator to say who evaluates"
+        if lease.until <= lease.version:  # what is decided counts from a later one on
+            return f"a snapshot of step {lease.until} to begin, because it is evaluated"
+        return f"the evaluation of step {lease.version} by {lease.holder or 'a worker'}, before step {lease.until}"
 
     def over(self, generation: ViewNumber, version: int) -> None:
         """It has evaluated that version, or nobody can any more."""
@@ -56,5 +54,5 @@ class LeasedVersion:
 
     def lost(self) -> None:
         """What it said of an evaluation may not count, and is to be made again if a view says so: the worker was given
-        up, or the lease is another one: a coordinator whose journal was full may have lost the result."""
+        up, or another one has got the lease: a coordinator whose journal was full may have lost the result."""
         self._over = None

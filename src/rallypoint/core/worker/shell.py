@@ -63,7 +63,7 @@ class WorkerShell:
         finished: the job has finished (`finish`).
         leaving: this worker was told to leave.
         ending: whether the model holds the job's last version.
-        leased: the version that this worker is to evaluate.
+        leased: the version that this worker is to evaluate, and how far it may go.
         reaching: what it is to say of the version that it holds. Ask it after `adopt` and `installed`.
     """
 
@@ -114,7 +114,7 @@ class WorkerShell:
             self.snapshots.rolled_back()
         # A worker that was given up and came back returns all of its codec states: another worker may have newer ones.
         back = before is not None and _came_back(self.machine.me, before, view)
-        if back or (before is not None and before.lease != view.lease):
+        if back or view.lease is None or view.lease.holder != self.machine.me:
             self.leased.lost()
         return [*effects, *self._keep_only(frozenset() if back else self.machine.keeps)]
 

@@ -321,7 +321,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Evaluate `version`, which may not exist yet: this worker holds its lease."""
+    """Evaluate `version`, which may not exist yet: it is leased to this worker."""
 
     version: int
 

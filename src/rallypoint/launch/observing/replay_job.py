@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ from rallypoint.core.cluster.state import Resumed
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.observing.replay import Answer, Looked, NotFinite, Task
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.worker.evaluating.evaluations import Evaluation
+from rallypoint.worker.evaluations import Evaluation
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.run import Run
 
@@ -29,9 +29,9 @@ class ReplayedRun(Run):
 
     task: Task
 
-    def every(self, steps: int, *, priority: Literal["", "high"] = "") -> Any:
+    def every(self, steps: int) -> Any:
         """Leave the evaluation out: what the run has decided from its result is known."""
-        nothing = super().every(steps, priority=priority)
+        nothing = super().every(steps)
 
         def left_out(evaluation: Evaluation) -> Evaluation:
             if self._config.plateau is not None:

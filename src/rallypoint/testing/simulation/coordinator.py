@@ -41,7 +41,6 @@ class Outcome:
     said: list[str] = field(default_factory=list)
     computed: list[tuple[str, int, int]] = field(default_factory=list)
     evaluated: list[tuple[int, float]] = field(default_factory=list)
-    leased: set[int] = field(default_factory=set)
     paused: set[tuple[ViewNumber, int]] = field(default_factory=set)
     copies: CopiesWatch = field(default_factory=CopiesWatch)
 
@@ -103,9 +102,7 @@ class SimulatedCoordinator:
     def _handle(self, event: inbox.Event) -> None:
         todo = self.shell.handle(event, self._time)
         self.outcome.copies.look(self.machine)
-        if (view := self.machine.view) is not None and view.lease is not None:
-            self.outcome.leased.add(view.lease.version)
-        if view is not None and view.paused is not None:
+        if (view := self.machine.view) is not None and view.paused is not None:
             self.outcome.paused.add((view.generation, view.paused))
         saved = any(isinstance(act, acts.Save) for act in todo)
         if saved and self.shell.last_word is None and self.node.world.spring("half said"):

@@ -180,12 +180,18 @@ def _paused(plan: Plan) -> Plan:
 
 
 def _evaluating(plan: Plan) -> Plan:
-    """Two workers more stand by; in every fourth plan evaluations are not leased."""
+    """Two workers more stand by; in every fourth plan there are backup tasks, and no aggregators."""
     rng = random.Random(plan.seed * 7919 + 11)
-    asked = plan.seed % 4 == 0
-    terms = msgspec.structs.replace(plan.terms, backup_tasks=asked, aggregators=0)
-    job = replace(plan.job, every=rng.choice([1, 2, 3, 5]))
-    return replace(plan, terms=terms, job=job, workers=plan.workers + 2, aggregators=0)
+    plan = replace(_with_backup_tasks(plan), workers=plan.workers + 2)
+    return replace(plan, job=replace(plan.job, every=rng.choice([1, 2, 3, 5])))
+
+
+def _with_backup_tasks(plan: Plan) -> Plan:
+    if plan.seed % 4:
+        return replace(plan, terms=msgspec.structs.replace(plan.terms, backup_tasks=False))
+    terms = msgspec.structs.replace(plan.terms, backup_tasks=True, aggregators=0)
+    faults = tuple(fault for fault in plan.faults if fault.role != "aggregator")
+    return replace(plan, terms=terms, faults=faults, aggregators=0)
 
 
 def _deciding(plan: Plan) -> Plan:
@@ -194,17 +200,15 @@ def _deciding(plan: Plan) -> Plan:
     The journal has room: what nobody has written down and whose evaluator is dead too cannot be decided again.
     """
     rng = random.Random(plan.seed * 7919 + 12)
-    terms = msgspec.structs.replace(plan.terms, backup_tasks=False)
+    plan = _with_backup_tasks(plan)
     rules = Rules(
         stops=(StopWhen(metric="figure", patience=rng.randint(2, 4)),) if rng.random() < 0.6 else (),
         plateau=ReduceOnPlateau("figure", patience=rng.randint(0, 1), cooldown=rng.randint(0, 1)),
         best=KeepBest("figure") if rng.random() < 0.6 else None,
     )
     job = replace(plan.job, every=rng.choice([1, 2, 3, 5]), rules=rules)
-    faults = tuple(fault for fault in plan.faults if fault.kind != "journal full" and fault.role != "aggregator")
-    return replace(
-        plan, terms=terms, job=job, faults=faults, workers=plan.workers + rng.randint(0, 2), aggregators=0
-    )
+    faults = tuple(fault for fault in plan.faults if fault.kind != "journal full")
+    return replace(plan, job=job, faults=faults, workers=plan.workers + rng.randint(0, 2))
 
 
 def _audited(plan: Plan, *, wrong: bool) -> Plan:

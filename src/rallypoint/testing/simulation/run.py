@@ -26,7 +26,7 @@ from rallypoint.testing.simulation.operating.pauses import PAUSE, Operators
 from rallypoint.testing.simulation.operating.resuming import KEEP, RESUME, Resuming
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, replay_line
-from rallypoint.testing.simulation.replicas.evaluated import check_evaluations
+from rallypoint.testing.simulation.replicas.evaluations import check_evaluations
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.store import SimulatedStore
@@ -256,7 +256,7 @@ class Simulation:
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, self._stuck()
         self._check_size()
-        check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
+        check_evaluations(self.plan.job, self.outcome, self.coordinator)
         job = self.plan.job
         for shard in range(job.shards):
             contents = self._final_contents(shard)

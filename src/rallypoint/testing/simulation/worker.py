@@ -143,7 +143,7 @@ class SimulatedWorker:
         self._acting = False
         if self._replica >= 0 or self._blocked or self._busy or self._evaluations.runs:
             return
-        self._forward.allow(not self._evaluations.leads(self.machine.step + 1))
+        self._forward.allow(not self._evaluations.evaluates(self.machine.step + 1))
         if self._goes_ahead():
             return
         if self.shell.gone:
@@ -188,7 +188,7 @@ class SimulatedWorker:
         elif isinstance(action, machine.Ended):
             self._end()
         elif isinstance(action, machine.Evaluate):
-            self._evaluations.begin(action.version)
+            self._evaluations.begin(action.version, self.model)
         elif isinstance(action, machine.Compute) and self._script.leaves(action.step):
             if self.shell.next_action() == action:
                 self._script.leave(action.step)
@@ -257,8 +257,6 @@ class SimulatedWorker:
             own = self.job.cadence.updates_before(shard, self.machine.step)
             self.job.check_version(shard, own, content)
         self._replicas.installed(self.model)
-        if (version := self.machine.step) > 0 and self._evaluations.leads(version):
-            self._evaluations.lead(version, self.model, self.shell.view.generation)
         self._end()
 
     def _end(self) -> None:

@@ -42,8 +42,7 @@ from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.exchange.replica import ReplicaPushes
 from rallypoint.worker.exchange.replicated import States as Records
 from rallypoint.worker.exchange.replicated import optimizer_state
-from rallypoint.worker.exchange.rows.leased import LeasedPull
-from rallypoint.worker.exchange.rows.pulls import RowPulls
+from rallypoint.worker.exchange.rows.pulls import LeasedPull, RowPulls
 from rallypoint.worker.recording.contributions import Contributions
 from rallypoint.worker.streamed.memory import ShardMemory, SlotMemory, WholeVector
 from rallypoint.worker.streamed.pulls import WordPulls

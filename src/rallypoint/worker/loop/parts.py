@@ -13,7 +13,7 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.ending.stopping import Stopping
-from rallypoint.worker.evaluating.reports import EvaluationReports
+from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.allreduce import WorkerOptimizer
 from rallypoint.worker.ranks.followers import Followers, NoFollowers
@@ -31,7 +31,7 @@ class Parts:
         optimizer: the optimizer that steps on this worker; None where the servers step.
         streamed: the model's parameters, where they stay on the servers; else None.
         followers: the other ranks of this worker, if it is a group.
-        leases: an evaluation may be leased to a worker that does not train.
+        leases: evaluations are leased, to this worker or another. Else the lead makes them.
         decides_not: the sentence that refuses `run.stop_when`; "" if the job's mode supports it.
         done: tells the coordinator that this worker holds the last version, in which generation, and which that is.
         leads: true on the worker that evaluates (now) and saves (when the job is over).

@@ -13,14 +13,13 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.deciding.decisions import StopWhen
-from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.errors import UsageError
 from rallypoint.net.messages import Contributed, Report, Say
 from rallypoint.worker.ending.left_loop import LeftLoop
-from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
-from rallypoint.worker.evaluating.leased import LeasedEvaluations
+from rallypoint.worker.evaluating import Evaluator
+from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.forward_checks import ForwardChecks
@@ -61,7 +60,7 @@ class Run:
             ends=lambda step: step == parts.config.steps_at(parts.exchange.end.last),
         )  # fmt: skip
         self._passes = Passes(parts, self._early, self._evaluations.passed)
-        self._leased = LeasedEvaluations(parts, self._evaluations, self._evaluating)
+        self._evaluating = Evaluator(parts, self._evaluations, self._around, self._versions.restore_buffers)
         self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
         self.left_loop = LeftLoop(
@@ -78,7 +77,7 @@ class Run:
     @property
     def step(self) -> int:
         """Steps of training in the version that the model holds; -1 before the first version."""
-        return self._config.steps_at(self._exchange.step if self._leased.version is None else self._leased.version)
+        return self._config.steps_at(self._exchange.step if (at := self._evaluating.version) is None else at)
 
     @property
     def lead(self) -> bool:
@@ -139,27 +138,25 @@ class Run:
         for settings that make no sense.
         """
         rule = StopWhen(metric=metric, patience=patience, min_delta=min_delta, mode=mode, below=below, above=above)
-        self._leased.stop_when(rule)
+        self._evaluating.stop_when(rule)
 
-    def every(self, steps: int, *, priority: Literal["", "high"] = "") -> Callable[[_E], _E]:
+    def every(self, steps: int) -> Callable[[_E], _E]:
         """Decorate ``fn(step) -> {"val_loss": ...}``: one worker calls it after every `steps` steps and after the last
         step. In a synchronous job that is a worker that stands by, if there is one, while others train; else the lead.
-
-        With ``priority="high"`` a worker that stands by and is to train ends its evaluation first.
 
         The model is in eval mode and gradients are off. The result is shown and logged. Where versions jump over a
         multiple of `steps` (a quorum, local steps), the function is called with the first version after it. The global
         random generators are seeded for it from the job's seed and the step.
 
-        Raises UsageError for what is no number from 1 on, and for another priority. The loop raises UsageError for a
-        result that is no dict of numbers, and for an evaluation that changes values of the model's parameters.
+        Raises UsageError for what is no number from 1 on. The loop raises UsageError for a result that is no dict of
+        numbers, and for an evaluation that changes values of the model's parameters.
         """
         check_period(steps)
 
         def register(evaluation: _E) -> _E:
-            self._evaluations.add(steps, evaluation, priority)
+            self._evaluations.add(steps, evaluation)
             if self._started:
-                self._leased.register()
+                self._evaluating.register()
             return evaluation
 
         return register
@@ -168,7 +165,7 @@ class Run:
         if self._started:
             raise UsageError("a run is iterated once")
         self._started = True
-        self._leased.register()
+        self._evaluating.register()
         self._parts.forget_gradients()  # of the script's own passes before the loop
         self._check_forwards()
         self._prefetched.coming(self._exchange)
@@ -185,19 +182,19 @@ class Run:
     def _do(self, action: machine.Next) -> None:
         match action:
             case machine.Evaluate(version=version):
-                self._leased.evaluate(version)
+                self._evaluating.evaluate(version)
             case machine.Initialise():
                 self._versions.initialise()
             case machine.Install(version=version):
                 if (generation := self._versions.install(version)) is None:
                     return  # a roll-back came meanwhile
-                self._evaluate(version, generation)
+                self._evaluating.installed(version, generation)
             case machine.Ended():
                 self._versions.restore_buffers()  # a replica may have changed them
             case machine.Store():
                 self._versions.store(action)
         if (end := self._exchange.end.take()) is not None:
-            self._evaluate(end[1], end[0])  # what is due after the last step
+            self._evaluating.installed(end[1], end[0])  # what is due after the last step
             if self._parts.streamed is not None:
                 self._parts.streamed.report()
             self._parts.done(*end)
@@ -251,11 +248,7 @@ class Run:
 
     def _may_begin_early(self, round: int) -> bool:
         """True if nothing has to be done with this round's version before its forward pass begins."""
-        step = self._config.steps_at(round)
-        if compares(step):
-            return False
-        evaluates = self._evaluations.coming(step, before=self._config.steps_at(round - 1))
-        return not evaluates or self._exchange.view.leases(round)
+        return not compares(self._config.steps_at(round)) and self._evaluating.may_begin_early(round)
 
     # ---- one replica ----
 
@@ -349,17 +342,8 @@ class Run:
 
     # ---- versions ----
 
-    def _evaluate(self, version: int, generation: ViewNumber) -> None:
-        """Run the evaluations that are due with this version. They notice a roll-back only after they end."""
-        step = self._config.steps_at(version)
-        due = self._evaluations.due(step, before=self._config.steps_at(version - 1))
-        if not due or not self._parts.leads() or self._exchange.view.leases(version):
-            return
-        self._source.show_version()
-        self._leased.lead(version, generation, due)
-
     @contextmanager
-    def _evaluating(self, step: int) -> Iterator[None]:
+    def _around(self, step: int) -> Iterator[None]:
         """Around the script's evaluations of that step."""
         self._checks.off()  # an evaluation may save or copy the model
         streaming = nullcontext() if self._parts.streamed is None else self._parts.streamed.evaluating(step)

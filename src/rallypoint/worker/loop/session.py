@@ -39,7 +39,7 @@ from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.ending.stopping import Stopping
-from rallypoint.worker.evaluating.reports import EvaluationReports
+from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.initial import digest_of
 from rallypoint.worker.exchange.links import Context

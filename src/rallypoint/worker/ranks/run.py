@@ -21,7 +21,7 @@ from rallypoint.parallel.group import Kind, Order
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
 from rallypoint.worker.carried import Carry
-from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
+from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.precision.autocast import Autocast
 from rallypoint.worker.ranks.figures import Figures, Logged
@@ -151,7 +151,7 @@ class RankRun:
         agree = partial(first_result, self._spread.group, self._figures)
         self._spread.restore_buffers()  # as the leader's: after the last version a replica may have changed them
         with self._autocast.on():
-            self._evaluations.run(due, order.first, lambda values: None, agree=agree)
+            self._evaluations.run(due, order.first, agree=agree)
         self._figures.stop = None  # rank 0 knows of it
         self._spread.forget_gradients()
 

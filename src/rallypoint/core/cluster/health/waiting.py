@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.evaluating.leases import awaits_evaluation, holds_back
+from rallypoint.core.cluster.evaluations import awaits_evaluation, holds_back
 from rallypoint.core.cluster.operator import holds
 from rallypoint.core.cluster.state import Phase, awaited
 from rallypoint.core.cluster.storing.snapshots import Snapshots

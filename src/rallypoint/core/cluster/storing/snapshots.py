@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course, tunes_period
 from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Hold, PeriodTuned, Say
-from rallypoint.core.cluster.evaluating.leases import awaits_decision, known_version, version_to_capture
+from rallypoint.core.cluster.evaluations import awaits_decision, known_version, version_to_capture
 from rallypoint.core.cluster.state import Origin, Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty, SnapshotInProgress
 
@@ -144,7 +144,7 @@ class Snapshots:
         if course.views.paused is not None:
             version = min(version, max(course.views.paused, course.known))  # no later one is made for now
         if evaluated is not None and (version > evaluated or self._evaluated_soon(course.strategies.snapshot_lead)):
-            version = evaluated  # nobody is past it: see `View.limit`
+            version = evaluated  # nobody is past it: see `Lease.until`
         return version
 
     def capture(self, version: int, writers: Sequence[str]) -> list[Effect]:

@@ -1,13 +1,14 @@
-"""Evaluations of a simulated worker: the lead's, between two steps, and those whose lease it holds."""
+"""Evaluations of a simulated worker, of the versions that are leased to it; and what must be true of all at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rallypoint.core.evaluation import is_due
-from rallypoint.core.view import Lease, ViewNumber
+from rallypoint.core.deciding.decisions import is_due
+from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.slots import Evaluate
-from rallypoint.net.messages import Evaluated, Evaluates, Message, Metrics, NotKept
+from rallypoint.net.messages import Evaluated, Evaluates, Message
+from rallypoint.testing.simulation.coordinator import Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.replicas.contents import Content
@@ -35,23 +36,22 @@ class SimulatedEvaluations:
     def register(self, *, new: bool) -> None:
         """Tell the coordinator which evaluations there are; and the last results, unless the worker is `new`."""
         if self._job.every:
-            self._shell.leased.decides = self._job.rules.steers
-            told = Evaluates((self._job.every,), stops=self._job.rules.stops)
-            for message in (told, *(() if new else self._told[-128:])):
+            self._shell.leased.evaluates = True
+            told = Evaluates((self._job.every,), self._job.rules.stops)
+            for message in (told, *(() if new else self._told[-64:])):
                 self._send(message)
 
-    def leads(self, version: int) -> bool:
+    def evaluates(self, version: int) -> bool:
         """Is this worker to evaluate that version before it computes that step?"""
-        view = self._shell.view
-        return due(self._job, version) and view.lead(version) == self._exchange.machine.me and not view.leases(version)
+        return self._shell.number.count > 0 and self._shell.view.evaluates(self._exchange.machine.me, version)
 
-    def lead(self, version: int, model: Sequence[Content], generation: ViewNumber) -> None:
-        """Evaluate what the model holds."""
-        self._evaluate(version, list(model), generation, leased=False)
-
-    def begin(self, version: int) -> None:
-        """Pull and evaluate the version whose lease this worker holds."""
-        self.runs, self._pulling, self._generation = True, version, self._shell.view.generation
+    def begin(self, version: int, model: Sequence[Content]) -> None:
+        """Evaluate the version that is leased to this worker: what the `model` holds, or what servers keep."""
+        self.runs, self._generation = True, self._shell.view.generation
+        if version == self._exchange.machine.step:
+            self._evaluate(version, list(model), held=True)
+            return
+        self._pulling = version
         self._exchange.rows.whole(version)
         self.go_on()
 
@@ -67,43 +67,57 @@ class SimulatedEvaluations:
             outdated, model = rows.outdated, rows.whole_model()
             self._stop_pulling()
             if outdated:
-                self._shell.leased.over(self._generation, version)
-                self._say(NotKept(version, self._generation))
+                self._tell(version, None)
                 self._over()
             else:
-                self._evaluate(version, model, self._generation, leased=True)
+                self._evaluate(version, model, held=False)
 
     def _stop_pulling(self) -> None:
         self._exchange.rows.end()
         self._pulling, self.runs = None, False
 
     def _is_duty(self, version: int) -> bool:
-        view, me = self._shell.view, self._exchange.machine.me
-        return view.generation == self._generation and view.leases(version) and view.lease == Lease(version, me)
+        return self._shell.view.generation == self._generation and self.evaluates(version)
 
-    def _evaluate(self, version: int, model: list[Content], generation: ViewNumber, *, leased: bool) -> None:
+    def _evaluate(self, version: int, model: list[Content], *, held: bool) -> None:
+        """What the model holds is evaluated to the end, whatever views say meanwhile."""
         self.runs = True
 
         def ended() -> None:
             self.runs = False
-            if not leased or self._is_duty(version):
-                if leased:
-                    self._shell.leased.over(generation, version)
-                self._tell(version, {"figure": figure_of(model)}, generation)
+            if held or self._is_duty(version):
+                self._tell(version, {"figure": figure_of(model)})
             self._over()
 
         world = self._exchange.node.world
         self._exchange.node.later(self._seconds * world.random.random(), ended)
 
-    def _tell(self, version: int, figures: dict[str, float], generation: ViewNumber) -> None:
-        for message in (Metrics(version, figures, generation), Evaluated(version, generation, figures)):
-            self._say(message)
-
-    def _say(self, message: Message) -> None:
-        self._told.append(message)
-        self._send(message)
+    def _tell(self, version: int, figures: dict[str, float] | None) -> None:
+        self._shell.leased.over(self._generation, version)
+        self._told.append(Evaluated(version, self._generation, figures))
+        self._send(self._told[-1])
 
 
 def due(job: SimulatedJob, version: int) -> bool:
     """Is an evaluation due with that version?"""
     return job.every > 0 and is_due(job.every, version, version - 1, ends=version == job.end)
+
+
+def check_evaluations(job: SimulatedJob, outcome: Outcome, coordinator: SimulatedCoordinator | None) -> None:
+    """AssertionError unless each version that is due has its result, and no other.
+
+    It may have none if the servers that kept the version are lost, and the job goes on from a later snapshot.
+    """
+    right = {v: figure_of(job.trajectory[v]) for v in range(1, job.end + 1) if due(job, v)}
+    wrong = [(step, figure) for step, figure in outcome.evaluated if right.get(step) != figure]
+    assert not wrong, f"evaluated to something else: {wrong}"
+    missing = right.keys() - {step for step, _ in outcome.evaluated}
+    if coordinator is not None:
+        ledger, view = coordinator.machine.course.evaluations, coordinator.machine.view
+        if job.rules.steers:
+            wanted = job.undisturbed_decisions.decided
+            assert ledger.decided == wanted, f"{ledger.decided} is decided, and not {wanted}"
+            assert (view is None or view.stop is None) == (job.end == job.steps), f"the job ends with {job.end}: {view}"
+        if any("snapshot" in said for said in outcome.said):
+            missing -= {version for version, figures in ledger.results.items() if figures is None}
+    assert not missing, f"versions {sorted(missing)} have no result"

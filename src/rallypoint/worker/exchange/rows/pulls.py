@@ -1,13 +1,16 @@
-"""Pulls of rows of tables: the main thread asks for the rows of its batch and waits for them."""
+"""Pulls of rows of tables: the main thread asks for the rows of its batch and waits for them. And of whole versions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
+
 from rallypoint.core.cadence import TOGETHER
-from rallypoint.core.layout import Shard
+from rallypoint.core.layout import Layout, Shard
+from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
-from rallypoint.core.worker.slots import Initialise
+from rallypoint.core.worker.slots import Evaluate, Initialise
 from rallypoint.errors import NO_SNAPSHOT, JobAborted
 from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
 from rallypoint.worker.exchange.links import Links
@@ -118,11 +121,6 @@ class RowPulls:
         home = self._locked.shell.view.primary
         return f"version {pull.version}, to be evaluated: {self._links.describe(pull.missing, home)}"
 
-    @property
-    def me(self) -> str:
-        """This worker's name."""
-        return self._locked.machine.me
-
     def _unasked(self, pull: Pull) -> list[int]:
         shell = self._locked.shell
         return list(pull.unasked(shell.number, shell.view.primary, shell.links.connections))
@@ -138,3 +136,66 @@ class RowPulls:
         )  # fmt: skip
         if (link := self._links.get(home)) is not None:
             link.pull(header, payload)
+
+
+class LeasedPull:
+    """The version whose evaluation is leased to this worker: as its model holds it, or as the servers keep it.
+
+    It is pulled beside the exchange buffer, which goes on with training. Main thread only.
+    """
+
+    def __init__(self, layout: Layout, locked: LockedShell, rows: RowPulls) -> None:
+        self._layout, self._locked, self._rows = layout, locked, rows
+        self._begun: tuple[ViewNumber, int] | None = None  # what is being evaluated: the generation and the version
+
+    def expect(self) -> None:
+        """The script has evaluations: nothing is computed before a view says how far."""
+        with self._locked.changed:
+            self._locked.shell.leased.evaluates = True
+
+    def held(self, version: int) -> ViewNumber | None:
+        """The generation of the version, if the model holds it and it is still to be evaluated; else None."""
+        shell, machine = self._locked.shell, self._locked.machine
+        with self._locked.changed:
+            if shell.next_action() != Evaluate(version) or not version == machine.step == machine.reads:
+                return None
+            self._begun = shell.view.generation, version
+            return shell.view.generation
+
+    def begin(self, version: int) -> tuple[ViewNumber, torch.Tensor | None] | None:
+        """Wait for the version. Returns the generation, and the version's flat fp32 vector.
+
+        None: it is not to be evaluated here any more, or there is something else to do first. None in place of the
+        vector: no server keeps that version.
+        """
+        shell = self._locked.shell
+        generation = shell.view.generation
+
+        def goes_on() -> bool:
+            same = shell.view.generation == generation
+            return same and not shell.over and shell.next_action() == Evaluate(version)
+
+        pull = self._rows.whole(version, self._layout.shards, goes_on)
+        if pull is None:
+            return None
+        self._begun = generation, version
+        if pull.outdated:
+            self.end()
+            return generation, None
+        vector = torch.empty(self._layout.words, dtype=torch.float32, device="cpu")
+        for shard in self._layout.shards:
+            vector[shard.start : shard.stop] = torch.frombuffer(pull.got.pop(shard.index), dtype=torch.float32)
+        return generation, vector
+
+    def check(self) -> None:
+        """Raise Rewound if another worker is to evaluate the version by now, or a roll-back has made it stale."""
+        self._locked.check(stale=False)
+        view, begun = self._locked.shell.view, self._begun
+        if begun is None or view.generation != begun[0] or not view.evaluates(self._locked.machine.me, begun[1]):
+            raise Rewound
+
+    def end(self) -> None:
+        """The evaluation is over: this worker is not asked for it again."""
+        assert self._begun is not None
+        with self._locked.changed:
+            self._locked.shell.leased.over(*self._begun)

@@ -1,19 +1,26 @@
-"""Evaluations: the functions that a script registers with `run.every`, when each is due, its seed and its result."""
+"""Evaluations: the functions that a script registers with `run.every`, when each is due, its seed and its result; and
+what the coordinator is told of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 
 import torch
 
-from rallypoint.core.evaluation import is_due
+from rallypoint.core.deciding.decisions import StopWhen, is_due
 from rallypoint.core.order import derive_seed
-from rallypoint.core.typed import unnamed
+from rallypoint.core.typed import MOST_METRICS, unnamed
+from rallypoint.core.view import ViewNumber
 from rallypoint.data.randomness import seeded
 from rallypoint.errors import UsageError
+from rallypoint.net.messages import Evaluated, Evaluates, Message
 from rallypoint.worker.ranks.figures import is_number
 
+_REPEATED = 64  # results
 Evaluation = Callable[[int], dict[str, float] | None]
 Agree = Callable[[Mapping[str, float] | None], Mapping[str, float] | None]
 
@@ -25,9 +32,6 @@ class Evaluations:
     local steps, backup tasks). Example: ``every = 10`` and versions of steps 8, 16, 24: due at 16 and 24. Each
     evaluation starts with global random generators seeded from (seed, step). Training's random state is restored
     afterwards.
-
-    Attributes:
-        high: one of them has a high priority.
     """
 
     def __init__(
@@ -38,23 +42,16 @@ class Evaluations:
         self._model, self._seed, self._ends, self._watch = model, seed, ends, watch
         self._registered: list[Registered] = []
         self._seen: int | None = None  # the step of the previous version
-        self.high = False
 
     @classmethod
     def unwatched(cls, model: torch.nn.Module, *, seed: int, steps: int) -> Evaluations:
         """Return evaluations around which nothing is entered."""
         return cls(model, seed=seed, ends=lambda step: step == steps, watch=lambda step: nullcontext())
 
-    def add(self, every: int, evaluation: Evaluation, priority: str = "") -> None:
-        """Call ``evaluation(step)`` after every `every` steps and after the last.
-
-        UsageError for less than 1, or another priority than "high" and "".
-        """
+    def add(self, every: int, evaluation: Evaluation) -> None:
+        """Call ``evaluation(step)`` after every `every` steps and after the last. UsageError for less than 1."""
         check_period(every)
-        if priority not in ("", "high"):
-            raise UsageError(f'run.every(priority={priority!r}): give priority="high", or leave it out')
         self._registered.append(Registered(every, evaluation))
-        self.high = self.high or priority == "high"
 
     @property
     def periods(self) -> list[int]:
@@ -102,14 +99,14 @@ class Evaluations:
         return [one for index, one in enumerate(self._registered) if bits >> index & 1]
 
     def run(
-        self, due: list[Registered], step: int, report: Callable[[dict[str, float]], None],
-        agree: Agree = lambda values: values,
-    ) -> None:  # fmt: skip
-        """Run these evaluations in eval mode without gradients, and pass each result to `report`.
+        self, due: list[Registered], step: int, agree: Agree = lambda values: values
+    ) -> dict[str, float]:
+        """Run these evaluations in eval mode without gradients. Returns all their figures.
 
         `agree` returns the result of all ranks of this worker, given this rank's. Raises UsageError for a result that
         is no dict of numbers.
         """
+        figures: dict[str, float] = {}
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
@@ -117,13 +114,13 @@ class Evaluations:
                 with torch.no_grad(), seeded(derive_seed(self._seed, "evaluate", step)), self._watch(step):
                     values = one.evaluation(step)
                 result = agree(None if values is None else checked_result(values, step))
-                if result:
-                    report(dict(result))
+                figures |= result or {}
             for one in due:
                 one.done = step  # not before: an evaluation that is given up is due again, with the very same version
         finally:
             for module, training in modes.items():
                 module.training = training
+        return figures
 
 
 class Registered:
@@ -162,3 +159,42 @@ def checked_result(values: object, step: int) -> dict[str, float]:
                 "with one number each, such as loss.mean().item()"
             )
     return {name: float(value) for name, value in values.items()}
+
+
+class EvaluationReports:
+    """Tells the coordinator with `send`, and repeats it to the next coordinator. Any thread may call it."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send, self._lock = send, threading.Lock()
+        self._registered: Evaluates | None = None
+        self._results: deque[Evaluated] = deque(maxlen=_REPEATED)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The last figures that were sent."""
+        with self._lock:
+            return next((told.values for told in reversed(self._results) if told.values), {})
+
+    def registered(self, periods: Iterable[int], stops: Iterable[StopWhen]) -> None:
+        """The script has evaluations with these periods, and these rules by which they end the job."""
+        with self._lock:
+            self._registered = Evaluates(tuple(periods), tuple(stops))
+            self._send(self._registered)
+
+    def evaluated(self, version: int, generation: ViewNumber, figures: Mapping[str, float] | None) -> None:
+        """All evaluations that are due with `version` have run, with these figures; None: nobody has that version."""
+        with self._lock:
+            values = None if figures is None else dict(islice(figures.items(), MOST_METRICS))
+            self._results.append(Evaluated(version, generation, values))
+            self._send(self._results[-1])
+
+    def repeat(self, *, new: bool) -> None:
+        """The coordinator has admitted this worker (again): it may have been sent into a link that was broken already.
+
+        Nothing that a worker did before counts if it is `new`.
+        """
+        with self._lock:
+            for told in [] if self._registered is None else [self._registered]:
+                self._send(told)
+            for result in [] if new else self._results:
+                self._send(result)

@@ -1,1 +1,0 @@
-"""What workers say of evaluations."""

@@ -1,1 +1,0 @@
-"""Evaluations on a worker: the script's functions, when they run here, and what the coordinator is told."""
