@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook 
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_any_step
 
 from rallypoint.errors import UsageError
+from rallypoint.worker.habits import script_line
 from rallypoint.worker.loop.comparison import Comparison
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.model_checks import check_apart
@@ -34,9 +35,13 @@ class ModelGuard:
     def of(cls, parts: Parts) -> ModelGuard | NoGuard:
         """Return the guard of a run's model. Nothing is compared of one of several ranks, or of streamed parameters."""
         compares = parts.alone and parts.streamed is None
-        return cls(parts.model, parts.tensors) if compares else NoGuard(parts.model)
+        if not compares:
+            return NoGuard(parts.model)
+        return cls(parts.model, parts.tensors, wrapped=parts.config.order == "own")
 
-    def __init__(self, model: torch.nn.Module, tensors: ModelTensors) -> None:
+    def __init__(self, model: torch.nn.Module, tensors: ModelTensors, *, wrapped: bool) -> None:
+        """`wrapped`: the loop is the script's own (`rp.wrap`)."""
+        self._wrapped = wrapped
         self._model, self._new_buffers = model, NewBuffers(model)
         trained = {placed.entry.spec.name: placed.tensor for placed in tensors.parameters}
         self._named = {**trained, **tensors.frozen}
@@ -146,6 +151,12 @@ class ModelGuard:
                 "workers would keep the old values. Make it a buffer (register_buffer) and change it inside "
                 "`with micro:`: buffers are shared, and those that replica 0 leaves are kept"
             )
+        if self._wrapped:
+            return (
+                f"parameter {name} was changed at step {step} by the script, in this process alone: let the optimizer "
+                "that rp.wrap has got change it in its step(), put a limit into forward "
+                "(torch.nn.utils.parametrize; not max_norm), or evaluate and average on a copy (copy.deepcopy(model))"
+            )
         return (
             f"parameter {name} was changed at step {step} by the script: the next version would replace that, on this "
             "worker alone. Put a limit into forward (torch.nn.utils.parametrize; not max_norm), evaluate and average "
@@ -191,6 +202,12 @@ class ModelGuard:
         if not self._script_runs:
             return
         if any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):
+            if self._wrapped:
+                raise UsageError(
+                    f"{script_line()}: the script calls {type(optimizer).__qualname__}.step() on the model that "
+                    "rp.wrap has got, in this process alone: step the optimizer that rp.wrap has returned "
+                    "(optimizer = rp.wrap(model, optimizer, ...)), which steps this one with the mean gradient"
+                )
             raise UsageError(
                 f"the script calls {type(optimizer).__qualname__}.step() on the model's parameters: the job steps "
                 "them, with optimizer= (or, with sync=rp.AllReduce(), own_optimizer=, also by itself). Take step() and "
