@@ -16,7 +16,7 @@ from status_server import StatusServer, status_server
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.kubernetes.progress import Place, Teller, place_of, status_of, telling
-from rallypoint.worker.loop.progress import Progress
+from rallypoint.worker.loop.session import Progress
 
 NOON = datetime(2026, 1, 31, 13, 0, 5, tzinfo=timezone(timedelta(hours=1)))
 HALF = Progress(50, 100, True, {"val_loss": 0.25})

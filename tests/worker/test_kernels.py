@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rallypoint.worker.auditing.kernels import PROBE_BYTES, kernels_of
+from rallypoint.worker.kernels import PROBE_BYTES, kernels_of
 
 
 def test_a_probe_gives_the_same_bytes_each_time_and_moves_nothing() -> None:

@@ -15,10 +15,9 @@ from rallypoint.core.loss_scale import ENTRY
 from rallypoint.core.modes import Feature, why_not
 from rallypoint.errors import ModelError
 from rallypoint.optim.rows import refusal
-from rallypoint.worker.carried import Carried, Carry
+from rallypoint.worker.carried import Carried, Carry, carried_ledger
 from rallypoint.worker.model_checks import check_apart, check_kept, check_model, check_trained
 from rallypoint.worker.models import check_optimizers
-from rallypoint.worker.samples import carried_ledger
 
 
 @dataclass(frozen=True, slots=True)

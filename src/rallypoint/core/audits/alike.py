@@ -1,6 +1,6 @@
 """What is said of a worker whose machine gives other bytes than the others' for the same computation.
 
-Each worker of a job with audits computes a small probe (`worker/auditing/kernels.py`) and proposes its digest with the
+Each worker of a job with audits computes a small probe (`worker/kernels.py`) and proposes its digest with the
 job's record. The coordinator puts it into the worker's `Member`, so every member sees it in the view, and
 `choice.alike` says by it who can audit whom.
 """

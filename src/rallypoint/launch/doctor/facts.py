@@ -110,7 +110,7 @@ def _torch() -> tuple[str, str, int]:
 def _kernels(gpus: int) -> str:
     import torch
 
-    from rallypoint.worker.auditing.kernels import kernels_of
+    from rallypoint.worker.kernels import kernels_of
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a job says how many there are: machines are not unlike because of their cores

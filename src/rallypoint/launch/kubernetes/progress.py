@@ -24,7 +24,7 @@ import msgspec
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.observe.lines import Once, printable
-from rallypoint.worker.loop.progress import Progress
+from rallypoint.worker.loop.session import Progress
 
 log = logging.getLogger("rallypoint")
 CA_FILE, TOKEN_FILE = "KUBEFLOW_TRAINER_SERVER_CA_CERT", "KUBEFLOW_TRAINER_SERVER_TOKEN"

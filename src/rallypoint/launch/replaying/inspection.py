@@ -13,8 +13,8 @@ import torch
 from rallypoint.core.layout import Layout
 from rallypoint.data.loader import MicroBatches
 from rallypoint.launch.replaying.task import Layer, Looked, NotFinite
+from rallypoint.worker.exchange.replica import Contributions
 from rallypoint.worker.loop.micro import Micro
-from rallypoint.worker.recording.contributions import Contributions
 
 
 class KeptGradients(Contributions):

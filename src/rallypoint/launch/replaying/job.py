@@ -17,7 +17,7 @@ from rallypoint.launch.replaying.inspection import Inspection, KeptGradients
 from rallypoint.launch.replaying.probes import Probes
 from rallypoint.launch.replaying.samples import described
 from rallypoint.launch.replaying.task import Answer, Looked, Task
-from rallypoint.parallel.plan import Parallel
+from rallypoint.parallel.holdings import Parallel
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.evaluating.evaluations import Evaluation

@@ -14,8 +14,8 @@ from rallypoint.net.evaluations.messages import MOST_RULES
 from rallypoint.net.messages import Metrics
 from rallypoint.worker.evaluating.evaluations import Evaluations, Registered
 from rallypoint.worker.exchange.locked import Rewound
-from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.parts import Parts
+from rallypoint.worker.module_hooks import ForwardChecks
 
 
 class LeasedEvaluations:

@@ -12,7 +12,7 @@ from rallypoint.errors import UsageError
 from rallypoint.net.messages import Say
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
-from rallypoint.worker.carried import Carried, Carry
+from rallypoint.worker.carried import Carried, Carry, SampleLedger
 from rallypoint.worker.habits import Habits, WrappedHabits, by_the_job
 from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.micro import Micro
@@ -20,7 +20,6 @@ from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.precision.autocast import Autocast
 from rallypoint.worker.precision.losses import Losses, losses_of
 from rallypoint.worker.ranks.figures import Logged, mean_of
-from rallypoint.worker.samples import SampleLedger
 
 
 class Passes:

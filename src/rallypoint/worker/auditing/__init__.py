@@ -1,1 +1,0 @@
-"""Audits, on the worker's side."""
