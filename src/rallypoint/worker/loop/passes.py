@@ -86,8 +86,7 @@ class Passes:
 
         It makes no check: `__exit__` could not swallow an error of `__enter__`.
         """
-        self._early.enter_micro()
-        self._exchange.rows.in_micro = True
+        self._early.inside = self._exchange.rows.in_micro = True
         if not self._own:  # else the script's optimizer is what steps, and its calls are right
             if self._parts.alone:  # else a pipeline's schedule back-propagates by itself
                 self._habits.enter(micro)

@@ -331,7 +331,8 @@ class Run:
             scale = self._parts.tensors.loss_scale
             micro = Micro(self._passes, self._config, step=step, replica=replica, index=index, batch=batch, scale=scale)
             last = index == self._config.accumulate - 1
-            with self._guard.script(step, values=last and compares(step), late=True), self._early.running():
+            with self._guard.script(step, values=last and compares(step), late=True):
+                self._early.begin()
                 try:
                     yield micro
                 except GeneratorExit:

@@ -1,6 +1,6 @@
 """The streamed parameters of one model: each has values only while something uses it.
 
-Between two uses a parameter has its shape and no memory. It is *late* then (`late.py`): a torch function that gets
+Between two uses a parameter has its shape and no memory. It is *late* then (`loop/late.py`): a torch function that gets
 it as an argument makes it pull its values, also where a module reads another module's parameter. What autograd keeps of
 a parameter for the backward pass, such as the transposed view in a linear layer, is kept as a name, and pulled again
 when backward needs it (`torch.autograd.graph.saved_tensors_hooks`).
@@ -18,9 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rallypoint.errors import UsageError
 from rallypoint.worker.exchange.exchange import Exchange, Rewound
+from rallypoint.worker.loop.late import late_kind
 from rallypoint.worker.module_hooks import ModuleHooks
 from rallypoint.worker.streamed.first_values import FirstValues
-from rallypoint.worker.streamed.late import late_kind
 from rallypoint.worker.streamed.memory import empty_like
 from rallypoint.worker.streamed.order import Order
 from rallypoint.worker.streamed.pulls import Pulled, ranges_of

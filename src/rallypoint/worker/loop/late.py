@@ -1,4 +1,4 @@
-"""Streamed parameters without values: whatever reads one of them waits until it has some."""
+"""Parameters that are late: whatever reads one of them waits until its new values are installed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _METHODS = (
     "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel",
     "size", "storage_offset", "stride",
 )  # fmt: skip
-READ_NO_VALUES = frozenset({
+_READ_NO_VALUES = frozenset({
     *(getattr(torch.Tensor, name).__get__ for name in _GETTERS), *(getattr(torch.Tensor, name) for name in _METHODS),
     *(getattr(torch.Tensor.grad, name) for name in ("__set__", "__delete__")),
 })  # fmt: skip
 
 
-def late_kind(settle: Settle, before: Callable[[], None]) -> type[torch.nn.Parameter]:
+def late_kind(settle: Settle, before: Callable[[], None] = lambda: None) -> type[torch.nn.Parameter]:
     """Return a class for late parameters. Set a parameter's `__class__` to it, and later back to torch's own class.
 
     Torch calls `__torch_function__` of a subclass with every function that gets such a tensor as an argument, from
@@ -37,24 +37,23 @@ def late_kind(settle: Settle, before: Callable[[], None]) -> type[torch.nn.Param
             cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
             kwargs: dict[str, Any] | None = None,
         ) -> Any:  # fmt: skip
-            if func in READ_NO_VALUES:
+            if func in _READ_NO_VALUES:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
             before()
-            for parameter in tensors_in((args, kwargs)):
-                if type(parameter) is cls:
-                    settle(parameter)
+            for parameter in _among((args, kwargs), cls):
+                settle(parameter)
             return func(*args, **(kwargs or {}))
 
     return Late
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors among a call's arguments."""
-    if isinstance(value, torch.Tensor):
+def _among(value: Any, kind: type[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """The parameters of this class among a call's arguments."""
+    if type(value) is kind:
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
+        return [parameter for item in value for parameter in _among(item, kind)]
     return []
