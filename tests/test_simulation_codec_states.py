@@ -11,8 +11,7 @@ import pytest
 from rallypoint.codec.spec import TopK
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
-from rallypoint.core.worker.custody import CodecStateCustody
-from rallypoint.core.worker.handover import Handover
+from rallypoint.core.worker.handover import CodecStateCustody, Handover
 from rallypoint.testing.simulation.codec_states import ServerCodecStates
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan

@@ -12,9 +12,7 @@ import pytest
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import LocalSteps
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker.local.ahead import GoneAhead
-from rallypoint.core.worker.local.drift import Drift, OwnParameters
-from rallypoint.core.worker.local.inner import InnerStates
+from rallypoint.core.worker.local import Drift, GoneAhead, InnerStates, OwnParameters
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import InnerState, word_for

@@ -10,7 +10,7 @@ import pytest
 
 from rallypoint.core.policy import LocalSteps
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker.local.inner import InnerStates
+from rallypoint.core.worker.local import InnerStates
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import InnerState, word_for
 from rallypoint.testing.simulation.replicas.inner import Inner

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rallypoint.data.spec import Loader
     from rallypoint.data.stream import Stream
     from rallypoint.launch.join import join
-    from rallypoint.parallel.plan import Parallel
+    from rallypoint.parallel.holdings import Parallel
     from rallypoint.worker.loop.micro import Micro
     from rallypoint.worker.loop.run import Run
     from rallypoint.worker.loop.session import Job
@@ -57,7 +57,7 @@ _HOMES = {
     "Micro": "rallypoint.worker.loop.micro",
     "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
-    "Parallel": "rallypoint.parallel.plan",
+    "Parallel": "rallypoint.parallel.holdings",
     "Parquet": "rallypoint.data.sources.parquet",
     "RAdam": "rallypoint.core.optimizer",
     "RMSprop": "rallypoint.core.optimizer",

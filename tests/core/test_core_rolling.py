@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.slots import (
     Arriving,
     Discard,
@@ -25,7 +26,6 @@ from rallypoint.core.worker.slots import (
     Slot,
     Viewed,
 )
-from rallypoint.core.worker.sums.rolling import RollingMachine
 
 V1 = ViewNumber(1, 1)
 

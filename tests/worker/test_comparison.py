@@ -8,7 +8,7 @@ import torch
 import rallypoint as rp
 from rallypoint.errors import UsageError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.worker.loop.comparison import Comparison
+from rallypoint.worker.loop.guard import Comparison
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
-from rallypoint.core.worker.custody import NoCodecStates
+from rallypoint.core.worker.handover import NoCodecStates
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import Evaluate
 from rallypoint.core.worker.snapshots import Snapshots

@@ -20,8 +20,7 @@ from rallypoint.core.ranks import Spread
 from rallypoint.data.loader import MicroBatches
 from rallypoint.errors import ModelError, UsageError
 from rallypoint.parallel.group import Kind, Order, RankGroup
-from rallypoint.parallel.holdings import whole_of
-from rallypoint.parallel.plan import Parallel
+from rallypoint.parallel.holdings import Parallel, whole_of
 from rallypoint.worker.precision.losses import Losses
 from rallypoint.worker.ranks.figures import Figures, Logged, Said
 from rallypoint.worker.ranks.followers import OtherRanks

@@ -14,7 +14,7 @@ from rallypoint.codec.spec import CodecSpec
 from rallypoint.config.tree import DownSpec, Group, rate_of
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.policy import AllReduce, Sync
-from rallypoint.errors import ConfigError, JobAborted, sentence_of
+from rallypoint.errors import ConfigError, JobAborted, UsageError, sentence_of
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.join import join
 from rallypoint.worker.loop.session import Job
@@ -22,6 +22,8 @@ from rallypoint.worker.ranks.job import RankJob
 from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
 from rallypoint.worker.wrapped.replay import Replay
 from rallypoint.worker.wrapped.run import OneSample, OwnRun
+
+_runs: list[OwnRun] = []  # of this process
 
 
 class WrapSettings(TypedDict, total=False):
@@ -58,8 +60,11 @@ def wrap(
     random generators are seeded for each step, so that a step's random numbers do not depend on when the process was
     started.
 
-    Raises ConfigError for settings that do not go together, and what `rallypoint.join` and `Job.train` raise.
+    Raises ConfigError for settings that do not go together, UsageError for a model that is wrapped already or has
+    gradients, and what `rallypoint.join` and `Job.train` raise. Calls in the loop that mean something else than in
+    plain PyTorch are UsageErrors at their line: ``clip_grad_norm_``, a GradScaler, ``step()`` of the inner optimizer.
     """
+    _check_first(model, optimizer)
     return wrap_in(
         join(), model, optimizer, steps=steps, schedule=schedule, replicas=replicas, batch=batch, seeded=seeded,
         **settings,
@@ -72,6 +77,7 @@ def wrap_in(
     **settings: Unpack[WrapSettings],
 ) -> WrappedOptimizer:  # fmt: skip
     """`wrap` for a job that the script has joined."""
+    _check_first(model, optimizer)
     if strange := settings.keys() - WrapSettings.__annotations__.keys():
         raise ConfigError(f"rp.wrap has no setting {min(strange)}: it is one of job.train, where the job has the loop")
     own = isinstance(optimizer, torch.optim.Optimizer)
@@ -86,6 +92,7 @@ def wrap_in(
     replay = None if schedule is None else Replay(schedule)
     run = job.train(model, OneSample(), **told)
     assert isinstance(run, OwnRun)
+    _runs.append(run)
     run.seeded = seeded
     atexit.register(_script_ends, job, run)
     if not run.begin():
@@ -94,6 +101,22 @@ def wrap_in(
     if replay is not None:
         replay.to(run.position)
     return WrappedOptimizer(run, inner, steps_here=own)
+
+
+def _check_first(model: torch.nn.Module, optimizer: torch.optim.Optimizer | Optimizer) -> None:
+    """Raise UsageError for what is wrapped already, and for gradients of before."""
+    if isinstance(optimizer, WrappedOptimizer) or any(run.trains(model) for run in _runs):
+        raise UsageError(
+            "rp.wrap is called a second time for one model, whose job is not over: call it once, and give it the "
+            "torch optimizer itself (with several groups, if parameters need different settings); optimizer.finish() "
+            "ends a job before its last step"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise UsageError(
+                f"parameter {name} has a gradient before rp.wrap, which no step of the job would use: call backward() "
+                "after rp.wrap, and model.zero_grad() before it where it was a trial"
+            )
 
 
 def _shown(model: torch.nn.Module, run: OwnRun) -> torch.optim.Optimizer:

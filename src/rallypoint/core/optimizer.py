@@ -167,7 +167,7 @@ class Muon(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="muon", kw_on
 
 class Sum(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="sum", kw_only=True, forbid_unknown_fields=True):
     """No optimizer: a shard's next version is the sum of its contributions. For loops of a script's own: see
-    `core/worker/sums/rolling.py`. It has no settings; the rate and the decay are there because all others have them.
+    `core/worker/rolling.py`. It has no settings; the rate and the decay are there because all others have them.
     """
 
     lr: Schedule | float = 0.0

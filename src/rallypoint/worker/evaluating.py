@@ -13,8 +13,8 @@ from rallypoint.errors import UsageError
 from rallypoint.net.messages import MOST_RULES
 from rallypoint.worker.evaluations import Evaluations, Registered
 from rallypoint.worker.exchange.locked import Rewound
-from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.parts import Parts
+from rallypoint.worker.module_hooks import ForwardChecks
 
 
 class Evaluator:

@@ -107,6 +107,30 @@ class Habits:
             )
 
 
+class WrappedHabits(Habits):
+    """The same in a loop of the script's own (`rp.wrap`), from its begin to the job's end. It back-propagates itself.
+    """
+
+    def clips(self, name: str, parameters: list[torch.Tensor]) -> None:
+        """The script calls ``clip_grad_norm_`` or ``clip_grad_value_``."""
+        if not self._ours and any(id(parameter) in self._known for parameter in parameters):
+            raise UsageError(
+                f"{script_line()}: {name} clips the gradient of this process alone, before the mean of all is taken: "
+                "give rp.wrap clip=1.0 (a norm), and take the call out (torch.nn.utils.get_total_norm only measures)"
+            )
+
+    def scales(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
+        """The script calls ``GradScaler.scale``."""
+        if not self._ours and scaler.is_enabled() and reaches(_tensors_in(outputs), self._known):
+            raise UsageError(
+                f"{script_line()}: a GradScaler scales the loss, and optimizer.step() of rp.wrap would push the scaled "
+                "gradients: take it out, and use torch.autocast with bf16, which needs none"
+            )
+
+    def back_propagates(self, losses: Any, inputs: Any) -> None:
+        """That is what such a loop does."""
+
+
 @contextmanager
 def by_the_job() -> Iterator[None]:
     """In the body the job back-propagates or steps on this thread: an optimizer of the script's own may clip."""

@@ -29,9 +29,9 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.waits import wait_until
-from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.sharing import Sharing
+from rallypoint.worker.stopping import Stopping
 
 TOO_LATE = "the job was over before this worker took part in it"
 

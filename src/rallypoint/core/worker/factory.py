@@ -10,12 +10,12 @@ from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.modes import Holder, ModeTraits, Pace
 from rallypoint.core.sums.presum import Presum
 from rallypoint.core.worker.aligned import WorkerMachine
-from rallypoint.core.worker.custody import CodecStateCustody, NoCodecStates
+from rallypoint.core.worker.handover import CodecStateCustody, NoCodecStates
 from rallypoint.core.worker.overlap import OverlapMachine
+from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.shell import Machine, WorkerShell
 from rallypoint.core.worker.snapshots import CodecStateSnapshots, ModelShares, Snapshots
 from rallypoint.core.worker.streaming import StreamMachine
-from rallypoint.core.worker.sums.rolling import RollingMachine
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from collections.abc import Iterable
 
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine, is_between
-from rallypoint.core.worker.custody import NoCodecStates
 from rallypoint.core.worker.ending import Ending, Reaching
-from rallypoint.core.worker.handover import Paths
+from rallypoint.core.worker.handover import NoCodecStates, Paths
 from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.links import LinkTable, Route
+from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
@@ -44,7 +44,6 @@ from rallypoint.core.worker.slots import (
 )
 from rallypoint.core.worker.snapshots import Snapshots
 from rallypoint.core.worker.streaming import StreamMachine
-from rallypoint.core.worker.sums.rolling import RollingMachine
 
 Machine = WorkerMachine | StreamMachine | RollingMachine
 

@@ -16,7 +16,7 @@ from rallypoint.errors import ConfigError, DataError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.importing.task import Answer, Task
 from rallypoint.observe.lines import printable
-from rallypoint.parallel.plan import Parallel
+from rallypoint.parallel.holdings import Parallel
 from rallypoint.store.checkpoints.beginning import begin_from
 from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint
 from rallypoint.store.snapshots import SnapshotStore

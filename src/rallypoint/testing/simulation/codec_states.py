@@ -1,7 +1,7 @@
 """Codec states in the simulation: a name for each residual, in a worker's encoder, between two workers, in a snapshot.
 
-The machines that decide are the real ones: `core/worker/custody.py` with `Handover`, and `core/shard/relay.py`. Here is
-what stands around them: `worker/exchange/codec_states.py` and `server/codec_states.py` are its counterparts.
+The machines that decide are the real ones: `core/worker/handover.py`, and `core/shard/relay.py`. Here is what stands
+around them: `worker/exchange/codec_states.py` and `server/codec_states.py` are its counterparts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from rallypoint.core.shard.relay import Answer, Relay
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.worker.encoding import Encoding, encoding_of
-from rallypoint.core.worker.handover import Key
+from rallypoint.core.worker.handover import Encoding, Key, encoding_of
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import CodecEffect, Give, Recall, Release, ResetCodecs, Send
 from rallypoint.testing.simulation.job import SimulatedJob

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 
 from rallypoint.core.sums.scripts import EndedScripts
+from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.slots import Effect, Filled
-from rallypoint.core.worker.sums.rolling import RollingMachine
 from rallypoint.errors import JobAborted, UsageError
 from rallypoint.worker.collective.pieces import CLOCK, Cutter, Piece
 from rallypoint.worker.exchange.exchange import Exchange

@@ -14,7 +14,7 @@ from rallypoint.worker.exchange.links import Links
 
 
 class CodecStates:
-    """Runs the shell's effects on codec states (decided in `core/worker/custody.py`).
+    """Runs the shell's effects on codec states (decided in `core/worker/handover.py`).
 
     All methods except `check` and `copy` need the exchange's lock. No method blocks: frames are only queued.
     """

@@ -15,7 +15,7 @@ from rallypoint.codec.state import CodecState, dump, load
 from rallypoint.config import JobConfig, codec_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.order import derive_seed
-from rallypoint.core.worker.encoding import Encoding, encoding_of
+from rallypoint.core.worker.handover import Encoding, encoding_of
 from rallypoint.errors import ProtocolError
 from rallypoint.net.pool import Buffer, BufferPool
 

@@ -39,11 +39,10 @@ from rallypoint.worker.exchange.locked import LockedShell
 from rallypoint.worker.exchange.locked import Rewound as Rewound  # what `check` raises
 from rallypoint.worker.exchange.plan import worker_plan
 from rallypoint.worker.exchange.pushes import Pushes
-from rallypoint.worker.exchange.replica import ReplicaPushes
+from rallypoint.worker.exchange.replica import Contributions, ReplicaPushes
 from rallypoint.worker.exchange.replicated import States as Records
 from rallypoint.worker.exchange.replicated import optimizer_state
 from rallypoint.worker.exchange.rows.pulls import LeasedPull, RowPulls
-from rallypoint.worker.recording.contributions import Contributions
 from rallypoint.worker.streamed.memory import ShardMemory, SlotMemory, WholeVector
 from rallypoint.worker.streamed.pulls import WordPulls
 

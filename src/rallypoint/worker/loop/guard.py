@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook 
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_any_step
 
 from rallypoint.errors import UsageError
-from rallypoint.worker.loop.comparison import Comparison
+from rallypoint.worker.habits import script_line
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.model_checks import check_apart
 from rallypoint.worker.tensors import ModelTensors
@@ -34,9 +34,13 @@ class ModelGuard:
     def of(cls, parts: Parts) -> ModelGuard | NoGuard:
         """Return the guard of a run's model. Nothing is compared of one of several ranks, or of streamed parameters."""
         compares = parts.alone and parts.streamed is None
-        return cls(parts.model, parts.tensors) if compares else NoGuard(parts.model)
+        if not compares:
+            return NoGuard(parts.model)
+        return cls(parts.model, parts.tensors, wrapped=parts.config.order == "own")
 
-    def __init__(self, model: torch.nn.Module, tensors: ModelTensors) -> None:
+    def __init__(self, model: torch.nn.Module, tensors: ModelTensors, *, wrapped: bool) -> None:
+        """`wrapped`: the loop is the script's own (`rp.wrap`)."""
+        self._wrapped = wrapped
         self._model, self._new_buffers = model, NewBuffers(model)
         trained = {placed.entry.spec.name: placed.tensor for placed in tensors.parameters}
         self._named = {**trained, **tensors.frozen}
@@ -146,6 +150,12 @@ class ModelGuard:
                 "workers would keep the old values. Make it a buffer (register_buffer) and change it inside "
                 "`with micro:`: buffers are shared, and those that replica 0 leaves are kept"
             )
+        if self._wrapped:
+            return (
+                f"parameter {name} was changed at step {step} by the script, in this process alone: let the optimizer "
+                "that rp.wrap has got change it in its step(), put a limit into forward "
+                "(torch.nn.utils.parametrize; not max_norm), or evaluate and average on a copy (copy.deepcopy(model))"
+            )
         return (
             f"parameter {name} was changed at step {step} by the script: the next version would replace that, on this "
             "worker alone. Put a limit into forward (torch.nn.utils.parametrize; not max_norm), evaluate and average "
@@ -191,6 +201,12 @@ class ModelGuard:
         if not self._script_runs:
             return
         if any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):
+            if self._wrapped:
+                raise UsageError(
+                    f"{script_line()}: the script calls {type(optimizer).__qualname__}.step() on the model that "
+                    "rp.wrap has got, in this process alone: step the optimizer that rp.wrap has returned "
+                    "(optimizer = rp.wrap(model, optimizer, ...)), which steps this one with the mean gradient"
+                )
             raise UsageError(
                 f"the script calls {type(optimizer).__qualname__}.step() on the model's parameters: the job steps "
                 "them, with optimizer= (or, with sync=rp.AllReduce(), own_optimizer=, also by itself). Take step() and "
@@ -275,3 +291,60 @@ def _bound(owner: torch.nn.Module, leaf: str) -> torch.Tensor | None:
 def compares(step: int) -> bool:
     """True if the parameters' values are compared around the script's code of this step: 0, 1, 2, 4, 8, ..."""
     return step & (step - 1) == 0
+
+
+class Comparison:
+    """Compares tensors at construction with the same tensors at `end`; `changed` says which differ.
+
+    It keeps one number for each tensor: the sum of all its bits. On a GPU everything is queued on the current stream::
+
+        comparison = Comparison(tensors)
+        ...                                  # something may write to them
+        comparison.end()
+        ...                                  # the device works on; comparison.ready becomes True
+        comparison.changed()                 # [2]: the third one
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._before = [_sum(tensor) for tensor in tensors]
+        self._found: list[tuple[list[int], torch.Tensor]] = []  # of each device: indices, and their flags on the host
+        self._events: list[torch.cuda.Event] = []
+
+    def end(self) -> None:
+        """Compare. A GPU copies its results to the host asynchronously."""
+        of_device: dict[torch.device, list[int]] = {}
+        for index, before in enumerate(self._before):
+            of_device.setdefault(before.device, []).append(index)
+        for device, indices in of_device.items():
+            flags = torch.stack([_sum(self._tensors[index]) != self._before[index] for index in indices])
+            if device.type == "cuda":
+                on_host = torch.empty(len(indices), dtype=torch.bool, device="cpu", pin_memory=True)
+                flags = on_host.copy_(flags, non_blocking=True)
+                self._events.append(torch.cuda.current_stream(device).record_event())
+            self._found.append((indices, flags))
+        self._before = []
+
+    @property
+    def ready(self) -> bool:
+        """True if `changed` does not have to wait for a device."""
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
+
+    def changed(self) -> list[int]:
+        """Return the indices of the tensors that differ, ascending. Call it after `end`; it waits for the devices."""
+        for event in self._events:
+            event.synchronize()
+        pairs = [pair for indices, flags in self._found for pair in zip(indices, flags.tolist(), strict=True)]
+        return sorted(index for index, differs in pairs if differs)
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of all bits of a tensor (int64, on its device). It differs when any one element differs."""
+    if tensor.is_meta or not tensor.numel():
+        return torch.zeros((), dtype=torch.int64, device="cpu")
+    raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8)  # (a row of every second element stays one)
+    even = raw.numel() // 8 * 8
+    if not even or raw.storage_offset() % 8:
+        return raw.sum()
+    total = raw[:even].view(torch.int64).sum()
+    return total + raw[even:].sum() if even < raw.numel() else total

@@ -12,13 +12,13 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.data.loader import MicroBatches
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.observe.trace import Tracer
-from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.allreduce import WorkerOptimizer
 from rallypoint.worker.ranks.followers import Followers, NoFollowers
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging
+from rallypoint.worker.stopping import Stopping
 from rallypoint.worker.streamed.parameters import StreamedParameters
 from rallypoint.worker.tensors import ModelTensors
 

@@ -11,7 +11,7 @@ from rallypoint.errors import UsageError
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
 from rallypoint.worker.carried import Carried, Carry
-from rallypoint.worker.habits import Habits, by_the_job
+from rallypoint.worker.habits import Habits, WrappedHabits, by_the_job
 from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
@@ -39,7 +39,8 @@ class Passes:
         self._streamed, self._carried = parts.streamed, parts.tensors.carried
         self._own = parts.config.order == "own"
         tables = [one.weight for same in parts.tensors.tables for one in same]
-        self._habits = Habits([*(placed.tensor for placed in parts.tensors.parameters), *tables])
+        known = [*(placed.tensor for placed in parts.tensors.parameters), *tables]
+        self._habits = WrappedHabits(known) if self._own else Habits(known)
         self._new_losses = losses_of(parts.staging, parts.config, parts.say)
         self.begin(0)
 
@@ -64,6 +65,10 @@ class Passes:
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
         self._exchange.check()
+
+    def watch(self, micro: Micro) -> None:
+        """A loop of the script's own begins: watch its calls until the job is over."""
+        self._habits.enter(micro)
 
     def enter_micro(self, micro: Micro) -> None:
         """Begin ``with micro:`` (called by Micro).

@@ -14,24 +14,24 @@ import torch
 from rallypoint.config import JobConfig
 from rallypoint.core.deciding.decisions import StopWhen
 from rallypoint.core.worker import slots as machine
-from rallypoint.core.worker.local.ahead import GoneAhead
+from rallypoint.core.worker.local import GoneAhead
 from rallypoint.errors import UsageError
 from rallypoint.net.messages import Contributed, Report, Say
-from rallypoint.worker.ending.left_loop import LeftLoop
 from rallypoint.worker.evaluating import Evaluator
 from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
-from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.guard import ModelGuard, compares
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.passes import Passes
 from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.loop.versions import Versions, check_last
+from rallypoint.worker.module_hooks import ForwardChecks
 from rallypoint.worker.ranks.figures import mean_of
 from rallypoint.worker.ranks.followers import LEFT_LOOP
-from rallypoint.worker.sources.delayed import Ahead
+from rallypoint.worker.sources.fragments import Ahead
+from rallypoint.worker.stopping import LeftLoop
 
 _E = TypeVar("_E", bound=Evaluation)
 

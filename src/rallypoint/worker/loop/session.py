@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
@@ -36,9 +37,8 @@ from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel.group import RankGroup
-from rallypoint.parallel.plan import Parallel
+from rallypoint.parallel.holdings import Parallel
 from rallypoint.worker.carried import TrainSettings
-from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.initial import digest_of
@@ -60,10 +60,29 @@ from rallypoint.worker.sharing import Sharing
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging, staging_for
+from rallypoint.worker.stopping import Stopping
 from rallypoint.worker.streamed.building import prepare
 from rallypoint.worker.streamed.first_values import FirstValues, Init
 from rallypoint.worker.streamed.parameters import streamed_for
 from rallypoint.worker.tensors import ModelTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is, as one worker knows it.
+
+    Attributes:
+        step: steps of training that the model has.
+        steps: those that it will have.
+        lead: this worker evaluates, or saves: it is the one to tell.
+        metrics: of the last evaluation that it made.
+    """
+
+    step: int
+    steps: int
+    lead: bool
+    metrics: Mapping[str, float]
+
 
 LEAVE_WITHIN_S = 10.0
 

@@ -15,7 +15,7 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import UsageError, sentence_of
 from rallypoint.parallel.group import RankGroup, is_of_another_rank
-from rallypoint.parallel.plan import Parallel
+from rallypoint.parallel.holdings import Parallel
 from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape
 from rallypoint.worker.keys.store import KeyStore

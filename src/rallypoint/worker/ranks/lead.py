@@ -10,7 +10,7 @@ from rallypoint.data.dataset import MapDataset
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.spec import Given
 from rallypoint.parallel.group import RankGroup
-from rallypoint.parallel.plan import Parallel
+from rallypoint.parallel.holdings import Parallel
 from rallypoint.worker.carried import Carry
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.ranks.figures import Figures

@@ -13,8 +13,15 @@ from rallypoint.data.dataset import MapDataset
 from rallypoint.data.identity import identity_of
 from rallypoint.errors import DataError, ModelError
 from rallypoint.parallel.group import RankGroup
-from rallypoint.parallel.holdings import check_data_parallel, data_part, gradient_of, held_of, local_of, tied_names
-from rallypoint.parallel.plan import Parallel
+from rallypoint.parallel.holdings import (
+    Parallel,
+    check_data_parallel,
+    data_part,
+    gradient_of,
+    held_of,
+    local_of,
+    tied_names,
+)
 from rallypoint.worker.model_checks import check_apart, check_kept
 
 

@@ -8,8 +8,7 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.sources.delayed import DelayedSource
-from rallypoint.worker.sources.fragments import FragmentsSource
+from rallypoint.worker.sources.fragments import DelayedSource, FragmentsSource
 from rallypoint.worker.sources.hooks import GradientHooks
 from rallypoint.worker.sources.local import LocalStepsSource
 from rallypoint.worker.sources.source import DeltaSource

@@ -21,8 +21,7 @@ from rallypoint.config import JobConfig, cadence_of, settings_of
 from rallypoint.core.layout import Shard
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker.local.drift import Drift
-from rallypoint.core.worker.local.inner import InnerStates
+from rallypoint.core.worker.local import Drift, InnerStates
 from rallypoint.optim.flat import build_optimizer
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.sources.source import WaitsForVersions, send_buffers

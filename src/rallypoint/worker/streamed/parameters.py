@@ -19,9 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from rallypoint.errors import UsageError
 from rallypoint.worker.exchange.exchange import Exchange, Rewound
 from rallypoint.worker.loop.late import late_kind
+from rallypoint.worker.module_hooks import ModuleHooks
 from rallypoint.worker.streamed.first_values import FirstValues
 from rallypoint.worker.streamed.memory import empty_like
-from rallypoint.worker.streamed.module_hooks import ModuleHooks
 from rallypoint.worker.streamed.order import Order
 from rallypoint.worker.streamed.pulls import Pulled, ranges_of
 from rallypoint.worker.tensors import ModelTensors

@@ -43,6 +43,7 @@ class OwnRun(Run):
         seeded: the global random generators are seeded for each step; else they are the loop's alone.
         over: the job has ended.
         replaced: this process is at the wrong step, and ends.
+        released: the run has let go of its model.
     """
 
     own = True
@@ -51,6 +52,7 @@ class OwnRun(Run):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.position, self.replica, self.over, self.replaced = -1, -1, False, False
+        self.released = False
         self._micros: Iterator[Micro] = iter(())
         self._micro: Micro | None = None
         parts.exchange.viewed = self._viewed
@@ -64,6 +66,7 @@ class OwnRun(Run):
         assert self._micro is not None
         self.position, self.replica = self._micro.step, self._micro.replica
         self._viewed(self._exchange.view)
+        self._passes.watch(self._micro)
         self._seed()
         return True
 
@@ -106,6 +109,16 @@ class OwnRun(Run):
         end = self._exchange.end
         self._parts.coordinator.send(GiveUp(reason, max(0, self.position), end.generation, torn=end.torn))
         end.wait_until_applied()
+
+    def trains(self, model: torch.nn.Module) -> bool:
+        """True if this run is not over, and a parameter of `model` is one of its own."""
+        own = {id(placed.tensor) for placed in self._parts.tensors.parameters}
+        return not self.released and any(id(parameter) in own for parameter in model.parameters())
+
+    def release_model(self) -> None:
+        """Take the hooks off the model."""
+        self.released = True
+        super().release_model()
 
     def _advance(self) -> bool:
         """Go on to the next micro-batch; False if the job is over."""

@@ -1,6 +1,6 @@
 """Replicas that go on from their own parameters, and mix a version in some steps later (LocalSteps with a delay).
 
-What decides is real: `InnerStates`, `OwnParameters` and `GoneAhead` of `core/worker/`. `worker/sources/delayed.py` is
+What decides is real: `InnerStates`, `OwnParameters` and `GoneAhead` of `core/worker/`. `worker/sources/fragments.py` is
 the counterpart of what stands around them here.
 """
 
@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker.local.ahead import GoneAhead
-from rallypoint.core.worker.local.drift import Drift, OwnParameters
-from rallypoint.core.worker.local.inner import InnerStates
+from rallypoint.core.worker.local import Drift, GoneAhead, InnerStates, OwnParameters
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
 from rallypoint.testing.simulation.replicas.inner import Inner, InnerOptimizers

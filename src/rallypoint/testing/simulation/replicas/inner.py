@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker.local.inner import InnerStates
+from rallypoint.core.worker.local import InnerStates
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.replicas.contents import Content, combine
 

@@ -1,1 +1,0 @@
-"""What replicas keep on a worker from round to round under local steps."""

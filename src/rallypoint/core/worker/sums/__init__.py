@@ -1,1 +1,0 @@
-"""The worker's machine of a job of sums."""

@@ -1,1 +1,0 @@
-"""The end of a job before its last step, as its script wants it."""
