@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.cluster.state_holders import StateHolders
+from rallypoint.core.cluster.recovery import StateHolders
 from rallypoint.core.policy import AllReduce
 from rallypoint.core.view import View
 from rallypoint.core.worker.aligned import WorkerMachine

@@ -13,8 +13,8 @@ from rallypoint.config import group_of, resolve, with_own_optimizer
 from rallypoint.core.cluster.effects import Abort, Capture, Effect, FindSnapshot, Hold, Say
 from rallypoint.core.cluster.events import Beat, Captured, Committed, Found, Leaving, Left, SnapshotWanted, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.recovery import StateHolders
 from rallypoint.core.cluster.state import Phase
-from rallypoint.core.cluster.state_holders import StateHolders
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.modes import Holder
 from rallypoint.core.optimizer import SGD

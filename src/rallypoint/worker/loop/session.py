@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
@@ -65,24 +64,6 @@ from rallypoint.worker.streamed.building import prepare
 from rallypoint.worker.streamed.first_values import FirstValues, Init
 from rallypoint.worker.streamed.parameters import streamed_for
 from rallypoint.worker.tensors import ModelTensors
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a run is, as one worker knows it.
-
-    Attributes:
-        step: steps of training that the model has.
-        steps: those that it will have.
-        lead: this worker evaluates, or saves: it is the one to tell.
-        metrics: of the last evaluation that it made.
-    """
-
-    step: int
-    steps: int
-    lead: bool
-    metrics: Mapping[str, float]
-
 
 LEAVE_WITHIN_S = 10.0
 
