@@ -8,17 +8,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rallypoint.errors import to_install
+from rallypoint.net.messages import Planned
 from rallypoint.recipes import picture
 from rallypoint.recipes.picture import chart
 
+PLANNED = Planned(20, 2, "samples", 100, 3, ("w0",), ("s0",))
+
 
 def log(folder: Path, steps: int) -> None:
-    events: list[dict[str, Any]] = [{"type": "StepDone", "step": step, "loss": 1 / (step + 1)} for step in range(steps)]
-    events.append({"type": "Metrics", "step": steps, "values": {"val_loss": 0.5, "none": None}})
-    lines = [json.dumps({"t": 0.0, **event}) for event in events]
+    done = [{"type": "StepDone", "step": step, "loss": 1 / (step + 1), "items": 1} for step in range(steps)]
+    events: list[dict[str, Any]] = [msgspec.to_builtins(PLANNED), *done]
+    events.append({"type": "Metrics", "step": steps, "values": {"val_loss": 0.5}})
+    lines = [json.dumps({"t": 0.0, **event}, separators=(",", ":")) for event in events]
     (folder / "events.jsonl").write_text("\n".join([*lines, '{"t": 1.0, "type": "Metrics", "st']))
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from own_loops import Net, loss_of
-from rallypoint.launch.wrapping.wrap import wrap, wrap_in
 from torch.nn.utils import clip_grad_norm_
 
 import rallypoint as rp
+from rallypoint.bridges.wrap import wrap, wrap_in
 from rallypoint.errors import UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 

@@ -80,7 +80,7 @@ def _numbers(batch: Sequence[Any], **_: Any) -> Any:
 
 
 def _ints(batch: Sequence[int], **_: Any) -> Any:
-    return torch.tensor(batch, device="cpu")  # torch's own would be on the script's default device
+    return torch.as_tensor(batch, device="cpu")  # torch's own would be on the script's default device
 
 
 _OURS: dict[Any, Callable[..., Any]] = {
