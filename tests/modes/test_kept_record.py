@@ -48,6 +48,23 @@ def test_an_old_snapshot_is_of_the_mode_that_its_settings_say(mode: ModeName) ->
     assert manifest(before_the_description(record(mode))).job == record(mode)
 
 
+GONE_UNUSED = {"alternate": [], "batch_for": "iteration", "optimizers": {}, "offload": "none", "base_batch": 0}
+
+
+def test_settings_that_are_gone_and_were_not_used_are_forgotten() -> None:
+    job = record(ModeName.SYNC)
+    plain = msgspec.json.decode(msgspec.json.encode(job))
+    plain["config"] |= {**GONE_UNUSED, "scale_lr": "none", "audit_servers": 0}
+    assert manifest(plain).job == job
+
+
+def test_a_job_that_used_a_setting_that_is_gone_is_refused_with_what_to_do() -> None:
+    plain = msgspec.json.decode(msgspec.json.encode(record(ModeName.SYNC)))
+    plain["config"] |= {"offload": "activations"}
+    with pytest.raises(ConfigError, match=r"step-00000002-1 is of a job with offload, which is gone: .*save_on_cpu"):
+        _ = manifest(plain).job
+
+
 @pytest.mark.parametrize("mode", ModeName)
 def test_an_old_journal_is_of_the_mode_that_its_settings_say(mode: ModeName, tmp_path: Path) -> None:
     journal = Journal(str(tmp_path))

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.config.keys import GONE
 from rallypoint.config.resolve import merged, parse, record_of
 from rallypoint.config.tree import JobConfig
 from rallypoint.core.job import JobRecord
@@ -30,6 +31,7 @@ _FIXED = {
 }  # fmt: skip
 _SHOWN = 8  # values of a list that are named in a sentence
 _FREE = ("sync.outer",)  # within a fixed part
+_UNUSED = (None, 0, "", "none", "iteration", [], (), {})  # what settings that are gone were by default
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -50,10 +52,18 @@ def kept_record(data: Mapping[str, Any], source: str) -> JobRecord:
 
     A record from before modes had descriptions has none, and would be read as one of `rp.Sync()`. So everything that
     follows from its configuration and its layout is computed again. Raises msgspec.ValidationError when `data` is no
-    record, ConfigError when such an old job cannot continue in its mode.
+    record, ConfigError when such an old job cannot continue: in its mode, or with a setting that is `GONE`.
     """
     record = msgspec.convert(data, JobRecord)
+    record = msgspec.structs.replace(record, config=_without_gone(record.config, source))
     return record if "mode" in data else _completed(record, source)
+
+
+def _without_gone(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The settings without those that this version has no more. ConfigError if the job used one of them."""
+    if used := sorted(name for name in GONE.keys() & config.keys() if config[name] not in _UNUSED):
+        raise ConfigError(f"{source} is of a job with {used[0]}, which is gone: {GONE[used[0]]}")
+    return {name: value for name, value in config.items() if name not in GONE}
 
 
 def _completed(record: JobRecord, source: str) -> JobRecord:
