@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 import pytest
@@ -25,7 +27,9 @@ from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.policy import AllReduce, Async, Sync
 from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
 from rallypoint.core.worker.factory import shell_for
-from rallypoint.core.worker.slots import Evaluate
+from rallypoint.core.worker.leased import LeasedVersion
+from rallypoint.core.worker.machine import SlotMachine
+from rallypoint.core.worker.slots import Compute, Evaluate
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.worker.exchange.plan import worker_plan
 
@@ -61,7 +65,7 @@ def _end(job: _Job, *workers: str) -> list:
 
 def test_a_standby_gets_the_first_version_that_is_due() -> None:
     job = _begun()
-    assert job.view.lease == Lease(4, "w2", until=8)
+    assert job.view.lease == Lease(4, "w2", until=STEPS)
 
 
 def test_what_a_script_evaluates_may_be_said_before_the_first_view() -> None:
@@ -71,13 +75,13 @@ def test_what_a_script_evaluates_may_be_said_before_the_first_view() -> None:
         job.play(Evaluates(worker, (EVERY,)))
     job.come("s0", "s1")
     _reported(job, 0)
-    assert job.view.lease == Lease(4, "w2", until=8)
+    assert job.view.lease == Lease(4, "w2", until=STEPS)
 
 
 def test_without_a_standby_the_lead_gets_it() -> None:
     job = _begun("w0", "w1")
     for version in range(EVERY, STEPS, EVERY):
-        assert job.view.lease == Lease(version, "w0", until=version + EVERY)
+        assert job.view.lease == Lease(version, "w0", until=STEPS)
         _reported(job, version - 1)
         job.play(_result(job, "w0", version))
 
@@ -85,9 +89,9 @@ def test_without_a_standby_the_lead_gets_it() -> None:
 def test_the_next_version_is_leased_when_the_one_before_has_its_result() -> None:
     job = _begun()
     _reported(job, 7)
-    assert job.view.lease == Lease(4, "w2", until=8), "nobody passes version 8: servers are to keep it first"
+    assert job.view.lease == Lease(4, "w2", until=STEPS), "one version at a time: servers keep it"
     job.play(_result(job, "w2", 4))
-    assert job.view.lease == Lease(8, "w2", until=12)
+    assert job.view.lease == Lease(8, "w2", until=STEPS)
 
 
 def test_a_standby_that_comes_gets_the_lease_of_the_lead() -> None:
@@ -95,7 +99,7 @@ def test_a_standby_that_comes_gets_the_lease_of_the_lead() -> None:
     _reported(job, 3)
     job.come("w2")
     job.play(Evaluates("w2", (EVERY,)))
-    assert job.view.lease == Lease(4, "w2", until=8)
+    assert job.view.lease == Lease(4, "w2", until=STEPS)
 
 
 def test_a_script_that_says_it_late_evaluates_no_earlier_version() -> None:
@@ -105,7 +109,7 @@ def test_a_script_that_says_it_late_evaluates_no_earlier_version() -> None:
     _reported(job, 9)
     assert job.view.lease is None
     job.play(Evaluates("w0", (EVERY,)))
-    assert job.view.lease == Lease(12, "w0", until=16)
+    assert job.view.lease == Lease(12, "w0", until=STEPS)
 
 
 @pytest.mark.parametrize("loss", [Left("w2", "killed"), Leaving("w2")])
@@ -113,13 +117,13 @@ def test_a_lease_whose_holder_is_lost_goes_to_another_standby(loss: Left | Leavi
     job = _begun("w0", "w1", "w2", "w3")
     _reported(job, 5)
     job.play(loss)
-    assert job.view.lease == Lease(4, "w3", until=8)
+    assert job.view.lease == Lease(4, "w3", until=STEPS)
 
 
 def test_without_another_standby_it_goes_to_the_lead() -> None:
     job = _begun()
     job.play(Left("w2", "killed"))
-    assert job.view.lease == Lease(4, "w0", until=8)
+    assert job.view.lease == Lease(4, "w0", until=STEPS)
 
 
 def test_if_nobody_is_here_who_could_training_goes_on_and_the_version_is_kept() -> None:
@@ -134,14 +138,14 @@ def test_a_standby_that_is_to_train_leaves_its_evaluation_to_another() -> None:
     _reported(job, 5)
     job.play(Left("w0", "killed"))
     assert "w2" in job.view.assigned(6)
-    assert job.view.lease == Lease(4, "w3", until=8)
+    assert job.view.lease == Lease(4, "w3", until=STEPS)
 
 
 def test_it_keeps_it_if_nobody_else_stands_by() -> None:
     job = _begun()
     _reported(job, 5)
     job.play(Left("w0", "killed"))
-    assert job.view.lease == Lease(4, "w2", until=8)
+    assert job.view.lease == Lease(4, "w2", until=STEPS)
 
 
 def test_the_view_that_replaces_a_lead_lost_in_its_evaluation_leases_that_version_to_another() -> None:
@@ -152,7 +156,7 @@ def test_the_view_that_replaces_a_lead_lost_in_its_evaluation_leases_that_versio
     for worker in ("w1",):  # it has computed step 8; the lead evaluates version 8
         job.play(Progress(worker, 8, 3, 0.1, job.view.generation))
     (publish,) = _of(Publish, job.play(Left("w0", "killed")))
-    assert publish.view.lease == Lease(8, "w1", until=12)
+    assert publish.view.lease == Lease(8, "w1", until=STEPS)
 
 
 def test_a_lead_that_is_told_to_go_ends_its_evaluation_and_if_it_dies_another_makes_it() -> None:
@@ -160,9 +164,9 @@ def test_a_lead_that_is_told_to_go_ends_its_evaluation_and_if_it_dies_another_ma
     _reported(job, 7)
     job.play(_result(job, "w0", 4))
     job.play(Progress("w1", 8, 3, 0.1, job.view.generation), Leaving("w0"))
-    assert job.view.lease == Lease(8, "w0", until=12)
+    assert job.view.lease == Lease(8, "w0", until=STEPS)
     job.play(Left("w0", "killed"))
-    assert job.view.lease == Lease(8, "w1", until=12)
+    assert job.view.lease == Lease(8, "w1", until=STEPS)
 
 
 def test_the_job_ends_when_the_last_version_has_its_result() -> None:
@@ -170,9 +174,9 @@ def test_the_job_ends_when_the_last_version_has_its_result() -> None:
     for version in (4, 8, 12):
         _reported(job, version)
         job.play(_result(job, "w2", version))
-    assert job.view.lease == Lease(16, "w2", until=20)
+    assert job.view.lease == Lease(16, "w2", until=STEPS)
     job.play(_result(job, "w2", 16))
-    assert job.view.lease == Lease(20, "w2", until=20)
+    assert job.view.lease == Lease(20, "w2", until=STEPS)
     assert not _of(Finish, _end(job, "w0", "w1", "w2"))
     assert job.machine.waiting_for() == "the evaluation of step 20 by w2"
     assert _of(Finish, job.play(_result(job, "w2", 20)))
@@ -186,7 +190,7 @@ def test_if_the_lead_is_lost_in_the_last_evaluation_another_makes_it() -> None:
     _end(job, "w1")
     effects = job.play(Left("w0", "killed"))
     assert not _of(Finish, effects)
-    assert job.view.lease == Lease(20, "w1", until=20)
+    assert job.view.lease == Lease(20, "w1", until=STEPS)
     assert _of(Finish, job.play(_result(job, "w1", 20)))
 
 
@@ -195,7 +199,7 @@ def test_a_result_counts_once_and_of_this_generation_only() -> None:
     _reported(job, 5)
     old = msgspec.structs.replace(job.view.generation, count=0)
     job.play(Evaluated("w2", 4, old, {"loss": 9.0}), Evaluated("x", 4, job.view.generation, {"loss": 9.0}))
-    assert job.view.lease == Lease(4, "w2", until=8)
+    assert job.view.lease == Lease(4, "w2", until=STEPS)
     job.play(_result(job, "w2", 4), _result(job, "w0", 4, {"loss": 9.0}))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
 
@@ -209,10 +213,10 @@ def test_a_new_coordinator_knows_the_lease_and_the_results() -> None:
     state = msgspec.json.decode(msgspec.json.encode(job.machine.state()), type=ClusterState)
     assert state.results == {4: {"loss": 0.25}}
     new = _Job(job.machine.terms, recovered=state, record=job.record)
-    assert new.view.lease == Lease(8, "w2", until=12)
+    assert new.view.lease == Lease(8, "w2", until=STEPS)
     for worker in ("w0", "w1", "w2"):
         new.play(Evaluates(worker, (EVERY,)), _result(new, "w2", 4))
-    assert new.view.lease == Lease(8, "w2", until=12)
+    assert new.view.lease == Lease(8, "w2", until=STEPS)
     assert new.machine.course.evaluations.results == {4: {"loss": 0.25}}
 
 
@@ -224,7 +228,7 @@ def test_after_a_roll_back_what_is_made_again_is_evaluated_again() -> None:
     assert job.machine.phase is Phase.RECOVERING
     job.play(Found("snapshot", 5))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
-    assert job.view.lease == Lease(8, "w2", until=12)
+    assert job.view.lease == Lease(8, "w2", until=STEPS)
 
 
 def test_a_version_that_was_lost_with_its_server_is_named_at_the_end() -> None:
@@ -246,9 +250,9 @@ def test_a_version_that_no_server_keeps_holds_nothing_up() -> None:
     job = _begun()
     _reported(job, 6)
     job.play(Evaluated("w2", 8, job.view.generation, None))
-    assert job.view.lease == Lease(4, "w2", until=8), "it was not asked for that one"
+    assert job.view.lease == Lease(4, "w2", until=STEPS), "it was not asked for that one"
     job.play(Evaluated("w2", 4, job.view.generation, None))
-    assert job.view.lease == Lease(8, "w2", until=12)
+    assert job.view.lease == Lease(8, "w2", until=STEPS)
     job.play(_result(job, "w0", 4))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}, "its word came later"
 
@@ -277,16 +281,16 @@ def test_a_standby_whose_script_evaluates_otherwise_gets_no_lease() -> None:
     job = _begun("w0", "w1")
     job.come("w2")
     job.play(Evaluates("w2", (EVERY + 1,)))
-    assert job.view.lease == Lease(4, "w0", until=8)
+    assert job.view.lease == Lease(4, "w0", until=STEPS)
 
 
 def test_more_workers_that_train_leave_no_standby_and_the_lease_goes_on() -> None:
     job = _begun()
     _reported(job, 5)
     job.play(Resized(3))
-    assert job.view.lease == Lease(4, "w2", until=8)
+    assert job.view.lease == Lease(4, "w2", until=STEPS)
     job.play(_result(job, "w2", 4))
-    assert job.view.lease == Lease(8, "w0", until=12)
+    assert job.view.lease == Lease(8, "w0", until=STEPS)
 
 
 def test_a_worker_evaluates_again_when_a_view_gives_it_a_lease_once_more() -> None:
@@ -311,3 +315,34 @@ def test_a_worker_evaluates_again_when_a_view_gives_it_a_lease_once_more() -> No
         shell.leased.over(shell.view.generation, 2)
         assert shell.next_action() is None, "once for each lease"
         seen(None)
+
+
+@dataclass
+class _Trains:
+    """What `LeasedVersion` asks of a worker's machine."""
+
+    me: str
+    step: int
+    takes_part: bool = True
+
+
+@pytest.mark.parametrize(
+    ("worker", "until", "evaluates"), [("w0", STEPS, True), ("w1", STEPS, False), ("w0", 8, False)]
+)
+def test_the_lead_evaluates_what_it_passes_while_an_earlier_version_is_leased(
+    worker: str, until: int, evaluates: bool
+) -> None:
+    """A slow standby, or a coordinator that is away, holds nobody up; where evaluations decide, all wait for it."""
+    leased = LeasedVersion(cast(SlotMachine, _Trains(worker, 8)))
+    leased.periods = (EVERY,)
+    view = View(
+        ViewNumber(1, 1), ViewNumber(1, 1), (), (), (Assignment(0, {"w0": (0,), "w1": (1,)}),), {},
+        lease=Lease(4, "w2", until),
+    )  # fmt: skip
+    compute = Compute(8, 0)
+    assert leased.due(view, compute) == (Evaluate(8) if evaluates else None)
+    assert leased.holds_back(view, compute) == (until == 8)
+    leased.over(view.generation, 8)
+    leased.lost(4)  # the view has leased version 4 to another worker
+    assert leased.due(view, compute) is None, "once"
+    assert leased.due(view, Compute(9, 0)) is None, "no version that the model does not hold"

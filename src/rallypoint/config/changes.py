@@ -31,7 +31,7 @@ _FIXED = {
 }  # fmt: skip
 _SHOWN = 8  # values of a list that are named in a sentence
 _FREE = ("sync.outer",)  # within a fixed part
-_UNUSED = (None, 0, "", "none", "iteration", [], (), {})  # what settings that are gone were by default
+_UNUSED: tuple[Any, ...] = (None, 0, "", "none", "iteration", [], (), {})  # what settings that are gone were by default
 
 
 class Change(msgspec.Struct, frozen=True):

@@ -181,7 +181,7 @@ class Evaluations:
     def has(self, step: int, values: Mapping[str, float]) -> bool:
         """True if these metrics of that step are known."""
         known = self._by_step.get(step)
-        return known is not None and all(name in known and _same(known[name], values[name]) for name in values)
+        return known is not None and agree(known, values)
 
     def of(self, step: int) -> dict[str, float]:
         """All metrics of that step; empty if there are none."""
@@ -198,6 +198,11 @@ class Evaluations:
     def rewind(self, step: int) -> None:
         """Drop the metrics of steps after `step`: the job goes back to it."""
         self._by_step = {known: values for known, values in self._by_step.items() if known <= step}
+
+
+def agree(known: Mapping[str, float], values: Mapping[str, float]) -> bool:
+    """True if all these figures are known, with these values."""
+    return all(name in known and _same(known[name], values[name]) for name in values)
 
 
 def _same(one: float, other: float) -> bool:

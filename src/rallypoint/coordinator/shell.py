@@ -32,7 +32,7 @@ from rallypoint.coordinator.joining.newcomers import Newcomers, taken
 from rallypoint.coordinator.joining.take_over import TakeOver, has_begun, late_view, needed
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.coordinator.operator import Orders, Sizes
-from rallypoint.coordinator.progress import EVALUATED, Evaluations
+from rallypoint.coordinator.progress import EVALUATED, Evaluations, agree
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -236,7 +236,8 @@ class CoordinatorShell:
                     acts += self._end(Aborted(why))
                 return acts
             case Evaluated(version=version, generation=generation, values=values):
-                if values:
+                known = self.machine.course.evaluations.results.get(version)
+                if values and (known is None or agree(known, values)):  # the first figures count (I2)
                     step = self.announcer.config.steps_at(version)
                     self._early.keep(step, Metrics(step, values, generation), EVALUATED)
                 # Shown before the journal has it: the next coordinator does not show what the journal has

@@ -64,12 +64,13 @@ class Lease(msgspec.Struct, frozen=True):
 
     Attributes:
         holder: "" while nobody is there who could.
-        until: no replica of this step or of a later one is computed before another view.
+        until: no replica of this step or of a later one is computed before another view. Beyond the step of the next
+            version that is due only where nothing is decided from evaluations: the lead evaluates those that it passes.
     """
 
     version: int
     holder: str
-    until: int
+    until: int = 0
 
 
 class Dispute(msgspec.Struct, frozen=True):

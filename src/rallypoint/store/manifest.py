@@ -16,7 +16,7 @@ from rallypoint.core.deciding.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import build_now
 from rallypoint.core.view import Stop
-from rallypoint.errors import DamagedSnapshot, SnapshotError, UsageError
+from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, UsageError
 
 Compression = Literal["none", "zstd", "zstd-planes"]
 
@@ -49,6 +49,7 @@ class Manifest(msgspec.Struct, frozen=True):
         files: file name -> size in bytes. The shards of a file cover it without gaps.
         stop: the job's early end, if its script had said it before the snapshot was complete.
         decided: what was decided from evaluations of versions up to this one.
+        scales: by which an operator had changed the learning rate, which earlier versions of the package allowed.
         format: number of the format of this file and the records.
     """
 
@@ -62,6 +63,7 @@ class Manifest(msgspec.Struct, frozen=True):
     files: dict[str, int]
     stop: Stop | None = None
     decided: Decided = Decided()
+    scales: tuple[Any, ...] = ()
     format: int = FORMAT
 
     @property
@@ -71,6 +73,11 @@ class Manifest(msgspec.Struct, frozen=True):
         Raises DamagedSnapshot when the record is invalid, ConfigError when it is from an older version of the package
         that cannot be continued.
         """
+        if self.scales:
+            raise ConfigError(
+                f"snapshot {self.id} is of a run whose learning rate an operator had changed, which this version of "
+                "Rallypoint does not know: go on with the version that wrote it, or from an earlier snapshot"
+            )
         try:
             return kept_record(self.record, f"snapshot {self.id}")
         except msgspec.ValidationError as error:

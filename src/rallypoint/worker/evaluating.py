@@ -63,13 +63,13 @@ class Evaluator:
             raise UsageError("write @run.every above the loop: what the job computes depends on its evaluations")
         self._registered = True
         if periods:
-            parts.exchange.leased.expect()
+            parts.exchange.leased.expect(periods)
         parts.reports.registered(periods, self._stops)
 
     def may_begin_early(self, version: int) -> bool:
         """True if this worker does not evaluate the version before its forward pass begins."""
         if self._parts.leases:
-            return not self._exchange.view.evaluates(self._exchange.me, version)
+            return not self._exchange.leased.is_due(version)
         return not self._evaluations.coming(*self._steps(version))
 
     def installed(self, version: int, generation: ViewNumber) -> None:

@@ -1,15 +1,17 @@
 """The job's evaluations: whose turn each version that is due is, what came of it, and what is decided from that.
 
     a worker says what its script evaluates (`Evaluates`)
-    the view leases the first version that is due to a worker: servers keep that version, and nobody passes the next one
-    that is due (`View.lease`)
+    the view leases the first version that is due to a worker: servers keep that version. If something is decided from
+    evaluations, nobody passes the next one that is due (`View.lease`); else the lead evaluates those that it passes
     it has its result, in the journal: what is decided counts from the next version that is due
     the next view says what is decided, and leases that version
 
 Example: an evaluation every 100 steps. Version 100 is leased to a standby, which evaluates it while others train, up to
 version 200; without a standby to the lead, which does it before it computes step 100. Whoever evaluates may die, with
-its result: the next view leases version 100 to another worker, which gets it from the servers. Nobody computes step 200
-before version 100 has its result: so the job can end with version 200, or go on from there with another rate.
+its result: the next view leases version 100 to another worker, which gets it from the servers. If the job decides from
+evaluations, nobody computes step 200 before version 100 has its result: so the job can end with version 200, or go on
+from there with another rate. If it does not, and the standby is slow or the coordinator away, the lead evaluates
+version 200 before it computes step 200.
 
 The lease is in the view, so it is journalled, and it reaches each server before a contribution of a worker that relies
 on it. If two workers evaluate a version they get the same figures, and the first ones count (I2).
@@ -181,9 +183,9 @@ def wanted_lease(course: Course) -> Lease | None:
     version = ledger.due_after(ledger.decided.version, course.last)
     if version is None:
         return course.views.lease  # all is evaluated
-    gates = [ledger.due_after(version, course.last) or record.rounds]
-    if not course.rules.steers and not ledger.able & course.members.present:
-        gates = [record.rounds]  # nobody is here who could, and nothing depends on it
+    gates = [record.rounds]  # where nothing depends on it, no step waits for it (I7)
+    if course.rules.steers:
+        gates.append(ledger.due_after(version, course.last) or record.rounds)
     if (captured := version_to_capture(course)) is not None:
         gates.append(captured)
     return Lease(version, _holder(course, view, version), min(gates))
@@ -196,7 +198,7 @@ def _holder(course: Course, view: View, version: int) -> str:
     busy = {*course.active(), *members.awaited}
     idle = [w for w in staying if w not in busy and not view.takes_part(w, course.furthest + 1)]
     before = next((worker for worker in able if view.evaluates(worker, version)), "")
-    if before in staying and (before in idle or not idle):
+    if before in staying and (before in idle or not idle or before in course.evaluating):
         return before
     if idle:
         return idle[0]

@@ -201,7 +201,7 @@ class ServerMachine:
         return [*effects]
 
     def report_again(self) -> list[Effect]:
-        """What a coordinator that was restarted may not know: the verdict that stops the job, which updates wait."""
+        """What a coordinator that was restarted may not know: the verdict that stops the job."""
         return [] if self._refused is None else [Report(self._refused)]
 
     def decided(self, verdict: Verdict) -> list[Effect]:

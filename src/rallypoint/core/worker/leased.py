@@ -12,21 +12,36 @@ class LeasedVersion:
 
     A worker that stands by begins at once, also if that version does not exist yet, and stops when there is something
     else to do. A worker that trains does it before its next replica, as soon as its own model has come to that version.
+
+    The coordinator is not on the path of a step (I7). Where nothing is decided from evaluations, training goes on past
+    the next versions that are due while an earlier one is leased: the lead evaluates each before it computes its step.
     """
 
     def __init__(self, machine: SlotMachine) -> None:
         self._machine = machine
-        self.evaluates = False  # the script has evaluations: nothing is computed before a view says how far
-        self._over: tuple[ViewNumber, int] | None = None  # the generation and version that it has seen to
+        self.periods: tuple[int, ...] = ()  # of the script's evaluations; with some, no step begins without a lease
+        self._over: set[tuple[ViewNumber, int]] = set()  # the generations and versions that it has seen to
+
+    def evaluates(self, view: View, version: int) -> bool:
+        """True if this worker is to evaluate that version before it computes that step."""
+        lease, me = view.lease, self._machine.me
+        if lease is None or (view.generation, version) in self._over:
+            return False
+        if version == lease.version:
+            return lease.holder == me
+        due = lease.version < version < lease.until and any(version % every == 0 for every in self.periods)
+        return due and view.lead(version) == me
 
     def due(self, view: View | None, action: Action | Store | Ended | None) -> Evaluate | None:
         """The version to evaluate now, where `action` would be next; None if there is none."""
-        if view is None or (lease := view.lease) is None or lease.holder != self._machine.me:
-            return None
-        if self._over == (view.generation, lease.version) or not (action is None or isinstance(action, Compute)):
+        if view is None or (lease := view.lease) is None or not (action is None or isinstance(action, Compute)):
             return None
         waits = self._machine.takes_part and self._machine.step < lease.version
-        return None if waits else Evaluate(lease.version)
+        if not waits and self.evaluates(view, lease.version):
+            return Evaluate(lease.version)
+        step = self._machine.step
+        passes = action is not None and action.step == step and self.evaluates(view, step)
+        return Evaluate(step) if passes else None
 
     def holds_back(self, view: View | None, action: Action | Store | Ended | None) -> bool:
         """True if this replica may not be computed yet: see `Lease.until`, `View.paused` and `View.handover`."""
@@ -34,7 +49,7 @@ class LeasedVersion:
             return False
         if any(before is not None and action.step >= before for before in (view.paused, view.handover)):
             return True
-        return self.evaluates if view.lease is None else action.step >= view.lease.until
+        return bool(self.periods) if view.lease is None else action.step >= view.lease.until
 
     def awaited(self, view: View) -> str:
         """A phrase for what a worker waits for which is held back."""
@@ -50,9 +65,10 @@ class LeasedVersion:
 
     def over(self, generation: ViewNumber, version: int) -> None:
         """It has evaluated that version, or nobody can any more."""
-        self._over = (generation, version)
+        self._over = {one for one in self._over if one[0] == generation} | {(generation, version)}
 
-    def lost(self) -> None:
-        """What it said of an evaluation may not count, and is to be made again if a view says so: the worker was given
-        up, or another one has got the lease: a coordinator whose journal was full may have lost the result."""
-        self._over = None
+    def lost(self, version: int | None = None) -> None:
+        """What it said of an evaluation (None: of any) may not count, and is to be made again if a view says so: the
+        worker was given up, or another one has got the lease of that version: a coordinator whose journal was full may
+        have lost the result."""
+        self._over = {one for one in self._over if version is not None and one[1] != version}

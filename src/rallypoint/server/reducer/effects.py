@@ -173,7 +173,7 @@ class Effects:
 
     def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
         """The update, with its step in the learning-rate schedule counted in the job's rounds, and the reductions that
-        count for it: this server has the view that says them (see `View.limit`)."""
+        count for it: this server has the view that says them (see `View.reductions`)."""
         view = self._desk.shell.machine.view
         if view is not None and view.reductions:
             effect = replace(effect, reductions=reductions_at(view.reductions, effect.step))

@@ -256,7 +256,7 @@ class Simulation:
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, self._stuck()
         self._check_size()
-        check_evaluations(self.plan.job, self.outcome, self.coordinator)
+        check_evaluations(self.plan.job, self.outcome, self.coordinator, self.events)
         job = self.plan.job
         for shard in range(job.shards):
             contents = self._final_contents(shard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rallypoint.core.deciding.decisions import is_due
 from rallypoint.core.view import ViewNumber
@@ -36,14 +36,14 @@ class SimulatedEvaluations:
     def register(self, *, new: bool) -> None:
         """Tell the coordinator which evaluations there are; and the last results, unless the worker is `new`."""
         if self._job.every:
-            self._shell.leased.evaluates = True
+            self._shell.leased.periods = (self._job.every,)
             told = Evaluates((self._job.every,), self._job.rules.stops)
             for message in (told, *(() if new else self._told[-64:])):
                 self._send(message)
 
     def evaluates(self, version: int) -> bool:
         """Is this worker to evaluate that version before it computes that step?"""
-        return self._shell.number.count > 0 and self._shell.view.evaluates(self._exchange.machine.me, version)
+        return self._shell.number.count > 0 and self._shell.leased.evaluates(self._shell.view, version)
 
     def begin(self, version: int, model: Sequence[Content]) -> None:
         """Evaluate the version that is leased to this worker: what the `model` holds, or what servers keep."""
@@ -103,10 +103,13 @@ def due(job: SimulatedJob, version: int) -> bool:
     return job.every > 0 and is_due(job.every, version, version - 1, ends=version == job.end)
 
 
-def check_evaluations(job: SimulatedJob, outcome: Outcome, coordinator: SimulatedCoordinator | None) -> None:
+def check_evaluations(
+    job: SimulatedJob, outcome: Outcome, coordinator: SimulatedCoordinator | None, events: Iterable[str]
+) -> None:
     """AssertionError unless each version that is due has its result, and no other.
 
-    It may have none if the servers that kept the version are lost, and the job goes on from a later snapshot.
+    It may have none if the servers that kept the version are lost, and the job goes on from a later snapshot. And what
+    the lead has evaluated without a lease is lost if it dies before the coordinator hears of it.
     """
     right = {v: figure_of(job.trajectory[v]) for v in range(1, job.end + 1) if due(job, v)}
     wrong = [(step, figure) for step, figure in outcome.evaluated if right.get(step) != figure]
@@ -118,6 +121,7 @@ def check_evaluations(job: SimulatedJob, outcome: Outcome, coordinator: Simulate
             wanted = job.undisturbed_decisions.decided
             assert ledger.decided == wanted, f"{ledger.decided} is decided, and not {wanted}"
             assert (view is None or view.stop is None) == (job.end == job.steps), f"the job ends with {job.end}: {view}"
-        if any("snapshot" in said for said in outcome.said):
+        unheard = any("coordinator" in event or "drop" in event or "partition" in event for event in events)
+        if any("snapshot" in said for said in outcome.said) or (unheard and not job.rules.steers):
             missing -= {version for version, figures in ledger.results.items() if figures is None}
     assert not missing, f"versions {sorted(missing)} have no result"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -148,10 +148,15 @@ class LeasedPull:
         self._layout, self._locked, self._rows = layout, locked, rows
         self._begun: tuple[ViewNumber, int] | None = None  # what is being evaluated: the generation and the version
 
-    def expect(self) -> None:
-        """The script has evaluations: nothing is computed before a view says how far."""
+    def expect(self, periods: Sequence[int]) -> None:
+        """The script has evaluations, so often: nothing is computed before a view says how far."""
         with self._locked.changed:
-            self._locked.shell.leased.evaluates = True
+            self._locked.shell.leased.periods = tuple(periods)
+
+    def is_due(self, version: int) -> bool:
+        """True if this worker is to evaluate that version before it computes that step."""
+        with self._locked.changed:
+            return self._locked.shell.leased.evaluates(self._locked.shell.view, version)
 
     def held(self, version: int) -> ViewNumber | None:
         """The generation of the version, if the model holds it and it is still to be evaluated; else None."""
