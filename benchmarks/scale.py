@@ -24,7 +24,7 @@ from rallypoint.core.cost.sites import Sites, sites_seconds
 from rallypoint.core.cost.workload import Workload, transformer
 from rallypoint.testing.scale.cluster import BigCluster, Size, change_bytes, messages_of
 from rallypoint.testing.scale.play import Play, round_seconds
-from rallypoint.testing.scale.question import ScaleOptions, limits_of, scenario_of
+from simulate import ScaleOptions, limits_of, scenario_of
 
 DAY, MBIT, COMPUTE_S = 86400.0, 1e6 / 8, 2.0
 SNAPSHOT_S, RESTART_S = 10.0, 600.0  # 12 GB at 0.83 s each (docs/planning.md); 10 minutes: Salpekar et al., 2026

@@ -13,10 +13,16 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import rallypoint
+from rallypoint.config.tree import JobConfig
+from rallypoint.core.modes import conflicts
+from rallypoint.core.modes.table import TABLE
+from rallypoint.core.view import View
 
 pytestmark = pytest.mark.slow  # `make check` plays them
 SOURCE, ROOT = Path(rallypoint.__file__).parent, Path(__file__).parents[1]
@@ -35,6 +41,18 @@ LONG_SIGNATURES = {
     "recipes/gpt.py: _command": "typer makes each option of the command line from an argument",
     "recipes/resnet.py: _command": "typer makes each option of the command line from an argument",
 }
+BUDGETS = {
+    "commands": 30,
+    "distinct options": 129,
+    "settings of job.train": 42,
+    "rows of the feature table": 43,
+    "refused pairs": 88,
+    "fields of View": 26,
+    "lines": 85_080,
+    "files": 645,
+    "folders": 80,
+    "classes that share their name": 364,
+}  # what a stranger has to learn: whoever needs more says here why
 FULL_FOLDERS: dict[str, str] = {}
 UNCALLED = {
     "bridges/ray.py: run_shipped": "the script that the driver sends to workers calls it",
@@ -255,3 +273,44 @@ def test_no_program_of_ours_looks_into_the_working_folder() -> None:
         for line in text.splitlines() if '"-m"' in line and '"-P", "-m"' not in line and "==" not in line
     ]  # fmt: skip
     assert bare == []
+
+
+def command_line() -> tuple[set[str], set[str]]:
+    """The commands of `rallypoint`, and the distinct names of their options."""
+    from rallypoint.cli import app
+
+    names: set[str] = set()
+    options: set[str] = set()
+
+    def look(command: Any, path: str) -> None:
+        for name, inner in getattr(command, "commands", {}).items():
+            look(inner, f"{path} {name}")
+        if not hasattr(command, "commands"):
+            names.add(path)
+            given = [one.opts for one in command.params if one.param_type_name == "option"]
+            options.update(next((name for name in opts if name.startswith("--")), opts[0]) for opts in given)
+
+    look(typer.main.get_command(app), "rallypoint")
+    return names, options
+
+
+def test_there_is_no_more_to_learn_than_the_budgets_say() -> None:
+    """Prints the table: `pytest -s`. What became less is written down too, or it grows back."""
+    commands, options = command_line()
+    trees = [ast.parse(text) for text in files().values()]
+    classes = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    found = {
+        "commands": len(commands),
+        "distinct options": len(options),
+        "settings of job.train": len(JobConfig.__struct_fields__),
+        "rows of the feature table": len(TABLE),
+        "refused pairs": len(conflicts.CONFLICTS),
+        "fields of View": len(View.__struct_fields__),
+        "lines": sum(text.count("\n") for text in files().values()),
+        "files": len(files()),
+        "folders": len({path.rpartition("/")[0] for path in files()}),
+        "classes that share their name": sum(count for count in classes.values() if count > 1),
+    }
+    print("\n".join(f"{what:32}{count:8,} of {BUDGETS[what]:,}" for what, count in found.items()))
+    over = {what: f"{count}, budget {BUDGETS[what]}" for what, count in found.items() if count > BUDGETS[what]}
+    check(over, {}, "delete something, or raise the budget and say why beside it")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from rallypoint.cli.app import app
 from rallypoint.core.cluster.invariants import check_course
 from rallypoint.core.cost.workload import Workload, transformer
 from rallypoint.core.layout import Shard
@@ -19,7 +21,10 @@ from rallypoint.core.view import assign_replicas, reassign_orphans
 from rallypoint.errors import ConfigError
 from rallypoint.testing.scale.cluster import BigCluster, Size, change_bytes, messages_of
 from rallypoint.testing.scale.play import Outcome, Play, Scenario
-from rallypoint.testing.scale.question import ScaleOptions, limits_of, scenario_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # its modules import one another by name
+
+from simulate import ScaleOptions, limits_of, scenario_of, simulate
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 MODEL = Workload(layers=transformer(1e8, 1.0))
@@ -185,7 +190,9 @@ def test_a_shard_is_placed_on_the_first_server_of_its_order_that_has_room_and_no
 
 
 def test_the_command_says_the_limits_and_writes_json() -> None:
-    asked = ["simulate", "--workers", "20", "--servers", "4", "--steps", "3", "--model", "10M"]
+    app = typer.Typer()
+    app.command()(simulate)
+    asked = ["--workers", "20", "--servers", "4", "--steps", "3", "--model", "10M"]
     told = CliRunner().invoke(app, asked)
     assert told.exit_code == 0
     assert "a server's link" in " ".join(told.output.split())

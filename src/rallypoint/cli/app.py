@@ -18,6 +18,7 @@ app = typer.Typer(
 GONE = {  # commands and options that earlier versions had: what to do instead
     "learning-rate": "end the run (Ctrl-C), then go on with rallypoint resume RUN --set optimizer.lr=1e-4",
     "snapshot-every": "say it at the start (--snapshot-steps, --snapshot-seconds), or ask for one: rallypoint snapshot",
+    "simulate": "it is a script of the source now: python benchmarks/simulate.py",
     "--tensorboard": "--track tensorboard:FOLDER writes the run's figures for TensorBoard",
     "train finetune": "it is a script now: rallypoint run examples/finetune.py --model gpt2 --data texts",
     "train gan": "it is a script now, with job.store in place of job.train: rallypoint run examples/gan.py",

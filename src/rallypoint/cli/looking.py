@@ -28,7 +28,6 @@ def replay(
     find_spike: Annotated[bool, typer.Option(
         "--find-spike", help="Find the first step whose recorded loss stands out, and the replica with its samples.",
     )] = False,
-    on_cpu: Annotated[bool, typer.Option("--on-cpu", help="Hide the GPUs. Other kernels have other bytes.")] = False,
     current_code: Annotated[bool, typer.Option(
         "--current-code", help="Run the script as it is now, not the copy that the run has kept.",
     )] = False,
@@ -51,7 +50,7 @@ def replay(
     if (step is None) != find_spike:
         raise UsageError("which step? give --step N, or --find-spike for the first whose loss stands out")
     wanted = Wanted(
-        step=-1 if step is None else step, replica=-1 if replica is None else replica, on_cpu=on_cpu,
+        step=-1 if step is None else step, replica=-1 if replica is None else replica,
         current=current_code, quiet=json,
     )  # fmt: skip
     result = play(run, wanted, lambda text: print(text, file=sys.stderr if json else sys.stdout, flush=True))

@@ -1,4 +1,4 @@
-"""``rallypoint plan`` and ``rallypoint simulate``: what a job would take on machines that are not here."""
+"""``rallypoint plan``: what a job would take on machines that are not here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import typer
 from rallypoint.cli.app import START, app
 from rallypoint.launch.costing.question import CostOptions
 from rallypoint.launch.options import with_options
-from rallypoint.testing.scale.question import ScaleOptions
 
 
 @app.command(rich_help_panel=START)
@@ -40,24 +39,3 @@ def plan(
     from rallypoint.launch.costing.answer import answer
 
     answer(options, run, Screen(highlight=False))
-
-
-@app.command(rich_help_panel=START)
-@with_options(ScaleOptions)
-def simulate(options: ScaleOptions) -> None:
-    """Play a job on thousands of machines that are not there: how long are its steps, and what do failures cost?
-
-    The real coordinator decides about the members; how long a step takes is the arithmetic of [bold]plan[/bold].
-
-    [bold]rallypoint simulate --workers 10000 --servers 1000 --standby 20 --mtbf 2111d --model 1B --compute 2s[/bold]
-
-    On spot machines: [bold]rallypoint simulate --workers 1000 --servers 100 --standby 20 --spot 1 --taken 1d --notice
-    30s[/bold]
-
-    Over 8 data centres: [bold]rallypoint simulate --workers 8 --servers 8 --sites 8 --site-link 1Gbit --delay 50ms
-    --local-steps 100 --fragments 4 --codec int8[/bold]
-    """
-    from rallypoint.launch.console import Screen
-    from rallypoint.testing.scale.answer import answer
-
-    answer(options, Screen(highlight=False))

@@ -44,14 +44,12 @@ class Wanted:
     Attributes:
         step: the step; -1: the first whose recorded loss stands out.
         replica: which of its replicas; -1: all, and of a step that stands out the one with the highest loss.
-        on_cpu: hide the GPUs.
         current: run the script as it is now, not the copy that the run has kept.
         quiet: what the script prints goes to the error stream.
     """
 
     step: int = -1
     replica: int = -1
-    on_cpu: bool = False
     current: bool = False
     quiet: bool = False
 
@@ -242,8 +240,6 @@ def _computed(argv: tuple[str, ...], task: Task, threads: int, wanted: Wanted) -
     order.write_bytes(msgspec.json.encode(task))
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}
     ours |= {environment.REPLAY: str(order), **environment.with_threads(threads)}
-    if wanted.on_cpu:
-        ours["CUDA_VISIBLE_DEVICES"] = ""
     sys.stdout.flush()
     try:
         done = subprocess.run(
