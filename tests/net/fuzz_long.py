@@ -24,7 +24,7 @@ from fuzz_decoders import Decoders
 from fuzz_jobs import AGGREGATED, POLICIES
 
 from rallypoint.net.tls.making import make_certificates
-from rallypoint.server.intake import views
+from rallypoint.server import views
 
 ROUNDS = 10
 _OF_A_JOB = 0.003  # the share of each attack that needs a whole job for a few dozen frames

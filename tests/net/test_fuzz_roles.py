@@ -14,7 +14,7 @@ from fuzz_jobs import AGGREGATED, POLICIES
 from rallypoint.net import handshake
 from rallypoint.net.frames import Kind
 from rallypoint.net.tls.making import make_certificates
-from rallypoint.server.intake import views
+from rallypoint.server import views
 
 SEED = 20261122
 FRAMES = 150  # of each attack on each policy; strangers' connections cost the most

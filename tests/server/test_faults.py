@@ -17,10 +17,10 @@ from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import GiveUp, Hello, Message
 from rallypoint.observe.trace import Tracer
-from rallypoint.server.intake.views import Views
 from rallypoint.server.peers import Peers
 from rallypoint.server.reducer import inbox
 from rallypoint.server.service import ServerService
+from rallypoint.server.views import Views
 
 FAULT = KeyError("a bug")
 BROKEN: Any = SimpleNamespace(fault=FAULT, name="w")

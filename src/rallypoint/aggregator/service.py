@@ -7,31 +7,30 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from rallypoint.aggregator import inbox
 from rallypoint.aggregator.relay import Relay
-from rallypoint.aggregator.upstream import Upstream
+from rallypoint.aggregator.upstream import Event, Ticked, Upstream
 from rallypoint.config import parse
 from rallypoint.core.aggregator.machine import AggregatorMachine
 from rallypoint.core.aggregator.shell import AggregatorShell
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
-from rallypoint.net.advertise import wanted
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Beat, Finished, Hello, Message, NewView, Prepare, Refused, Say, Welcome
+from rallypoint.net.places import wanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_heeding_signals
-from rallypoint.server.intake.intake import Intake
-from rallypoint.server.intake.job import ServerJob
-from rallypoint.server.intake.views import Views
+from rallypoint.server.intake import Intake
+from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer import inbox as of_servers
 from rallypoint.server.reducer.owner import Owner
+from rallypoint.server.views import Views
 
 _TICK_S = 0.25
 
@@ -57,7 +56,7 @@ class AggregatorService:
         self._transport: Transport = transport or TcpTransport()
         self._tracer = Tracer(id)
         self._views = Views()
-        self._owner: Owner[inbox.Event] = Owner(self.failed)
+        self._owner: Owner[Event] = Owner(self.failed)
         self._upstream: Upstream | None = None  # the job's, once it is known; set with the next two
         self._relay: Relay | None = None
         self._intake: Intake | None = None
@@ -180,7 +179,7 @@ class AggregatorService:
 
     def _tell_time(self) -> None:
         while not self._views.over.wait(_TICK_S):
-            self._owner.put(inbox.Ticked(time.monotonic()))
+            self._owner.put(Ticked(time.monotonic()))
 
     # ---- workers ----
 

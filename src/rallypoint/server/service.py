@@ -18,7 +18,6 @@ from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.typed import LONGEST_NAME
 from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
-from rallypoint.net.advertise import wanted
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
@@ -38,19 +37,20 @@ from rallypoint.net.messages import (
     Skipped,
     Welcome,
 )
+from rallypoint.net.places import wanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lines import Once, printable
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_heeding_signals
 from rallypoint.optim.flat import import_for_optimizers
-from rallypoint.server.intake.intake import Intake
-from rallypoint.server.intake.job import ServerJob
-from rallypoint.server.intake.views import Views
+from rallypoint.server.intake import Intake
+from rallypoint.server.job import ServerJob
 from rallypoint.server.peers import Peers
 from rallypoint.server.reducer import inbox
 from rallypoint.server.reducer.owner import Owner
 from rallypoint.server.reducer.reducer import Reducer
+from rallypoint.server.views import Views
 from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 

@@ -27,13 +27,12 @@ from rallypoint.server.audits import AuditReports
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
 from rallypoint.server.followers import Followers
-from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.job import ServerJob
 from rallypoint.server.pulls import Pulls
 from rallypoint.server.reducer import inbox
 from rallypoint.server.reducer.decisions import Context, Decisions
 from rallypoint.server.reducer.effects import Desk, Effects
-from rallypoint.server.reducer.fingerprints import Fingerprints
-from rallypoint.server.reducer.ledger import Ledger
+from rallypoint.server.reducer.ledger import Fingerprints, Ledger
 from rallypoint.server.reducer.replication import Replication
 from rallypoint.server.reducer.tickets import Tickets
 from rallypoint.server.restores import Restores

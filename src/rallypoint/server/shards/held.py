@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Scratch
 from rallypoint.config import JobConfig, of_group
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.modes import Holder
@@ -13,9 +13,8 @@ from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.server.shards.averaged import AveragedShard
-from rallypoint.server.shards.owned import OwnedShard
+from rallypoint.server.shards.owned import OwnedShard, StreamedShard
 from rallypoint.server.shards.rows import OwnedRows
-from rallypoint.server.shards.streamed import StreamedShard
 from rallypoint.store.record import ShardRecord
 
 
