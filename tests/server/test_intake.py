@@ -14,8 +14,8 @@ from rallypoint.net.frames import Header, Kind
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.intake import Intake
 from rallypoint.server.job import ServerJob
+from rallypoint.server.member import Views
 from rallypoint.server.reducer import inbox
-from rallypoint.server.views import Views
 
 NUMBER = ViewNumber(1, 1)
 CONFIG = resolve({"replicas": 2, "steps": 9})

@@ -19,7 +19,7 @@ from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.job import ServerJob
-from rallypoint.server.views import Views
+from rallypoint.server.member import Views
 from rallypoint.testing.contracts.beside import until
 
 PATIENCE_S = 60.0

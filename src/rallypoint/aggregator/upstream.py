@@ -15,8 +15,8 @@ from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.job import ServerJob
+from rallypoint.server.member import Views
 from rallypoint.server.reducer import inbox as of_servers
-from rallypoint.server.views import Views
 from rallypoint.worker.exchange.links import ServerLink
 
 # The events that other threads put into the relay's inbox: those of a server's workers, and what servers send.

@@ -28,10 +28,10 @@ from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, SKIP, Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.job import ServerJob
+from rallypoint.server.member import Views
 from rallypoint.server.reducer import inbox
 from rallypoint.server.shards.owned import fits
 from rallypoint.server.shards.rows import fits_rows
-from rallypoint.server.views import Views
 from rallypoint.store.record import ShardRecord, decode_record
 from rallypoint.store.state import read_state
 

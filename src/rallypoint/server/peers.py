@@ -15,8 +15,8 @@ from rallypoint.net.handshake import Credentials
 from rallypoint.net.messages import Refused, expect
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
+from rallypoint.server.member import Views
 from rallypoint.server.reducer import inbox
-from rallypoint.server.views import Views
 
 
 class Peers:

@@ -110,7 +110,7 @@ def newest_is_enough(config: JobConfig) -> bool:
     return config.mode.holder is Holder.SERVERS
 
 
-class Shelf:
+class ShardFactory:
     """Allocates shards. The only place that chooses a shard's implementation."""
 
     def __init__(self, config: JobConfig, layout: Layout, pool: BufferPool, pools: BufferPools) -> None:
@@ -120,7 +120,7 @@ class Shelf:
         self._nothing = pools.take(0)
         self._scratch = Scratch()  # for encoding versions, on the owner's thread
 
-    def hold(self, index: int) -> HeldShard:
+    def allocate(self, index: int) -> HeldShard:
         """Allocate room for a shard."""
         place = self._layout.shards[index]
         config = self._of_groups.setdefault(place.group, of_group(self._config, place.group))
