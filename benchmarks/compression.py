@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Scratch
 from rallypoint.codec.build import build, build_stateless
 from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int4, Int8, PowerSGD, RandomK, Raw, Sign, TopK
 from rallypoint.net.pool import bytes_of

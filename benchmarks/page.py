@@ -29,15 +29,17 @@ from rallypoint.coordinator.events import line_of
 from rallypoint.net.messages import (
     Applied,
     Finished,
+    GpuSample,
+    LinkSample,
     Members,
     Message,
     Metrics,
     Planned,
+    Sampled,
     Say,
     Snapshotted,
     StepDone,
 )
-from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 

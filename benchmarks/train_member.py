@@ -23,7 +23,7 @@ from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.optim.flat import build_optimizer
 from rallypoint.recipes.gpt_model import GPT, Block, GPTConfig
 from rallypoint.recipes.text import TextDataset, load_text
-from rallypoint.worker.collective.sums import Sums
+from rallypoint.worker.collective import Sums
 
 Design = Literal[
     "rallypoint", "replicated", "snapshots", "durable", "ddp", "hook", "fsdp2", "backend", "alone"

@@ -12,8 +12,7 @@ from rich.console import Console
 from rallypoint.launch import console as shown_by
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.observing.beside import Beside
-from rallypoint.net.messages import Finished, Members, Planned
-from rallypoint.net.sampling.messages import ScriptAt
+from rallypoint.net.messages import Finished, Members, Planned, ScriptAt
 
 PLAN = Planned(0, 2, "scripts", 4_380_000, 61, ("worker0", "worker1"), ("server0", "server1"))
 HERE = Members("1.1", ("worker0", "worker1"), (), ("server0", "server1"))

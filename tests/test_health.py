@@ -20,7 +20,7 @@ from rallypoint.errors import AddressInUse, UsageError
 from rallypoint.launch import health as module
 from rallypoint.launch.environment import LEFT_STATUS, left_status
 from rallypoint.launch.health import MOST_ASKED_AT_ONCE, STUCK_S, Health, answering, stuck_for
-from rallypoint.server.reducer.owner import Owner
+from rallypoint.server.member import OwnerThread
 from rallypoint.testing.contracts.beside import until
 from support.programs import Program
 
@@ -179,8 +179,8 @@ def test_a_thread_that_handles_one_event_for_long_is_stuck(monkeypatch: pytest.M
         def close(self) -> None:
             """There is nothing to close."""
 
-    owner = Owner[str](lambda error: None)
-    owner.reducer = _Handler()
+    owner = OwnerThread(lambda error: None)
+    owner.handler = _Handler()
     try:
         assert owner.busy_s == 0.0
         owner.put("an event")

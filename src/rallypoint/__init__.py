@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rallypoint.worker.loop.micro import Micro
     from rallypoint.worker.loop.run import Run
     from rallypoint.worker.loop.session import Job
-    from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
+    from rallypoint.worker.wrapped import WrappedOptimizer
 
 __version__ = "0.1.0"
 
@@ -69,7 +69,7 @@ _HOMES = {
     "Sync": "rallypoint.core.policy",
     "TokenFiles": "rallypoint.data.sources.tokens",
     "WebDataset": "rallypoint.data.sources.tars",
-    "WrappedOptimizer": "rallypoint.worker.wrapped.optimizer",
+    "WrappedOptimizer": "rallypoint.worker.wrapped",
     "constant": "rallypoint.core.schedule",
     "cosine": "rallypoint.core.schedule",
     "join": "rallypoint.launch.join",

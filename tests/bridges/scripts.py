@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.bridges import joining
 from rallypoint.testing.reference import tree_sum
-from rallypoint.worker.collective.sums import Sums
+from rallypoint.worker.collective import Sums
 from rallypoint.worker.loop.session import Job
 
 STEPS, BATCH = 6, 8

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from rallypoint.bridges import joining
 from rallypoint.bridges.c10d import FutureWork, RallypointGroup
 from rallypoint.errors import JobAborted
-from rallypoint.worker.collective.reducer import Sum
-from rallypoint.worker.collective.sums import Sums
+from rallypoint.worker.collective import Sum, Sums
 
 
 def _future() -> torch.futures.Future[list[torch.Tensor]]:

@@ -15,7 +15,7 @@ from trainings import fit_lightning
 from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
-from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
+from rallypoint.worker.wrapped import WrappedOptimizer
 from support.programs import run_program
 
 pytestmark = [

@@ -13,8 +13,7 @@ import torch
 from rallypoint.bridges import joining, words
 from rallypoint.errors import JobAborted, UsageError
 from rallypoint.launch import environment
-from rallypoint.worker.collective.reducer import Sum
-from rallypoint.worker.collective.sums import Sums
+from rallypoint.worker.collective import Sum, Sums
 from rallypoint.worker.loop.session import Job
 
 ADDRESS = "127.0.0.1:4700"

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from rallypoint.codec.base.protocol import Codec
-from rallypoint.codec.base.scratch import PIECE_WORDS
+from rallypoint.codec.base import PIECE_WORDS, Codec
 from rallypoint.codec.build import build, build_stateless
 from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int4, Int8, PowerSGD, RandomK, Raw, Sign, TopK
 from rallypoint.net.pool import bytes_of

@@ -25,8 +25,7 @@ from codec_cases import (
     there_and_back,
 )
 
-from rallypoint.codec.base.protocol import Codec, NonFinitePayload, Stateful
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Codec, NonFinitePayload, Scratch, Stateful
 from rallypoint.codec.build import build, build_stateless
 from rallypoint.codec.dgc import DGCCodec
 from rallypoint.codec.spec import DGC, CodecSpec, Int4, Int8, PowerSGD, RandomK, Raw, Sign, TopK

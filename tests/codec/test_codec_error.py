@@ -6,7 +6,7 @@ import pytest
 import torch
 from codec_cases import encoded, gradient, same_bytes, there_and_back
 
-from rallypoint.codec.base.scratch import PIECE_WORDS
+from rallypoint.codec.base import PIECE_WORDS
 from rallypoint.codec.blocks import Int4Codec, Int8Codec
 from rallypoint.codec.cast import bf16_codec, fp16_codec, raw_codec
 from rallypoint.codec.sign import SignCodec

@@ -9,7 +9,7 @@ import pytest
 from codec_cases import SPECS, STATEFUL, encoded, encoder_of, gradient, shape_for
 
 import rallypoint as rp
-from rallypoint.codec.base.protocol import Codec, Stateful
+from rallypoint.codec.base import Codec, Stateful
 from rallypoint.codec.build import build
 from rallypoint.codec.spec import DGC, CodecSpec, Int8, PowerSGD, Raw, TopK, has_state
 from rallypoint.codec.state import ShardCodecStates, dump, limits_of, load, state_bytes

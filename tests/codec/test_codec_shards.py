@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import rallypoint as rp
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Scratch
 from rallypoint.codec.shards import ShardCodecs, down_codec
 from rallypoint.codec.spec import DGC, Bf16, Fp16, Int8, PowerSGD, Raw, Sign, TopK
 from rallypoint.config import codec_of, overrides_from, ranks_of, resolve

@@ -6,7 +6,7 @@ import pytest
 import torch
 from codec_cases import EDGES, encoded, gradient, same_bytes, there_and_back
 
-from rallypoint.codec.base.scratch import PIECE_WORDS
+from rallypoint.codec.base import PIECE_WORDS
 from rallypoint.codec.sparse import TopKCodec, count_for
 
 LONG = 3 * PIECE_WORDS + 77

@@ -9,7 +9,7 @@ import pytest
 import torch
 from codec_cases import encoded, encoder_of, gradient, there_and_back
 
-from rallypoint.codec.base.protocol import Codec, Stateful
+from rallypoint.codec.base import Codec, Stateful
 from rallypoint.codec.blocks import Int8Codec
 from rallypoint.codec.cast import bf16_codec, raw_codec
 from rallypoint.codec.dgc import FIRST_RATIO, DGCCodec

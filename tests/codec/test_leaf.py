@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rallypoint.codec.base.leaf import digest_of
+from rallypoint.codec.base import digest_of
 from rallypoint.core.sums.digests import leaf_digest
 
 

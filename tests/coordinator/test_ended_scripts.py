@@ -9,7 +9,7 @@ from rallypoint.coordinator.acts import Log, Send
 from rallypoint.coordinator.announcer import Announcer
 from rallypoint.core.modes import Feature
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.net.sampling.messages import ScriptAt
+from rallypoint.net.messages import ScriptAt
 
 ONE = ViewNumber(1, 1)
 WORKERS = tuple(Member(f"w{n}", f"h{n}") for n in range(3))

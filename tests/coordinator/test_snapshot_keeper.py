@@ -19,8 +19,7 @@ from rallypoint.errors import DamagedSnapshot, SnapshotError
 from rallypoint.net.messages import Stored
 from rallypoint.store import closing, retry
 from rallypoint.store.manifest import snapshot_id
-from rallypoint.store.retention import Retention
-from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.store.snapshots import Retention, SnapshotStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 

@@ -23,8 +23,7 @@ from rallypoint.launch.costing.measured import measured_run, sizes_of
 from rallypoint.launch.costing.quantities import bytes_of, count_of, rate_of, seconds_of
 from rallypoint.launch.costing.question import CostOptions, question_of
 from rallypoint.launch.plan import Launch, write_plan
-from rallypoint.net.messages import Members, Planned, StepDone
-from rallypoint.net.sampling.messages import Sampled
+from rallypoint.net.messages import Members, Planned, Sampled, StepDone
 
 MODEL = ["plan", "--model", "1e8", "--gpus", "8", "--link", "1Gbit", "--compute", "1s"]
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

@@ -10,8 +10,7 @@ import torch
 from fuzz_campaign import Campaign
 from fuzz_frames import Frame, Mutator
 
-from rallypoint.codec.base.rows import check_gradient, decode_ids
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Scratch, check_gradient, decode_ids
 from rallypoint.codec.build import build, build_stateless
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.codec.state import ShardCodecStates, load
@@ -22,8 +21,8 @@ from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
 from rallypoint.net.messages import decode
 from rallypoint.observe.recording import pack as packed
 from rallypoint.observe.recording import unpack as unpacked
-from rallypoint.server.intake.checks import FrameChecks
-from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.intake import FrameChecks
+from rallypoint.server.job import ServerJob
 from rallypoint.store.state import read_state
 
 

@@ -24,7 +24,7 @@ from fuzz_decoders import Decoders
 from fuzz_jobs import AGGREGATED, POLICIES
 
 from rallypoint.net.tls.making import make_certificates
-from rallypoint.server.intake import views
+from rallypoint.server import member
 
 ROUNDS = 10
 _OF_A_JOB = 0.003  # the share of each attack that needs a whole job for a few dozen frames
@@ -68,7 +68,7 @@ def main() -> int:
 def attack(options: argparse.Namespace, certificates: Path | None) -> int:
     """Attack as the options say; with TLS if there are `certificates`. Returns the exit status."""
     torch.set_num_threads(1)
-    views.VIEW_TIMEOUT_S = 0.5  # a frame of a view that never comes would hold its connection for a minute
+    member.VIEW_TIMEOUT_S = 0.5  # a frame of a view that never comes would hold its connection for a minute
     campaigns = [Campaign(policy, options.seed, certificates) for policy in (*POLICIES, AGGREGATED)]
     for campaign in campaigns:
         campaign.record()

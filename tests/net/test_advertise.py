@@ -18,9 +18,8 @@ from rallypoint.errors import LinkError, UsageError
 from rallypoint.launch import lifeline
 from rallypoint.launch.commands import by_hand
 from rallypoint.launch.health import answering
-from rallypoint.net.advertise import advertised
-from rallypoint.net.places.binding import EVERYWHERE
-from rallypoint.net.tcp import TcpTransport, split_address
+from rallypoint.net.places import advertised
+from rallypoint.net.tcp import EVERYWHERE, TcpTransport, split_address
 from rallypoint.server import service
 from rallypoint.server.service import ServerService
 

@@ -10,7 +10,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.messages import Welcome, decode, encode
 from rallypoint.net.pool import Buffer
-from rallypoint.server.intake.intake import Intake
+from rallypoint.server.intake import Intake
 
 
 def test_a_first_state_that_is_lost_on_its_way_is_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:

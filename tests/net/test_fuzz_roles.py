@@ -14,7 +14,7 @@ from fuzz_jobs import AGGREGATED, POLICIES
 from rallypoint.net import handshake
 from rallypoint.net.frames import Kind
 from rallypoint.net.tls.making import make_certificates
-from rallypoint.server.intake import views
+from rallypoint.server import member
 
 SEED = 20261122
 FRAMES = 150  # of each attack on each policy; strangers' connections cost the most
@@ -42,7 +42,7 @@ def campaign_of() -> Callable[[str], Campaign]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame of a view that does not exist is waited for, and the rest of a greeting: not for long."""
-    monkeypatch.setattr(views, "VIEW_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(member, "VIEW_TIMEOUT_S", 0.5)
     monkeypatch.setattr(handshake, "GREETING_TIMEOUT_S", 2.0)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.net.places import interfaces
-from rallypoint.net.places.interfaces import at_interface
+from rallypoint.net import places
+from rallypoint.net.places import at_interface
 from support.netlab import Netlab
 
 LOOPBACK_V6 = "00000000000000000000000000000001 01 80 10 80       lo\n"
@@ -25,7 +25,7 @@ def test_an_interface_stands_for_its_address_and_the_port_stays() -> None:
 
 def test_with_an_ipv6_host_it_is_an_ipv6_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (table := tmp_path / "if_inet6").write_text("fe800000000000000000000000000007 02 40 20 80     lo\n" + LOOPBACK_V6)
-    monkeypatch.setattr(interfaces, "_IPV6", table)
+    monkeypatch.setattr(places, "_IPV6", table)
     assert at_interface("[::]:4700", "lo") == "[::1]:4700"
     table.write_text("")
     with pytest.raises(UsageError, match="the interface lo has no IPv6 address that others can reach"):
@@ -33,7 +33,7 @@ def test_with_an_ipv6_host_it_is_an_ipv6_address(tmp_path: Path, monkeypatch: py
 
 
 def test_a_machine_without_ipv6_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interfaces, "_IPV6", tmp_path / "none")
+    monkeypatch.setattr(places, "_IPV6", tmp_path / "none")
     with pytest.raises(UsageError, match="has no IPv6 address"):
         at_interface("[::]:4700", "lo")
 
@@ -45,7 +45,7 @@ def test_an_interface_that_is_not_there_is_told_with_those_that_are() -> None:
 
 @pytest.mark.netns
 def test_the_interface_of_another_host_has_that_host_s_address() -> None:
-    ask = "from rallypoint.net.places.interfaces import at_interface as at; print(at('{}:4700', 'eth0'))"
+    ask = "from rallypoint.net.places import at_interface as at; print(at('{}:4700', 'eth0'))"
     with Netlab(hosts=1) as lab:
         (host,) = lab.hosts
         assert host.run(["ip", "-6", "addr", "add", "fd00::7/64", "dev", "eth0"]).returncode == 0

@@ -25,19 +25,22 @@ from rallypoint.net.messages import (
     Evaluated,
     Evaluates,
     Found,
+    GpuSample,
     Holder,
+    LinkSample,
     NotFound,
     Offers,
     Ordered,
     Pause,
     Reached,
+    Sampled,
+    ScriptAt,
     StopWanted,
     Unrestored,
     Updated,
     ViewChange,
     Wanted,
 )
-from rallypoint.net.sampling.messages import GpuSample, LinkSample, Sampled, ScriptAt
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
 RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, 9, {"frozen": "00ff"})

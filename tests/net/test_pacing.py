@@ -11,9 +11,8 @@ import pytest
 
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.net.messages import Beat, decode, encode
-from rallypoint.net.sampling.messages import MOST_PACED
-from rallypoint.net.sampling.pacing import Pacing
+from rallypoint.net.messages import MOST_PACED, Beat, decode, encode
+from rallypoint.net.sampling import Pacing
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.usage import Pace, Traffic
 

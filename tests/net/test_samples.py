@@ -10,9 +10,8 @@ import pytest
 from rallypoint.coordinator.recording.samples import Samples
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.net.messages import decode, encode
-from rallypoint.net.sampling.messages import MOST_LINKS, LinkSample, Sampled
-from rallypoint.net.sampling.sampler import EVERY_S, Sampler, sampler_for
+from rallypoint.net.messages import MOST_LINKS, LinkSample, Sampled, decode, encode
+from rallypoint.net.sampling import EVERY_S, Sampler, sampler_for
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.usage import Gpu, Link, Usage, usage
 

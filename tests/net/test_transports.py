@@ -13,7 +13,7 @@ import pytest
 
 from rallypoint.errors import LinkError, UsageError
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.sampling.kernel import SO_MAX_PACING_RATE
+from rallypoint.net.kernel import SO_MAX_PACING_RATE
 from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
 from rallypoint.net.tls.files import TlsFiles
 from rallypoint.net.tls.making import make_certificates

@@ -17,7 +17,7 @@ import dns.rrset
 import pytest
 
 from rallypoint.errors import LinkError, UsageError
-from rallypoint.net.places.whereabouts import Whereabouts
+from rallypoint.net.places import Whereabouts
 
 PATIENCE_S = 60.0
 NAME = "_job7._tcp.lab.test."

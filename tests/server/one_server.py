@@ -14,7 +14,7 @@ from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.messages import Message, Say
 from rallypoint.observe.trace import Tracer
-from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer import inbox
 from rallypoint.server.reducer.reducer import Reducer
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import rallypoint as rp
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Scratch
 from rallypoint.config import JobConfig, resolve
 from rallypoint.core.average import Average
 from rallypoint.core.layout import Shard

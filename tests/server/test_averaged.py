@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rallypoint as rp
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Scratch
 from rallypoint.codec.spec import Bf16
 from rallypoint.config import resolve
 from rallypoint.core.layout import Shard

@@ -17,7 +17,7 @@ from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import GiveUp, Hello, Message
 from rallypoint.observe.trace import Tracer
-from rallypoint.server.intake.views import Views
+from rallypoint.server.member import Views
 from rallypoint.server.peers import Peers
 from rallypoint.server.reducer import inbox
 from rallypoint.server.service import ServerService
@@ -32,7 +32,8 @@ def test_what_could_not_be_sent_to_a_worker_ends_the_job(monkeypatch: pytest.Mon
 
     said: list[Message] = []
     server: Any = ServerService(id="s", coordinator="nobody:1", transport=InprocTransport())
-    monkeypatch.setattr(server, "_intake", SimpleNamespace(receive_from_worker=receive))
+    monkeypatch.setattr(server, "_intake", SimpleNamespace(receive_from_worker=receive), raising=False)
+    monkeypatch.setattr(server, "_links", SimpleNamespace())
     monkeypatch.setattr(server._views, "wait_for", lambda number: None)
     server._link = SimpleNamespace(send=said.append)
     with pytest.raises(ProtocolError):

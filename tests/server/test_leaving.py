@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rallypoint.net.messages import Leaving, Message, Welcome
-from rallypoint.server import service as module
+from rallypoint.server import member
 from rallypoint.server.service import ServerService
 
 PATIENCE_S = 60.0
@@ -31,7 +31,7 @@ def test_a_notice_that_comes_before_the_server_has_joined_is_not_lost(monkeypatc
         def close(self) -> None:
             """There is nothing to close."""
 
-    monkeypatch.setattr(module, "CoordinatorLink", _Link)
+    monkeypatch.setattr(member, "CoordinatorLink", _Link)
     server = ServerService(id="s", coordinator="127.0.0.1:1")
     server.leave()  # SIGTERM, while it looks for its coordinator
     server.start()

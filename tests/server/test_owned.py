@@ -6,14 +6,13 @@ import pytest
 import torch
 
 import rallypoint as rp
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Scratch
 from rallypoint.config import JobConfig, resolve
 from rallypoint.core.layout import Shard
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.pool import Buffer, BufferPool
-from rallypoint.server.shards.owned import OwnedShard
-from rallypoint.server.shards.streamed import StreamedShard
+from rallypoint.server.shards.owned import OwnedShard, StreamedShard
 
 WORDS = 1000
 SHARD = Shard(index=0, start=0, stop=WORDS, group=0, columns=20)

@@ -95,7 +95,7 @@ class Cluster:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection with a full window is ended after some seconds, in which a busy machine does not make all steps."""
-    monkeypatch.setattr("rallypoint.net.sampling.kernel.DEAD_AFTER_S", PATIENCE_S)
+    monkeypatch.setattr("rallypoint.net.kernel.DEAD_AFTER_S", PATIENCE_S)
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import threading
 import msgspec
 from one_server import CONFIG, LAYOUT
 
-from rallypoint.aggregator import inbox
-from rallypoint.aggregator.upstream import Upstream
+from rallypoint.aggregator.upstream import Event, ServerUp, Upstream
 from rallypoint.config import record_of
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.channel import Channel
@@ -19,8 +18,8 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.observe.trace import Tracer
-from rallypoint.server.intake.job import ServerJob
-from rallypoint.server.intake.views import Views
+from rallypoint.server.job import ServerJob
+from rallypoint.server.member import Views
 from rallypoint.testing.contracts.beside import until
 
 PATIENCE_S = 60.0
@@ -44,7 +43,7 @@ def test_a_server_that_is_ahead_by_a_view_does_not_keep_the_aggregator_from_the_
     credentials = Credentials(Identity("aggregator", "a"))
     credentials.admitted(2, b"")
     credentials.given(first, {"s": ticket(SECRET, "aggregator", "a", 2)})
-    came: list[inbox.Event | None] = []
+    came: list[Event | None] = []
     upstream = Upstream(
         credentials, ServerJob(record_of(CONFIG, LAYOUT), CONFIG), views, came.append, transport=transport,
         tracer=Tracer("a"), failed=lambda error: None,
@@ -58,7 +57,7 @@ def test_a_server_that_is_ahead_by_a_view_does_not_keep_the_aggregator_from_the_
         adopts.start()
         adopts.join(PATIENCE_S)
         assert not adopts.is_alive(), "the thread that brings the views waits for one that waits for a view"
-        assert came == [inbox.ServerUp(server)]
+        assert came == [ServerUp(server)]
     finally:
         views.end(None)
         upstream.close()

@@ -24,9 +24,8 @@ from samples import LAYOUT, records, same, take
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
 from rallypoint.store import direct, retry, snapshots
 from rallypoint.store.manifest import Compression, checksum_of, encode_manifest, snapshot_id
-from rallypoint.store.pace import FILE_S, Pace
 from rallypoint.store.record import ShardRecord, encode_record
-from rallypoint.store.snapshots import Retention, SnapshotStore
+from rallypoint.store.snapshots import FILE_S, Pace, Retention, SnapshotStore
 
 SHARDS = [shard.index for shard in LAYOUT.shards]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.codec.base.rows import gradient_bytes
+from rallypoint.codec.base import gradient_bytes
 from rallypoint.core.layout import Layout, TensorSpec, build_layout, first_difference
 from rallypoint.core.table import PART_BYTES
 from rallypoint.errors import ModelError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rallypoint.codec.base.rows import encode_gradient, encode_ids
+from rallypoint.codec.base import encode_gradient, encode_ids
 from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import SGD
@@ -19,7 +19,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
 from rallypoint.server.shards.rows import first_rows
-from rallypoint.worker.exchange.rows.pull import Pull
+from rallypoint.worker.exchange.rows import Pull
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "net"))
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rallypoint as rp
-from rallypoint.codec.base.rows import (
+from rallypoint.codec.base import (
     RowSum,
     check_gradient,
     decode_gradient,

@@ -16,17 +16,18 @@ from rallypoint.net.messages import (
     Applied,
     AuditFound,
     Finished,
+    LinkSample,
     Members,
     Message,
     Metrics,
     Planned,
+    Sampled,
     Say,
     Skipped,
     Snapshotted,
     StepDone,
     Waiting,
 )
-from rallypoint.net.sampling.messages import LinkSample, Sampled
 from rallypoint.watch.app import Reader
 from rallypoint.watch.follow import EVENTS, Follower, event_of
 from rallypoint.watch.state import RunState, Timelines

@@ -10,8 +10,18 @@ from rich.console import Console
 from test_watch_state import PLAN, line, members, run_of, steps
 
 from rallypoint.errors import UsageError
-from rallypoint.net.messages import Aborted, Applied, Finished, Members, Metrics, Planned, Say, Snapshotted, StepDone
-from rallypoint.net.sampling.messages import ScriptAt
+from rallypoint.net.messages import (
+    Aborted,
+    Applied,
+    Finished,
+    Members,
+    Metrics,
+    Planned,
+    Say,
+    ScriptAt,
+    Snapshotted,
+    StepDone,
+)
 from rallypoint.watch.app import Reader
 from rallypoint.watch.follow import EVENTS
 from rallypoint.watch.state import RunState

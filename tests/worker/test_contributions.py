@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rallypoint.codec.base.leaf import digest_of
+from rallypoint.codec.base import digest_of
 from rallypoint.config import resolve
 from rallypoint.coordinator.claims import Claims
 from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints

@@ -18,21 +18,19 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.errors import JobAborted, LinkError, ProtocolError
-from rallypoint.net.channel import Channel
+from rallypoint.net.channel import Channel, Rank
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Hello, Welcome
-from rallypoint.net.outbox import Rank
 from rallypoint.observe.trace import Tracer
 from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.initial import push_initial
-from rallypoint.worker.exchange.link import ServerLink
-from rallypoint.worker.exchange.links import Context
+from rallypoint.worker.exchange.links import Context, ServerLink
 from rallypoint.worker.exchange.locked import Rewound
 
 PATIENCE_S = 60.0

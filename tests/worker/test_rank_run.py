@@ -21,7 +21,7 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.errors import ModelError, UsageError
 from rallypoint.parallel.group import Kind, Order, RankGroup
 from rallypoint.parallel.holdings import Parallel, whole_of
-from rallypoint.worker.precision.losses import Losses
+from rallypoint.worker.precision import Losses
 from rallypoint.worker.ranks.figures import Figures, Logged, Said
 from rallypoint.worker.ranks.followers import OtherRanks
 from rallypoint.worker.ranks.job import RankJob

@@ -20,8 +20,7 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import tree_sum
-from rallypoint.worker.collective.pieces import CLOCK, Cutter, layout_of
-from rallypoint.worker.collective.sums import Sums
+from rallypoint.worker.collective import CLOCK, Cutter, Sums, layout_of
 from rallypoint.worker.loop.session import Job
 
 PATIENCE_S = 60.0

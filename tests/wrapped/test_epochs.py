@@ -14,9 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from rallypoint.config import JobConfig
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
-from rallypoint.worker.wrapped.epochs import epochs_of
-from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
-from rallypoint.worker.wrapped.run import OwnRun
+from rallypoint.worker.wrapped import OwnRun, WrappedOptimizer, epochs_of
 
 STEPS = 17
 DATA = TensorDataset(torch.arange(20))

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rallypoint.aggregator import inbox
-from rallypoint.aggregator.upstream import Upstream
+from rallypoint.aggregator.upstream import Arrived, Event, ServerLost, ServerUp, Ticked, Upstream
 from rallypoint.core.aggregator import effects as machine
 from rallypoint.core.aggregator.shell import AggregatorShell
 from rallypoint.core.sums.tree import Block
@@ -17,7 +16,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, Header, Kind
 from rallypoint.net.pool import Buffer
 from rallypoint.observe.trace import Tracer
-from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer import inbox as of_servers
 from rallypoint.server.reducer.reducer import bad_replicas
 from rallypoint.server.shards.held import newest_is_enough
@@ -48,13 +47,13 @@ class Relay:
             of_servers.Unfollowed: lambda e: shell.unfollowed(e.channel, e.worker),
             of_servers.Fetched: lambda e: shell.fetched(e.channel, e.worker, e.shard, e.version),
             of_servers.Viewed: lambda e: shell.adopt(e.view),
-            inbox.ServerUp: lambda e: shell.server_up(e.server),
-            inbox.ServerLost: lambda e: shell.server_lost(e.server),
-            inbox.Arrived: self._arrived,
-            inbox.Ticked: self._ticked,
+            ServerUp: lambda e: shell.server_up(e.server),
+            ServerLost: lambda e: shell.server_lost(e.server),
+            Arrived: self._arrived,
+            Ticked: self._ticked,
         }
 
-    def handle(self, event: inbox.Event) -> None:
+    def handle(self, event: Event) -> None:
         """Handle one event."""
         handler = self._handlers.get(type(event))
         if handler is None:  # first weights, states and rows go to the servers
@@ -84,13 +83,13 @@ class Relay:
         )  # fmt: skip
         return self._shell.contributed(event.worker, new, header.view)
 
-    def _ticked(self, event: inbox.Ticked) -> Iterable[machine.Effect]:
+    def _ticked(self, event: Ticked) -> Iterable[machine.Effect]:
         """Give every worker a sign of life of this thread, too."""
         for channel in self._shell.workers.values():
             self._credit(channel, 0)
         return self._shell.machine.tick(event.now)
 
-    def _arrived(self, event: inbox.Arrived) -> Iterable[machine.Effect]:
+    def _arrived(self, event: Arrived) -> Iterable[machine.Effect]:
         header = event.header
         return self._shell.arrived(
             header.shard, header.step, self._ticket(header, event.buffer, None), header.view
@@ -179,7 +178,7 @@ class Relay:
         )  # fmt: skip
 
 
-def _refuse(event: inbox.Event) -> None:
+def _refuse(event: Event) -> None:
     """End the connection of who sent it; its payload is dropped."""
     if isinstance(event, of_servers.Initial):
         event.buffer.release()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from rallypoint.aggregator import inbox
 from rallypoint.core.shard.links import Key, PeerLinks
 from rallypoint.core.view import Member, View
 from rallypoint.errors import ProtocolError, RallypointError
@@ -14,9 +14,45 @@ from rallypoint.net.handshake import Credentials
 from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
-from rallypoint.server.intake.job import ServerJob
-from rallypoint.server.intake.views import Views
-from rallypoint.worker.exchange.link import ServerLink
+from rallypoint.server.job import ServerJob
+from rallypoint.server.member import Views
+from rallypoint.server.reducer import inbox as of_servers
+from rallypoint.worker.exchange.links import ServerLink
+
+# The events that other threads put into the relay's inbox: those of a server's workers, and what servers send.
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUp:
+    """The link to a server is up."""
+
+    server: Member
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLost:
+    """The link to a server is lost."""
+
+    server: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A server sent a version; the payload is as the header says, encoded perhaps."""
+
+    header: Header
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """The time is `now`, in seconds."""
+
+    now: float
+
+
+Event = ServerUp | ServerLost | Arrived | Ticked | of_servers.Event
+
 
 _CODEC_HEAD = 4096  # bytes beside the values that a codec may need for a small shard
 
@@ -28,7 +64,7 @@ class Upstream:
     """
 
     def __init__(
-        self, credentials: Credentials, job: ServerJob, views: Views, put: Callable[[inbox.Event | None], None],
+        self, credentials: Credentials, job: ServerJob, views: Views, put: Callable[[Event | None], None],
         *, transport: Transport, tracer: Tracer, failed: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self._credentials, self._job, self._views, self._put, self._failed = credentials, job, views, put, failed
@@ -79,7 +115,7 @@ class _FromServer:
     """The `Receiver` of one link: puts whole versions into the inbox. Every method runs on that link's thread."""
 
     def __init__(
-        self, server: Member, job: ServerJob, views: Views, put: Callable[[inbox.Event | None], None],
+        self, server: Member, job: ServerJob, views: Views, put: Callable[[Event | None], None],
         failed: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         self._server, self._job, self._views, self._put, self._failed = server, job, views, put, failed
@@ -116,15 +152,15 @@ class _FromServer:
         if self._let_go.is_set():
             self._release()
             return
-        self._put(inbox.Arrived(self._header, self._buffer))
+        self._put(Arrived(self._header, self._buffer))
         self._header = self._buffer = None
 
     def link_up(self, server: Member) -> None:
-        self._put(inbox.ServerUp(server))
+        self._put(ServerUp(server))
 
     def link_lost(self, server: Member, error: RallypointError) -> None:
         self._release()
-        self._put(inbox.ServerLost(server))
+        self._put(ServerLost(server))
 
     def link_failed(self, server: Member, fault: Exception) -> None:
         self._failed(fault)

@@ -28,7 +28,7 @@ from torch._C import _distributed_c10d
 from rallypoint.bridges.joining import is_child, sums
 from rallypoint.bridges.words import SUMMED, Part, sum_of
 from rallypoint.launch import environment
-from rallypoint.worker.collective.sums import Sums
+from rallypoint.worker.collective import Sums
 
 __all__ = ["NAME", "FutureWork", "RallypointGroup"]
 

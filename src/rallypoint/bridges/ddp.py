@@ -18,7 +18,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from rallypoint.bridges.joining import sums
 from rallypoint.bridges.words import SUMMED, Part, sum_of
 from rallypoint.errors import UsageError
-from rallypoint.worker.collective.sums import Sums
+from rallypoint.worker.collective import Sums
 
 __all__ = ["hook", "join"]
 

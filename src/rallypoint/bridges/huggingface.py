@@ -22,7 +22,7 @@ from rallypoint.data.order import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.join import join
 from rallypoint.worker.loop.session import Job
-from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
+from rallypoint.worker.wrapped import WrappedOptimizer
 
 __all__ = ["RallypointTrainer"]
 

@@ -27,13 +27,12 @@ import torch
 from rallypoint.errors import JobAborted, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.join import join as join_cluster
-from rallypoint.net.advertise import advertised
-from rallypoint.net.places.binding import EVERYWHERE, family_of
-from rallypoint.net.tcp import split_address
+from rallypoint.net.places import advertised
+from rallypoint.net.tcp import EVERYWHERE, family_of, split_address
 from rallypoint.observe.lenient import say
 from rallypoint.observe.lines import printable_lines
 from rallypoint.own_files import opened, read_file
-from rallypoint.worker.collective.sums import Sums
+from rallypoint.worker.collective import Sums
 from rallypoint.worker.loop.session import Job
 
 MEETING = "torch-meeting.json"  # in the run's folder: where torch's processes meet

@@ -22,8 +22,7 @@ from rallypoint.bridges.wrap import wrap_in
 from rallypoint.data.order import ReplicaSampler
 from rallypoint.errors import ConfigError
 from rallypoint.launch.join import join
-from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
-from rallypoint.worker.wrapped.replay import Replay
+from rallypoint.worker.wrapped import Replay, WrappedOptimizer
 
 __all__ = ["RallypointStrategy"]
 

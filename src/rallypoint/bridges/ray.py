@@ -26,7 +26,7 @@ from rallypoint.launch.console import RunConsole
 from rallypoint.launch.join import join
 from rallypoint.launch.plan import HERE, SNAPSHOTS_FOLDER, Launch
 from rallypoint.store.export import export_snapshot
-from rallypoint.store.retention import Retention
+from rallypoint.store.snapshots import Retention
 
 if TYPE_CHECKING:
     from rallypoint.worker.loop.run import Run

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from rallypoint.worker.collective.sums import Sums
+from rallypoint.worker.collective import Sums
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 T = TypeVar("T")

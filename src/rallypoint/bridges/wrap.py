@@ -19,9 +19,7 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.join import join
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.ranks.job import RankJob
-from rallypoint.worker.wrapped.optimizer import WrappedOptimizer
-from rallypoint.worker.wrapped.replay import Replay
-from rallypoint.worker.wrapped.run import OneSample, OwnRun
+from rallypoint.worker.wrapped import OneSample, OwnRun, Replay, WrappedOptimizer
 
 _runs: list[OwnRun] = []  # of this process
 

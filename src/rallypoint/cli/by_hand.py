@@ -52,7 +52,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def at(self) -> str:
         """Where it listens, "host:port"."""
-        from rallypoint.net.places.interfaces import at_interface
+        from rallypoint.net.places import at_interface
 
         return at_interface(self.bind, self.interface)
 
@@ -89,7 +89,7 @@ def coordinator(
     from rallypoint.core.cluster.terms import Terms
     from rallypoint.launch.commands.by_hand import decoded, described, end_process, run_coordinator
     from rallypoint.launch.health import answering, health_at
-    from rallypoint.net.places.interfaces import at_interface
+    from rallypoint.net.places import at_interface
 
     known, about = described(options.plan([], folder=options.folder))
     if terms or join_info:  # from a launcher

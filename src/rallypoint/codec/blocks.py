@@ -17,10 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rallypoint.codec.base.payload import nonfinite, within
-from rallypoint.codec.base.pieces import PieceCodec
-from rallypoint.codec.base.random import Array, Bits
-from rallypoint.codec.base.scratch import PIECE_WORDS, Scratch
+from rallypoint.codec.base import PIECE_WORDS, Array, Bits, PieceCodec, Scratch, nonfinite, within
 from rallypoint.errors import ConfigError
 
 SCALE_BYTES = 4

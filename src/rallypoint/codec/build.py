@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rallypoint.codec.base.protocol import Codec
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Codec, Scratch
 from rallypoint.codec.blocks import Int4Codec, Int8Codec
 from rallypoint.codec.cast import bf16_codec, fp16_codec, raw_codec
 from rallypoint.codec.dgc import DGCCodec, largest_ratio

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rallypoint.codec.base.pieces import PieceCodec
-from rallypoint.codec.base.random import Bits
-from rallypoint.codec.base.scratch import Scratch, pieces
+from rallypoint.codec.base import Bits, PieceCodec, Scratch, pieces
 
 
 class CastCodec(PieceCodec):

@@ -10,8 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from rallypoint.codec.base.payload import all_finite, checked, nonfinite, room
-from rallypoint.codec.base.scratch import Scratch, pieces
+from rallypoint.codec.base import Scratch, all_finite, checked, nonfinite, pieces, room
 from rallypoint.codec.feedback import require_like
 from rallypoint.codec.sparse import TopKCodec, checked_ratio, count_for, largest, sparse_bytes, write_sparse
 from rallypoint.errors import ConfigError, UsageError

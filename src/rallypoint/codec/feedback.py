@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rallypoint.codec.base.payload import checked
-from rallypoint.codec.base.protocol import Codec, Stateful
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Codec, Scratch, Stateful, checked
 from rallypoint.errors import UsageError
 
 _INNER = "inner."

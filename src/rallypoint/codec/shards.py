@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.codec.base.protocol import Codec
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Codec, Scratch
 from rallypoint.codec.build import build_stateless
 from rallypoint.codec.spec import DGC
 from rallypoint.config import JobConfig, codec_of

@@ -15,9 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rallypoint.codec.base.payload import require_finite
-from rallypoint.codec.base.random import Bits
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Bits, Scratch, require_finite
 from rallypoint.codec.blocks import BlockCodec
 
 _LARGEST = torch.finfo(torch.float32).max

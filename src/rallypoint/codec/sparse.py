@@ -16,9 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rallypoint.codec.base.payload import all_finite, body_of, body_of_exactly, checked, nonfinite, require_finite, room
-from rallypoint.codec.base.random import Array, draw
-from rallypoint.codec.base.scratch import Scratch, pieces
+from rallypoint.codec.base import (
+    Array,
+    Scratch,
+    all_finite,
+    body_of,
+    body_of_exactly,
+    checked,
+    draw,
+    nonfinite,
+    pieces,
+    require_finite,
+    room,
+)
 from rallypoint.errors import ConfigError, ProtocolError
 
 SEGMENT_WORDS = 1 << 16

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rallypoint.codec.base.payload import all_finite
-from rallypoint.codec.base.protocol import Codec, Stateful
+from rallypoint.codec.base import Codec, Stateful, all_finite
 from rallypoint.codec.build import build
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.codec.spec import has_state

@@ -38,13 +38,14 @@ from rallypoint.net.messages import (
     Ordered,
     Planned,
     Report,
+    Sampled,
     Say,
+    ScriptAt,
     Skipped,
     Snapshotted,
     Updated,
     Waiting,
 )
-from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.observe.lines import Allowance, Once
 
 _EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the others

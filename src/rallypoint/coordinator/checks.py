@@ -33,7 +33,9 @@ from rallypoint.net.messages import (
     Release,
     Report,
     Resize,
+    Sampled,
     Say,
+    ScriptAt,
     Skipped,
     SnapshotWanted,
     Stop,
@@ -41,7 +43,6 @@ from rallypoint.net.messages import (
     Unrestored,
     Updated,
 )
-from rallypoint.net.sampling.messages import Sampled, ScriptAt
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
 MOST_THREADS = 1 << 16  # as in `Welcome`

@@ -27,18 +27,18 @@ from rallypoint.core.cluster.effects import Abort
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import AddressInUse
-from rallypoint.net.advertise import advertised
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import Identity
 from rallypoint.net.keys import job_secret, role_token
 from rallypoint.net.messages import Hello, Welcome
+from rallypoint.net.places import advertised
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lines import Once
 from rallypoint.observe.observed import observed
 from rallypoint.observe.waits import wait_heeding_signals
 from rallypoint.store import closing
-from rallypoint.store.retention import Retention
+from rallypoint.store.snapshots import Retention
 
 log = logging.getLogger("rallypoint")
 

@@ -16,9 +16,8 @@ from rallypoint.errors import RallypointError
 from rallypoint.net.messages import Stored
 from rallypoint.store import closing
 from rallypoint.store.manifest import Manifest, ShardEntry
-from rallypoint.store.retention import Retention
 from rallypoint.store.retry import patiently
-from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.store.snapshots import Retention, SnapshotStore
 
 _JUDGED_LATE = 8  # complete snapshots whose evaluation may still be under way
 

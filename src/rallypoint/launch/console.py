@@ -31,12 +31,12 @@ from rallypoint.net.messages import (
     Planned,
     Resize,
     Say,
+    ScriptAt,
     Skipped,
     Snapshotted,
     StepDone,
     Waiting,
 )
-from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.lenient import Lenient, Unhurried
 from rallypoint.store.manifest import age
 from rallypoint.watch.state import RunState

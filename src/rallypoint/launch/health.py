@@ -26,8 +26,7 @@ from typing import Any
 from rallypoint.errors import AddressInUse, LinkError
 from rallypoint.launch.environment import ANSWERS_AT, HEALTH
 from rallypoint.launch.observing.metrics import PATH, Answer, Metrics, metrics_token
-from rallypoint.net.places.binding import both_families, family_of
-from rallypoint.net.tcp import split_address
+from rallypoint.net.tcp import both_families, family_of, split_address
 from rallypoint.observe.lenient import say
 
 MOST_ASKED_AT_ONCE = 8  # connections; for the next one the oldest is cut off

@@ -28,7 +28,7 @@ from rallypoint.launch.engines.remote.hosts import hosts_of
 from rallypoint.launch.folder import new_folder
 from rallypoint.launch.plan import AUTO, HERE, SNAPSHOTS_FOLDER, Launch, parse_workers, with_whole_paths
 from rallypoint.net.rdma.choice import TRANSPORTS, chosen
-from rallypoint.store.retention import Retention
+from rallypoint.store.snapshots import Retention
 
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 ConfigFile = Annotated[Path | None, typer.Option(

@@ -16,7 +16,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.cluster import ClusterConfig
 from rallypoint.launch.engines.remote.hosts import Host
 from rallypoint.own_files import opened, read_file
-from rallypoint.store.retention import Retention
+from rallypoint.store.snapshots import Retention
 
 if TYPE_CHECKING:
     from rallypoint.coordinator.service import JoinInfo

@@ -16,8 +16,7 @@ import msgspec
 from rallypoint.core.view import Member, View
 from rallypoint.core.views.difference import WrongBase, apply, canonical
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
-from rallypoint.net.advertise import advertised
-from rallypoint.net.channel import Channel
+from rallypoint.net.channel import Backlog, Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introduce
 from rallypoint.net.messages import (
@@ -33,10 +32,8 @@ from rallypoint.net.messages import (
     Report,
     ViewChange,
 )
-from rallypoint.net.outbox import Backlog
-from rallypoint.net.places.whereabouts import Whereabouts
-from rallypoint.net.sampling.pacing import Pacing
-from rallypoint.net.sampling.sampler import sampler_for, traffic_of
+from rallypoint.net.places import Whereabouts, advertised
+from rallypoint.net.sampling import Pacing, sampler_for, traffic_of
 from rallypoint.net.transport import Transport
 
 log = logging.getLogger("rallypoint")

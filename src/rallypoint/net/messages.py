@@ -4,25 +4,194 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from rallypoint.core.deciding.decisions import StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.sums.digests import DIGEST_BYTES
-from rallypoint.core.typed import MOST_MEMBERS, MOST_METRICS, Count, Index, Name, Norm, Replicas, Seconds
+from rallypoint.core.topology.told import Mbit
+from rallypoint.core.typed import (
+    LONGEST_NAME,
+    LONGEST_TEXT,
+    MOST_MEMBERS,
+    MOST_METRICS,
+    Count,
+    Index,
+    Name,
+    Norm,
+    Replicas,
+    Seconds,
+)
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.views.difference import ViewDifference
 from rallypoint.errors import ProtocolError
-from rallypoint.net.greetings import AnyMessage, Hidden, Secret, Shown
-from rallypoint.net.greetings import Challenge as Challenge
-from rallypoint.net.greetings import Hello as Hello
-from rallypoint.net.greetings import Refused as Refused
-from rallypoint.net.greetings import Welcome as Welcome
-from rallypoint.net.sampling.messages import OfMembers, Paced
-from rallypoint.net.sampling.messages import Sampled as Sampled
 from rallypoint.observe.lines import printable
+from rallypoint.observe.usage import MOST_GPUS
+
+# ---- The messages of the greeting (`handshake.py`), and what all messages have in common ----
+
+
+Secret = Annotated[bytes, msgspec.Meta(max_length=32)]
+Hidden = Annotated[bytes, msgspec.Meta(max_length=60)]  # a secret, encrypted on its way (`seal.Secrets`)
+
+
+class AnyMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A control message."""
+
+
+class Shown(AnyMessage, frozen=True):
+    """A message whose text people see: it is one line of limited length, without control characters."""
+
+    def __post_init__(self) -> None:
+        for field in ("text", "reason"):
+            if (text := getattr(self, field, None)) is not None:
+                msgspec.structs.force_setattr(self, field, printable(" ".join(text.splitlines()), LONGEST_TEXT))
+
+
+class Challenge(AnyMessage, frozen=True):
+    """The listener's nonce, and who listens: its role (coordinator or server), id ("" for the coordinator) and
+    incarnation (0 for the coordinator)."""
+
+    nonce: bytes
+    role: str = ""
+    id: str = ""
+    incarnation: int = 0
+
+
+class Hello(AnyMessage, frozen=True):
+    """Who connects, and to whom.
+
+    `role` is worker, server, aggregator or observer. `address` is where a server or an aggregator listens, `near` the
+    place where a member is, and `link_mbit` what its link carries (see `core.view.Member`). `incarnation` is the number
+    that the coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role,
+    id, incarnation) of the listener that it means. `nonce` makes the listener's proof good for this connection only.
+    `process` is a random name of the process that joins: the coordinator knows it by that until it has heard of its
+    admission. `payloads` names what it could use for large payloads in place of the stream (`transport.Upgradable`).
+    """
+
+    role: str
+    id: str
+    host: str
+    address: str = ""
+    incarnation: int = 0
+    view: ViewNumber = ViewNumber()
+    to: tuple[str, str, int] = ("", "", 0)
+    nonce: bytes = b""
+    process: Secret = b""
+    near: str = ""
+    link_mbit: Mbit = 0.0
+    payloads: str = ""
+
+
+class Welcome(AnyMessage, frozen=True):
+    """The listener accepts the connection.
+
+    `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
+    steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
+    may be silent. `workers` and `servers` are how many the job begins with, `link_mbit` what the slowest link that was
+    told carries (0: none was), `shard_bytes` the size of the job's shards (-1: there are none yet). `threads` is how
+    many intra-op threads a worker or a server computes with. `payloads` is the Hello's, if both sides use it from here
+    on, else "". `living` is how many seconds a member goes on without a coordinator.
+    """
+
+    overrides: dict[str, Any] = {}
+    folder: str = ""
+    trace: tuple[int, int] = (0, 0)
+    snapshots: str = ""
+    compression: str = "none"
+    heartbeat: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)] = 3.0
+    workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
+    servers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
+    link_mbit: Mbit = 0.0
+    shard_bytes: Annotated[int, msgspec.Meta(ge=-1, le=1 << 32)] = -1
+    threads: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    payloads: str = ""
+    living: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)] = 60.0
+
+
+class Refused(Shown, frozen=True):
+    """The listener refuses the connection, or ends it. `reason` is a sentence.
+
+    `final`: connecting again would not help.
+    """
+
+    reason: str
+    final: bool = False
+
+
+# ---- The messages of a member about its machine, itself, its links and its script ----
+
+
+MOST_LINKS = 64  # of a member: those with the most bytes
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]  # bytes a second, or seconds a second
+MOST_PACED = 1000  # servers of which a beat says how fast their links are
+Paced = Annotated[dict[Name, tuple[Rate, Share]], msgspec.Meta(max_length=MOST_PACED)]
+Address = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
+
+
+class GpuSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A GPU: how busy it is, and bytes of its memory."""
+
+    busy: Share
+    used: Count
+    total: Count
+
+
+class LinkSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A link: TCP's smoothed round trip (s; 0: unknown), bytes a second to the other side and from it."""
+
+    round_trip: Seconds
+    sent: Rate
+    received: Rate
+
+
+class Sampled(AnyMessage, frozen=True):
+    """What a member's machine, the member itself and its links did in the last `seconds`.
+
+    The machine: `cpu` is the share of all cores; `memory` the bytes in use, of `memory_total`; the rates are those of
+    its disks and of its network without loopback. The member: processors that it uses, bytes of resident memory, the
+    share of the time in which the script waited for data. `links`: by the address that the member has dialed; in the
+    event log by the member that has it, and `member` and `host` are set there.
+    """
+
+    seconds: Seconds
+    cpu: Share
+    memory: Count
+    memory_total: Count
+    disk_read: Rate = 0.0
+    disk_written: Rate = 0.0
+    network_sent: Rate = 0.0
+    network_received: Rate = 0.0
+    own_cpu: Rate = 0.0
+    own_memory: Count = 0
+    waited_for_data: Share = 0.0
+    gpus: Annotated[tuple[GpuSample, ...], msgspec.Meta(max_length=MOST_GPUS)] = ()
+    links: Annotated[dict[Address, LinkSample], msgspec.Meta(max_length=MOST_LINKS)] = msgspec.field(
+        default_factory=dict
+    )
+    member: Name = ""
+    host: Name = ""
+
+
+class ScriptAt(AnyMessage, frozen=True):
+    """In a job of sums: the script of this rank has got so many `sums`, of `nbytes` that it has sent for them.
+
+    `ended`: it asks for no more. The coordinator passes that on to all workers, with the name of the `worker`, and
+    repeats the last one to observers about once a second.
+    """
+
+    rank: Index
+    sums: Count = 0
+    nbytes: Count = 0
+    ended: bool = False
+    worker: Name = ""
+
+
+OfMembers = Sampled | ScriptAt
+
 
 MOST_DIGESTS = 1 << 17
 MOST_PIECE = 64 << 20  # bytes of a data set's file that are asked for at once

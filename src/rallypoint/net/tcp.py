@@ -19,8 +19,7 @@ import time
 
 from rallypoint.core.tuning.port import Sent
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
-from rallypoint.net.places.binding import socket_for
-from rallypoint.net.sampling.kernel import (
+from rallypoint.net.kernel import (
     ENDED,
     UNSENT_BYTES,
     choose_cubic,
@@ -33,7 +32,7 @@ from rallypoint.net.sampling.kernel import (
     state_of,
     tune,
 )
-from rallypoint.net.sampling.port import Port
+from rallypoint.net.sampling import Port
 from rallypoint.net.transport import PLAIN, Secured
 from rallypoint.observe.lines import Sparingly
 from rallypoint.observe.usage import Traffic
@@ -221,7 +220,7 @@ class TcpConnection:
                 self._port.share(self, part)
 
     def sent(self) -> Sent | None:
-        """See `net.sampling.port.Paceable`."""
+        """See `net.sampling.Paceable`."""
         return sent_of(self._socket)
 
     def finish(self) -> None:
@@ -397,3 +396,34 @@ def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:
         if skip < len(buffer):
             left.append(buffer[skip:])
     return left
+
+
+# ---- At which of this machine's addresses a process listens ----
+
+
+EVERYWHERE = "[::]"  # all addresses of both families: a cluster may have the one, the other or both
+
+
+def family_of(host: str) -> tuple[socket.AddressFamily, str]:
+    """Return the family of the socket that listens at `host`, an address or a name without brackets, and where.
+
+    ``::`` is all addresses of both families; on a system without IPv6 it is ``0.0.0.0``. See `both_families`.
+    """
+    if host == "::" and not socket.has_dualstack_ipv6():
+        return socket.AF_INET, "0.0.0.0"
+    return (socket.AF_INET6 if ":" in host else socket.AF_INET), host
+
+
+def both_families(sock: socket.socket, host: str) -> None:
+    """Let a socket that will listen at ``::`` take connections of IPv4 too, whatever the system's default is."""
+    if sock.family == socket.AF_INET6 and host == "::":
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+
+
+def socket_for(host: str) -> tuple[socket.socket, str]:
+    """Return a new TCP socket that can listen at `host`, and where it is to be bound: see `family_of`."""
+    family, where = family_of(host)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    both_families(sock, where)
+    return sock, where

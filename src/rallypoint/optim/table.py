@@ -6,6 +6,7 @@ torch gets for all of it. Muon gets whole matrices. Tests compare both.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,23 @@ import torch
 
 from rallypoint.core import optimizer as specs
 from rallypoint.core.optimizer import Optimizer
-from rallypoint.optim.sums import Latest
+
+# ---- What servers do in place of an optimizer where a version is a sum: the sum becomes the parameters ----
+
+
+class Latest(torch.optim.Optimizer):
+    """Each step replaces the parameters by their gradient. It keeps no state."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.0, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take the gradients over. `closure` is not called."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.copy_(parameter.grad)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.codec_states import CodecStates
-from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.job import ServerJob
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.writer import SnapshotWriter
 

@@ -15,7 +15,7 @@ from rallypoint.net.handshake import Credentials
 from rallypoint.net.messages import Refused, expect
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
-from rallypoint.server.intake.views import Views
+from rallypoint.server.member import Views
 from rallypoint.server.reducer import inbox
 
 

@@ -10,8 +10,8 @@ from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
 from rallypoint.net.pool import Buffer
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.shards.held import HeldShard
+from rallypoint.server.shards.owned import StreamedShard
 from rallypoint.server.shards.rows import Ids, OwnedRows
-from rallypoint.server.shards.streamed import StreamedShard
 
 _ANSWER = {Kind.PULL_ROWS: Kind.ROWS, Kind.PULL_WORDS: Kind.WORDS}
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from rallypoint.errors import DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
+from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
 from rallypoint.store.files import Chunk, Files
 from rallypoint.store.manifest import (
     Compression,
@@ -34,10 +35,95 @@ from rallypoint.store.manifest import (
     most_of_shards,
     shards_by_file,
 )
-from rallypoint.store.pace import Pace
-from rallypoint.store.retention import Retention as Retention
-from rallypoint.store.retention import newest_first, order, wanted
 from rallypoint.store.retry import StoreSilent, read_again
+
+# ---- Which snapshots are newest and which are kept: pure decisions on names and manifests ----
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which snapshots are kept. A snapshot is kept if any of these rules asks for it; the newest usable one always is.
+
+    Attributes:
+        keep_last: keep this many of the newest.
+        keep_every: keep those whose version is a multiple of this number; 0 for none.
+        keep_best: keep the one with the best value of this metric; "" for none.
+        best_is: whether the smallest or the largest value is the best.
+    """
+
+    keep_last: int = 3
+    keep_every: int = 0
+    keep_best: str = ""
+    best_is: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 0 or self.keep_every < 0:
+            raise ConfigError(
+                f"keep_last={self.keep_last}, keep_every={self.keep_every}: neither can be negative; 0 keeps none"
+            )
+
+
+def newest_first(identifiers: Iterable[str], latest: str | None) -> list[str]:
+    """Order snapshot names: the one that `latest` names, then those before it, then those after it.
+
+    There are some after it when the job went on from an older snapshot. They belong to the abandoned course of the job.
+    """
+    bound = order(latest) if latest is not None else None
+    return sorted(identifiers, key=lambda name: (bound is None or order(name) <= bound, order(name)), reverse=True)
+
+
+def wanted(newest: Sequence[Manifest], retention: Retention) -> set[str]:
+    """Return the names of the snapshots (given newest first) that the retention keeps."""
+    names = {manifest.id for manifest in newest[: retention.keep_last]}
+    if retention.keep_every:
+        names |= {manifest.id for manifest in newest if manifest.version % retention.keep_every == 0}
+    metric = retention.keep_best
+    scored = [manifest for manifest in newest if metric in manifest.metrics]
+    if metric and scored:
+        best = min if retention.best_is == "min" else max
+        names.add(best(scored, key=lambda manifest: manifest.metrics[metric]).id)
+    return names
+
+
+def order(identifier: str) -> tuple[int, int]:
+    """Return (version, attempt) of a valid snapshot name."""
+    found = age(identifier)
+    assert found is not None, f"{identifier} is no snapshot's name"
+    return found
+
+
+# How large the files of a part are: small ones for a slow store, so that its progress is told in time.
+#
+# Whether a snapshot gets on is judged by its files. Bytes go fast into a store's cache, or into memory for a remote
+# one:
+# only a file that is durable tells how fast the store is.
+
+
+FIRST_BYTES = 8 << 20  # of the first file, when nothing is known of the store
+FILE_S = 5.0  # a file should be durable after so many seconds
+
+
+class Pace:
+    """Measures how long files take. It bounds their size, for the next ones."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._bytes, self._began = float(FIRST_BYTES), clock()
+
+    def is_full(self, size: int) -> bool:
+        """True if the file that is being written, of `size` bytes until now, should end here."""
+        return size >= self._bytes or self._clock() - self._began >= FILE_S
+
+    @contextmanager
+    def measured(self) -> Iterator[Callable[[int], None]]:
+        """Measure the writing of one file until it is durable. Yields a function that takes its size in bytes."""
+        sizes: list[int] = []
+        self._began = self._clock()
+        yield sizes.append
+        took = max(self._clock() - self._began, 1e-9)
+        right = sum(sizes) / took * FILE_S
+        # Of a small file that was fast enough most of the time may be the store's latency
+        self._bytes = right if took > FILE_S else max(self._bytes, right)
+
 
 if TYPE_CHECKING:
     from rallypoint.store.record import ShardRecord

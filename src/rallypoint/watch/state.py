@@ -23,14 +23,15 @@ from rallypoint.net.messages import (
     Metrics,
     Ordered,
     Planned,
+    Sampled,
     Say,
+    ScriptAt,
     Skipped,
     SnapshotEvery,
     Snapshotted,
     StepDone,
     Waiting,
 )
-from rallypoint.net.sampling.messages import Sampled, ScriptAt
 from rallypoint.observe.lines import Once
 from rallypoint.watch.machines import Machines, by_number
 from rallypoint.watch.series import Series

@@ -25,9 +25,9 @@ from rallypoint.net.messages import (
     Propose,
     Refused,
     Say,
+    ScriptAt,
     StopWanted,
 )
-from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.sharing import Sharing

@@ -12,9 +12,9 @@ from rallypoint.data.cache.asking import Asking, Known, Roster
 from rallypoint.data.sources.remote import File, Files
 from rallypoint.data.sources.shards import ShardedDataset
 from rallypoint.errors import RallypointError
-from rallypoint.net.advertise import advertised
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Caches, Message, Offers
+from rallypoint.net.places import advertised
 from rallypoint.net.tcp import is_ipv6, split_address
 from rallypoint.net.transport import Transport
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.core.view import View
-from rallypoint.net.sampling.messages import LinkSample, Sampled
+from rallypoint.net.messages import LinkSample, Sampled
 
 _EVERY_S = 4.0  # of a member: a little less than members' own period
 _MOST_A_SECOND = 20.0  # of all members together: in a large job each is kept less often

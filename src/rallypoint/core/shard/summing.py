@@ -134,7 +134,7 @@ class TreeSum:
 
     A block is *early* while a lower replica is missing. The server counts early blocks, and slows their senders down
     when there are too many bytes of them. Whoever computes in replica order is never slowed down for good; who gets
-    lower replicas in mid-step sends without credits (`worker/exchange/link.py`, `overdraw`). So the sum always goes on.
+    lower replicas in mid-step sends without credits (`ServerLink.overdraw`). So the sum always goes on.
     """
 
     contributions: ClassVar[tuple[Contribute, ...]] = ()

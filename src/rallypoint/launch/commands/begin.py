@@ -14,8 +14,7 @@ from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
 from rallypoint.errors import UsageError
 from rallypoint.observe.lenient import say
 from rallypoint.store.manifest import Manifest, located
-from rallypoint.store.retention import order
-from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.store.snapshots import SnapshotStore, order
 
 LATEST = "latest"  # the newest usable snapshot, if there is any
 

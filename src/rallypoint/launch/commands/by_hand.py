@@ -36,7 +36,7 @@ from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Message
-from rallypoint.net.places.whereabouts import Whereabouts
+from rallypoint.net.places import Whereabouts
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines

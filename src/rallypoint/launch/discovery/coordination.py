@@ -10,8 +10,8 @@ from pathlib import Path
 from rallypoint.errors import LinkError
 from rallypoint.launch.discovery.place import Place
 from rallypoint.launch.plan import SNAPSHOTS_FOLDER, is_loopback
-from rallypoint.net.advertise import advertised
-from rallypoint.net.places.binding import EVERYWHERE
+from rallypoint.net.places import advertised
+from rallypoint.net.tcp import EVERYWHERE
 
 _SOMEWHERE = "192.0.2.1:9"  # an address of no machine (RFC 5737): the way to it is the way out of this one
 

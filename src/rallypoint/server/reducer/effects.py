@@ -18,26 +18,25 @@ from rallypoint.server.audits import AuditReports
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
 from rallypoint.server.followers import Followers
-from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer.decisions import Context, Decisions
-from rallypoint.server.reducer.fingerprints import Fingerprints
-from rallypoint.server.reducer.ledger import Ledger
+from rallypoint.server.reducer.ledger import Fingerprints, Ledger
 from rallypoint.server.reducer.replication import Replication
 from rallypoint.server.reducer.tickets import Tickets
 from rallypoint.server.restores import Restores
-from rallypoint.server.shards.held import HeldShard, Shelf
+from rallypoint.server.shards.held import HeldShard, ShardFactory
 
 AnyEffect = server.Effect | Answer[Channel]
 
 
 @dataclass
-class Desk:
-    """The objects that one server's effects are run on, in one job. Not thread-safe: only the owner thread uses it."""
+class ReducerParts:
+    """The objects that a reducer's effects are run on, in one job. Not thread-safe: only the owner thread uses it."""
 
     job: ServerJob
     shell: ServerShell[Channel]
     owned: dict[int, HeldShard]
-    shelf: Shelf
+    factory: ShardFactory
     tickets: Tickets
     ledger: Ledger
     fingerprints: Fingerprints
@@ -56,12 +55,12 @@ class Desk:
 class Effects:
     """Runs effects. Call `run`; the other methods each handle a group of effects."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._cadence = desk.job.plan.cadence
+    def __init__(self, parts: ReducerParts) -> None:
+        self._parts = parts
+        self._cadence = parts.job.plan.cadence
         self._together = self._cadence.together
         # Looked up once, because every contribution uses them.
-        self._owned, self._tickets, self._ledger, self._tracer = desk.owned, desk.tickets, desk.ledger, desk.tracer
+        self._owned, self._tickets, self._ledger, self._tracer = parts.owned, parts.tickets, parts.ledger, parts.tracer
 
     def run(self, effects: Sequence[AnyEffect]) -> None:
         """Run the effects in order."""
@@ -70,25 +69,25 @@ class Effects:
                 case server.On(shard=index, effect=on):
                     self._run_on(index, self._owned[index], on)
                 case Answer():
-                    self._desk.replication.acknowledge(effect)
+                    self._parts.replication.acknowledge(effect)
                 case clip.Tell():
-                    self._desk.decisions.tell(effect)
+                    self._parts.decisions.tell(effect)
                 case clip.Verdict():
-                    self._desk.decisions.decide(effect)
+                    self._parts.decisions.decide(effect)
                 case server.Report(verdict=verdict):
-                    self._desk.decisions.report(verdict, alone=True)
+                    self._parts.decisions.report(verdict, alone=True)
                 case server.Disproved(shard=index, version=version, paired=paired):
-                    self._desk.context.say(Disproved(index, version, paired))
+                    self._parts.context.say(Disproved(index, version, paired))
                 case server.Own(shard=index):
-                    self._owned[index] = self._desk.shelf.hold(index)
+                    self._owned[index] = self._parts.factory.allocate(index)
                 case server.Disown(shard=index):
                     self._disown(index)
                 case server.Restore(shards=indices, origin=origin):
-                    self._desk.restores.begin(indices, origin, self._desk.shell.fence.generation)
+                    self._parts.restores.begin(indices, origin, self._parts.shell.fence.generation)
 
     def handle(self, index: int, event: shard_events.Event) -> None:
         """Handle an event for one shard, and run its effects."""
-        self.run(self._desk.shell.machine.handle(index, event))
+        self.run(self._parts.shell.machine.handle(index, event))
 
     def _run_on(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
         match effect:
@@ -110,20 +109,20 @@ class Effects:
             case shard_effects.Finish():
                 self._ledger.finished(index, effect.replicas)
                 owned.mean(effect.total_weight)
-                self.run(self._desk.decisions.measured(owned, effect))
+                self.run(self._parts.decisions.measured(owned, effect))
             case shard_effects.Apply():
                 self._apply(index, owned, effect)
             case shard_effects.Publish(version=version):
-                self._desk.followers.publish(index, version)
+                self._parts.followers.publish(index, version)
             case shard_effects.Reply():
-                self._desk.followers.reply(index, effect)
+                self._parts.followers.reply(index, effect)
             case shard_effects.Gather():
-                self._desk.gathering[index] = None
+                self._parts.gathering[index] = None
             case _:
                 self._run_rare(index, owned, effect)
 
     def _run_rare(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
-        desk = self._desk
+        parts = self._parts
         match effect:
             case shard_effects.Install(ticket=ticket, version=version):
                 nbytes = self._tickets.nbytes(ticket)
@@ -134,47 +133,47 @@ class Effects:
                 self._tickets.all_on_time(index)
                 owned.abandon()
             case shard_effects.Choose():
-                desk.replication.send_choice(index, effect)
+                parts.replication.send_choice(index, effect)
             case shard_effects.Prove(version=version):
-                desk.replication.ask(index, version)
+                parts.replication.ask(index, version)
             case shard_effects.Fill(version=version, incoming=incoming):
                 state = owned.state(version, self._clocks(index), wires=True)
-                desk.replication.send_state(state, incoming=incoming)
+                parts.replication.send_state(state, incoming=incoming)
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
                 wait = Header(Kind.WAIT, shard=index, base=clock, wants=wants(replica))
-                desk.followers.tell(follower, wait, urgent=True)
+                parts.followers.tell(follower, wait, urgent=True)
             case shard_effects.Accepted() | shard_effects.Disputed():
-                desk.audits.found(index, effect)
+                parts.audits.found(index, effect)
             case shard_effects.CaughtUp(incoming=incoming):
-                machines = desk.shell.machine
-                desk.context.say(CaughtUp({index: (machines.arrived if incoming else machines.caught_up)[index]}))
+                machines = parts.shell.machine
+                parts.context.say(CaughtUp({index: (machines.arrived if incoming else machines.caught_up)[index]}))
             case shard_effects.Capture(version=version, missed=missed):
-                assert desk.capture is not None
+                assert parts.capture is not None
                 if missed:
                     too_late = "the step was over before the request came"
-                    desk.context.say(NotStored(desk.capture.snapshot, too_late, version))
+                    parts.context.say(NotStored(parts.capture.snapshot, too_late, version))
                 else:
-                    desk.capture.wanted(index, version)
+                    parts.capture.wanted(index, version)
             case _:
                 raise AssertionError(f"an effect that nobody runs: {effect}")
 
     def _apply(self, index: int, owned: HeldShard, effect: shard_effects.Apply) -> None:
-        desk = self._desk
-        if desk.capture is not None:
-            desk.capture.before_update(index)
-        desk.gathering.pop(index, None)
+        parts = self._parts
+        if parts.capture is not None:
+            parts.capture.before_update(index)
+        parts.gathering.pop(index, None)
         with self._tracer.span("apply", shard=index, step=effect.step):
             finished = owned.apply(self._timed(index, effect))
-        desk.fingerprints.applied(index, effect.version, owned)
+        parts.fingerprints.applied(index, effect.version, owned)
         if self.in_ledger(index, effect.version - 1):
             self._enter(index, self._cadence.round_of(index, effect.version - 1))
         if finished is not None:
-            desk.replication.send_update(index, effect, finished)
+            parts.replication.send_update(index, effect, finished)
 
     def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
         """The update, with its step in the learning-rate schedule counted in the job's rounds, and the reductions that
         count for it: this server has the view that says them (see `View.reductions`)."""
-        view = self._desk.shell.machine.view
+        view = self._parts.shell.machine.view
         if view is not None and view.reductions:
             effect = replace(effect, reductions=reductions_at(view.reductions, effect.step))
         if self._together:
@@ -187,19 +186,19 @@ class Effects:
 
     def _enter(self, index: int, step: int) -> None:
         """Report a round, for the first shard that is due in it. Primary and backup both do: one of them may die."""
-        machines = self._desk.shell.machine
-        self._ledger.enter(index, step, primary=machines.is_primary(index), norm=self._desk.decisions.norm(step))
+        machines = self._parts.shell.machine
+        self._ledger.enter(index, step, primary=machines.is_primary(index), norm=self._parts.decisions.norm(step))
         machine = machines.machine(0)
-        if machine is not None and machine.primary and self._desk.job.accounts:
-            self._ledger.account(machine, step, self._desk.job.config.rounds)
+        if machine is not None and machine.primary and self._parts.job.accounts:
+            self._ledger.account(machine, step, self._parts.job.config.rounds)
 
     def _disown(self, index: int) -> None:
         self._tickets.drop_all(index)
-        if self._desk.capture is not None:
-            self._desk.capture.disowned(index)
-        self._desk.gathering.pop(index, None)
+        if self._parts.capture is not None:
+            self._parts.capture.disowned(index)
+        self._parts.gathering.pop(index, None)
         self._owned.pop(index).release()
 
     def _clocks(self, index: int) -> tuple[int, ...]:
-        machine = self._desk.shell.machine.machine(index)
+        machine = self._parts.shell.machine.machine(index)
         return tuple(machine.clocks) if machine is not None else ()

@@ -1,8 +1,8 @@
 """Takes the events of a server's inbox, asks the shell and the machine, and runs their effects on tensors.
 
-The path of one event: `owner.py` takes it from the inbox and calls `Reducer.handle`. The shell (`core/shard/shell.py`)
-decides whether it counts. The machine answers with effects. `effects.py` runs them. All of this runs on the owner's
-thread.
+The path of one event: `OwnerThread` takes it from the inbox and calls `Reducer.handle`. The shell
+(`core/shard/shell.py`) decides whether it counts. The machine answers with effects. `effects.py` runs them. All of this
+runs on the owner's thread.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from rallypoint.server.audits import AuditReports
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
 from rallypoint.server.followers import Followers
-from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.job import ServerJob
 from rallypoint.server.pulls import Pulls
 from rallypoint.server.reducer import inbox
 from rallypoint.server.reducer.decisions import Context, Decisions
-from rallypoint.server.reducer.effects import Desk, Effects
-from rallypoint.server.reducer.fingerprints import Fingerprints
-from rallypoint.server.reducer.ledger import Ledger
+from rallypoint.server.reducer.effects import Effects, ReducerParts
+from rallypoint.server.reducer.ledger import Fingerprints, Ledger
 from rallypoint.server.reducer.replication import Replication
 from rallypoint.server.reducer.tickets import Tickets
 from rallypoint.server.restores import Restores
-from rallypoint.server.shards.held import HeldShard, Shelf, newest_is_enough
+from rallypoint.server.shards.held import HeldShard, ShardFactory, newest_is_enough
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.writer import SnapshotWriter
 
@@ -74,15 +73,15 @@ class Reducer:
         self._context = context
         self._unrestored: Unrestored | None = None  # the last snapshot that could not be loaded
         self._restores = Restores(me, snapshots_url, put, lambda text: context.say(Say(text)))
-        self._desk = Desk(
+        self._parts = ReducerParts(
             job=job, shell=self.shell, owned=self._owned, tickets=self._tickets, ledger=self._ledger,
-            shelf=Shelf(job.config, job.record.layout, job.pool, job.pools), followers=self._followers,
+            factory=ShardFactory(job.config, job.record.layout, job.pool, job.pools), followers=self._followers,
             replication=self._replication, context=context, tracer=tracer, restores=self._restores,
             decisions=Decisions(self.shell, context, put),
             fingerprints=Fingerprints(job.record.layout, job.config.fingerprints, context.say, self.shell.fence),
             audits=AuditReports(context.say, self.shell.fence), codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
-        self._effects = Effects(self._desk)
+        self._effects = Effects(self._parts)
         self._handlers = self._table()
 
     @property
@@ -97,7 +96,7 @@ class Reducer:
 
     def idle_work(self) -> Callable[[], None] | None:
         """A function to call while the inbox is empty; None if there is nothing to do."""
-        if self._desk.gathering:
+        if self._parts.gathering:
             return self._fold_one
         if self.capture is not None and self.capture.due:
             return self.capture.copy_one
@@ -167,7 +166,7 @@ class Reducer:
                 self._context.say(self._unrestored)
             self._ledger.proves(applied_in(self.machine))
             self._ledger.repeat()
-            self._desk.audits.repeat()
+            self._parts.audits.repeat()
             self._effects.run(self.machine.report_again())
 
     def _capture_wanted(self, event: inbox.CaptureWanted) -> None:
@@ -303,8 +302,8 @@ class Reducer:
     # ---- idle time, and what follows each event ----
 
     def _fold_one(self) -> None:
-        index = next(iter(self._desk.gathering))
-        del self._desk.gathering[index]
+        index = next(iter(self._parts.gathering))
+        del self._parts.gathering[index]
         self._effects.handle(index, shard_events.Fold())
         self._answer_pulls()
 

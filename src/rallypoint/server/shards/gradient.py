@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from rallypoint.codec.base.payload import all_finite
+from rallypoint.codec.base import all_finite
 from rallypoint.core.layout import Entry, Shard
 from rallypoint.net.pool import Buffer
 

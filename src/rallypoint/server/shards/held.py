@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Scratch
 from rallypoint.config import JobConfig, of_group
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.modes import Holder
@@ -13,9 +13,8 @@ from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.server.shards.averaged import AveragedShard
-from rallypoint.server.shards.owned import OwnedShard
+from rallypoint.server.shards.owned import OwnedShard, StreamedShard
 from rallypoint.server.shards.rows import OwnedRows
-from rallypoint.server.shards.streamed import StreamedShard
 from rallypoint.store.record import ShardRecord
 
 
@@ -111,7 +110,7 @@ def newest_is_enough(config: JobConfig) -> bool:
     return config.mode.holder is Holder.SERVERS
 
 
-class Shelf:
+class ShardFactory:
     """Allocates shards. The only place that chooses a shard's implementation."""
 
     def __init__(self, config: JobConfig, layout: Layout, pool: BufferPool, pools: BufferPools) -> None:
@@ -121,7 +120,7 @@ class Shelf:
         self._nothing = pools.take(0)
         self._scratch = Scratch()  # for encoding versions, on the owner's thread
 
-    def hold(self, index: int) -> HeldShard:
+    def allocate(self, index: int) -> HeldShard:
         """Allocate room for a shard."""
         place = self._layout.shards[index]
         config = self._of_groups.setdefault(place.group, of_group(self._config, place.group))

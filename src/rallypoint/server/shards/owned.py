@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 import xxhash
 
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Scratch
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Entry, Shard
+from rallypoint.core.loss_scale import ENTRY
 from rallypoint.core.optimizer import SGD, Sum, of_shard
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim.flat import ShardOptimizer
 from rallypoint.optim.table import state_names
-from rallypoint.server.shards.average import ShardAverage
+from rallypoint.server.shards.averaged import ShardAverage
 from rallypoint.server.shards.gradient import GradientSum, first_that_became, float_ranges
-from rallypoint.server.shards.scale import ScaleWords
 from rallypoint.server.shards.wire import WireCopies
 from rallypoint.store.record import AVERAGE, AVERAGED, ShardRecord
+
+# The loss scale in a shard of buffers: two words that follow from what servers decide, not from contributions.
+
+
+class ScaleWords:
+    """Reads and updates the loss scale in a shard's `master` (1-D fp32), where it has one."""
+
+    def __init__(self, config: JobConfig, shard: Shard, entries: Iterable[Entry]) -> None:
+        self._rule = config.loss_scale
+        places = [e.start - shard.start for e in entries if e.spec.name == ENTRY and e.spec.group < 0]
+        self._at = next((at for at in places if 0 <= at < shard.words), None)
+
+    def scale(self, master: torch.Tensor) -> float:
+        """The loss scale; 0 if it is in another shard, or there is none."""
+        return 0.0 if self._at is None else float(master[self._at])
+
+    def keep(self, master: torch.Tensor) -> tuple[float, ...]:
+        """The words as they are before an update."""
+        return () if self._at is None else tuple(master[self._at : self._at + 2].tolist())
+
+    def advance(self, master: torch.Tensor, before: tuple[float, ...], *, skipped: bool) -> None:
+        """Set the words after an update (`skipped`: that changes nothing else), from what they were before it."""
+        if self._at is not None:
+            scale, applied = before
+            after = self._rule.after(scale, int(applied), skipped=skipped)
+            master[self._at : self._at + 2] = torch.tensor(after, dtype=torch.float32, device="cpu")
+
 
 _WIRE = "wire-"
 
@@ -213,3 +240,34 @@ def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
 
 def _is_count(number: float) -> bool:
     return number >= 0 and number.is_integer()
+
+
+# A dense shard whose versions workers do not follow: they hear that one exists, and pull the words that they need.
+
+
+class StreamedShard(OwnedShard):
+    """Like OwnedShard; what it sends to followers is empty."""
+
+    def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch, nothing: Buffer) -> None:
+        """`nothing` is an empty buffer."""
+        super().__init__(shard, config, pool, scratch)
+        self._nothing = nothing
+        self.raw = self.encoded = self._empty
+
+    def _empty(self, version: int) -> tuple[int, Buffer, int]:
+        """An empty payload: followers only hear that the version exists."""
+        return 0, self._nothing, 0
+
+    def words(self, version: int, first: int, count: int) -> tuple[Buffer, memoryview]:
+        """Words [first, first + count) of a kept version, and the buffer to release when they are not needed any more.
+
+        It is the version's own, or, for less than half of it, one with a copy: a slow worker's backlog counts the words
+        alone, so they may not keep a whole version.
+        """
+        _, buffer, _ = self._wire.raw(version)
+        words = buffer.bytes[4 * first : 4 * (first + count)]
+        if 2 * len(words) >= len(buffer.bytes):
+            return buffer.retain(), words
+        copy = BufferPool(count, keeps=False).take()
+        copy.bytes[:] = words
+        return copy, copy.bytes

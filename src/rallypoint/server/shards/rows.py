@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from rallypoint.codec.base.rows import RowSum, decode_gradient, encode_gradient, gradient_bytes
+from rallypoint.codec.base import RowSum, decode_gradient, encode_gradient, gradient_bytes
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.core.order import derive_seed

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rallypoint.codec.base.protocol import NonFinitePayload
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import NonFinitePayload, Scratch
 from rallypoint.codec.shards import down_codec
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard

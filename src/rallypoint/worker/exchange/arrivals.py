@@ -8,12 +8,12 @@ from rallypoint.core.view import Member
 from rallypoint.core.worker.slots import Arriving, ToWait
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError
 from rallypoint.net.frames import Header
-from rallypoint.worker.exchange.codec_states import CodecStates
+from rallypoint.worker.exchange.effects import CodecStates
 from rallypoint.worker.exchange.encoder import Encoder
 from rallypoint.worker.exchange.locked import LockedShell
 from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.exchange.replicated import ServerState
-from rallypoint.worker.exchange.rows.pulls import RowPulls
+from rallypoint.worker.exchange.rows import RowPulls
 from rallypoint.worker.streamed.pulls import WordPulls
 
 _CODEC_HEAD = 4096  # bytes beside the values that a codec may need for a small shard

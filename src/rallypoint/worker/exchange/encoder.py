@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rallypoint.codec.base.protocol import Codec, NonFinitePayload, Stateful
-from rallypoint.codec.base.scratch import Scratch
+from rallypoint.codec.base import Codec, NonFinitePayload, Scratch, Stateful
 from rallypoint.codec.build import build, build_stateless
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.codec.state import CodecState, dump, load

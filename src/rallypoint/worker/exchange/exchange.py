@@ -26,10 +26,8 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.net.messages import Beat
 from rallypoint.observe.observed import observed
-from rallypoint.worker.collective.own_loop import OwnLoop
 from rallypoint.worker.exchange.arrivals import Arrivals
-from rallypoint.worker.exchange.codec_states import CodecStates
-from rallypoint.worker.exchange.effects import LinkEffects
+from rallypoint.worker.exchange.effects import CodecStates, LinkEffects
 from rallypoint.worker.exchange.encoder import Encoder
 from rallypoint.worker.exchange.ending import JobEnd, Reaching
 from rallypoint.worker.exchange.forward import ForwardVersion
@@ -37,12 +35,13 @@ from rallypoint.worker.exchange.initial import States, Words, push_initial
 from rallypoint.worker.exchange.links import Context, Links
 from rallypoint.worker.exchange.locked import LockedShell
 from rallypoint.worker.exchange.locked import Rewound as Rewound  # what `check` raises
+from rallypoint.worker.exchange.own_loop import OwnLoop
 from rallypoint.worker.exchange.plan import worker_plan
 from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.exchange.replica import Contributions, ReplicaPushes
 from rallypoint.worker.exchange.replicated import States as Records
 from rallypoint.worker.exchange.replicated import optimizer_state
-from rallypoint.worker.exchange.rows.pulls import LeasedPull, RowPulls
+from rallypoint.worker.exchange.rows import LeasedPull, RowPulls
 from rallypoint.worker.streamed.memory import ShardMemory, SlotMemory, WholeVector
 from rallypoint.worker.streamed.pulls import WordPulls
 

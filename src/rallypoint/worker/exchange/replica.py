@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rallypoint.codec.base.leaf import digest_of
+from rallypoint.codec.base import digest_of
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards
 from rallypoint.core.view import ViewNumber
@@ -112,7 +112,7 @@ class ReplicaPushes:
         self.contributions.filled(shard, gradient, self._pushes.weight)
 
     def filled_rows(self, shard: int, gradient: memoryview) -> None:
-        """Like `filled` for a part of a table. Its gradient (see `codec/base/rows.py`) needs no slot."""
+        """Like `filled` for a part of a table. Its gradient (see `codec/base.py`) needs no slot."""
         self._pushes.set_rows(shard, gradient)
         self._locked.handle(Filled(shard))
 

@@ -16,8 +16,7 @@ from rallypoint.net.messages import Beat, Message
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.exchange.links import Context, Links
 from rallypoint.worker.keys.answers import Answers, Asked
-from rallypoint.worker.keys.arrivals import KeyArrivals
-from rallypoint.worker.keys.heard import KeysHeard
+from rallypoint.worker.keys.arrivals import KeyArrivals, KeysHeard
 from rallypoint.worker.keys.sends import KeyLinks, Sends
 
 Change = Callable[[], Sequence[machine.Effect]]

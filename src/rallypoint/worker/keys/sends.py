@@ -12,7 +12,7 @@ from rallypoint.core.keys import machine
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import LATEST, NEWEST, Header, Kind, wants
 from rallypoint.net.messages import Report
-from rallypoint.worker.exchange.link import Receiver
+from rallypoint.worker.exchange.links import Receiver
 from rallypoint.worker.keys.answers import Answers
 
 

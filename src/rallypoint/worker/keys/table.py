@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rallypoint.codec.base.rows import encode_gradient, encode_ids
+from rallypoint.codec.base import encode_gradient, encode_ids
 from rallypoint.core.layout import Layout
 from rallypoint.errors import UsageError
 from rallypoint.worker.keys.dense import Reading, Rows, in_fp32

@@ -15,8 +15,7 @@ from rallypoint.worker.habits import Habits, WrappedHabits, by_the_job
 from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
-from rallypoint.worker.precision.autocast import Autocast
-from rallypoint.worker.precision.losses import Losses, losses_of
+from rallypoint.worker.precision import Autocast, Losses, losses_of
 from rallypoint.worker.ranks.figures import Logged, mean_of
 
 

@@ -17,10 +17,10 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local import GoneAhead
 from rallypoint.errors import UsageError
 from rallypoint.net.messages import Contributed, Report, Say
-from rallypoint.worker.evaluating import Evaluator
 from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
+from rallypoint.worker.loop.evaluating import Evaluator
 from rallypoint.worker.loop.guard import ModelGuard, compares
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts

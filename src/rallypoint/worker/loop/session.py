@@ -6,15 +6,17 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from rallypoint.config import JobConfig, record_of, resolve, with_own_optimizer
+from rallypoint.config import ClusterFacts, JobConfig, record_of, resolve, with_own_optimizer, with_start_values
 from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.modes import Feature
 from rallypoint.core.order import stream_reads
 from rallypoint.core.view import View, ViewNumber
@@ -30,6 +32,7 @@ from rallypoint.net.messages import (
     Leaving,
     Propose,
     Reached,
+    Welcome,
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
@@ -49,7 +52,6 @@ from rallypoint.worker.keys.store import KeyStore
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.loop.start_values import started
 from rallypoint.worker.membership import TOO_LATE, DataPlane, Member
 from rallypoint.worker.ranks.followers import NoFollowers
 from rallypoint.worker.ranks.lead import Lead
@@ -64,6 +66,30 @@ from rallypoint.worker.streamed.building import prepare
 from rallypoint.worker.streamed.first_values import FirstValues, Init
 from rallypoint.worker.streamed.parameters import streamed_for
 from rallypoint.worker.tensors import ModelTensors
+
+# ---- What a run begins with where its script does not say it ----
+
+
+def started(
+    config: JobConfig, model: torch.nn.Module, given: Container[str], welcome: Welcome, *, alone: bool
+) -> tuple[JobConfig, str]:
+    """Choose what `config.start_values` may choose for `model`; `given` are the settings that were said.
+
+    Returns the configuration, and a sentence that says why, or "". Nothing new is chosen for a rank of a group (not
+    `alone`), which has a part of the model, and for models with tables, whose parts depend on the size of shards.
+    """
+    words = _words_of(model) if alone else 0
+    cluster = ClusterFacts(welcome.workers, welcome.servers, welcome.link_mbit, welcome.shard_bytes)
+    return with_start_values(config, given, WORD_BYTES * words, cluster)
+
+
+def _words_of(model: torch.nn.Module) -> int:
+    """How many numbers of `model` are trained; 0 if it has tables, or cannot be trained (which is said later)."""
+    if not isinstance(model, torch.nn.Module) or any(getattr(one, "sparse", False) for one in model.modules()):
+        return 0
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return 0 if any(is_lazy(p) for p in trained) else sum(p.numel() for p in trained)
+
 
 LEAVE_WITHIN_S = 10.0
 

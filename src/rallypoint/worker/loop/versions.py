@@ -16,7 +16,7 @@ from rallypoint.net.messages import NotStored
 from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 from rallypoint.worker.loop.parts import Parts
-from rallypoint.worker.precision.held import HeldParameters
+from rallypoint.worker.precision import HeldParameters
 
 log = logging.getLogger("rallypoint")
 

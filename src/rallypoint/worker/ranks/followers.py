@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from rallypoint.parallel.group import Kind, Order, RankGroup
-from rallypoint.worker.precision.losses import Losses
+from rallypoint.worker.precision import Losses
 from rallypoint.worker.ranks.figures import Figures, Logged
 
 # What a rank does, for its board

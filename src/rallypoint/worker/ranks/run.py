@@ -23,7 +23,7 @@ from rallypoint.worker.activations import Activations
 from rallypoint.worker.carried import Carry
 from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.micro import Micro
-from rallypoint.worker.precision.autocast import Autocast
+from rallypoint.worker.precision import Autocast
 from rallypoint.worker.ranks.figures import Figures, Logged
 from rallypoint.worker.ranks.followers import COMPUTED, COMPUTING, EVALUATING, GRADIENTS, VERSION, first_result
 from rallypoint.worker.ranks.spread import SpreadModel

@@ -9,11 +9,10 @@ import torch
 from rallypoint.config import JobConfig
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.sources.fragments import DelayedSource, FragmentsSource
-from rallypoint.worker.sources.hooks import GradientHooks
+from rallypoint.worker.sources.hooks import GradientHooks, StreamedGradients
 from rallypoint.worker.sources.local import LocalStepsSource
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging
-from rallypoint.worker.streamed.gradients import StreamedGradients
 from rallypoint.worker.tensors import ModelTensors
 
 

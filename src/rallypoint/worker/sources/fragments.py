@@ -19,7 +19,7 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local import OwnParameters
 from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.precision.losses import Losses
+from rallypoint.worker.precision import Losses
 from rallypoint.worker.sources.local import LocalStepsSource, _Inner
 from rallypoint.worker.sources.staging import Staging
 from rallypoint.worker.tensors import ModelTensors

@@ -230,3 +230,26 @@ class GradientHooks(WaitsForVersions):
 def _got_nothing(parameter: torch.Tensor) -> bool:
     """True if an operation gave this parameter no gradient (None): torch calls its hooks all the same."""
     return parameter.grad is None and len(parameter._post_accumulate_grad_hooks or ()) == 1  # ours: nobody took it
+
+
+# ---- Gradients of streamed parameters: each shard's memory is there while its gradient is written and sent ----
+
+
+class StreamedGradients(GradientHooks):
+    """Like `GradientHooks`; it never reads a parameter."""
+
+    def _finish_unused(self, index: int, placed: Placed) -> None:
+        if placed.tensor.grad is None and index not in self._touched:
+            for shard in self._shards_of[index]:
+                if self._claim(shard):
+                    self._zero(shard, placed)
+            self._release(index)
+        else:
+            super()._finish_unused(index, placed)
+
+    @torch.no_grad()
+    def _zero(self, shard: int, placed: Placed) -> None:
+        vector, first = self._exchange.memory.part(shard)
+        place = self._exchange.layout.shards[shard]
+        start, stop = max(placed.entry.start, place.start), min(placed.entry.stop, place.stop)
+        vector[start - first : stop - first].zero_()

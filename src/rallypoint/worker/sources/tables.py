@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from rallypoint.codec.base.rows import RowSum, encode_gradient, encode_ids
+from rallypoint.codec.base import RowSum, encode_gradient, encode_ids
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.errors import ModelError, UsageError
 from rallypoint.worker.exchange.exchange import Exchange

@@ -9,8 +9,8 @@ from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import NEWEST, Header, Kind
 from rallypoint.testing.simulation.network import Node, SimulatedLink
 from rallypoint.testing.simulation.replicas.contents import Content
-from rallypoint.worker.exchange.link import Receiver
-from rallypoint.worker.keys.heard import KeysHeard
+from rallypoint.worker.exchange.links import Receiver
+from rallypoint.worker.keys.arrivals import KeysHeard
 
 
 class Named(bytearray):

@@ -16,7 +16,7 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed, begun_by
 from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
 from rallypoint.core.job import JobRecord
-from rallypoint.store.retention import order
+from rallypoint.store.snapshots import order
 from rallypoint.testing.simulation.coordinator import Disk
 from rallypoint.testing.simulation.store import SimulatedStore
 

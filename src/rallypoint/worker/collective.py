@@ -13,17 +13,95 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
+from rallypoint.config import record_of, resolve
+from rallypoint.core.layout import Layout, TensorSpec, build_layout
+from rallypoint.core.optimizer import Sum as SumOfAll
 from rallypoint.core.sums.scripts import EndedScripts
 from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.slots import Effect, Filled
-from rallypoint.errors import JobAborted, UsageError
-from rallypoint.worker.collective.pieces import CLOCK, Cutter, Piece
+from rallypoint.errors import ConfigError, JobAborted, UsageError
+from rallypoint.net.messages import ScriptAt
 from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.loop.session import Job
+
+# How sums of any length are cut into the shards of one fixed layout, the same way on all workers.
+#
+# The layout has shards of a few sizes. A sum takes as many large ones as fit, then smaller ones for the rest, in turn
+# among those of a size. Which shard a piece gets depends only on the lengths of the sums before it, so workers that
+# ask
+# for the same sums in the same order need not tell each other anything.
+
+
+CLOCK = 0  # the shard that counts: it is used for no sum but the last one, with which the job ends
+_SMALLEST, _SMALL = 64, 1024  # words
+_WASTE = 8  # a piece may be smaller than its shard by so much: 1/8 of what was asked for
+_ROWS = "sums.{words}.{number}"
+
+
+class Piece(NamedTuple):
+    """Words [start, stop) of a sum, in the first words of a shard."""
+
+    start: int
+    stop: int
+    shard: int
+
+
+def layout_of(under_way_bytes: int, shard_bytes: int) -> Layout:
+    """Return a layout for sums of which about so many bytes are under way at once, in shards of at most `shard_bytes`
+    (at least 16 KiB; at least two of these)."""
+    largest = max(shard_bytes // 4, 4 * _SMALL)
+    counts = {largest: max(2, under_way_bytes // (4 * largest))}
+    size = largest // 4
+    while size > _SMALL:
+        counts[size], size = 4, size // 4
+    counts |= {_SMALL: 8, _SMALLEST: 8}
+    specs = [
+        TensorSpec(_ROWS.format(words=words, number=number), (1, words), "float32", 0)
+        for words, count in counts.items() for number in range(count)
+    ]  # fmt: skip
+    specs.append(TensorSpec("sums.clock", (1, 16), "float32", 0))  # the last one has the first shard
+    return build_layout(specs, matrices=frozenset(spec.name for spec in specs))
+
+
+class Cutter:
+    """Cuts one sum after the other. Not thread-safe."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._shards: dict[int, list[int]] = {}
+        for shard in layout.shards:
+            if shard.index != CLOCK:
+                self._shards.setdefault(shard.words, []).append(shard.index)
+        self._next = dict.fromkeys(self._shards, 0)
+        self._sizes = sorted(self._shards, reverse=True)
+
+    def cut(self, words: int) -> list[Piece]:
+        """Return the pieces of the next sum, which has so many words (at least 1)."""
+        start, pieces = 0, []
+        for size in self._chosen(words):
+            stop = min(words, start + size)
+            pieces.append(Piece(start, stop, self._take(size)))
+            start = stop
+        return pieces
+
+    def _chosen(self, words: int) -> Iterator[int]:
+        """The sizes of the shards for a sum of so many words."""
+        left = words
+        for size, smaller in zip(self._sizes, [*self._sizes[1:], 0], strict=True):
+            while left >= size or (left > 0 and (not smaller or size - left <= max(words // _WASTE, smaller - 1))):
+                yield size
+                left -= size
+
+    def _take(self, size: int) -> int:
+        number, own = self._next[size], self._shards[size]
+        self._next[size] = (number + 1) % len(own)
+        return own[number]
+
 
 SAID_EVERY_S = 1.0
 Done = Callable[[BaseException | None], None]
@@ -273,3 +351,86 @@ class Sum:
         self._event.wait()
         if self._error is not None:
             raise self._error
+
+
+# ---- A job of sums: joined by a script that has a loop of its own, from its first sum to its end ----
+
+
+UNDER_WAY_BYTES = 16 << 20
+SHARD_BYTES = 256 << 10  # a quarter of a job's own: the first and the last shard of each sum travel alone
+MOST_ROUNDS = (1 << 31) - 1  # of a shard: sums that it takes part in
+
+
+class Sums:
+    """This process as worker `rank` of `world`, which are the workers of `job`.
+
+    Attributes:
+        rank, world: the worker's number, and how many there are.
+        reducer: makes the sums.
+        failed: the first error of a sum, which torch has raised in the script in words of its own.
+
+    Raises ConfigError where the cluster's settings do not fit, JobAborted when the job ends before it begins.
+    """
+
+    def __init__(self, job: Job, *, rank: int, world: int, under_way_bytes: int = UNDER_WAY_BYTES) -> None:
+        """Wait until all workers and servers are here. `under_way_bytes`: about so much of the sums is, at once."""
+        self.rank, self.world, self._job = rank, world, job
+        ended = EndedScripts()
+        job.script_ended = ended.told
+        settings = {
+            "replicas": world, "steps": MOST_ROUNDS, "optimizer": SumOfAll(), "nonfinite": "continue", "overlap": False,
+            "presum_bytes": 0, "batch": 1, "item": "scripts", "shard_bytes": SHARD_BYTES,
+        }  # fmt: skip
+        config = resolve(settings, job.welcome.overrides)
+        record = record_of(config, layout_of(under_way_bytes, config.shard_bytes))
+        self._exchange = job.open_exchange(record, config, early=False)
+        if (count := len(self._exchange.view.workers)) != world:
+            raise ConfigError(f"the cluster has {count} workers, and the script's world is {world}: start as many")
+        self.reducer = Reducer(self._exchange, rank, ended, self._say if rank == 0 else None)
+        job.script_ended = self.reducer.other_ended
+        self._over = False
+        self.failed: BaseException | None = None
+
+    def told(self, error: BaseException) -> BaseException:
+        """Return what has failed, for an error that the script has got.
+
+        torch raises a sum's error as ``RuntimeError: Unable to cast <the error's sentence> to Tensor``.
+        """
+        return self.failed if self.failed is not None and str(self.failed) in str(error) else error
+
+    def finish(self) -> None:
+        """End the job when all workers call this. Raises JobAborted, and fails the job, when one of them is gone."""
+        if self._over:
+            return
+        self._say(self.reducer.asked, self.reducer.nbytes, ended=True)
+        try:
+            version = self.reducer.finish()
+        except BaseException as error:
+            self.fail(error)  # nobody asks this worker for anything more, so nobody else may notice
+            raise
+        self._over = True
+        exchange = self._exchange
+        loop, generation = exchange.own_loop, exchange.view.generation
+        self._job.stopping.wish("the scripts have ended")
+        self._job.stopping.say(version, generation)
+        self._job.done(generation, version)
+        with loop.locked.changed:
+            loop.locked.wait(lambda: loop.finished, lambda: "the other workers to end")
+        self.close()
+
+    def _say(self, sums: int, nbytes: int, *, ended: bool = False) -> None:
+        self._job.say_script(ScriptAt(self.rank, sums, nbytes, ended))
+
+    def fail(self, error: BaseException) -> None:
+        """This worker's script has failed: the job ends for all, with this reason."""
+        if not self._over:
+            self._over = True
+            told = UsageError(str(error)) if isinstance(error, JobAborted) else error  # nobody else has told it
+            self._job.__exit__(type(told), told, None)
+            self.reducer.close()
+
+    def close(self) -> None:
+        """Leave the job: end every thread and link."""
+        self._over = True
+        self.reducer.close()
+        self._job.close()

@@ -12,8 +12,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.plan import Plan
 from rallypoint.net.pool import BufferPool, BufferPools
-from rallypoint.server.intake.beginning import FirstValues, beginning_of
-from rallypoint.server.plan import plan_of
+from rallypoint.server.plan import FirstValues, beginning_of, plan_of
 
 
 @dataclass

@@ -3,14 +3,91 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.errors import NonFiniteLoss
 from rallypoint.worker.sources.staging import Staging
+from rallypoint.worker.tensors import ModelTensors
+
+# Autocast around the script's code: forward passes and evaluations in bf16 or fp16, backward passes outside of it.
+
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Autocast:
+    """`torch.autocast` on the model's device, as `precision` says; with "fp32" it does nothing.
+
+    Main thread only, as autocast belongs to a thread. `enter` and `leave` are for ``with micro:``, which has no body to
+    put into a context manager.
+    """
+
+    def __init__(self, config: JobConfig, device: torch.device) -> None:
+        self._type, self._device = _TYPES.get(config.precision), device.type
+        self._entered: Any = None
+
+    def enter(self) -> None:
+        """Begin autocast."""
+        if self._type is not None:
+            self._entered = torch.autocast(self._device, dtype=self._type)
+            self._entered.__enter__()
+
+    def leave(self) -> None:
+        """End what `enter` has begun, if it has begun anything. Drops the weights that autocast has cast."""
+        if (entered := self._entered) is not None:
+            self._entered = None
+            entered.__exit__(None, None, None)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """The body runs with autocast."""
+        with nullcontext() if self._type is None else torch.autocast(self._device, dtype=self._type):
+            yield
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The body runs without autocast, as torch recommends for backward passes: they use the forward's types."""
+        with nullcontext() if self._type is None else torch.autocast(self._device, enabled=False):
+            yield
+
+
+# ---- Parameters that a worker holds in bf16, while the servers keep them in fp32 ----
+
+
+_LEAST_DIMENSIONS = 2  # norms and biases are few, and BatchNorm wants its own in fp32
+
+
+class HeldParameters:
+    """With ``hold="bf16"``, fp32 parameters of two or more dimensions are bf16 from the first version to the last.
+
+    The model keeps its parameters' objects: only their memory changes. The first weights are uploaded as the script has
+    made them, and the last version is installed in fp32. `on_cast` is called after each change. Main thread only.
+    """
+
+    def __init__(self, config: JobConfig, tensors: ModelTensors, on_cast: Callable[[], None]) -> None:
+        held = config.hold == "bf16"
+        self._parameters = [
+            placed.tensor for placed in tensors.parameters
+            if held and placed.tensor.dim() >= _LEAST_DIMENSIONS and placed.tensor.dtype == torch.float32
+        ]  # fmt: skip
+        self._on_cast = on_cast
+        self._narrow = False
+
+    def before_install(self, *, last: bool) -> None:
+        """A version is about to be installed; `last`: it is the job's last."""
+        if self._narrow is not last or not self._parameters:
+            return
+        self._narrow = not last
+        for parameter in self._parameters:
+            parameter.data = parameter.data.to(torch.bfloat16 if self._narrow else torch.float32)
+        self._on_cast()
+
 
 Examine = Callable[[int, float], None]
 

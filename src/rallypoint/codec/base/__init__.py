@@ -1,1 +1,0 @@
-"""The parts that codecs share: the protocol, payloads, scratch buffers, random bits."""

@@ -1,1 +1,0 @@
-"""What members' machines do, and how fast their links are: samples for the page and Prometheus."""

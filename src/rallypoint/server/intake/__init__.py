@@ -1,1 +1,0 @@
-"""Receives frames on a server's connections and checks them before the owner thread gets them."""

@@ -1,1 +1,0 @@
-"""Pulls of rows of tables."""

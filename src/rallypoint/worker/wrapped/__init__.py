@@ -1,1 +1,0 @@
-"""A loop of the script's own (`rp.wrap`): its gradients are pushed, and its model gets the new version."""
