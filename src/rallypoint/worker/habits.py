@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,8 +70,8 @@ class Habits:
             _unwatch(self._thread, self)
             self._thread = 0
 
-    def clips(self, name: str, parameters: list[torch.Tensor]) -> None:
-        """The script calls ``clip_grad_norm_`` or ``clip_grad_value_``."""
+    def clips(self, name: str, parameters: list[torch.Tensor], *, measures: bool) -> None:
+        """The script calls ``clip_grad_norm_`` or ``clip_grad_value_``; `measures`: with a limit of infinity."""
         if not self._ours and any(id(parameter) in self._known for parameter in parameters):
             raise UsageError(
                 f"{script_line()}: {name} finds no gradients of the job's parameters: they have left when "
@@ -111,9 +112,9 @@ class WrappedHabits(Habits):
     """The same in a loop of the script's own (`rp.wrap`), from its begin to the job's end. It back-propagates itself.
     """
 
-    def clips(self, name: str, parameters: list[torch.Tensor]) -> None:
-        """The script calls ``clip_grad_norm_`` or ``clip_grad_value_``."""
-        if not self._ours and any(id(parameter) in self._known for parameter in parameters):
+    def clips(self, name: str, parameters: list[torch.Tensor], *, measures: bool) -> None:
+        """The same. With a limit of infinity it only measures, which bridges and loggers do."""
+        if not (self._ours or measures) and any(id(parameter) in self._known for parameter in parameters):
             raise UsageError(
                 f"{script_line()}: {name} clips the gradient of this process alone, before the mean of all is taken: "
                 "give rp.wrap clip=1.0 (a norm), and take the call out (torch.nn.utils.get_total_norm only measures)"
@@ -235,7 +236,8 @@ def _replace_wrapped(clip: _Call) -> None:
     def clipped(parameters: Any, *args: Any, **named: Any) -> Any:
         if (habits := _here()) is not None:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            habits.clips(clip.__name__, parameters)
+            limit = args[0] if args else named.get("max_norm", 0.0)
+            habits.clips(clip.__name__, parameters, measures=limit == math.inf)
         return inner(parameters, *args, **named)
 
     cell.cell_contents = clipped
