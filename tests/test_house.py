@@ -48,10 +48,10 @@ BUDGETS = {
     "rows of the feature table": 43,
     "refused pairs": 88,
     "fields of View": 26,
-    "lines": 85_080,
-    "files": 645,
-    "folders": 80,
-    "classes that share their name": 364,
+    "lines": 84_810,
+    "files": 597,
+    "folders": 72,
+    "classes that share their name": 363,
 }  # what a stranger has to learn: whoever needs more says here why
 FULL_FOLDERS: dict[str, str] = {}
 UNCALLED = {
