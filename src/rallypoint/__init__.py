@@ -1,6 +1,6 @@
 """Rallypoint: data-parallel training for PyTorch with stateless workers and stateful servers.
 
-A gradient's way through the code: `worker.sources.hooks` catches it during backward, `worker.exchange.link` pushes it,
+A gradient's way through the code: `worker.sources.hooks` catches it during backward, `worker.exchange.links` pushes it,
 `server.service` receives it, `core.shard.machine` decides, `server.reducer.reducer` and `server.shards.owned` add and
 apply, and the new version comes back to `worker.loop.run`, which installs it. docs/architecture.md walks the whole way.
 """

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.programs
 
 HERE = Path(__file__).parent
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 import psutil
 sys.path.insert(0, {here!r})
@@ -41,6 +41,8 @@ for step in range(optimizer.position, STEPS):
             os.kill(os.getpid(), signal.SIGKILL)
         if "leave" in strikes:
             os.kill(os.getpid(), signal.SIGTERM)
+            while b'"workers":[]' not in Path("run/events.jsonl").read_bytes():  # else all steps may be over before it is
+                time.sleep(0.01)
     optimizer.step()
     if schedule is not None:
         schedule.step()
@@ -146,7 +148,7 @@ def test_a_script_that_raises_an_error_fails_the_job_with_that_errors_words(tmp_
 # ---- loops over epochs, and what a process that is started again would do wrong in silence ----
 
 EPOCHS = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 import torch
 sys.path.insert(0, {here!r})
