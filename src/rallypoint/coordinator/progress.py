@@ -178,11 +178,6 @@ class Evaluations:
             del self._by_step[min(self._by_step)]
         return dict(known)
 
-    def has(self, step: int, values: Mapping[str, float]) -> bool:
-        """True if these metrics of that step are known."""
-        known = self._by_step.get(step)
-        return known is not None and agree(known, values)
-
     def of(self, step: int) -> dict[str, float]:
         """All metrics of that step; empty if there are none."""
         return dict(self._by_step.get(step, {}))

@@ -94,8 +94,8 @@ class CoordinatorShell:
         self.members: dict[str, Connection] = {}
         self.last_word: Finished | Aborted | None = None
         self.announcer = Announcer(self.machine, now, self.members)
-        self.evaluations, self._early = Evaluations(), Early[Metrics](EVALUATED)
-        for version, figures in self.machine.course.evaluations.results.items():  # shown by an earlier coordinator
+        self.evaluations, self._early, self._shown = Evaluations(), Early[Metrics](EVALUATED), Once(EVALUATED)
+        for version, figures in self.machine.course.evaluations.results.items():
             self.evaluations.add(self.announcer.config.steps_at(version), figures or {})
         self._agreement, self._claims, self._newcomers = Agreement(), Claims(), Newcomers.of(terms, now)
         self._sizes, self._orders = Sizes(now), Orders(now)
@@ -240,7 +240,6 @@ class CoordinatorShell:
                 if values and (known is None or agree(known, values)):  # the first figures count (I2)
                     step = self.announcer.config.steps_at(version)
                     self._early.keep(step, Metrics(step, values, generation), EVALUATED)
-                # Shown before the journal has it: the next coordinator does not show what the journal has
                 return [*acts, *self._count_early(), *self._drive(claim_of(hello.id, message))]
             case Applied():
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
@@ -273,9 +272,15 @@ class CoordinatorShell:
         return self.announcer.count_early(self._now) + [act for one in early for act in self._evaluated(one)]
 
     def _evaluated(self, message: Metrics) -> list[Act]:
-        """Add metrics to the version that they are of, unless their generation is stale or they are a repeat."""
+        """Add metrics to the version that they are of, unless their generation is stale or they are a repeat.
+
+        What an earlier coordinator has journalled, and perhaps not shown, is shown when its worker repeats it; readers
+        of the log know repeats (`watch.state`).
+        """
         tally = self.announcer.tally
-        if tally is None or not tally.counts(message.generation) or self.evaluations.has(message.step, message.values):
+        if tally is None or not tally.counts(message.generation):
+            return []
+        if not self._shown.is_new((message.step, message.generation, str(message.values))):
             return []
         figures = self.evaluations.add(message.step, message.values)
         return [*self._announce(message), Judge(message.step, figures)]

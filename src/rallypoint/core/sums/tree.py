@@ -119,7 +119,7 @@ class Forest:
     def covers(self, block: Block) -> bool:
         """True if a held block has every replica of `block`."""
         start, stop = block
-        return bool([0 for first, last in self._held.values() if first <= start and stop <= last])
+        return True in [first <= start and stop <= last for first, last in self._held.values()]
 
     def has(self, replica: int) -> bool:
         """True if a held block has this replica."""

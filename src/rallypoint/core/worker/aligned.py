@@ -96,7 +96,7 @@ class WorkerMachine(SlotMachine):
         return -1 if known < 0 else max(self.step + 1, known)
 
     def next_action(self) -> Action | None:
-        """The main thread's next action; None when it has to wait. Changes nothing."""
+        """The main thread's next action; None when it has to wait. Changes nothing that can be seen: see `is_owed`."""
         if self._initialise:
             return Initialise() if self._may_initialise else None
         if self.complete:

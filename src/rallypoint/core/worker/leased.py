@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rallypoint.core.deciding.decisions import is_due
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.slots import Action, Compute, Ended, Evaluate, Store
@@ -29,8 +30,8 @@ class LeasedVersion:
             return False
         if version == lease.version:
             return lease.holder == me
-        due = lease.version < version < lease.until and any(version % every == 0 for every in self.periods)
-        return due and view.lead(version) == me
+        passed = lease.version < version < lease.until and view.lead(version) == me
+        return passed and any(is_due(every, version, version - 1, ends=False) for every in self.periods)
 
     def due(self, view: View | None, action: Action | Store | Ended | None) -> Evaluate | None:
         """The version to evaluate now, where `action` would be next; None if there is none."""
