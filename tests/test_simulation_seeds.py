@@ -17,6 +17,8 @@ from rallypoint.testing.simulation.run import simulate
     (398387816, "inner-fragments:2"),  # the server that had applied the last round left, and its coordinator died
     (400100506, "inner-fragments:2"),  # a snapshot of the version before the one that buffers were restored at
     (833107095, "sync"),  # after a roll-back a third server counted as caught up that was none any more
+    (884002396, "decided"),  # a coordinator died after it had journalled a figure, and before it could show it
+    (875642006, "decided"),  # the same
 ])  # fmt: skip
 def test_a_seed_that_found_a_defect_ends_well(seed: int, policy: str) -> None:
     simulate(seed, parse_policy(policy))
