@@ -343,6 +343,6 @@ def test_the_lead_evaluates_what_it_passes_while_an_earlier_version_is_leased(
     assert leased.due(view, compute) == (Evaluate(8) if evaluates else None)
     assert leased.holds_back(view, compute) == (until == 8)
     leased.over(view.generation, 8)
-    leased.lost(4)  # the view has leased version 4 to another worker
+    leased.adopt(view, back=False)
     assert leased.due(view, compute) is None, "once"
     assert leased.due(view, Compute(9, 0)) is None, "no version that the model does not hold"

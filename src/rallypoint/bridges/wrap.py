@@ -21,7 +21,7 @@ from rallypoint.worker.loop.session import Job
 from rallypoint.worker.ranks.job import RankJob
 from rallypoint.worker.wrapped import OneSample, OwnRun, Replay, WrappedOptimizer
 
-_runs: list[OwnRun] = []  # of this process
+_runs: list[OwnRun] = []  # of this process, those that are not over
 
 
 class WrapSettings(TypedDict, total=False):
@@ -90,7 +90,7 @@ def wrap_in(
     replay = None if schedule is None else Replay(schedule)
     run = job.train(model, OneSample(), **told)
     assert isinstance(run, OwnRun)
-    _runs.append(run)
+    _runs[:] = [*(known for known in _runs if not known.released), run]
     run.seeded = seeded
     atexit.register(_script_ends, job, run)
     if not run.begin():

@@ -66,10 +66,17 @@ class LeasedVersion:
 
     def over(self, generation: ViewNumber, version: int) -> None:
         """It has evaluated that version, or nobody can any more."""
-        self._over = {one for one in self._over if one[0] == generation} | {(generation, version)}
+        self._over.add((generation, version))
 
-    def lost(self, version: int | None = None) -> None:
-        """What it said of an evaluation (None: of any) may not count, and is to be made again if a view says so: the
-        worker was given up, or another one has got the lease of that version: a coordinator whose journal was full may
-        have lost the result."""
-        self._over = {one for one in self._over if version is not None and one[1] != version}
+    def adopt(self, view: View, *, back: bool) -> None:
+        """A view is in force. What this worker said of an evaluation may not count, and is to be made again if a view
+        says so, where the worker was given up and came `back`, and where another one has got the lease of that version:
+        a coordinator whose journal was full may have lost the result."""
+        if back or (lease := view.lease) is None:
+            self._over.clear()
+            return
+        lost = lease.version if lease.holder != self._machine.me else None
+        self._over = {
+            (generation, version) for generation, version in self._over
+            if generation == view.generation and version >= lease.version and version != lost
+        }  # fmt: skip

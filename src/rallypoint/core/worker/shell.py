@@ -113,10 +113,7 @@ class WorkerShell:
             self.snapshots.rolled_back()
         # A worker that was given up and came back returns all of its codec states: another worker may have newer ones.
         back = before is not None and _came_back(self.machine.me, before, view)
-        if back or view.lease is None:
-            self.leased.lost()
-        elif view.lease.holder != self.machine.me:
-            self.leased.lost(view.lease.version)
+        self.leased.adopt(view, back=back)
         return [*effects, *self._keep_only(frozenset() if back else self.machine.keeps)]
 
     def link_up(self, server: str) -> list[Effect]:
