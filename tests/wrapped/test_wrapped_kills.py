@@ -41,7 +41,7 @@ for step in range(optimizer.position, STEPS):
             os.kill(os.getpid(), signal.SIGKILL)
         if "leave" in strikes:
             os.kill(os.getpid(), signal.SIGTERM)
-            while b'"workers":[]' not in Path("run/events.jsonl").read_bytes():  # else all steps may be over before it is
+            while b'"workers":[]' not in Path("run/events.jsonl").read_bytes():  # else all is over before
                 time.sleep(0.01)
     optimizer.step()
     if schedule is not None:
