@@ -31,9 +31,10 @@ WHY = "the loss of replica 0 at step 5 is nan"
 ENDED = [Abort(f"w0: {WHY}")]
 
 
-def at_step_5(*, heartbeat: float = 1.0, **settings: Any) -> _Job:
+def at_step_5(*, heartbeat: float = 1.0, workers: Sequence[str] = ("w0", "w1"), **settings: Any) -> _Job:
     """Steps 0 to 4 are complete, and so is version 5."""
-    job = _begun(_terms(snapshots=True, heartbeat=heartbeat), record=_record(**settings))
+    terms = _terms(workers=len(workers), snapshots=True, heartbeat=heartbeat)
+    job = _begun(terms, ("s0", "s1", *workers), _record(**settings))
     for step in range(5):
         job.step(step)
         job.play(*(Applied(s, step, job.view.generation) for s in ("s0", "s1")))
@@ -260,7 +261,7 @@ def test_workers_that_hold_the_state_store_it_without_the_one_that_failed() -> N
 
 
 def torn(job: _Job, member: str = "w0", version: int = 5) -> list[Effect]:
-    return job.play(Failed(member, WHY, version, job.view.generation, torn=True))
+    return job.play(Failed(member, WHY, version, job.view.generation, sent="some"))
 
 
 def test_others_compute_what_a_worker_owes_that_failed_in_a_backward_pass_and_no_later_step() -> None:
@@ -290,7 +291,7 @@ def test_what_nobody_can_compute_any_more_is_not_waited_for() -> None:
     job = at_step_5()
     capture = asked(torn(job))
     job.play(SnapshotLost(capture.snapshot, "s1: too late", 6))
-    effects = job.play(Failed("w1", "the same", 5, job.view.generation, torn=True))
+    effects = job.play(Failed("w1", "the same", 5, job.view.generation, sent="some"))
     assert _of(Abort, effects) == ENDED
     (said,) = _of(Say, effects)
     assert said.text.startswith("the newest version is not stored: w0 has failed in the middle of a backward pass")
@@ -305,6 +306,48 @@ def test_others_compute_what_a_failed_worker_owes_that_is_gone_before_the_shards
     assert _of(Publish, job.play(before)) == []
     (published,) = _of(Publish, job.play(after))
     assert (published.view.paused, published.view.assigned(5)) == (6, {"w1": (0, 1, 2, 3)})
+
+
+def sent_all(job: _Job, member: str = "w0") -> list[Effect]:
+    return job.play(Failed(member, WHY, 5, job.view.generation, sent="all"))
+
+
+def test_the_version_that_a_failed_worker_has_sent_all_for_is_stored_though_no_shard_has_it_yet() -> None:
+    job = at_step_5()
+    capture = asked(sent_all(job))
+    assert capture.version == 6
+    assert sent_all(job, "w1") == [], "it has sent all too: the version comes"
+    assert _of(Capture, job.play(Left("w0", "it has ended"), Left("w1", "it has ended"))) == [], "they have it"
+    assert _of(Abort, job.store(capture)) == ENDED
+
+
+def test_where_that_version_cannot_be_made_the_one_before_is_stored() -> None:
+    """All workers run the same script, so the others fail soon too."""
+    job = at_step_5()
+    sent_all(job)
+    capture = asked(job.play(Failed("w1", "the same", 5, job.view.generation)))
+    assert capture.version == 5
+    assert _of(Abort, job.store(capture)) == ENDED
+
+
+def test_where_others_are_too_slow_for_that_version_the_one_before_is_stored() -> None:
+    job = at_step_5()
+    sent_all(job)
+    effects: list[Effect] = []
+    while not _of(Capture, effects):
+        assert _of(Abort, effects) == []
+        effects = job.tick(1.0)
+    assert asked(effects).version == 5
+    late = job.play(SnapshotLost(asked(effects).snapshot, "s1: too late", 6))
+    assert _of(Abort, late) == ENDED
+    assert [said.text for said in _of(Say, late)][-1].startswith("the newest version is not stored: others cannot")
+
+
+def test_what_a_lost_worker_owes_of_that_version_is_computed_by_one_that_has_not_failed() -> None:
+    job = at_step_5(workers=("w0", "w1", "w2"))
+    sent_all(job)
+    (published,) = _of(Publish, job.play(Left("w1", "killed")))
+    assert (published.view.paused, published.view.assigned(5)) == (6, {"w2": (0, 1, 2, 3)})
 
 
 def test_the_next_coordinator_lets_others_compute_it_too() -> None:

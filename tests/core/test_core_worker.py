@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rallypoint.core.cadence import TOGETHER, Cadence, Period
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.core.worker.aligned import WorkerMachine, is_torn, unapplied
+from rallypoint.core.worker.aligned import WorkerMachine, sent_of, unapplied
 from rallypoint.core.worker.slots import (
     Arriving,
     Assisted,
@@ -226,21 +226,21 @@ def test_a_slot_may_not_be_filled_again_before_its_gradient_has_left() -> None:
     assert bench.machine.slots.unsent == []
 
 
-def test_a_step_is_torn_while_some_shards_have_all_that_this_worker_owes_them_and_others_have_not() -> None:
+def test_a_worker_knows_whether_some_or_all_shards_have_what_it_owes_them() -> None:
     bench = _at_step_0(2, [0, 1])
-    assert (is_torn(bench.machine), unapplied(bench.machine)) == (False, [])
+    assert (sent_of(bench.machine), unapplied(bench.machine)) == ("none", [])
     bench.compute()
-    assert (is_torn(bench.machine), unapplied(bench.machine)) == (False, [0, 1]), "no shard has all replicas"
+    assert (sent_of(bench.machine), unapplied(bench.machine)) == ("none", [0, 1]), "no shard has all replicas"
     bench.begin()
     bench.fill(0)
-    assert is_torn(bench.machine)
+    assert sent_of(bench.machine) == "some"
     bench.handle(LinkLost("s0"))
-    assert (is_torn(bench.machine), unapplied(bench.machine)) == (False, [1]), "what s0 was sent may be lost"
+    assert (sent_of(bench.machine), unapplied(bench.machine)) == ("none", [1]), "what s0 was sent may be lost"
     bench.handle(LinkUp("s0"))
     bench.handle(ReplicaAbandoned())
     bench.compute()
     bench.compute()
-    assert (is_torn(bench.machine), unapplied(bench.machine)) == (False, [0, 1])
+    assert (sent_of(bench.machine), unapplied(bench.machine)) == ("all", [0, 1])
     bench.arrive(0, 1)
     assert unapplied(bench.machine) == [1]
     bench.arrive(1, 1)

@@ -41,7 +41,8 @@ for step in range(optimizer.position, STEPS):
             os.kill(os.getpid(), signal.SIGKILL)
         if "leave" in strikes:
             os.kill(os.getpid(), signal.SIGTERM)
-            while b'"workers":[]' not in Path("run/events.jsonl").read_bytes():  # else all is over before
+            # one is the first view; without the wait all may be over before it is replaced
+            while Path("run/events.jsonl").read_bytes().count(b'"workers":[]') < 2:
                 time.sleep(0.01)
     optimizer.step()
     if schedule is not None:

@@ -179,7 +179,7 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.Evaluated(sender, version, generation, values)
         case Done(generation=generation, version=version):
             return cluster_events.Done(sender, generation, version)
-        case GiveUp(reason=reason, version=version, generation=generation, torn=torn):
-            return cluster_events.Failed(sender, reason, version, generation, torn)
+        case GiveUp(reason=reason, version=version, generation=generation, sent=sent):
+            return cluster_events.Failed(sender, reason, version, generation, sent)
         case _:
             raise AssertionError(f"a message that nobody takes: {message}")

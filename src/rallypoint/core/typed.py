@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -20,6 +20,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 MOST_NORM = 1e300
 Norm = Annotated[float, msgspec.Meta(ge=0.0, le=MOST_NORM)]
 Replicas = Annotated[tuple[Index, ...], msgspec.Meta(max_length=1 << 16)]
+HasSent = Literal["none", "some", "all"]  # which shards have all that a worker owes them at a step
 
 
 def can_name(text: str) -> bool:

@@ -18,6 +18,7 @@ from rallypoint.core.typed import (
     MOST_MEMBERS,
     MOST_METRICS,
     Count,
+    HasSent,
     Index,
     Name,
     Norm,
@@ -400,13 +401,13 @@ class GiveUp(Shown, frozen=True):
     """This member cannot continue. `reason` is a sentence.
 
     `version` is the newest that it has in this `generation`; 0: none, or a server cannot vouch for its shards any more.
-    `torn`: a worker has sent some shards all that they need of it at that step, and others not.
+    `sent`: which shards a worker has sent all that they need of it at that step.
     """
 
     reason: str
     version: Index = 0
     generation: ViewNumber = ViewNumber()
-    torn: bool = False
+    sent: HasSent = "none"
 
 
 class Reached(AnyMessage, frozen=True):

@@ -152,7 +152,7 @@ class OwnRun(Run):
     def give_up(self, reason: str) -> None:
         """The script ends before the job: nobody else can compute its replica."""
         end = self._exchange.end
-        self._parts.coordinator.send(GiveUp(reason, max(0, self.position), end.generation, torn=end.torn))
+        self._parts.coordinator.send(GiveUp(reason, max(0, self.position), end.generation, sent=end.sent))
         end.wait_until_applied()
 
     def trains(self, model: torch.nn.Module) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.deciding.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
+from rallypoint.core.typed import HasSent
 from rallypoint.core.view import Member, Stop, ViewNumber
 
 
@@ -187,13 +188,13 @@ class Unlinked:
 @dataclass(frozen=True, slots=True)
 class Failed:
     """A member cannot go on and says why: the job ends, if the member has a part in it. In `generation` it has got
-    `version`, if that is not 0. `torn`: a worker has contributed to some shards at that step, and to others not."""
+    `version`, if that is not 0. `sent`: the shards to which a worker has contributed all that it owes at that step."""
 
     member: str
     reason: str
     version: int = 0
     generation: ViewNumber = field(default_factory=ViewNumber)
-    torn: bool = False
+    sent: HasSent = "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.deciding.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
+from rallypoint.core.typed import HasSent
 from rallypoint.core.view import Stop, View
 
 
@@ -36,14 +37,15 @@ class Failing(msgspec.Struct, frozen=True):
     """The job ends because `member` has failed, for this `reason`, once the newest `version` is stored.
 
     `holds`: it is a server that has failed because of a step, and it can still store the version that it holds.
-    `torn`: the step at which it, a worker, has contributed to some shards and to others not; -1: there is none.
+    `step`: the one at which it, a worker, has contributed to the shards that `sent` says; -1: there is none.
     """
 
     member: str
     reason: str
     version: int
     holds: bool = False
-    torn: int = -1
+    step: int = -1
+    sent: HasSent = "none"
 
     @property
     def word(self) -> Abort:

@@ -23,6 +23,7 @@ from rallypoint.core.audits.duties import AuditDuties, Duties
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.sums.presum import Part
 from rallypoint.core.sums.tree import leaf
+from rallypoint.core.typed import HasSent
 from rallypoint.core.view import View
 from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.scan import Unanimity
@@ -369,12 +370,14 @@ def unapplied(machine: SlotMachine) -> list[int]:
     return sorted(shard for shard in machine.presum.sent if machine._versions.newest[shard] <= machine.step)
 
 
-def is_torn(machine: SlotMachine) -> bool:
-    """True if some shards have all that this worker owes them at the step in progress, and others have not."""
+def sent_of(machine: SlotMachine) -> HasSent:
+    """Which shards have all that this worker owes them at the step in progress."""
     if not isinstance(machine, WorkerMachine):
-        return False
+        return "none"
     owed = {s for s in range(machine.shards) if any(owes(machine, s, replica) for replica in machine.assigned)}
-    return bool(owed) and not machine.presum.sent <= owed
+    if machine.presum.sent <= owed:
+        return "none"
+    return "some" if owed else "all"
 
 
 def is_between(machine: SlotMachine, before: View, view: View) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+from rallypoint.core.typed import HasSent
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
-from rallypoint.core.worker.aligned import is_torn, unapplied
+from rallypoint.core.worker.aligned import sent_of, unapplied
 from rallypoint.core.worker.ending import End
 from rallypoint.errors import RallypointError
 from rallypoint.worker.exchange.locked import LockedShell, Rewound
@@ -69,10 +70,10 @@ class JobEnd:
 
 
     @property
-    def torn(self) -> bool:
-        """True if of the step in progress some shards have all that they need of this worker, and others have not."""
+    def sent(self) -> HasSent:
+        """Which shards have all that they need of this worker at the step in progress."""
         with self._locked.changed:
-            return is_torn(self._shell.machine)
+            return sent_of(self._shell.machine)
 
     def wait_until_applied(self) -> None:
         """The script has failed: keep the links until what this worker has sent is in a version, or the job is over.

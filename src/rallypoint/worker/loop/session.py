@@ -368,7 +368,7 @@ class Job(Member):
         own = self._exchange
         if self._run is not None and self._group is None:  # else no rank may send alone
             self._run.left_loop.fails()
-        self._link.send(GiveUp(reason, max(0, exchange.step), generation, torn=own is not None and own.end.torn))
+        self._link.send(GiveUp(reason, max(0, exchange.step), generation, sent="none" if own is None else own.end.sent))
         if own is not None:
             own.end.wait_until_applied()
 

@@ -25,12 +25,12 @@ class LastSnapshot:
         begin -> phase FAILING, Capture -> all parts stored, Commit -> committed -> Abort
               \\-> Abort, if there is nothing to store      \\-> a writer is lost, no file comes, released -> Abort
 
-    No version can follow the one that the servers hold, because the failed member's contributions do not come. Which
-    version that is, is not certain: the servers' reports may be on their way. So a shard that is past the version asked
-    for names its own, and that one is asked for. The other shards come there too: a worker that fails stays until what
-    it has sent is applied. If it has sent only a part of the step (it failed in the middle of a backward pass), or is
-    gone too early, other workers compute its replicas of that step, and no later one. The store may be slow: as long
-    as files come, the end waits.
+    The last version is the one of the step at which a worker has failed, or the next one if it has sent every shard all
+    that it owes at that step. Servers' reports may be on their way, so a shard that is past the version asked for names
+    its own, and that one is asked for. The other shards come there too: a worker that fails stays until what it has
+    sent is applied. If it has sent only some shards theirs (it failed in the middle of a backward pass), or is gone too
+    early, other workers compute its replicas of that step, and no later one. If they cannot, and no shard is known to
+    have the update, the version before it is stored. The store may be slow: as long as files come, the end waits.
     """
 
     course: Course
@@ -38,7 +38,9 @@ class LastSnapshot:
     succession: Succession
     _writers: frozenset[str] = frozenset()
     _lost: set[str] = field(default_factory=set)  # the workers that may not have contributed all that they owe
-    _differ: bool = False  # some shards were further than others
+    _whole: set[str] = field(default_factory=set)  # the failed workers that have contributed all
+    _differ: bool = False  # some shards were further than others, or the version that is stored has to be made yet
+    _before: bool = False  # the version before the one that a worker has sent all for is stored: that one does not come
     _until: float = 0.0  # the time (s) up to which a new coordinator waits for the members of a failing job
     _news: float = 0.0  # the time (s) of the last file, or of the failure
 
@@ -48,8 +50,8 @@ class LastSnapshot:
         if course.failing is not None:
             return self.again()  # the job fails already: an earlier coordinator said so
         holds = failed.version > 0 and failed.member in course.members.servers
-        torn = failed.version if failed.torn else -1
-        course.failing = Failing(failed.member, failed.reason, self._newest(failed), holds, torn)
+        step = -1 if failed.sent == "none" else failed.version
+        course.failing = Failing(failed.member, failed.reason, self._newest(failed), holds, step, failed.sent)
         return self._begin(course.failing)
 
     def _begin(self, failing: Failing) -> list[Effect]:
@@ -59,8 +61,9 @@ class LastSnapshot:
             return self.end()
         self._writers, course.phase = frozenset(writers), Phase.FAILING
         away = member not in course.members or member in course.members.awaited
-        self._lost |= {member} if failing.torn >= 0 or away else set()
-        self._differ = 0 <= failing.torn < version
+        self._lost |= {member} if failing.sent == "some" or away else set()
+        self._whole |= {member} if failing.sent == "all" else set()
+        self._differ = 0 <= failing.step < version
         course.changed()
         self._news = course.now
         said = Hold(f"{member} has failed; storing the newest version before the job ends (Ctrl-C ends it now)")
@@ -85,7 +88,7 @@ class LastSnapshot:
             case events.Tick(now=now):
                 course.now = now
                 patience = self._patience
-                return self._without(f"no file came for {patience:.0f} s") if now > self._news + patience else []
+                return self._stuck(f"no file came for {patience:.0f} s") if now > self._news + patience else []
             case events.Captured(server=server, snapshot=snapshot, shards=shards):
                 if self.snapshots.shards_to_store(server, snapshot).intersection(shards):
                     self._news = course.now
@@ -108,6 +111,9 @@ class LastSnapshot:
                 return []
             case events.Left(member=member) if member in self._writers:
                 return self._without(f"{member}, which held it, has ended too")
+            case events.Failed(member=member, sent="all"):
+                self._whole.add(member)
+                return []
             case events.Failed(member=member) | events.Left(member=member) if member in course.members.workers:
                 self._lost.add(member)
                 return self._without_lost() if self._differ else []
@@ -116,6 +122,8 @@ class LastSnapshot:
 
     def _further(self, version: int) -> list[Effect]:
         """A shard is at `version` already: store that one, to which the other shards come too."""
+        if self._before:
+            return self._without("others cannot compute what is missing of it")
         self._differ = True
         return [*self.snapshots.capture(version, sorted(self._writers)), *self._without_lost()]
 
@@ -124,15 +132,24 @@ class LastSnapshot:
         course, taking = self.course, self.snapshots.duty.taking
         if course.failing is None or taking is None or not taking.missing or not self._lost:
             return []
-        course.members.leaving |= self._lost & course.members.workers.keys()
+        course.members.leaving |= (self._lost | {course.failing.member}) & course.members.workers.keys()
         if published := self.succession.ends_before(taking.version):
             return published
-        if course.failing.torn < 0:
-            return []
-        return self._without(
+        if course.failing.sent == "none" or self._lost <= self._whole:
+            return []  # who has sent all leaves when that is applied
+        return self._stuck(
             f"{course.failing.member} has failed in the middle of a backward pass, so some shards have that step's "
             "update and others not, and no other worker is here that could compute it"
         )
+
+    def _stuck(self, why: str) -> list[Effect]:
+        """The version that is asked for does not come: store the one before, if the failed worker spoke of that one."""
+        course, taking = self.course, self.snapshots.duty.taking
+        assert course.failing is not None
+        if course.failing.sent != "all" or taking is None or self._before or course.failing.step != taking.version - 1:
+            return self._without(why)
+        self._before, self._differ, self._news = True, False, course.now
+        return self.snapshots.capture(course.failing.step, sorted(self._writers))
 
     def end(self) -> list[Effect]:
         """End the job with the failure that it has."""
@@ -156,11 +173,15 @@ class LastSnapshot:
         """The newest version that is known to exist.
 
         The failed member may have got one whose servers' word of it is still on its way, over another connection. As a
-        report, its own word proves at most one step after what is known.
+        report, its own word proves at most one step after what is known. If it has sent all that it owes at that step,
+        one more can be made.
         """
-        course, claimed = self.course, failed.version if self.course.is_current(failed.generation) else 0
-        most = course.known + 1 if course.record is None else min(course.known + 1, course.record.rounds)
-        return max(course.known, min(claimed, most))
+        course = self.course
+        if not course.is_current(failed.generation):
+            return course.known
+        has = max(course.known, min(failed.version, course.known + 1))
+        newest = has + 1 if failed.sent == "all" and failed.version == has else has
+        return newest if course.record is None else min(newest, course.record.rounds)
 
     def _may_store(self, member: str) -> bool:
         """True if all shards come to rest at one version, and the servers alone can store it."""
