@@ -48,7 +48,7 @@ RETIRED_NAMES: dict[str, str] = {}
 
 MODE_READERS = {
     "core/job.py": "which version of a shard a snapshot holds, and what the job's mode supports",
-    "core/deciding/decisions.py": "no mode of a job: torch's word for whether the lowest figure is the best",
+    "core/decisions.py": "no mode of a job: torch's word for whether the lowest figure is the best",
     "core/cluster/strategies.py": "picks the strategies of the coordinator's machine",
     "core/worker/factory.py": "picks a worker's machine, and its part in snapshots",
     "coordinator/progress.py": "picks the tally of steps",

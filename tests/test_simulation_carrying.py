@@ -6,7 +6,7 @@ import pytest
 
 from rallypoint.core.aggregator.sums import BlockSum
 from rallypoint.core.policy import AllReduce, Sync
-from rallypoint.core.shard.plan import Plan
+from rallypoint.core.shard.server import Plan
 from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.testing.simulation.failures.played import played_by
 from rallypoint.testing.simulation.plan import make_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.core.keys.machine import Line
+from rallypoint.core.keys import Line
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.testing.simulation.failures.played import played_by
 from rallypoint.testing.simulation.plan import make_plan

@@ -16,11 +16,11 @@ from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, 
 from rallypoint.coordinator.recording.comparable import Comparable, of_threads
 from rallypoint.coordinator.recording.samples import Samples
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.deciding.decisions import reductions_at
+from rallypoint.core.decisions import reductions_at
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
 from rallypoint.core.schedule import rate_at
-from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards, pieces_of
+from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
 from rallypoint.core.view import View
 from rallypoint.net.handshake import LAUNCHER
 from rallypoint.net.messages import (

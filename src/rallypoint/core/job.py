@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.core.cadence import Cadence
-from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules
+from rallypoint.core.decisions import KeepBest, ReduceOnPlateau, Rules
 from rallypoint.core.layout import Layout, first_difference
 from rallypoint.core.modes import Feature, ModeName, ModeTraits, Pace, refusal, why_not
 

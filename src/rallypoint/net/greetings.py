@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rallypoint.core.topology.told import Mbit
+from rallypoint.core.plan.topology import Mbit
 from rallypoint.core.typed import LONGEST_TEXT
 from rallypoint.core.view import ViewNumber
 from rallypoint.observe.lines import printable

@@ -8,12 +8,12 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from rallypoint.core.deciding.decisions import StopWhen
+from rallypoint.core.decisions import StopWhen
 from rallypoint.core.job import JobRecord
-from rallypoint.core.sums.digests import DIGEST_BYTES
+from rallypoint.core.sums import DIGEST_BYTES
 from rallypoint.core.typed import MOST_MEMBERS, MOST_METRICS, Count, Index, Name, Norm, Replicas, Seconds
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.views.difference import ViewDifference
+from rallypoint.core.view_difference import ViewDifference
 from rallypoint.errors import ProtocolError
 from rallypoint.net.greetings import AnyMessage, Hidden, Secret, Shown
 from rallypoint.net.greetings import Challenge as Challenge

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-from rallypoint.core.tuning.port import Sent
+from rallypoint.core.plan.port import Sent
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
 from rallypoint.net.places.binding import socket_for
 from rallypoint.net.sampling.kernel import (

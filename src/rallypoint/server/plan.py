@@ -8,7 +8,7 @@ from rallypoint.config import JobConfig, audits_of, cadence_of
 from rallypoint.core.layout import Shard, carried_in
 from rallypoint.core.policy import Sync
 from rallypoint.core.shard.clip import Rule
-from rallypoint.core.shard.plan import Plan
+from rallypoint.core.shard.server import Plan
 
 
 def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:

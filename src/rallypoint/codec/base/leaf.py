@@ -1,10 +1,10 @@
-"""The digest of a contribution that is in memory as a tensor: see `core.sums.digests`."""
+"""The digest of a contribution that is in memory as a tensor: see `core.sums`."""
 
 from __future__ import annotations
 
 import torch
 
-from rallypoint.core.sums.digests import leaf_digest
+from rallypoint.core.sums import leaf_digest
 
 
 def digest_of(gradient: torch.Tensor, weight: float = 1.0) -> bytes:

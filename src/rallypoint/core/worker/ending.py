@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.worker.machine import SlotMachine
+from rallypoint.core.worker.slots import Action, Compute, Ended, Evaluate, Store
 
 End = tuple[ViewNumber, int]
 Reached = tuple[ViewNumber, int]
@@ -82,3 +84,57 @@ class Reaching:
     def again(self) -> None:
         """Say it once more: it may have been lost."""
         self._said = None
+
+
+# What a worker's views say of evaluations: which version it is to evaluate now, and whether it has to wait for one.
+
+
+class LeasedVersion:
+    """Says when the version whose lease the view gives to this worker is to be evaluated.
+
+    A worker that stands by begins at once, also if that version does not exist yet, and stops when there is something
+    else to do. A worker that trains does it before its next replica, as soon as its own model has come to that version.
+    """
+
+    def __init__(self, machine: SlotMachine) -> None:
+        self._machine = machine
+        self.evaluates = False  # the script has evaluations: nothing is computed before a view says how far
+        self._over: tuple[ViewNumber, int] | None = None  # the generation and version that it has seen to
+
+    def due(self, view: View | None, action: Action | Store | Ended | None) -> Evaluate | None:
+        """The version to evaluate now, where `action` would be next; None if there is none."""
+        if view is None or (lease := view.lease) is None or lease.holder != self._machine.me:
+            return None
+        if self._over == (view.generation, lease.version) or not (action is None or isinstance(action, Compute)):
+            return None
+        waits = self._machine.takes_part and self._machine.step < lease.version
+        return None if waits else Evaluate(lease.version)
+
+    def holds_back(self, view: View | None, action: Action | Store | Ended | None) -> bool:
+        """True if this replica may not be computed yet: see `Lease.until`, `View.paused` and `View.handover`."""
+        if not isinstance(action, Compute) or view is None:
+            return False
+        if any(before is not None and action.step >= before for before in (view.paused, view.handover)):
+            return True
+        return self.evaluates if view.lease is None else action.step >= view.lease.until
+
+    def awaited(self, view: View) -> str:
+        """A phrase for what a worker waits for which is held back."""
+        if view.paused is not None:
+            return f"the operator, who has paused the job before step {view.paused}"
+        if view.handover is not None:
+            return f"shards to move to other servers before step {view.handover}"
+        if (lease := view.lease) is None:
+            return "the coordinator to say who evaluates"
+        if lease.until <= lease.version:  # what is decided counts from a later one on
+            return f"a snapshot of step {lease.until} to begin, because it is evaluated"
+        return f"the evaluation of step {lease.version} by {lease.holder or 'a worker'}, before step {lease.until}"
+
+    def over(self, generation: ViewNumber, version: int) -> None:
+        """It has evaluated that version, or nobody can any more."""
+        self._over = (generation, version)
+
+    def lost(self) -> None:
+        """What it said of an evaluation may not count, and is to be made again if a view says so: the worker was given
+        up, or another one has got the lease: a coordinator whose journal was full may have lost the result."""
+        self._over = None

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Protocol
 
-from rallypoint.core.tuning.port import PortPacer, Sent
+from rallypoint.core.plan.port import PortPacer, Sent
 from rallypoint.net.transport import LEAST_PACE
 
 log = logging.getLogger("rallypoint")

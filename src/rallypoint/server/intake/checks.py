@@ -11,7 +11,7 @@ from rallypoint.codec.state import ShardCodecStates
 from rallypoint.config import of_group
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.clip import Measure
-from rallypoint.core.sums.tree import Block, is_block
+from rallypoint.core.sums import Block, is_block
 from rallypoint.errors import DamagedSnapshot, ProtocolError
 from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, SKIP, Header, Kind
 from rallypoint.server.intake.job import ServerJob

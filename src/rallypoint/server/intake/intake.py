@@ -12,9 +12,9 @@ from functools import partial
 
 from rallypoint.codec.base.rows import check_gradient, decode_ids
 from rallypoint.codec.shards import ShardCodecs
-from rallypoint.core.audits.choice import Audits
+from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
-from rallypoint.core.sums.digests import leaf_digest
+from rallypoint.core.sums import leaf_digest
 from rallypoint.errors import ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind

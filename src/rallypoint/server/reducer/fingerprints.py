@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rallypoint.codec.base.leaf import digest_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.shard.links import Fence
-from rallypoint.core.sums.digests import pieces_of
+from rallypoint.core.sums import pieces_of
 from rallypoint.net.messages import Message, Updated
 from rallypoint.server.shards.held import HeldShard
 from rallypoint.server.shards.owned import OwnedShard

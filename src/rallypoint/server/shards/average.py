@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rallypoint.core.average import EMA, Average, takes
+from rallypoint.core.optimizer import EMA, Average, takes
 from rallypoint.store.record import AVERAGE, AVERAGED
 
 

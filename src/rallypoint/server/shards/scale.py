@@ -8,7 +8,7 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Entry, Shard
-from rallypoint.core.loss_scale import ENTRY
+from rallypoint.core.optimizer import ENTRY
 
 
 class ScaleWords:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rallypoint.core.sums.presum import Part
+from rallypoint.core.sums import Part
 from rallypoint.core.view import View
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for

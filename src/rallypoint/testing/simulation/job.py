@@ -13,7 +13,7 @@ import msgspec
 from rallypoint.codec.spec import CodecSpec, Raw, has_state
 from rallypoint.config import Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
-from rallypoint.core.deciding.decisions import Rules
+from rallypoint.core.decisions import Rules
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Holder

@@ -11,7 +11,7 @@ import msgspec
 
 from rallypoint.codec.spec import TopK, has_state
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
+from rallypoint.core.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob

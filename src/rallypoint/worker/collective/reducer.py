@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rallypoint.core.sums.scripts import EndedScripts
+from rallypoint.core.sums import EndedScripts
 from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.slots import Effect, Filled
 from rallypoint.errors import JobAborted, UsageError

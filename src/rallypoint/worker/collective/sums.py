@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rallypoint.config import record_of, resolve
 from rallypoint.core.optimizer import Sum as SumOfAll
-from rallypoint.core.sums.scripts import EndedScripts
+from rallypoint.core.sums import EndedScripts
 from rallypoint.errors import ConfigError, JobAborted, UsageError
 from rallypoint.net.sampling.messages import ScriptAt
 from rallypoint.worker.collective.pieces import layout_of

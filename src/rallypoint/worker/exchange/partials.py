@@ -1,4 +1,4 @@
-"""The memory of a worker that adds up its replicas before it sends them (core/sums/presum.py decides what)."""
+"""The memory of a worker that adds up its replicas before it sends them (core/sums.py decides what)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rallypoint.core.sums.presum import Part
+from rallypoint.core.sums import Part
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from rallypoint.codec.base.payload import all_finite
 from rallypoint.codec.base.rows import decode_gradient
 from rallypoint.core.layout import Layout
-from rallypoint.core.sums.presum import Part
+from rallypoint.core.sums import Part
 from rallypoint.core.worker import slots as machine
 from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, Header, Kind, wants
 from rallypoint.net.outbox import Rank

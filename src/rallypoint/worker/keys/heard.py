@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rallypoint.core.keys import machine
+from rallypoint.core import keys as machine
 from rallypoint.core.worker.links import LinkTable
 from rallypoint.worker.keys.answers import Answers
 

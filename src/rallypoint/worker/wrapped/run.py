@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from rallypoint.core.assignment.pinned import lost_place, lost_step
+from rallypoint.core.placing.pinned import lost_place, lost_step
 from rallypoint.core.view import View
 from rallypoint.data.randomness import seed_everything, untouched
 from rallypoint.errors import StartAgain, UsageError

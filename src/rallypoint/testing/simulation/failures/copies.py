@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.placing.between import settled
+from rallypoint.core.cluster.succession import nothing_on_its_way
 from rallypoint.core.view import View
 
 LOSS = "a server was lost, and its shards' new backups are being filled"
@@ -59,7 +59,7 @@ class CopiesWatch:
             elif shard not in self._why and before is not None:
                 self._why[shard] = why = self._reason(shard, before, view, machine)
                 self.windows[why] += 1
-        self._view, self._whole, self._settled = view, whole, settled(course)
+        self._view, self._whole, self._settled = view, whole, nothing_on_its_way(course)
 
     def _lost(self, view: View, machine: ClusterMachine) -> list[int]:
         """The shards of `view` that no server holds any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from rallypoint.core.keys.machine import NEWEST
+from rallypoint.core.keys import NEWEST
 from rallypoint.core.view import View
 from rallypoint.net.messages import Beat, GiveUp
 from rallypoint.testing.simulation.keys.job import KeyedJob

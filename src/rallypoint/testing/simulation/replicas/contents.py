@@ -29,7 +29,7 @@ def combine(*parts: int) -> int:
 
 
 def tree(contents: list[int]) -> int:
-    """What the sum of all replicas' contributions is: see core/sums/tree.py, which this does not use."""
+    """What the sum of all replicas' contributions is: see core/sums.py, which this does not use."""
     if len(contents) == 1:
         return contents[0]
     middle = 1 << (len(contents) - 1).bit_length() - 1

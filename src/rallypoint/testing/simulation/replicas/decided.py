@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rallypoint.core.deciding.decisions import Decided, Rules, reductions_at
+from rallypoint.core.decisions import Decided, Rules, reductions_at
 from rallypoint.core.view import View
 
 

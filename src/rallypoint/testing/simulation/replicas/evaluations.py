@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rallypoint.core.deciding.decisions import is_due
+from rallypoint.core.decisions import is_due
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.slots import Evaluate
 from rallypoint.net.messages import Evaluated, Evaluates, Message

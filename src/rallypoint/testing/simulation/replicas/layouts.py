@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from rallypoint.core.layout import Layout, Shard, TensorSpec, carried_by
-from rallypoint.core.table import Part
+from rallypoint.core.layout import Layout, Part, Shard, TensorSpec, carried_by
 
 
 def layout_of(
