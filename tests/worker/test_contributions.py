@@ -12,7 +12,7 @@ import torch
 from rallypoint.codec.base.leaf import digest_of
 from rallypoint.config import resolve
 from rallypoint.coordinator.claims import Claims
-from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints
+from rallypoint.coordinator.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints
 from rallypoint.core.sums import DIGEST_BYTES, pieces_of
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ConfigError

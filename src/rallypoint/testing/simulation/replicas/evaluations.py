@@ -12,7 +12,7 @@ from rallypoint.testing.simulation.coordinator import Outcome, SimulatedCoordina
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.replicas.contents import Content
-from rallypoint.testing.simulation.replicas.decided import figure_of
+from rallypoint.testing.simulation.replicas.script import figure_of
 
 
 class SimulatedEvaluations:

@@ -95,5 +95,3 @@ class CopiesWatch:
             f"shard {shard} on {before.primary[shard]} and {before.backup[shard]} in view {before.number} has one copy "
             f"in view {view.number}, on {view.primary[shard]}, although both servers are here"
         )
-
-

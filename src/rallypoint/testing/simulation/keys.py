@@ -2,21 +2,171 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
+from rallypoint.config import JobConfig
 from rallypoint.core.keys import NEWEST
-from rallypoint.core.view import View
+from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.net import frames
+from rallypoint.net.frames import Header, Kind
 from rallypoint.net.messages import Beat, GiveUp
-from rallypoint.testing.simulation.keys.job import KeyedJob
-from rallypoint.testing.simulation.keys.links import Named, SimulatedKeyLinks
+from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import Membership
-from rallypoint.testing.simulation.network import Node, World
+from rallypoint.testing.simulation.network import Node, SimulatedLink, World
 from rallypoint.testing.simulation.replicas.contents import Content
+from rallypoint.worker.exchange.link import Receiver
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.keys.answers import Asked
 from rallypoint.worker.keys.exchange import KeyExchange
 from rallypoint.worker.keys.futures import LOOK_AGAIN_S
+from rallypoint.worker.keys.heard import KeysHeard
+
+if TYPE_CHECKING:
+    from rallypoint.testing.simulation.plan import Plan
+
+
+# A simulated store: keys of one shard or several, each of which goes on by itself.
+
+
+@dataclass(frozen=True)
+class KeyedJob(SimulatedJob):
+    """Like SimulatedJob; shard i is a piece of key i modulo `keys`.
+
+    What is pushed to a piece depends on that piece alone: after a roll-back the pieces of a key have versions of their
+    own.
+    """
+
+    keys: int = 1
+
+    @cached_property
+    def config(self) -> JobConfig:
+        """The settings that a real job of this kind has."""
+        return msgspec.structs.replace(super().config, keyed=True)
+
+    def shards_of(self, key: int) -> list[int]:
+        """The shards of a key."""
+        return list(range(key, self.shards, self.keys))
+
+    def pushed(self, shard: int, step: int, contributor: int, pulled: Content) -> Content:
+        """What a contributor pushes to a shard, when `pulled` is its value."""
+        return self.gradient(shard, step, contributor, (pulled,))
+
+    def _finished(
+        self, shard: int, step: int, model: Iterable[Content], residuals: dict[tuple[int, int], int],
+        inner: dict[int, int],
+    ) -> Content:  # fmt: skip
+        pulled = list(model)[shard]
+        return self._summed([self.pushed(shard, step, one, pulled) for one in range(self.replicas)])
+
+
+def with_keys(job: SimulatedJob, keys: int) -> KeyedJob:
+    """The same job as a store of so many keys."""
+    given = {field.name: getattr(job, field.name) for field in fields(job) if field.init}
+    return KeyedJob(**given, keys=keys)
+
+
+# A store's links in the simulation: frames of the real exchange become messages with names in place of bytes.
+
+
+class Named(bytearray):
+    """A name in place of bytes."""
+
+    content: Content = None
+
+    @classmethod
+    def of(cls, content: Content) -> Named:
+        """No bytes, with this name."""
+        named = cls()
+        named.content = content
+        return named
+
+
+class _Link:
+    """What the exchange sends to one server. Pushes leave one after the other; wants keep their place among them."""
+
+    def __init__(self, node: Node, link: SimulatedLink, number: Callable[[], ViewNumber]) -> None:
+        self.link, self._node, self._number, self._leaves = link, node, number, 0.0
+
+    def push(self, header: Header, payload: Any, sent: Callable[[], None]) -> None:
+        content = getattr(payload, "content", None)
+        if header.kind is Kind.INITIAL:
+            self._queue(("initial", header.view, header.shard, content, 0))
+            return
+        wanted = header.wanted if header.wants else None
+        name = (header.shard, header.step, header.replica, 1)
+        for _ in range(2 if self._node.world.random.random() < 0.02 else 1):
+            self._queue(("push", header.view, *name, content, header.base, wanted))
+
+    def want(self, shard: int, replica: int, number: ViewNumber) -> None:
+        self._queue(("want", number, shard, replica))
+
+    def pull(self, header: Header, payload: memoryview | None = None) -> None:
+        newest = bool(header.flags & frames.NEWEST)
+        self.link.send(("pull", header.view, header.shard, header.step, newest, header.base, 0, -1))
+
+    def _queue(self, message: Any) -> None:
+        world, wire = self._node.world, self.link.wire
+        if wire is not None:
+            self._leaves = max(self._leaves, world.now + world.latency() / 4)
+            self._node.later(self._leaves - world.now, lambda: wire.send(0, message))
+
+
+class SimulatedKeyLinks:
+    """The links of one worker; `heard` takes what arrives."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.heard: KeysHeard
+        self.number: Callable[[], ViewNumber]
+        self._links: dict[str, _Link] = {}
+
+    # ---- see `worker.keys.sends.KeyLinks` ----
+
+    def get(self, server: str) -> _Link | None:
+        return self._links.get(server)
+
+    def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
+        for member in servers:
+            self._links[member.id] = _Link(self._node, SimulatedLink(self._node, member, self), self.number)
+
+    def end(self, servers: Iterable[str]) -> None:
+        for server in servers:
+            self._links.pop(server).link.close()
+
+    def close(self) -> None:
+        self.end(list(self._links))
+
+    def unreachable(self) -> dict[str, float]:
+        missed = {server: link.link.unreachable() for server, link in self._links.items()}
+        return {server: seconds for server, seconds in missed.items() if seconds > 0}
+
+    # ---- see `testing.simulation.link.Receiver` ----
+
+    def hello(self) -> Any:
+        return ("worker", self._node.name, self.number())
+
+    def link_up(self, link: SimulatedLink) -> None:
+        self.heard.link_up(link.peer.id)
+
+    def link_lost(self, link: SimulatedLink) -> None:
+        self.heard.link_lost(link.peer.id)
+
+    def receive(self, link: SimulatedLink, message: Any) -> None:
+        match message:
+            case ("version", _, shard, version, content, contributor, clock):
+                self.heard.valued(shard, contributor, clock, version, Named.of(content))
+            case ("rows", shard, number, content, outdated, version):
+                self.heard.answered(shard, number, version, None if outdated else Named.of(content))
+            case ("wait", _, contributor, _):
+                self.heard.to_wait(contributor)
+
 
 LEFT = "went back to a snapshot after its script had ended"
 _NO_ROWS = memoryview(b"")
@@ -219,3 +369,17 @@ class KeyedWorker:
         """What it waits for, where the job is stuck."""
         machine = None if self.exchange is None else self.exchange.machine
         return f"{self.node.name}: due {self._due}, asked {self._asked}, claim {self._claim}, {machine}"
+
+
+# What a seed plays where the job is a store.
+
+
+def as_store(plan: Plan) -> Plan:
+    """The plan for a store of one key or several; some of the shards may be parts of a table."""
+    rng = random.Random(plan.seed * 7919 + 17)
+    tables = rng.choice([0, 0, rng.randint(1, plan.job.shards)])
+    job = replace(plan.job, buffers=0, clip=None, skip=False, tables=tables)
+    faults = tuple(fault for fault in plan.faults if fault.role != "aggregator")
+    terms = msgspec.structs.replace(plan.terms, backup_tasks=False, aggregators=0)
+    keyed = with_keys(job, rng.randint(1, job.shards))
+    return replace(plan, job=keyed, terms=terms, faults=faults, aggregators=0)
