@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.topology.told import Topology
+from rallypoint.core.plan.topology import Topology
 from rallypoint.errors import RallypointError
 from rallypoint.launch import environment
 from rallypoint.net.handshake import new_token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.coordinator.agreement import Agreement
+from rallypoint.coordinator.claims import Agreement
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Report
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from rallypoint.config import JobConfig, record_of
-from rallypoint.core.audits.choice import alike
+from rallypoint.core.audits import alike
+from rallypoint.core.cluster.auditing import unlike
 from rallypoint.core.cluster.effects import Publish, Say
 from rallypoint.core.cluster.events import Joined, Proposed
-from rallypoint.core.cluster.health.auditing import unlike
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.config import JobConfig, record_of
-from rallypoint.core.assignment.lately import LATE
-from rallypoint.core.assignment.trial import PAUSE_S, ROUNDS
 from rallypoint.core.cluster.effects import (
     Abort,
     Admit,
@@ -58,10 +56,12 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.cluster.view_change import AHEAD
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
+from rallypoint.core.placing.assigner import PAUSE_S, ROUNDS
+from rallypoint.core.placing.pinned import LATE
+from rallypoint.core.placing.view_change import AHEAD
 from rallypoint.core.policy import LocalSteps
 from rallypoint.core.view import Member, View, ViewNumber
 

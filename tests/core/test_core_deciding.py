@@ -21,10 +21,10 @@ from rallypoint.core.cluster.events import (
 )
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
-from rallypoint.core.deciding.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
+from rallypoint.core.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.view import Lease, Stop
 from rallypoint.core.worker.aligned import WorkerMachine
-from rallypoint.core.worker.leased import LeasedVersion
+from rallypoint.core.worker.ending import LeasedVersion
 
 EVERY = 4
 RULE = StopWhen(metric="loss", patience=2)

@@ -26,8 +26,8 @@ from rallypoint.core.cluster.events import (
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.policy import AllReduce, Async, Sync
 from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
+from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.factory import shell_for
-from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.slots import Compute, Evaluate
 from rallypoint.testing.simulation.job import SimulatedJob

@@ -13,7 +13,7 @@ from rallypoint.core.cluster.effects import Effect, Publish, Say
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.topology.told import HostFacts, Topology
+from rallypoint.core.plan.topology import HostFacts, Topology
 from rallypoint.core.view import Member, View
 from rallypoint.testing.simulation.job import SimulatedJob
 

@@ -13,8 +13,8 @@ import pytest
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.effects import Effect, FindSnapshot, Publish
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.placing.handover import Handover
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.placing.handover import Handover
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker.ending import Reaching
 from rallypoint.core.worker.factory import shell_for

@@ -23,7 +23,7 @@ from rallypoint.core.cluster.events import (
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.worker.leased import LeasedVersion
+from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.slots import Compute
 from rallypoint.net.messages import AnyOrder, Drain, Ordered, Pause, StopWanted
 

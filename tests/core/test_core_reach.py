@@ -10,7 +10,7 @@ from test_core_cluster import _begun, _Job, _of, _terms
 
 from rallypoint.core.cluster.effects import Effect, FindSnapshot, Finish, Refuse, Say
 from rallypoint.core.cluster.events import Beat, Done, Tick
-from rallypoint.core.cluster.health.reach import FIRST, SOUND
+from rallypoint.core.cluster.reach import FIRST, SOUND
 from rallypoint.core.view import Member
 
 HB = 2.0

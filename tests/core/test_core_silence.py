@@ -10,7 +10,7 @@ from test_core_cluster import RECORD, _again, _begun, _Job, _of, _terms
 
 from rallypoint.core.cluster.effects import Admit, Capture, Effect, FindSnapshot, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.events import Joined, Left, Proposed, SnapshotWanted, Tick, Unlinked
-from rallypoint.core.cluster.health.silence import RETURN_S
+from rallypoint.core.cluster.reach import RETURN_S
 from rallypoint.core.cluster.terms import LIVING_S
 from rallypoint.core.view import Member
 

@@ -22,8 +22,7 @@ from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.modes import Feature, ModeTraits
 from rallypoint.core.order import stream_unread
 from rallypoint.core.policy import Async, Sync
-from rallypoint.core.shard.plan import Plan
-from rallypoint.core.shard.server import ServerMachine
+from rallypoint.core.shard.server import Plan, ServerMachine
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.core.view import Stop
 from rallypoint.core.worker import slots

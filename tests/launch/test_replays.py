@@ -18,11 +18,11 @@ import torch
 
 import rallypoint as rp
 from rallypoint.config import record_of, resolve
+from rallypoint.coordinator.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints
 from rallypoint.coordinator.journal import JOURNAL, Journal, kept_state
-from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.deciding.decisions import Decided
-from rallypoint.core.sums.digests import dense_shards, pieces_of
+from rallypoint.core.decisions import Decided
+from rallypoint.core.sums import dense_shards, pieces_of
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.observing import digests

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.deciding.decisions import StopWhen
+from rallypoint.core.decisions import StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
 from rallypoint.core.view import Assignment, Member, Stop, View, ViewNumber
-from rallypoint.core.views.difference import canonical, difference
+from rallypoint.core.view_difference import canonical, difference
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
 from rallypoint.net.messages import (

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from rallypoint.coordinator.recording.samples import Samples
+from rallypoint.coordinator.announcer import Samples
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net.messages import MOST_LINKS, LinkSample, Sampled, decode, encode

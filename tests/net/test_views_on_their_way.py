@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.core.views.difference import WrongBase, apply, canonical, difference
+from rallypoint.core.view_difference import WrongBase, apply, canonical, difference
 from rallypoint.errors import CorruptFrame
 from rallypoint.net.keys import ticket
 from rallypoint.net.member import ViewReceiver

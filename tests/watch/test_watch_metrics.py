@@ -12,8 +12,7 @@ from test_watch_state import PLAN, members, steps
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import Sync
 from rallypoint.core.shard.clip import Rule
-from rallypoint.core.shard.plan import Plan
-from rallypoint.core.shard.server import ServerMachine
+from rallypoint.core.shard.server import Plan, ServerMachine
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.messages import (
     Aborted,

@@ -23,8 +23,8 @@ from starlette.testclient import TestClient
 from test_watch_state import PLAN, line, members, steps
 
 from rallypoint.config import JobConfig, record_of
+from rallypoint.coordinator.fingerprints import FINGERPRINTS, FingerprintLog
 from rallypoint.coordinator.journal import Journal
-from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, FingerprintLog
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import UsageError

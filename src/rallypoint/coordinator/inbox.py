@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from rallypoint.core.deciding.decisions import Decided
+from rallypoint.core.decisions import Decided
 from rallypoint.core.view import Stop
 from rallypoint.net.messages import Hello, Message
 

@@ -23,15 +23,14 @@ from rallypoint.coordinator.acts import (
     last_message,
     sentence_of,
 )
-from rallypoint.coordinator.agreement import Agreement
 from rallypoint.coordinator.announcer import Announcer, Told
-from rallypoint.coordinator.awake import AwakeTime
-from rallypoint.coordinator.claims import Claims, Early, claim_of, own_part
+from rallypoint.coordinator.claims import Agreement, Claims, Early, claim_of, own_part
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.joining.newcomers import Newcomers, taken
 from rallypoint.coordinator.joining.take_over import TakeOver, has_begun, late_view, needed
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.coordinator.operator import Orders, Sizes
+from rallypoint.coordinator.owner import AwakeTime
 from rallypoint.coordinator.progress import EVALUATED, Evaluations, agree
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events

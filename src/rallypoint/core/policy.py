@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from rallypoint.core.optimizer import SGD
-from rallypoint.core.settings import Settings
+from rallypoint.core.typed import Settings
 
 
 class Verdict(enum.Enum):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from rallypoint.coordinator.fingerprints import FINGERPRINTS
 from rallypoint.coordinator.journal import JOURNAL, Journal
-from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError, RallypointError, UsageError

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rallypoint.core.view import Member, View
-from rallypoint.core.views.difference import WrongBase, apply, canonical
+from rallypoint.core.view_difference import WrongBase, apply, canonical
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
 from rallypoint.net.channel import Backlog, Channel
 from rallypoint.net.frames import Kind

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from rallypoint.core.deciding.decisions import StopWhen
+from rallypoint.core.decisions import StopWhen
 from rallypoint.core.job import JobRecord
-from rallypoint.core.sums.digests import DIGEST_BYTES
-from rallypoint.core.topology.told import Mbit
+from rallypoint.core.plan.topology import Mbit
+from rallypoint.core.sums import DIGEST_BYTES
 from rallypoint.core.typed import (
     LONGEST_NAME,
     LONGEST_TEXT,
@@ -26,7 +26,7 @@ from rallypoint.core.typed import (
     Seconds,
 )
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.views.difference import ViewDifference
+from rallypoint.core.view_difference import ViewDifference
 from rallypoint.errors import ProtocolError
 from rallypoint.observe.lines import printable
 from rallypoint.observe.usage import MOST_GPUS

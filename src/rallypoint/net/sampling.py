@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
 
-from rallypoint.core.tuning.port import PortPacer, Sent
+from rallypoint.core.plan.port import PortPacer, Sent
 from rallypoint.core.view import View
 from rallypoint.net.messages import MOST_LINKS, GpuSample, LinkSample, Sampled
 from rallypoint.net.transport import LEAST_PACE, Transport

@@ -22,7 +22,7 @@ import torch
 from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.core.optimizer import Sum as SumOfAll
-from rallypoint.core.sums.scripts import EndedScripts
+from rallypoint.core.sums import EndedScripts
 from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.slots import Effect, Filled
 from rallypoint.errors import ConfigError, JobAborted, UsageError

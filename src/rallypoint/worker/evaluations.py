@@ -11,7 +11,7 @@ from itertools import islice
 
 import torch
 
-from rallypoint.core.deciding.decisions import StopWhen, is_due
+from rallypoint.core.decisions import StopWhen, is_due
 from rallypoint.core.order import derive_seed
 from rallypoint.core.typed import MOST_METRICS, unnamed
 from rallypoint.core.view import ViewNumber

@@ -13,8 +13,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from rallypoint.config.tree import rate_of
-from rallypoint.core.assignment.pinned import lost_place, lost_step
 from rallypoint.core.order import derive_seed
+from rallypoint.core.placing.pinned import lost_place, lost_step
 from rallypoint.core.view import View
 from rallypoint.data.randomness import seed_everything, seeded, untouched
 from rallypoint.errors import ConfigError, StartAgain, UsageError

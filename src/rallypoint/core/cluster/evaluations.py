@@ -28,7 +28,7 @@ import msgspec
 from rallypoint.core.cluster.effects import Abort, Effect, Note, Refuse, Say
 from rallypoint.core.cluster.events import Evaluated, Evaluates
 from rallypoint.core.cluster.state import ClusterState, Phase
-from rallypoint.core.deciding.decisions import Decided, Rules, StopWhen, is_due
+from rallypoint.core.decisions import Decided, Rules, StopWhen, is_due
 from rallypoint.core.modes import Feature
 from rallypoint.core.view import Lease, View
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.deciding.decisions import Decided, StopWhen
+from rallypoint.core.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import HasSent
 from rallypoint.core.view import Member, Stop, ViewNumber
@@ -48,7 +48,7 @@ class Joined:
 class Proposed:
     """A worker proposes the job's record: its model's layout and its settings.
 
-    `kernels` is the digest of its probe (`core.audits.choice.alike`), in a job with audits.
+    `kernels` is the digest of its probe (`core.audits.alike`), in a job with audits.
     """
 
     worker: str

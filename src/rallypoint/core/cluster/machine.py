@@ -18,20 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
+from rallypoint.core.cluster.auditing import Auditing, probed
 from rallypoint.core.cluster.completion import Completion
-from rallypoint.core.cluster.course import Course, uploads
+from rallypoint.core.cluster.course import Course, check_course, uploads
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.evaluations import Decisions
-from rallypoint.core.cluster.health.apart import disagrees, disproved, set_apart
-from rallypoint.core.cluster.health.auditing import Auditing, probed
-from rallypoint.core.cluster.health.beats import take_beat
-from rallypoint.core.cluster.health.reach import Reach
-from rallypoint.core.cluster.health.silence import Silence
-from rallypoint.core.cluster.health.waiting import waiting_for
-from rallypoint.core.cluster.invariants import check_course
-from rallypoint.core.cluster.operator import follow
+from rallypoint.core.cluster.operator import follow, waiting_for
+from rallypoint.core.cluster.reach import Reach, Silence, disagrees, disproved, set_apart, take_beat
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
@@ -40,6 +34,7 @@ from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.job import JobRecord, disagreement
+from rallypoint.core.placing.assigner import Assigner
 from rallypoint.core.view import Member, View
 
 
@@ -355,7 +350,8 @@ class ClusterMachine:
             course.changed()
         course.has_state(event.worker, event.step)
         reached = course.reached_by(event.step)
-        self._assigner.computed(event, course.replicas, max(course.now, event.now))
+        now = max(course.now, event.now)
+        self._assigner.computed(event.worker, event.step, event.replica, event.seconds, course.replicas, now)
         course.furthest = max(course.furthest, reached)
         course.tuning.reached(course.furthest, max(course.now, event.now))
         self._reach.computed(event.worker, event.step)

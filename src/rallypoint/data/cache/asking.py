@@ -15,7 +15,7 @@ from contextlib import suppress
 import msgspec
 import xxhash
 
-from rallypoint.core.placement import ranking
+from rallypoint.core.placing.placement import ranking
 from rallypoint.core.typed import build_now
 from rallypoint.data.cache.cache import Piece
 from rallypoint.data.cache.entries import checksum

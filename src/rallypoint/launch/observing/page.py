@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rallypoint.coordinator.fingerprints import KeptFingerprints
 from rallypoint.coordinator.journal import kept_state
-from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
 from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.job import JobRecord
 from rallypoint.errors import DataError, RallypointError, UsageError

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rallypoint.coordinator.fingerprints import KeptFingerprints
 from rallypoint.coordinator.journal import JOURNAL, kept_state
-from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature

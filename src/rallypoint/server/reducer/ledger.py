@@ -10,7 +10,7 @@ from rallypoint.codec.base import digest_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.shard.links import Fence
 from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.core.sums.digests import pieces_of
+from rallypoint.core.sums import pieces_of
 from rallypoint.net.messages import Accounted, Applied, Message, Updated
 from rallypoint.server.shards.held import HeldShard
 from rallypoint.server.shards.owned import OwnedShard

@@ -22,7 +22,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.core.views.difference import canonical, difference
+from rallypoint.core.view_difference import canonical, difference
 from rallypoint.net.messages import ViewChange, encode
 
 _STEPS = 1_000_000

@@ -19,15 +19,14 @@ from rallypoint.server.audits import AuditReports
 from rallypoint.server.plan import plan_of
 from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
-from rallypoint.testing.simulation.codec_states import Coded, Residual, ServerCodecStates, States
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, PeerWires, Wire, World, watch
 from rallypoint.testing.simulation.pulls import ServerPulls
 from rallypoint.testing.simulation.replicas import scale as loss_scale
-from rallypoint.testing.simulation.replicas.audited import with_digest
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
-from rallypoint.testing.simulation.replicas.decided import rate_in
+from rallypoint.testing.simulation.replicas.codec_states import Coded, Residual, ServerCodecStates, States
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, with_digest
+from rallypoint.testing.simulation.replicas.script import rate_in
 from rallypoint.testing.simulation.server_checks import Held
 from rallypoint.testing.simulation.store import SimulatedStore
 

@@ -13,8 +13,8 @@ from rallypoint.core.shard.shell import applied_in
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Applied, GiveUp
 from rallypoint.server.reducer.ledger import ENTRIES
-from rallypoint.testing.simulation.codec_states import Coded
 from rallypoint.testing.simulation.member import COORDINATOR
+from rallypoint.testing.simulation.replicas.codec_states import Coded
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean, State
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rallypoint.core.keys import machine
+from rallypoint.core import keys as machine
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import LATEST, NEWEST, Header, Kind, wants
 from rallypoint.net.messages import Report

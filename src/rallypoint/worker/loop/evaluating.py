@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from rallypoint.core.deciding.decisions import StopWhen, checked
+from rallypoint.core.decisions import StopWhen, checked
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import UsageError
 from rallypoint.net.messages import MOST_RULES

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.core.deciding.decisions import StopWhen
+from rallypoint.core.decisions import StopWhen
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local import GoneAhead
 from rallypoint.errors import UsageError
