@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -90,8 +91,10 @@ class Entry(msgspec.Struct, frozen=True):
     stop: int
 
 
-class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
+class Shard(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """Words [start, stop) of the flat vector, inside one optimizer group; or a part of a table.
+
+    What follows from its fields is computed once (I13): it is asked at each step.
 
     Attributes:
         index: the shard's number.
@@ -108,16 +111,16 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
     columns: int = 0
     part: Part | None = None
 
-    @property
+    @cached_property
     def words(self) -> int:
         """The fp32 words that a server keeps for one version of it."""
         return self.stop - self.start if self.part is None else self.part.rows * self.columns
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.words * WORD_BYTES
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Its bytes in the flat vector; 0 for a part of a table."""
         return (self.stop - self.start) * WORD_BYTES
@@ -132,7 +135,7 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
         """The replica that carries it from step to step, and alone contributes to it; None: it is no such state."""
         return -2 - self.group if self.group < -1 else None
 
-    @property
+    @cached_property
     def role(self) -> Role:
         """What it is for servers. The state that a replica carries is to them like buffers."""
         return "buffers" if self.group < 0 else "parameters" if self.part is None else "rows"

@@ -105,6 +105,7 @@ class Forest:
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
         self._held: dict[int, Block] = {}  # by start
+        self.count = 0  # the replicas in the held blocks
         self._root = Block(0, replicas)
 
     def __iter__(self) -> Iterator[Block]:
@@ -130,14 +131,6 @@ class Forest:
         """True if a held block has this replica."""
         return self.covers(leaf(replica))
 
-    @property
-    def count(self) -> int:
-        """The number of replicas in the held blocks."""
-        count = 0
-        for start, stop in self._held.values():
-            count += stop - start
-        return count
-
     def add(self, block: Block) -> list[Block]:
         """Hold one more block. Returns the held blocks that it supersedes (it has their replicas), ascending.
 
@@ -146,7 +139,9 @@ class Forest:
         superseded = sorted([held for held in self._held.values() if block.covers(held)])
         for held in superseded:
             del self._held[held.start]
+            self.count -= held.size
         self._held[block.start] = block
+        self.count += block.stop - block.start
         return superseded
 
     def merge(self, block: Block) -> tuple[Block, Block] | None:
@@ -175,19 +170,22 @@ class Forest:
     def remove(self, starts: Iterable[int]) -> None:
         """Hold these blocks, named by their first replica, no more."""
         for start in starts:
-            self._held.pop(start, None)
+            if (held := self._held.pop(start, None)) is not None:
+                self.count -= held.size
 
     def keep_only(self, wanted: Callable[[Block], bool]) -> None:
         """Hold only the blocks for which `wanted` is true."""
-        self._held = {start: block for start, block in self._held.items() if wanted(block)}
+        self.remove([block.start for block in self if not wanted(block)])
 
     def clear(self) -> None:
         """Hold nothing."""
         self._held.clear()
+        self.count = 0
 
     def validate(self) -> None:
         """Raise AssertionError unless the held blocks are disjoint nodes without siblings."""
         held = sorted(self._held.values())
+        assert self.count == sum(block.size for block in held), f"{self.count} replicas are counted in {held}"
         assert all(is_block(block, self.replicas) for block in held), f"{held} are not blocks of {self.replicas}"
         assert all(a.stop <= b.start for a, b in pairwise(held)), f"{held} overlap"
         assert not any(sibling(b, self.replicas) in self and b.size < self.replicas for b in held), f"{held}: siblings"

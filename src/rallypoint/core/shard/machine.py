@@ -227,7 +227,9 @@ class ShardMachine:
                 return [Hold(event.ticket, credit=bool(self.chosen)), *finished]
             case _:
                 before = self._finish() if alone and self._sum.added else []
-                return [*before, *self._add(event), *self._take_held(), *self._finish_when_complete()]
+                added = self._add(event)
+                held = self._take_held() if self._held else []
+                return [*before, *added, *held, *self._finish_when_complete()]
 
     def _add(self, event: events.Contribute) -> list[Effect]:
         for replica in range(event.replica, event.replica + event.count):
@@ -251,8 +253,7 @@ class ShardMachine:
     def _finish_when_complete(self) -> list[Effect]:
         if not self._sum.added or self.awaiting or self._choice.pending:
             return []
-        bad = self._sum.losses or self._sum.gradients
-        alone = self.clocked and (self.copies.replicating or (self.skips and bad))
+        alone = self.clocked and (self.copies.replicating or (self.skips and (self._sum.losses or self._sum.gradients)))
         if alone or self.policy.complete(self):
             if not (self.chooses and self.copies.limits):
                 return self._finish()
@@ -263,7 +264,7 @@ class ShardMachine:
     def _finish(self) -> list[Effect]:
         self._choice.pending = False
         losses, gradients = self._sum.losses, self._sum.gradients
-        finish = Finish(self.version, self._sum.weight, self.decides, losses, self.added, gradients)
+        finish = Finish(self.version, self._sum.weight, self.decides, losses, self._sum.added, gradients)
         if not self.decides:
             return [finish, *self._advance(None if self.skips and (losses or gradients) else 1.0)]
         if self._decision is not None and self._decision.step == self.version:
@@ -303,7 +304,7 @@ class ShardMachine:
     def _count(self, *, skipped: bool) -> float:
         """Count the finished sum in the tally. Returns its factor on the learning rate."""
         if not self.clocked:
-            self.tally.round(self.added, self.expected, skipped=skipped)
+            self.tally.round(self._sum.added, self.expected, skipped=skipped)
             return 1.0
         self.tally.update([max(0, self.version - c.base) for c in self._sum.contributions], skipped=skipped)
         return sum(self.policy.rate(self, self.version - contribution.base) for contribution in self._sum.contributions)

@@ -282,17 +282,21 @@ class ServerMachine:
 
         A shard that does not wait for a decision of all servers is decided here and now.
         """
-        machine = self._machines.get(measure.shard)
+        machine, rule = self._machines.get(measure.shard), self.plan.rule
+        alone, good = measure.shard not in self.plan.decides, measure.at < 0 and not measure.not_finite
+        if alone and good and not measure.gradients and not rule.scaled and rule.clip is None:
+            waits = machine is not None and machine.awaiting and self.view is not None
+            return self.handle(measure.shard, shard_events.Decide(step, 1.0)) if waits else []
         contributions = [] if machine is None else summed(machine)
         if measure.at >= 0 and not measure.gradients and len(contributions) == 1:
             measure = msgspec.structs.replace(measure, gradients=(contributions[0][1],))
-        if measure.shard in self.plan.decides:
+        if not alone:
             return [] if self._clip is None else self._remember(self._clip.measured(step, measure))
         if machine is None or not machine.awaiting or self.view is None:
             return []
         begun = contributions[0][0] if contributions else machine.version
         round = self.plan.cadence.round_of(measure.shard, begun)
-        verdict = self.plan.rule.verdict(round, [measure], self.view.generation)
+        verdict = rule.verdict(round, [measure], self.view.generation)
         report: list[Effect] = [] if verdict.whole else [Report(verdict)]
         if verdict.stops:
             self._refused = verdict

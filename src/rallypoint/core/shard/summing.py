@@ -142,16 +142,13 @@ class TreeSum:
 
     replicas: int
     lowest: int = 0
+    added: int = 0  # replicas
     _forest: Forest = field(init=False)
     _nodes: dict[int, _Node] = field(default_factory=dict)  # by the block's start
     _early: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._forest = Forest(self.replicas)
-
-    @property
-    def added(self) -> int:
-        return self._forest.count
 
     @property
     def weight(self) -> float:
@@ -193,6 +190,7 @@ class TreeSum:
         while (halves := self._forest.merge(block)) is not None:
             block = Block(halves[0].start, halves[1].stop)
             effects += self._merge(*halves)
+        self.added = self._forest.count
         if not self._early:
             return effects
         prefix = self._forest.prefix
@@ -217,6 +215,7 @@ class TreeSum:
 
     def clear(self) -> None:
         self._forest.clear()
+        self.added = 0
         self._nodes.clear()
         self._early.clear()
 

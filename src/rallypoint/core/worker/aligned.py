@@ -109,8 +109,7 @@ class WorkerMachine(SlotMachine):
     @property
     def complete(self) -> bool:
         """True when every shard of `target` is here and the main thread can install it."""
-        target = self.target
-        if target < 0 or self._computing is not None:
+        if self._computing is not None or (target := self.target) < 0:
             return False
         return self._here.holds(partial(self._in_place, target=target))
 
