@@ -22,10 +22,10 @@ from rallypoint.core.cluster.events import (
 )
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.protocol import AnyOrder, Drain, Ordered, Pause, StopWanted
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.slots import Compute
-from rallypoint.net.messages import AnyOrder, Drain, Ordered, Pause, StopWanted
 
 
 def test_a_paused_job_computes_the_step_in_progress_and_no_further_one() -> None:

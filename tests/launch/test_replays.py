@@ -22,6 +22,7 @@ from rallypoint.coordinator.fingerprints import FINGERPRINTS, FingerprintLog, Ke
 from rallypoint.coordinator.journal import JOURNAL, Journal, kept_state
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.decisions import Decided
+from rallypoint.core.protocol import Contributed, Updated
 from rallypoint.core.sums import dense_shards, pieces_of
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError, UsageError
@@ -29,7 +30,6 @@ from rallypoint.launch.observing import digests
 from rallypoint.launch.observing import replay as command
 from rallypoint.launch.observing.replay import Looked, NotFinite, differs, first_spike, lines_of
 from rallypoint.launch.plan import Launch, write_plan
-from rallypoint.net.messages import Contributed, Updated
 from rallypoint.store.manifest import Manifest
 from rallypoint.testing.contracts.beside import until
 from rallypoint.watch.follow import recorded_losses

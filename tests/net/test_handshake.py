@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from rallypoint.core.protocol import Challenge, Hello, Welcome, encode
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError, UnprovenPeer, UsageError
 from rallypoint.net.channel import Channel
@@ -33,7 +34,6 @@ from rallypoint.net.handshake import (
 )
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.keys import ROLES, LinkKeys, role_token, ticket, token_keys
-from rallypoint.net.messages import Challenge, Hello, Welcome, encode
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.testing.contracts.transports import Beside, receive

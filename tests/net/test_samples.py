@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from rallypoint.coordinator.announcer import Samples
+from rallypoint.core.protocol import MOST_LINKS, LinkSample, Sampled, decode, encode
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.net.messages import MOST_LINKS, LinkSample, Sampled, decode, encode
 from rallypoint.net.sampling import EVERY_S, Sampler, sampler_for
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.usage import Gpu, Link, Usage, usage

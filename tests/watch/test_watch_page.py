@@ -27,9 +27,9 @@ from rallypoint.coordinator.fingerprints import FINGERPRINTS, FingerprintLog
 from rallypoint.coordinator.journal import Journal
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.protocol import Updated
 from rallypoint.errors import UsageError
 from rallypoint.launch.observing.page import facts_of, resolved_of
-from rallypoint.net.messages import Updated
 from rallypoint.watch.app import HEADER, Operator, Page, Wish
 from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.serve import served

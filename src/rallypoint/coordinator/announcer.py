@@ -18,11 +18,7 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.decisions import reductions_at
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
-from rallypoint.core.schedule import rate_at
-from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
-from rallypoint.core.view import View
-from rallypoint.net.handshake import LAUNCHER
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     Accounted,
     Applied,
@@ -47,6 +43,10 @@ from rallypoint.net.messages import (
     Updated,
     Waiting,
 )
+from rallypoint.core.schedule import rate_at
+from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
+from rallypoint.core.view import View
+from rallypoint.net.handshake import LAUNCHER
 from rallypoint.observe.lines import Allowance, Once
 
 # Says what makes a run's bytes comparable with another's: the hash of its first weights, and its intra-op threads.

@@ -2,7 +2,7 @@
 
 A claim that its sender could not know is ignored, not refused: an honest member may say it late, after a roll-back, a
 reassignment or a restart of the coordinator. Values that no honest member sends at all end the connection: their ranges
-stand in `net.messages` and `coordinator.checks`.
+stand in `core.protocol` and `coordinator.checks`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Generic, TypeVar
 
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     AuditFound,
     Capture,
     CaughtUp,
@@ -35,6 +34,7 @@ from rallypoint.net.messages import (
     Unrestored,
     Updated,
 )
+from rallypoint.core.view import View, ViewNumber
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from rallypoint.coordinator.journal import opened_to_read, own
+from rallypoint.core.protocol import Contributed, Fingerprint, Updated
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError
-from rallypoint.net.messages import Contributed, Fingerprint, Updated
 from rallypoint.store import closing
 from rallypoint.store.disks import journal_mode
 

@@ -37,8 +37,7 @@ from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.view import Member, View
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     AnyOrder,
     Applied,
@@ -62,6 +61,7 @@ from rallypoint.net.messages import (
     Snapshotted,
     Stored,
 )
+from rallypoint.core.view import Member, View
 from rallypoint.observe.lines import Once
 
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides

@@ -12,6 +12,7 @@ import msgspec
 from rallypoint.errors import ConfigError, meant
 
 LONGEST_NAME, LONGEST_TEXT = 200, 4000  # characters
+LONGEST_LINE = 500  # characters of a text of somebody else in a log line
 MOST_METRICS, MOST_MEMBERS = 1000, 10_000
 
 _CONTROLS = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"  # also what ends a line or changes its direction
@@ -28,6 +29,15 @@ HasSent = Literal["none", "some", "all"]  # which shards have all that a worker 
 def can_name(text: str) -> bool:
     """May this be a name in a message? It has no control characters, and is not long."""
     return len(text) <= LONGEST_NAME and text.isprintable()
+
+
+def printable(text: str, longest: int = LONGEST_LINE) -> str:
+    """The text as one line for a console: what is not printable is escaped, what is too long is cut.
+
+    Example: ``printable("\\x1b[2J")`` is ``\\\\x1b[2J``. Text that changes its direction (U+202E) is escaped too.
+    """
+    cut = text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 def unnamed(figures: Mapping[Any, object]) -> str:

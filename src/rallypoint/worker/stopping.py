@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import msgspec
 
+from rallypoint.core.protocol import Done, Message, Stop
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import RallypointError
-from rallypoint.net.messages import Done, Message, Stop
 from rallypoint.worker.exchange.exchange import Exchange, Rewound
 from rallypoint.worker.sources.source import DeltaSource
 

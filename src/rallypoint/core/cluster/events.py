@@ -103,7 +103,7 @@ class Disproved:
 
 @dataclass(frozen=True, slots=True)
 class AuditFound:
-    """A server says what an audit of (step, replica) has found, first in that shard: see `net.messages`."""
+    """A server says what an audit of (step, replica) has found, first in that shard: see `core.protocol`."""
 
     server: str
     step: int

@@ -12,8 +12,8 @@ from rallypoint.coordinator.journal import JOURNAL, kept_state
 from rallypoint.core import layout as layouts
 from rallypoint.core.layout import Layout
 from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
+from rallypoint.core.typed import printable
 from rallypoint.errors import DataError, UsageError
-from rallypoint.observe.lines import printable
 
 _UNKNOWN = bytes(DIGEST_BYTES)
 

@@ -1,7 +1,7 @@
 """The real coordinator's machine with as many members as one likes: none of them is there, what they say is made up.
 
 `core.cluster.machine.ClusterMachine` handles each event as in a real coordinator, and the caller's clock times it; what
-goes over the network is what `coordinator.joining.tickets` and `net.messages` make of it.
+goes over the network is what `coordinator.joining.tickets` and `core.protocol` make of it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.protocol import ViewChange, encode
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.view_difference import canonical, difference
-from rallypoint.net.messages import ViewChange, encode
 
 _STEPS = 1_000_000
 

@@ -13,10 +13,10 @@ import msgspec
 
 from rallypoint.config import JobConfig
 from rallypoint.core.keys import NEWEST
+from rallypoint.core.protocol import Beat, GiveUp
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net import frames
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.messages import Beat, GiveUp
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, SimulatedLink, World

@@ -11,8 +11,8 @@ import msgspec
 
 from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
+from rallypoint.core.protocol import Resize
 from rallypoint.core.view import View
-from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator

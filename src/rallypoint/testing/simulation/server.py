@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rallypoint.core.protocol import Beat, Disproved, Finished
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard import server as machine
@@ -14,7 +15,6 @@ from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.messages import Beat, Disproved, Finished
 from rallypoint.server.audits import AuditReports
 from rallypoint.server.plan import plan_of
 from rallypoint.server.service import LEAVING_EVERY_S

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from rallypoint.config import JobConfig
 from rallypoint.core import keys as machine
 from rallypoint.core.layout import Layout
+from rallypoint.core.protocol import Beat, Message
 from rallypoint.core.view import View
 from rallypoint.core.worker.links import LinkTable
 from rallypoint.core.worker.slots import Store
 from rallypoint.errors import JobAborted, StoreRolledBack
-from rallypoint.net.messages import Beat, Message
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.exchange.links import Context, Links
 from rallypoint.worker.keys.answers import Answers, Asked

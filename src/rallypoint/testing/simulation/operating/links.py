@@ -12,7 +12,7 @@ import msgspec
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.placing.links import Links
 from rallypoint.core.plan.measured import LinkSpeeds
-from rallypoint.net.messages import Beat
+from rallypoint.core.protocol import Beat
 from rallypoint.testing.simulation.network import Node
 from rallypoint.testing.simulation.policies import Played, Resumed, Uneven
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from rallypoint.core.decisions import is_due
+from rallypoint.core.protocol import Evaluated, Evaluates, Message
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.slots import Evaluate
-from rallypoint.net.messages import Evaluated, Evaluates, Message
 from rallypoint.testing.simulation.coordinator import Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import SimulatedJob

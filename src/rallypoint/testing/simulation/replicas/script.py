@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rallypoint.core.decisions import Decided, Rules, reductions_at
+from rallypoint.core.protocol import Stop
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.messages import Stop
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rallypoint.core import protocol as m
 from rallypoint.core.decisions import StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
-from rallypoint.core.view import Assignment, Member, Stop, View, ViewNumber
-from rallypoint.core.view_difference import canonical, difference
-from rallypoint.errors import ProtocolError
-from rallypoint.net import messages as m
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     AuditFound,
     Caches,
     Contributed,
@@ -41,6 +37,10 @@ from rallypoint.net.messages import (
     ViewChange,
     Wanted,
 )
+from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
+from rallypoint.core.view import Assignment, Member, Stop, View, ViewNumber
+from rallypoint.core.view_difference import canonical, difference
+from rallypoint.errors import ProtocolError
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
 RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, 9, {"frozen": "00ff"})

@@ -24,12 +24,11 @@ from rallypoint.core.typed import (
     Norm,
     Replicas,
     Seconds,
+    printable,
 )
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.view_difference import ViewDifference
 from rallypoint.errors import ProtocolError
-from rallypoint.observe.lines import printable
-from rallypoint.observe.usage import MOST_GPUS
 
 # ---- The messages of the greeting (`handshake.py`), and what all messages have in common ----
 
@@ -126,6 +125,7 @@ class Refused(Shown, frozen=True):
 
 
 MOST_LINKS = 64  # of a member: those with the most bytes
+MOST_GPUS = 16
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]  # bytes a second, or seconds a second
 MOST_PACED = 1000  # servers of which a beat says how fast their links are
