@@ -14,24 +14,13 @@ from typing import Generic, TypeVar
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.protocol import (
-    AuditFound,
     Capture,
-    CaughtUp,
     Contributed,
-    Disproved,
-    Done,
     Evaluated,
-    Evaluates,
-    GiveUp,
-    Leaving,
     Message,
     NotStored,
-    Propose,
-    Reached,
     Report,
-    Stop,
     Stored,
-    Unrestored,
     Updated,
 )
 from rallypoint.core.view import View, ViewNumber
@@ -149,40 +138,15 @@ def own_part(part: Stored, shards: Container[int]) -> Stored:
     return Stored(part.snapshot, {file: size for file, size in part.files.items() if file in files}, own)
 
 
-def claim_of(sender: str, message: Message) -> cluster_events.Event:
-    """The machine's event for a member's message."""
+def event_of(sender: str, message: Message) -> cluster_events.Event:
+    """The machine's event for a member's message: the message, but for what concerns a snapshot."""
     match message:
-        case Propose(record=record, kernels=kernels):
-            return cluster_events.Proposed(sender, record, kernels)
-        case CaughtUp(backups=backups):
-            return cluster_events.CaughtUp(sender, backups)
-        case Disproved(shard=shard, version=version, paired=paired):
-            return cluster_events.Disproved(sender, shard, version, paired)
-        case AuditFound():
-            named = (message.step, message.replica, message.shard)
-            return cluster_events.AuditFound(sender, *named, message.agreed, message.others, message.generation)
-        case Reached(version=version, generation=generation):
-            return cluster_events.Reached(sender, version, generation)
-        case Unrestored(reason=reason, generation=generation):
-            return cluster_events.Unrestored(sender, reason, generation)
-        case Leaving():
-            return cluster_events.Leaving(sender)
         case Stored(snapshot=snapshot, shards=shards):
             return cluster_events.Captured(sender, snapshot, tuple(shards))
         case NotStored(snapshot=snapshot, reason=reason, passed=passed):
             return cluster_events.SnapshotLost(snapshot, f"{sender}: {reason}", passed)
-        case Stop(version=version, reason=reason, left=left, generation=generation):
-            return cluster_events.Stopped(sender, version, reason, left, generation)
-        case Evaluates(periods=periods, stops=stops):
-            return cluster_events.Evaluates(sender, periods, stops)
-        case Evaluated(version=version, generation=generation, values=values):
-            return cluster_events.Evaluated(sender, version, generation, values)
-        case Done(generation=generation, version=version):
-            return cluster_events.Done(sender, generation, version)
-        case GiveUp(reason=reason, version=version, generation=generation, sent=sent):
-            return cluster_events.Failed(sender, reason, version, generation, sent)
         case _:
-            raise AssertionError(f"a message that nobody takes: {message}")
+            return cluster_events.From(sender, message)
 
 
 # Checks that the workers' own optimizers have the same settings: each report carries a digest of them (AllReduce).

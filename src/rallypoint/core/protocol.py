@@ -364,7 +364,11 @@ class Skipped(AnyMessage, frozen=True):
 
 
 class Stop(Shown, frozen=True):
-    """The script on this worker ends the job with `version`; see `core.cluster.events.Stopped`."""
+    """The script on this worker says that the job is to end with `version`, and why.
+
+    `left`: it has left its loop, and the worker computes nothing any more: this is the version that needs nothing of
+    it; -1: its loop goes on. `generation` is the one in which it was said.
+    """
 
     version: Index
     reason: str = ""
@@ -380,7 +384,7 @@ class Done(AnyMessage, frozen=True):
 
 
 class Evaluates(AnyMessage, frozen=True):
-    """The evaluations of this worker's script: see `core.cluster.events.Evaluates`."""
+    """The script on this worker has evaluations with these periods, in steps, and rules by which they end the job."""
 
     periods: Annotated[tuple[Period, ...], msgspec.Meta(max_length=100)]
     stops: Annotated[tuple[StopWhen, ...], msgspec.Meta(max_length=MOST_RULES)] = ()
@@ -411,7 +415,7 @@ class GiveUp(Shown, frozen=True):
 
 
 class Reached(AnyMessage, frozen=True):
-    """From a worker: it holds `version` of this generation. A view has asked for that: `core.worker.ending`."""
+    """From a worker: it holds `version` of this generation. A view has asked for that: `core.placing.handover`."""
 
     version: Index
     generation: ViewNumber

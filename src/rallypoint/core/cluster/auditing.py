@@ -19,9 +19,9 @@ import msgspec
 from rallypoint.core.audits import Audits, computing
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Effect, Refuse, Say
-from rallypoint.core.cluster.events import AuditFound
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.succession import Succession
+from rallypoint.core.protocol import AuditFound
 from rallypoint.core.shard.audited import MOST
 from rallypoint.core.view import Dispute, Member, View
 
@@ -40,18 +40,18 @@ class Auditing:
     _told: dict[tuple[object, ...], None] = field(default_factory=dict)
     _alone: str = ""  # the worker of which it was said that nobody can audit it
 
-    def handle(self, event: AuditFound, left: Left) -> list[Effect]:
+    def handle(self, server: str, said: AuditFound, left: Left) -> list[Effect]:
         """A server has found that a worker has computed other bytes than others."""
         view, audits = self.course.view, self._audits
         if view is None or audits is None or self.course.phase is not Phase.RUNNING:
             return []
         # It tells only the first shard of several, and that one may have moved since: believe whoever has any shards.
-        known = event.server in view.primary.values() and self.course.is_current(event.generation)
-        if not known or event.replica >= audits.replicas or not audits.audited(event.step):
+        known = server in view.primary.values() and self.course.is_current(said.generation)
+        if not known or said.replica >= audits.replicas or not audits.audited(said.step):
             return []
-        if event.agreed and (len({*event.agreed}) < 2 or not {*event.agreed}.isdisjoint(event.others)):
+        if said.agreed and (len({*said.agreed}) < 2 or not {*said.agreed}.isdisjoint(said.others)):
             return []  # no honest server says so
-        return self._judged(event, view, left) if event.agreed else self._disputed(event, view)
+        return self._judged(said, view, left) if said.agreed else self._disputed(said, view)
 
     def advance(self) -> list[Effect]:
         """Name another third worker where the one that was named is gone; say when nobody can audit."""
@@ -62,25 +62,25 @@ class Auditing:
 
     # ---- disputes ----
 
-    def _disputed(self, event: AuditFound, view: View) -> list[Effect]:
-        if not self.course.furthest <= event.step < self.course.last:
+    def _disputed(self, found: AuditFound, view: View) -> list[Effect]:
+        if not self.course.furthest <= found.step < self.course.last:
             return []  # it is over: somebody has computed a later step. Or the job has no such step
-        name = f"step {event.step}, replica {event.replica} (shard {event.shard})"
-        if len(event.others) > 2:
+        name = f"step {found.step}, replica {found.replica} (shard {found.shard})"
+        if len(found.others) > 2:
             return self.course.end(Abort(
-                f"audit: {_named(event.others, view)} have each computed something else for {name}, so nobody knows "
+                f"audit: {_named(found.others, view)} have each computed something else for {name}, so nobody knows "
                 "which is right: compare these machines with `rallypoint doctor`, and replay the step"
             ))  # fmt: skip
         disputes = {(d.step, d.replica): d for d in self.course.views.disputes}
-        known = disputes.get((event.step, event.replica))
-        heard = tuple(sorted({*event.others, *(() if known is None else known.heard)}))
+        known = disputes.get((found.step, found.replica))
+        heard = tuple(sorted({*found.others, *(() if known is None else known.heard)}))
         if (known is not None and known.heard == heard) or len(heard) > MOST:
             return []
         third = known.third if known is not None and known.third not in heard else ""
-        disputes[event.step, event.replica] = Dispute(event.step, event.replica, heard, third)
+        disputes[found.step, found.replica] = Dispute(found.step, found.replica, heard, third)
         self.course.views.disputes = _earliest(disputes.values())
-        said: list[Effect] = [Say(f"audit: {_named(event.others, view)} have computed different bytes for {name}")]
-        said = said if self._is_new("dispute", event.step, event.replica, heard) else []
+        said: list[Effect] = [Say(f"audit: {_named(found.others, view)} have computed different bytes for {name}")]
+        said = said if self._is_new("dispute", found.step, found.replica, heard) else []
         return [*said, *self.advance()]  # now: a view without a third worker would say that nobody can decide
 
     def _name_thirds(self, view: View, audits: Audits) -> list[Effect]:
@@ -123,13 +123,13 @@ class Auditing:
 
     # ---- verdicts ----
 
-    def _judged(self, event: AuditFound, view: View, left: Left) -> list[Effect]:
+    def _judged(self, found: AuditFound, view: View, left: Left) -> list[Effect]:
         said: list[Effect] = []
-        for loser in event.others:
-            if not self._is_new("lost", event.step, event.replica, loser):
+        for loser in found.others:
+            if not self._is_new("lost", found.step, found.replica, loser):
                 continue
             why = (
-                f"audit: step {event.step}, replica {event.replica}, shard {event.shard}: {_named(event.agreed, view)} "
+                f"audit: step {found.step}, replica {found.replica}, shard {found.shard}: {_named(found.agreed, view)} "
                 f"agree, and {_named([loser], view)} has computed something else; it was not applied"
             )
             if self._action == "stop":

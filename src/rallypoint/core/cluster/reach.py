@@ -24,11 +24,12 @@ from statistics import median
 
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Effect, Refuse, Say
-from rallypoint.core.cluster.events import Beat, Disproved
+from rallypoint.core.cluster.events import Beat
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.terms import LIVING_S
 from rallypoint.core.placing.view_change import surviving_primaries
+from rallypoint.core.protocol import Disproved
 
 STALLED = 3.0  # heartbeats without progress
 MISSED = 1.5  # heartbeats for which a peer could not be reached: a link that comes back sooner is no reason
@@ -379,19 +380,19 @@ def set_apart(reach: Reach, course: Course, left: Callable[[str, str], list[Effe
     return effects + [Say(f"{id} takes part again") for id in returned if id in course.members]
 
 
-def disproved(event: Disproved, course: Course, left: Callable[[str, str], list[Effect]]) -> list[Effect]:
+def disproved(server: str, said: Disproved, course: Course, left: Callable[[str, str], list[Effect]]) -> list[Effect]:
     """Give up a backup that does not hold what it has acknowledged, and let it hold nothing if it comes back.
 
     Believed only of the shard's primary, and of the pair that the view in force names.
     """
     view = course.view
-    if view is None or course.phase is not Phase.RUNNING or view.primary.get(event.shard) != event.server:
+    if view is None or course.phase is not Phase.RUNNING or view.primary.get(said.shard) != server:
         return []
-    backup = view.beside(event.shard, event.paired)
+    backup = view.beside(said.shard, said.paired)
     if backup not in course.members.servers:
         return []
     why = (
-        f"it acknowledged version {event.version} of shard {event.shard}, and does not hold what {event.server} sent "
+        f"it acknowledged version {said.version} of shard {said.shard}, and does not hold what {server} sent "
         "it: it is not what it says it is, or one of the two machines computes wrong; test the memory of both"
     )
     course.members.apart.add(backup)

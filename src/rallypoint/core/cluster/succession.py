@@ -17,6 +17,7 @@ from rallypoint.core.placing.assigner import Assigner
 from rallypoint.core.placing.links import said_of
 from rallypoint.core.placing.pinned import pinned_assignments, pins_after
 from rallypoint.core.placing.view_change import says_nothing_new
+from rallypoint.core.protocol import CaughtUp, Reached, Unrestored
 from rallypoint.core.view import Assignment, View, holds
 
 # What follows for the next view from what workers say of the versions that they hold: see `placing.handover`.
@@ -143,18 +144,18 @@ class Succession:
         wanted = (wanted_lease(course), course.views.reductions)
         return self.advance() if wanted != (view.lease, view.reductions) else []
 
-    def noted(self, event: events.CaughtUp | events.Reached) -> list[Effect]:
+    def noted(self, member: str, said: CaughtUp | Reached) -> list[Effect]:
         """A primary says that the backups of some shards have caught up (see `ViewSequence.backups_caught_up`), or a
         worker that it holds a version."""
         course = self.course
         if course.view is None or course.phase is not Phase.RUNNING:
             return []
-        if isinstance(event, events.CaughtUp):
-            if not course.views.backups_caught_up(event.server, event.backups):
+        if isinstance(said, CaughtUp):
+            if not course.views.backups_caught_up(member, said.backups):
                 return []
             course.changed()
-        elif event.worker in course.members.present and course.is_current(event.generation):
-            course.handover.says(event.worker, event.version, course.view)
+        elif member in course.members.present and course.is_current(said.generation):
+            course.handover.says(member, said.version, course.view)
         return self.advance()
 
     # ---- assignments ----
@@ -272,26 +273,26 @@ class Succession:
                 course.phase, course.furthest = Phase.RUNNING, version - 1
                 return self.new_generation("", uploader=uploader, ending=ending)
 
-    def gone_wrong(self, event: events.Outrun | events.Unrestored) -> list[Effect]:
-        """A member acted on a view that nobody knew when this coordinator took over, or cannot load the snapshot with
-        which the generation begins: begin a new one."""
+    def outrun(self, event: events.Outrun) -> list[Effect]:
+        """A member acted on a view that nobody knew when this coordinator took over: begin a new generation."""
         if self.course.phase is not Phase.RUNNING:
             return []
-        if isinstance(event, events.Unrestored):
-            return self._unrestored(event)
         said = Say(
             f"{event.member} comes back with view {event.number}, which the journal had no room for and no other "
             "member knew: what the servers hold is not certain"
         )
         return [said, *self.recover()]
 
-    def _unrestored(self, event: events.Unrestored) -> list[Effect]:
-        """The snapshot was damaged after it was verified. Search again, which verifies all anew."""
+    def unrestored(self, server: str, said: Unrestored) -> list[Effect]:
+        """The server cannot load the snapshot with which the generation begins: that was damaged after it was verified.
+        Search again, which verifies all anew."""
         view = self.course.view
-        if view is None or view.generation != event.generation or not view.origin or not holds(view, event.server):
+        if view is None or self.course.phase is not Phase.RUNNING or view.generation != said.generation:
+            return []
+        if not view.origin or not holds(view, server):
             return []  # another server has said so before, or it does not load any
-        self._damaged = (view.origin, self.course.furthest + 1, f"{event.server} cannot go on: {event.reason}")
-        return self.recover(why=f"{event.server} cannot go on from snapshot {view.origin}: {event.reason}")
+        self._damaged = (view.origin, self.course.furthest + 1, f"{server} cannot go on: {said.reason}")
+        return self.recover(why=f"{server} cannot go on from snapshot {view.origin}: {said.reason}")
 
     def found(self, event: events.Found) -> list[Effect]:
         """Begin a new generation from the snapshot that was found; end the job if there is none."""
