@@ -167,6 +167,7 @@ class SimulatedKeyLinks:
                 self.heard.to_wait(contributor)
 
 
+GIVES_UP_S = 1.0  # from a script's error to the end of its process
 LEFT = "went back to a snapshot after its script had ended"
 _NO_ROWS = memoryview(b"")
 
@@ -268,8 +269,7 @@ class KeyedWorker:
         if exchange is None or exchange.finished:
             return
         if exchange._gone:
-            self.membership.close()
-            self.node.kill()
+            self._ends()
         elif self._claim is not None:
             self._wait_for_the_end(exchange)
         elif self._generation != exchange.rolled_back:
@@ -287,6 +287,11 @@ class KeyedWorker:
         if self._claim[0] != exchange.rolled_back and self._claim[1] is not None:
             self._claim = (self._claim[0], None)
             self.membership.send(GiveUp(LEFT, max(0, exchange.step), exchange.view.generation))
+            self.node.later(GIVES_UP_S, self._ends)  # the coordinator may be away: the process ends all the same
+
+    def _ends(self) -> None:
+        self.membership.close()
+        self.node.kill()
 
     def _begin(self, exchange: SimulatedKeys) -> None:
         """Pull for the next push that is due; when none is left, all keys once more."""
