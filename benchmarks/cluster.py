@@ -35,9 +35,9 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.topology.told import Topology
 from rallypoint.errors import RallypointError
 from rallypoint.launch import environment
+from rallypoint.net.certificates import make_certificates
 from rallypoint.net.handshake import new_token
 from rallypoint.net.messages import Say
-from rallypoint.net.tls.making import make_certificates
 from rallypoint.watch.follow import EVENTS, event_of
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))

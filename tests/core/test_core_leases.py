@@ -31,7 +31,7 @@ from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.slots import Compute, Evaluate
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.worker.exchange.plan import worker_plan
+from rallypoint.worker.exchange.exchange import worker_plan
 
 EVERY = 4
 

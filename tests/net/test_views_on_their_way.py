@@ -13,7 +13,7 @@ from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.views.difference import WrongBase, apply, canonical, difference
 from rallypoint.errors import CorruptFrame
-from rallypoint.net.keys import ticket
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.member import ViewReceiver
 from rallypoint.net.messages import Caches, NewView, OfViews, ViewChange, decode, encode
 

@@ -18,8 +18,8 @@ from rallypoint.config import resolve
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import JobAborted
-from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Finished
+from rallypoint.net.transport import InprocTransport
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference

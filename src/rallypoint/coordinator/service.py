@@ -28,8 +28,7 @@ from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import AddressInUse
 from rallypoint.net.channel import Channel
-from rallypoint.net.handshake import Identity
-from rallypoint.net.keys import job_secret, role_token
+from rallypoint.net.handshake import Identity, job_secret, role_token
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.places import advertised
 from rallypoint.net.tcp import TcpTransport

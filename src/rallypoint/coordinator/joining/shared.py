@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from rallypoint.core.view import View
-from rallypoint.net.keys import ticket
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.messages import Caches, Holder, Offers
 from rallypoint.observe.lines import Allowance
 

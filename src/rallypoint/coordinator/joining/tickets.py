@@ -13,7 +13,8 @@ import msgspec
 from rallypoint.coordinator.joining.shared import Shared
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.views.difference import ViewDifference, canonical, difference
-from rallypoint.net.keys import proof_of_view, ticket
+from rallypoint.net.handshake import proof_of_view
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.messages import Admitted, Caches, Knows, NewView, Offers, OfViews, ViewChange
 
 

@@ -12,7 +12,7 @@ from rallypoint.core.shard.effects import Reply
 from rallypoint.core.shard.shell import applied_in
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Applied, GiveUp
-from rallypoint.server.reducer.ledger import ENTRIES
+from rallypoint.server.parts import ENTRIES
 from rallypoint.testing.simulation.codec_states import Coded
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean, State
@@ -35,7 +35,7 @@ class Held:
 
 
 class Ledger:
-    """What a server says it has applied, as `server.reducer.ledger.Ledger` does; without times."""
+    """What a server says it has applied, as `server.parts.Ledger` does; without times."""
 
     def __init__(self, server: SimulatedServer) -> None:
         self._server = server
