@@ -36,8 +36,8 @@ from rallypoint.core.plan.topology import Topology
 from rallypoint.core.protocol import Say
 from rallypoint.errors import RallypointError
 from rallypoint.launch import environment
+from rallypoint.net.certificates import make_certificates
 from rallypoint.net.handshake import new_token
-from rallypoint.net.tls.making import make_certificates
 from rallypoint.watch.follow import EVENTS, event_of
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))

@@ -16,8 +16,7 @@ import time
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
-from rallypoint.net.rdma.connection import NixlConnection
-from rallypoint.net.rdma.transport import NixlTransport
+from rallypoint.net.rdma import NixlConnection, NixlTransport
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Transport
 

@@ -17,13 +17,12 @@ from tempfile import TemporaryDirectory
 import xxhash
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from rallypoint.net.certificates import TlsFiles, make_certificates
+from rallypoint.net.channel import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.keys import LinkKeys
-from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
+from rallypoint.net.handshake import LinkKeys
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.tls.files import TlsFiles
-from rallypoint.net.tls.making import make_certificates
-from rallypoint.net.tls.transport import TlsTransport
+from rallypoint.net.tls import TlsTransport
 from rallypoint.net.transport import Transport
 from rallypoint.testing.contracts.transports import Beside, connected
 

@@ -27,7 +27,7 @@ from rallypoint.core.schedule import rate_at
 from rallypoint.data.dataset import MapDataset
 from rallypoint.data.loader import MicroBatches
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.optim.flat import build_optimizer
+from rallypoint.optim import build_optimizer
 from strategies_workloads import WORKLOADS, Pace, build, evaluate
 
 Hook = Literal["none", "fp16"]

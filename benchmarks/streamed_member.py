@@ -24,7 +24,7 @@ from rallypoint.data.randomness import seeded
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
-from rallypoint.worker.streamed.first_values import initialised
+from rallypoint.worker.sources.streamed import initialised
 
 VARIANT, OUT, LAYERS, LIMIT = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 MODEL, STEPS = GPTConfig(layers=LAYERS, heads=16, width=1024, block=128), 5

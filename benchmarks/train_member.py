@@ -20,7 +20,7 @@ from rallypoint.config import JobConfig, group_of, resolve, settings_of
 from rallypoint.core.schedule import rate_at
 from rallypoint.data.loader import MicroBatches
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.optim.flat import build_optimizer
+from rallypoint.optim import build_optimizer
 from rallypoint.recipes.gpt_model import GPT, Block, GPTConfig
 from rallypoint.recipes.text import TextDataset, load_text
 from rallypoint.worker.collective import Sums

@@ -17,7 +17,7 @@ from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Cluster, Command, Handle
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.run import ClusterRun
-from rallypoint.net.keys import role_of, role_token
+from rallypoint.net.handshake import role_of, role_token
 
 JOB = "the job's own token"
 

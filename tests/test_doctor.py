@@ -31,12 +31,11 @@ from rallypoint.launch.doctor.findings import (
     of_space,
 )
 from rallypoint.launch.doctor.probe import Asking, Probe
+from rallypoint.net.certificates import TlsFiles, make_certificates
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import COORDINATOR, introduce, new_token
-from rallypoint.net.tls.files import TlsFiles
-from rallypoint.net.tls.making import make_certificates
-from rallypoint.net.tls.transport import TlsTransport
+from rallypoint.net.tls import TlsTransport
 from support.programs import run_program
 
 SOUND = Facts(

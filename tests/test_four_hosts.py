@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.launch.access import token_for
-from rallypoint.net.keys import role_token
+from rallypoint.net.handshake import role_token
 from support.netlab import Host, Netlab
 from support.programs import run_program
 

@@ -14,7 +14,7 @@ from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Tables, word_for
 from rallypoint.testing.simulation.pulls import RowPulls
 from rallypoint.testing.simulation.run import first_failure, simulate
-from rallypoint.worker.exchange.rows import Pull
+from rallypoint.worker.exchange.arrivals import Pull
 
 FIXED = range(12)
 ENOUGH = range(100)  # seeds within which a planted bug has to be found

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.net.rdma import agent
+from rallypoint.net import rdma
 from test_survival import AT, SCRIPT, STEPS, Cluster, undisturbed_run
 
 pytestmark = [
     pytest.mark.programs,
-    pytest.mark.skipif(not agent.installed(), reason="NIXL is not installed: pip install 'rallypoint[rdma]'"),
+    pytest.mark.skipif(not rdma.installed(), reason="NIXL is not installed: pip install 'rallypoint[rdma]'"),
 ]
 # Shards of 64 KiB: shorter payloads go through the stream
 LARGE = (

@@ -12,7 +12,7 @@ import pytest
 
 from members import Members, members_in
 from rallypoint.launch.folder import read_where
-from rallypoint.net.tls.files import CERTIFICATE
+from rallypoint.net.certificates import CERTIFICATE
 from rallypoint.testing.contracts.beside import until
 from support.programs import run_program
 

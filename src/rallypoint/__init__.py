@@ -1,7 +1,7 @@
 """Rallypoint: data-parallel training for PyTorch with stateless workers and stateful servers.
 
 A gradient's way through the code: `worker.sources.hooks` catches it during backward, `worker.exchange.links` pushes it,
-`server.service` receives it, `core.shard.machine` decides, `server.reducer.reducer` and `server.shards.owned` add and
+`server.service` receives it, `core.shard.machine` decides, `server.reducer` and `server.shard` add and
 apply, and the new version comes back to `worker.loop.run`, which installs it. docs/architecture.md walks the whole way.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rallypoint.data.spec import Loader
     from rallypoint.data.stream import Stream
     from rallypoint.launch.join import join
-    from rallypoint.parallel.holdings import Parallel
+    from rallypoint.parallel import Parallel
     from rallypoint.worker.loop.micro import Micro
     from rallypoint.worker.loop.run import Run
     from rallypoint.worker.loop.session import Job
@@ -70,7 +70,7 @@ _HOMES = {
     "Micro": "rallypoint.worker.loop.micro",
     "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
-    "Parallel": "rallypoint.parallel.holdings",
+    "Parallel": "rallypoint.parallel",
     "Parquet": "rallypoint.data.sources.parquet",
     "RAdam": "rallypoint.core.optimizer",
     "RMSprop": "rallypoint.core.optimizer",

@@ -27,7 +27,7 @@ from codec_cases import (
 
 from rallypoint.codec.base import Codec, NonFinitePayload, Scratch, Stateful
 from rallypoint.codec.build import build, build_stateless
-from rallypoint.codec.dgc import DGCCodec
+from rallypoint.codec.sparse import DGCCodec
 from rallypoint.codec.spec import DGC, CodecSpec, Int4, Int8, PowerSGD, RandomK, Raw, Sign, TopK
 from rallypoint.errors import ConfigError, ProtocolError, UsageError
 from rallypoint.net.pool import bytes_of

@@ -7,9 +7,7 @@ import torch
 from codec_cases import encoded, gradient, same_bytes, there_and_back
 
 from rallypoint.codec.base import PIECE_WORDS
-from rallypoint.codec.blocks import Int4Codec, Int8Codec
-from rallypoint.codec.cast import bf16_codec, fp16_codec, raw_codec
-from rallypoint.codec.sign import SignCodec
+from rallypoint.codec.blocks import Int4Codec, Int8Codec, SignCodec, bf16_codec, fp16_codec, raw_codec
 from rallypoint.codec.sparse import RandomKCodec
 
 SIZES = [1, 63, 256, 1000, PIECE_WORDS + 300]

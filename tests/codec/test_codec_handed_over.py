@@ -10,9 +10,8 @@ from codec_cases import SPECS, STATEFUL, encoded, encoder_of, gradient, shape_fo
 
 import rallypoint as rp
 from rallypoint.codec.base import Codec, Stateful
-from rallypoint.codec.build import build
+from rallypoint.codec.build import ShardCodecStates, build, dump, limits_of, load, state_bytes
 from rallypoint.codec.spec import DGC, CodecSpec, Int8, PowerSGD, Raw, TopK, has_state
-from rallypoint.codec.state import ShardCodecStates, dump, limits_of, load, state_bytes
 from rallypoint.config import ranks_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import ProtocolError

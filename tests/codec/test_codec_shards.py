@@ -8,7 +8,7 @@ import pytest
 
 import rallypoint as rp
 from rallypoint.codec.base import Scratch
-from rallypoint.codec.shards import ShardCodecs, down_codec
+from rallypoint.codec.build import ShardCodecs, down_codec
 from rallypoint.codec.spec import DGC, Bf16, Fp16, Int8, PowerSGD, Raw, Sign, TopK
 from rallypoint.config import codec_of, overrides_from, ranks_of, resolve
 from rallypoint.core.layout import Shard

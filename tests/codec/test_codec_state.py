@@ -9,13 +9,10 @@ import pytest
 import torch
 from codec_cases import encoded, encoder_of, gradient, there_and_back
 
-from rallypoint.codec.base import Codec, Stateful
-from rallypoint.codec.blocks import Int8Codec
-from rallypoint.codec.cast import bf16_codec, raw_codec
-from rallypoint.codec.dgc import FIRST_RATIO, DGCCodec
-from rallypoint.codec.feedback import ErrorFeedback
+from rallypoint.codec.base import Codec, ErrorFeedback, Stateful
+from rallypoint.codec.blocks import Int8Codec, bf16_codec, raw_codec
 from rallypoint.codec.lowrank import LowRankCodec
-from rallypoint.codec.sparse import TopKCodec, count_for
+from rallypoint.codec.sparse import FIRST_RATIO, DGCCodec, TopKCodec, count_for
 from rallypoint.errors import UsageError
 
 WORDS = 48 * 80

@@ -7,7 +7,7 @@ from rallypoint.coordinator.connections import MOST_WAITING, Connections
 from rallypoint.core.protocol import Hello, Resize, Welcome
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
-from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.transport import InprocTransport
 from rallypoint.testing.contracts.beside import until
 
 

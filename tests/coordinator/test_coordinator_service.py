@@ -62,10 +62,10 @@ from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, AddressInUse, DataError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.handshake import COORDINATOR, Identity, introduce
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import job_secret, ticket
+from rallypoint.net.handshake import COORDINATOR, Identity, introduce, job_secret
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.member import CoordinatorLink, Handlers
+from rallypoint.net.transport import InprocTransport
 from rallypoint.store import closing
 from rallypoint.testing.contracts.beside import until
 

@@ -11,7 +11,7 @@ from rallypoint.coordinator.joining.shared import BURST, EVERY_S, MOST_OF_ONE_CA
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.core.protocol import Caches, Holder, NewView, Offers
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.net.keys import ticket
+from rallypoint.net.handshake import ticket_for as ticket
 
 SECRET = b"s" * 32
 

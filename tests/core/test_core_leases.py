@@ -22,7 +22,7 @@ from rallypoint.core.worker.factory import shell_for
 from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.slots import Compute, Evaluate
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.worker.exchange.plan import worker_plan
+from rallypoint.worker.exchange.exchange import worker_plan
 
 EVERY = 4
 

@@ -21,7 +21,7 @@ from rallypoint.core.worker.ending import Reaching
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.core.worker.slots import Compute
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.worker.exchange.plan import worker_plan
+from rallypoint.worker.exchange.exchange import worker_plan
 
 JOB = SimulatedJob(shards=12, buffers=0, replicas=6, steps=40, clip=None)
 

@@ -13,7 +13,7 @@ from manifests import Manifest, rendered, the
 from processes import Kubelet, Pod, kubelet, pods_of, told
 
 from rallypoint.launch.kubernetes.secrets import certificates, new_secret
-from rallypoint.net.tls.making import make_certificates
+from rallypoint.net.certificates import make_certificates
 from rallypoint.testing.contracts.beside import until
 from support.programs import run_program
 

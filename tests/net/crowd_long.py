@@ -28,12 +28,10 @@ import psutil
 
 from rallypoint.core.protocol import Hello
 from rallypoint.errors import RallypointError
-from rallypoint.net.handshake import COORDINATOR, introduce, new_token
-from rallypoint.net.keys import role_token
+from rallypoint.net.certificates import TlsFiles, make_certificates
+from rallypoint.net.handshake import COORDINATOR, introduce, new_token, role_token
 from rallypoint.net.tcp import TcpTransport, split_address
-from rallypoint.net.tls.files import TlsFiles
-from rallypoint.net.tls.making import make_certificates
-from rallypoint.net.tls.transport import TlsTransport
+from rallypoint.net.tls import TlsTransport
 from rallypoint.net.transport import Transport
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))

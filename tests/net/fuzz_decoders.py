@@ -11,9 +11,7 @@ from fuzz_campaign import Campaign
 from fuzz_frames import Frame, Mutator
 
 from rallypoint.codec.base import Scratch, check_gradient, decode_ids
-from rallypoint.codec.build import build, build_stateless
-from rallypoint.codec.shards import ShardCodecs
-from rallypoint.codec.state import ShardCodecStates, load
+from rallypoint.codec.build import ShardCodecs, ShardCodecStates, build, build_stateless, load
 from rallypoint.config import codec_of, parse
 from rallypoint.core.layout import Shard
 from rallypoint.core.protocol import decode

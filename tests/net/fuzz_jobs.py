@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from rallypoint.aggregator.service import AggregatorService
+from rallypoint.aggregator import AggregatorService
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.net.certificates import TlsFiles
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.tls.files import TlsFiles
-from rallypoint.net.tls.transport import TlsTransport
+from rallypoint.net.tls import TlsTransport
 from rallypoint.net.transport import Transport
 from rallypoint.server.service import ServerService
 from rallypoint.worker.loop.session import Job

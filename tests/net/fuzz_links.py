@@ -15,11 +15,11 @@ from rallypoint.core.protocol import Welcome
 from rallypoint.core.view import Member, View
 from rallypoint.core.worker import slots as machine
 from rallypoint.errors import LinkError, RallypointError
+from rallypoint.net.channel import Sealer
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import Credentials, Identity, greet
-from rallypoint.net.inproc import InprocConnection, InprocListener, InprocTransport
-from rallypoint.net.keys import ticket
-from rallypoint.net.seal import Sealer
+from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.transport import InprocConnection, InprocListener, InprocTransport
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context

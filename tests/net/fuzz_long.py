@@ -23,7 +23,7 @@ from fuzz_campaign import AT_AN_AGGREGATOR, ATTACKS, OUTSIDE, WHOLE_JOBS, Campai
 from fuzz_decoders import Decoders
 from fuzz_jobs import AGGREGATED, POLICIES
 
-from rallypoint.net.tls.making import make_certificates
+from rallypoint.net.certificates import make_certificates
 from rallypoint.server import member
 
 ROUNDS = 10

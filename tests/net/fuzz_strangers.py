@@ -14,16 +14,14 @@ from fuzz_jobs import TOKEN, Cluster
 from rallypoint.core import protocol as messages
 from rallypoint.core.view import Member
 from rallypoint.errors import AccessDenied, LinkError, RallypointError
-from rallypoint.net.channel import Channel
+from rallypoint.net.certificates import TlsFiles
+from rallypoint.net.channel import Channel, Sealer
 from rallypoint.net.frames import Header, Kind, pack
-from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, _Transcript, introduce
-from rallypoint.net.inproc import InprocConnection, _Pipe
-from rallypoint.net.keys import LinkKeys, role_token, ticket, token_keys
-from rallypoint.net.seal import Sealer
+from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, LinkKeys, _Transcript, introduce, role_token, token_keys
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.tcp import TcpConnection, split_address
-from rallypoint.net.tls.connection import TlsConnection
-from rallypoint.net.tls.files import TlsFiles
-from rallypoint.net.transport import Connection
+from rallypoint.net.tls import TlsConnection
+from rallypoint.net.transport import Connection, InprocConnection, _Pipe
 
 FROM_WORKERS = (Kind.PUSH, Kind.INITIAL, Kind.STATE, Kind.FOLLOW, Kind.UNFOLLOW, Kind.FETCH, Kind.WANT, Kind.PULL_ROWS,
                 Kind.CODEC_STATE, Kind.RECALL, Kind.PULL_WORDS)  # fmt: skip

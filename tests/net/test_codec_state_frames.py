@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from test_strangers import Job, reducer, refusal, standby
 
+from rallypoint.codec.build import Limits, ShardCodecStates
 from rallypoint.codec.spec import Int8
-from rallypoint.codec.state import Limits, ShardCodecStates
 from rallypoint.config import parse, record_of, resolve
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout

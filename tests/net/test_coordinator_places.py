@@ -16,10 +16,9 @@ from rallypoint.errors import AccessDenied, LinkError, RallypointError
 from rallypoint.net import member
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
-from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.transport import Connection
+from rallypoint.net.transport import Connection, InprocTransport
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 

@@ -20,10 +20,9 @@ from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Credentials, Identity
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import ticket
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.transport import Connection, Listener, Transport
+from rallypoint.net.transport import Connection, InprocTransport, Listener, Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.testing.contracts.beside import until
 

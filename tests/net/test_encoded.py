@@ -10,8 +10,7 @@ import torch
 from test_strangers import Job, refusal
 
 import rallypoint as rp
-from rallypoint.codec.build import build_stateless
-from rallypoint.codec.shards import ShardCodecs
+from rallypoint.codec.build import ShardCodecs, build_stateless
 from rallypoint.codec.spec import Bf16, Int8, PowerSGD, TopK
 from rallypoint.config import parse, ranks_of, record_of, resolve
 from rallypoint.core.layout import Shard, TensorSpec, build_layout

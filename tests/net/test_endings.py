@@ -10,8 +10,7 @@ import pytest
 
 from rallypoint.errors import LinkClosed, LinkError, LinkReset
 from rallypoint.net import tcp
-from rallypoint.net.kernel import ENDED, state_of
-from rallypoint.net.tcp import TcpConnection
+from rallypoint.net.tcp import ENDED, TcpConnection, state_of
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.optimizer import AdamW
 from rallypoint.errors import RallypointError
+from rallypoint.net.certificates import TlsFiles, make_certificates
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.tls.files import TlsFiles
-from rallypoint.net.tls.making import make_certificates
-from rallypoint.net.tls.transport import TlsTransport
+from rallypoint.net.tls import TlsTransport
 from rallypoint.net.transport import Transport
 from rallypoint.server.service import ServerService
 from rallypoint.worker.loop.session import Job

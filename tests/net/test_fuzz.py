@@ -23,10 +23,10 @@ from rallypoint.core.optimizer import AdamW
 from rallypoint.core.protocol import encode
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError
+from rallypoint.net.channel import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.frames import HEADER_BYTES, PROTOCOL, SKIP, Header, Kind, pack, unpack
-from rallypoint.net.handshake import COORDINATOR, introduce
-from rallypoint.net.keys import LinkKeys, ticket
-from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
+from rallypoint.net.handshake import COORDINATOR, LinkKeys, introduce
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.tcp import TcpConnection, TcpTransport
 from rallypoint.server.service import ServerService
 from rallypoint.worker.loop.session import Job

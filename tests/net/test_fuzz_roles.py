@@ -12,8 +12,8 @@ from fuzz_decoders import Decoders
 from fuzz_jobs import AGGREGATED, POLICIES
 
 from rallypoint.net import handshake
+from rallypoint.net.certificates import make_certificates
 from rallypoint.net.frames import Kind
-from rallypoint.net.tls.making import make_certificates
 from rallypoint.server import member
 
 SEED = 20261122

@@ -24,18 +24,21 @@ from rallypoint.net.handshake import (
     COORDINATOR,
     NONCE_BYTES,
     PROOF_BYTES,
+    ROLES,
     Greeting,
     Identity,
+    LinkKeys,
     _Transcript,
     check_exposure,
     greet,
     introduce,
     new_token,
+    role_token,
+    token_keys,
 )
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import ROLES, LinkKeys, role_token, ticket, token_keys
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.transport import Connection, Transport
+from rallypoint.net.transport import Connection, InprocTransport, Transport
 from rallypoint.testing.contracts.transports import Beside, receive
 
 TOKEN = "correct horse battery staple"

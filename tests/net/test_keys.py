@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.net.keys import (
+from rallypoint.net.handshake import (
     ROLES,
     dialers_keys,
     expand,
@@ -16,7 +16,7 @@ from rallypoint.net.keys import (
     job_secret,
     role_of,
     role_token,
-    ticket,
+    ticket_for,
     token_keys,
 )
 
@@ -65,10 +65,10 @@ def test_every_purpose_direction_token_and_greeting_has_a_key_of_its_own() -> No
 
 def test_every_member_has_a_ticket_of_its_own_for_each_listener() -> None:
     who = [("worker", "w1", 1), ("worker", "w11", 1), ("worker", "w1", 11), ("server", "w1", 1), ("worker", "w", 11)]
-    found = [ticket(secret, *one) for secret in (b"a secret", b"another") for one in who]
+    found = [ticket_for(secret, *one) for secret in (b"a secret", b"another") for one in who]
     assert len(set(found)) == len(found)
     assert {len(one) for one in found} == {32}
-    assert ticket(b"a secret", "worker", "w1", 1) == found[0]
+    assert ticket_for(b"a secret", "worker", "w1", 1) == found[0]
 
 
 def test_keys_are_not_shown() -> None:

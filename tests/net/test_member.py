@@ -36,11 +36,10 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import ticket
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.transport import Connection, Listener, Transport
+from rallypoint.net.transport import Connection, InprocTransport, Listener, Transport
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.transports import Beside, receive
 

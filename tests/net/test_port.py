@@ -15,9 +15,8 @@ import pytest
 
 from rallypoint.core.plan.port import PACE, PortPacer, Sent
 from rallypoint.errors import LinkError
-from rallypoint.net.kernel import SO_MAX_PACING_RATE, sent_of
 from rallypoint.net.sampling import Port
-from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.tcp import SO_MAX_PACING_RATE, TcpTransport, sent_of
 from rallypoint.net.transport import LEAST_PACE, Connection, Limits
 from support.netlab import Netlab
 

@@ -13,18 +13,14 @@ import pytest
 
 from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.errors import LinkError, UsageError
+from rallypoint.net import rdma
 from rallypoint.net.handshake import COORDINATOR, Identity, greet, introduce
-from rallypoint.net.rdma import agent as agents
-from rallypoint.net.rdma import connection as nixl
-from rallypoint.net.rdma.choice import chosen, environment_of, rdma_devices
-from rallypoint.net.rdma.connection import NixlConnection
-from rallypoint.net.rdma.rings import LEAST_BYTES, PIECE
-from rallypoint.net.rdma.transport import NixlTransport
+from rallypoint.net.rdma import LEAST_BYTES, PIECE, NixlConnection, NixlTransport, chosen, environment_of, rdma_devices
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Listener, Transport
 from rallypoint.testing.contracts.transports import Beside, TransportContract, receive
 
-needs_nixl = pytest.mark.skipif(not agents.installed(), reason="NIXL is not installed: pip install 'rallypoint[rdma]'")
+needs_nixl = pytest.mark.skipif(not rdma.installed(), reason="NIXL is not installed: pip install 'rallypoint[rdma]'")
 TOKEN = "a token of the tests"
 KEYS = hashlib.sha256(b"dialer").digest(), hashlib.sha256(b"listener").digest()
 PATIENCE_S = 60.0
@@ -157,7 +153,7 @@ def test_beside_a_member_without_it_a_connection_stays_with_tcp(listens: bool) -
 def test_where_nixl_cannot_be_started_tcp_carries_all_and_the_log_says_so_once(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if broken != "both" and not agents.installed():
+    if broken != "both" and not rdma.installed():
         pytest.skip("NIXL is not installed")
     dials, listens = NixlTransport(), NixlTransport()
     for transport, name in ((dials, "dialer"), (listens, "listener")):
@@ -247,13 +243,13 @@ class _Agent:
     def given_back(self) -> None:
         pass
 
-    def memory(self, nbytes: int) -> agents.Memory:
-        return agents.Memory(nbytes)
+    def memory(self, nbytes: int) -> rdma.Memory:
+        return rdma.Memory(nbytes)
 
-    def release(self, memory: agents.Memory, *, in_use: bool) -> None:
+    def release(self, memory: rdma.Memory, *, in_use: bool) -> None:
         self.released.append(in_use)
 
-    def described(self, memory: agents.Memory) -> bytes:
+    def described(self, memory: rdma.Memory) -> bytes:
         return b"a description"
 
     def load(self, description: bytes) -> str:
@@ -276,7 +272,7 @@ def test_memory_that_a_first_write_in_vain_may_still_read_becomes_nobody_elses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else what another connection has in it would be written into the memory of this one's other side."""
-    monkeypatch.setattr(nixl, "_TRIES_S", 0.05)
+    monkeypatch.setattr(rdma, "_TRIES_S", 0.05)
     dials, listens = NixlTransport(), NixlTransport()
     dials._dialed, listens._accepted = fakes = _Agent(), _Agent()  # type: ignore[assignment]
     for near, far in greeted(dials, listens):
@@ -299,8 +295,8 @@ def test_memory_that_cannot_be_registered_again_stays_mapped(monkeypatch: pytest
             pass
 
     library = Nixl()
-    monkeypatch.setattr(agents, "_started", lambda environment: library)
-    agent = agents.Agent({})
+    monkeypatch.setattr(rdma, "_started", lambda environment: library)
+    agent = rdma.Agent({})
     agent.release(first := agent.memory(4096), in_use=False)
     library.refuses = True
     with pytest.raises(LinkError, match="no more memory can be registered"):
@@ -338,13 +334,13 @@ def test_memory_that_cannot_be_where_the_other_side_says_leaves_the_connection_w
 def test_auto_takes_nixl_where_a_device_and_the_package_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rallypoint.net.rdma.choice.installed", lambda: "nixl_cu12")
+    monkeypatch.setattr("rallypoint.net.rdma.installed", lambda: "nixl_cu12")
     assert chosen("auto", secure=False, devices=tmp_path) == "tcp"
     (tmp_path / "mlx5_0").mkdir()
     assert rdma_devices(tmp_path) == ("mlx5_0",)
     assert chosen("auto", secure=False, devices=tmp_path) == "nixl"
     assert chosen("auto", secure=True, devices=tmp_path) == "tcp", "TLS encrypts, and NIXL does not"
-    monkeypatch.setattr("rallypoint.net.rdma.choice.installed", lambda: "")
+    monkeypatch.setattr("rallypoint.net.rdma.installed", lambda: "")
     assert chosen("auto", secure=False, devices=tmp_path) == "tcp"
 
 
@@ -353,7 +349,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPat
         chosen("rdma", secure=False)
     with pytest.raises(UsageError, match="does not encrypt"):
         chosen("nixl", secure=True)
-    monkeypatch.setattr("rallypoint.net.rdma.choice.installed", lambda: "")
+    monkeypatch.setattr("rallypoint.net.rdma.installed", lambda: "")
     with pytest.raises(UsageError, match="pip install 'nixl"):
         chosen("nixl", secure=False)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import CorruptFrame, LinkError, ProtocolError
+from rallypoint.net.channel import SEALED_BYTES, Opener, Sealer, Secrets
 from rallypoint.net.frames import Header, Kind, pack
-from rallypoint.net.keys import LinkKeys
-from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer, Secrets
+from rallypoint.net.handshake import LinkKeys
 
 KEYS = LinkKeys(bytes(range(32)), bytes(range(32, 64)))
 WITH_PAYLOAD = sorted(set(Kind) - {

@@ -40,14 +40,13 @@ from rallypoint.core.protocol import (
 from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, RallypointError, UnprovenPeer
-from rallypoint.net.channel import Channel
+from rallypoint.net.channel import Channel, Sealer
 from rallypoint.net.frames import Header, Kind, wants
-from rallypoint.net.handshake import COORDINATOR, introduce
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import job_secret, ticket
-from rallypoint.net.seal import Sealer
-from rallypoint.server.reducer.inbox import Gone, Linked, Wake
-from rallypoint.server.reducer.reducer import Reducer
+from rallypoint.net.handshake import COORDINATOR, introduce, job_secret
+from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.transport import InprocTransport
+from rallypoint.server.inbox import Gone, Linked, Wake
+from rallypoint.server.reducer import Reducer
 from rallypoint.server.service import ServerService
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.testing.contracts.beside import until

@@ -18,18 +18,13 @@ from cryptography import x509
 
 from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, RallypointError, UnprovenPeer, UsageError
-from rallypoint.net.channel import Channel
+from rallypoint.net.certificates import CA, CERTIFICATE, KEY, ROLES, TlsFiles, make_certificates
+from rallypoint.net.channel import SEALED_BYTES, Channel, Opener, Sealer
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate, Unproven
-from rallypoint.net.handshake import Identity, check_exposure, introduce
-from rallypoint.net.keys import LinkKeys
-from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
+from rallypoint.net.handshake import Identity, LinkKeys, check_exposure, introduce
 from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
-from rallypoint.net.tls.connection import TlsConnection
-from rallypoint.net.tls.files import CA, CERTIFICATE, KEY, ROLES, TlsFiles
-from rallypoint.net.tls.making import make_certificates
-from rallypoint.net.tls.records import SECRET_BYTES
-from rallypoint.net.tls.transport import TlsTransport
+from rallypoint.net.tls import SECRET_BYTES, TlsConnection, TlsTransport
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.testing.contracts.beside import Beside, until
 from rallypoint.testing.contracts.transports import connected, receive
@@ -236,7 +231,7 @@ def test_a_plain_member_at_a_port_with_tls(
     door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("rallypoint.net.tls.connection._FIRST_WORD_S", 0.2)
+    monkeypatch.setattr("rallypoint.net.tls._FIRST_WORD_S", 0.2)
     beside = Member(tls(certificates, "worker"), door, opened)
     error, line = refused(door, TcpTransport(), opened, caplog)
     assert isinstance(error, UnprovenPeer)

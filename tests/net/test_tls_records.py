@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from rallypoint.net.tls import records
-from rallypoint.net.tls.records import LENGTH_BYTES, LONGEST, TAG_BYTES, Reader, RecordError, Writer, keys
+from rallypoint.net import tls
+from rallypoint.net.tls import LENGTH_BYTES, LONGEST, TAG_BYTES, Reader, RecordError, Writer, keys
 
 KEY = bytes(range(32))
 
@@ -86,14 +86,14 @@ def test_each_direction_and_each_connection_has_keys_of_its_own() -> None:
 
 
 def test_the_key_changes_on_both_sides_after_so_many_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "KEY_LASTS", 3)
+    monkeypatch.setattr(tls, "KEY_LASTS", 3)
     pieces = [bytes([number]) * 10 for number in range(10)]
     all_records, reader = made(*pieces), Reader(KEY)
     assert [opened(reader, record) for record in all_records] == pieces
     late = Reader(KEY)
     for record in all_records[:3]:
         opened(late, record)
-    monkeypatch.setattr(records, "KEY_LASTS", 4)
+    monkeypatch.setattr(tls, "KEY_LASTS", 4)
     with pytest.raises(RecordError, match="a wrong tag"):  # the old key does not open what follows
         opened(late, all_records[3])
 

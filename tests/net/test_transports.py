@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 
 from rallypoint.errors import LinkError, UsageError
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.kernel import SO_MAX_PACING_RATE
-from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
-from rallypoint.net.tls.files import TlsFiles
-from rallypoint.net.tls.making import make_certificates
-from rallypoint.net.tls.transport import TlsTransport
-from rallypoint.net.transport import LEAST_IN_FLIGHT, LEAST_PACE, Limits, Transport
+from rallypoint.net.certificates import TlsFiles, make_certificates
+from rallypoint.net.tcp import SO_MAX_PACING_RATE, TcpConnection, TcpTransport, split_address
+from rallypoint.net.tls import TlsTransport
+from rallypoint.net.transport import LEAST_IN_FLIGHT, LEAST_PACE, InprocTransport, Limits, Transport
 from rallypoint.testing.contracts.transports import TransportContract
 
 PATIENCE_S = 60.0

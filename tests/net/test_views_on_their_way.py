@@ -14,7 +14,7 @@ from rallypoint.core.protocol import Caches, NewView, OfViews, ViewChange, decod
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.view_difference import WrongBase, apply, canonical, difference
 from rallypoint.errors import CorruptFrame
-from rallypoint.net.keys import ticket
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.member import ViewReceiver
 
 SECRET = b"s" * 32

@@ -15,7 +15,7 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.schedule import rate_at
 from rallypoint.errors import ConfigError, ModelError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.optim.flat import ShardOptimizer
+from rallypoint.optim import ShardOptimizer
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 
 STEPS = 6

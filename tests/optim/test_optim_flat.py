@@ -17,8 +17,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.schedule import rate_at
-from rallypoint.optim.flat import ShardOptimizer
-from rallypoint.optim.table import state_names
+from rallypoint.optim import ShardOptimizer, state_names
 from rallypoint.store.export import model_state, optimizer_state
 from rallypoint.store.manifest import Manifest, snapshot_id
 from rallypoint.store.record import ShardRecord, decode_record, encode_record

@@ -8,9 +8,9 @@ import torch
 import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.core.optimizer import Optimizer
-from rallypoint.optim.table import state_names
+from rallypoint.optim import state_names
 from rallypoint.store.record import decode_record, encode_record
-from rallypoint.worker.loop.allreduce import SpecifiedStepper, WorkerOptimizer
+from rallypoint.worker.loop.own import SpecifiedStepper, WorkerOptimizer
 from rallypoint.worker.tensors import ModelTensors
 
 OPTIMIZERS = (

@@ -14,9 +14,9 @@ from rallypoint.core.shard import clip
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.net.frames import Header, Kind
 from rallypoint.observe.trace import Tracer
+from rallypoint.server import inbox
 from rallypoint.server.job import ServerJob
-from rallypoint.server.reducer import inbox
-from rallypoint.server.reducer.reducer import Reducer
+from rallypoint.server.reducer import Reducer
 
 CONFIG = resolve({"replicas": 2, "steps": 5})
 LAYOUT = build_layout([TensorSpec("w", (1000,), "float32", 0)], CONFIG.shard_bytes)

@@ -18,7 +18,7 @@ from rallypoint.core.optimizer import Average
 from rallypoint.core.shard.effects import Apply
 from rallypoint.errors import ConfigError
 from rallypoint.net.pool import BufferPool
-from rallypoint.server.shards.owned import OwnedShard, fits
+from rallypoint.server.shard import OwnedShard, fits
 from rallypoint.store.record import ShardRecord, decode_record, encode_record
 
 STEPS, WORDS = 9, 301

@@ -14,7 +14,7 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool
-from rallypoint.server.shards.averaged import AveragedShard
+from rallypoint.server.shard import AveragedShard
 from rallypoint.store.record import ShardRecord, decode_record, encode_record
 
 WORDS = 1000

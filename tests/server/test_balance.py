@@ -10,7 +10,7 @@ from gathering import Gathering, Once, gathering, reference_hash
 
 from rallypoint.net.frames import Header, Kind
 from rallypoint.server.intake import Intake
-from rallypoint.server.reducer.tickets import Tickets
+from rallypoint.server.parts import Tickets
 from rallypoint.testing.contracts.beside import until
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import rallypoint as rp
+from rallypoint.codec.build import ShardCodecStates
 from rallypoint.codec.spec import Bf16, Int8
-from rallypoint.codec.state import ShardCodecStates
 from rallypoint.config import ranks_of, resolve
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import COPY, Header, Kind
-from rallypoint.server.codec_states import CodecStates
+from rallypoint.server.snapshots import CodecStates
 from rallypoint.store.record import ShardRecord
 
 REPLICAS = 2

@@ -12,7 +12,7 @@ import torch
 
 import rallypoint as rp
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.server.shards.owned import OwnedShard
+from rallypoint.server.shard import OwnedShard
 from rallypoint.testing.contracts.beside import Beside, until
 from rallypoint.testing.processes import ProcessCluster, server_main
 

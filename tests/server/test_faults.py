@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 from one_server import FIRST, OneServer
 
-from rallypoint.aggregator.service import AggregatorService
+from rallypoint.aggregator import AggregatorService
 from rallypoint.core.protocol import GiveUp, Hello, Message
 from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.view import Member
 from rallypoint.errors import LinkError, ProtocolError, RallypointError
 from rallypoint.net.handshake import Credentials, Identity
-from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.trace import Tracer
+from rallypoint.server import inbox
 from rallypoint.server.member import Views
-from rallypoint.server.peers import Peers
-from rallypoint.server.reducer import inbox
-from rallypoint.server.service import ServerService
+from rallypoint.server.service import Peers, ServerService
 
 FAULT = KeyError("a bug")
 BROKEN: Any = SimpleNamespace(fault=FAULT, name="w")

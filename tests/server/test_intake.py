@@ -12,10 +12,10 @@ from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net.frames import Header, Kind
 from rallypoint.observe.trace import Tracer
+from rallypoint.server import inbox
 from rallypoint.server.intake import Intake
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import Views
-from rallypoint.server.reducer import inbox
 
 NUMBER = ViewNumber(1, 1)
 CONFIG = resolve({"replicas": 2, "steps": 9})

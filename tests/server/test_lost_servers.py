@@ -18,9 +18,9 @@ from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps
 from rallypoint.core.protocol import Aborted, Applied, Finished, Members, Report, Skipped, Snapshotted, SnapshotWanted
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import JobAborted, LinkError
-from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.transport import InprocTransport
 from rallypoint.server.service import ServerService, run_servers
-from rallypoint.server.shards.owned import OwnedShard
+from rallypoint.server.shard import OwnedShard
 from rallypoint.store import retry
 from rallypoint.store.manifest import Manifest, age
 from rallypoint.store.record import ShardRecord

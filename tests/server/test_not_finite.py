@@ -18,8 +18,7 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.protocol import Accounted, Finished, Skipped
 from rallypoint.errors import JobAborted
-from rallypoint.server.shards.gradient import FloatRange, first_not_finite, first_that_became, float_ranges, norm_of
-from rallypoint.server.shards.owned import OwnedShard
+from rallypoint.server.shard import FloatRange, OwnedShard, first_not_finite, first_that_became, float_ranges, norm_of
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference

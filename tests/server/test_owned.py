@@ -12,7 +12,7 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.pool import Buffer, BufferPool
-from rallypoint.server.shards.owned import OwnedShard, StreamedShard
+from rallypoint.server.shard import OwnedShard, StreamedShard
 
 WORDS = 1000
 SHARD = Shard(index=0, start=0, stop=WORDS, group=0, columns=20)

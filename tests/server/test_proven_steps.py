@@ -9,7 +9,7 @@ from one_server import FIRST, LAYOUT, OneServer
 
 from rallypoint.core.protocol import Applied
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.server.reducer import inbox
+from rallypoint.server import inbox
 from rallypoint.store.record import ShardRecord
 
 WORDS = LAYOUT.shards[0].words

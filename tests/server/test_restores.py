@@ -19,8 +19,8 @@ from rallypoint.core.protocol import Unrestored
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DamagedSnapshot
 from rallypoint.net.frames import Header, Kind
-from rallypoint.server.reducer import inbox
-from rallypoint.server.restores import READ_AHEAD, Restores
+from rallypoint.server import inbox
+from rallypoint.server.snapshots import READ_AHEAD, Restores
 from rallypoint.store import closing, retry
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore

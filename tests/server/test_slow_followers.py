@@ -18,11 +18,11 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.handshake import COORDINATOR, FIRST_VIEW, introduce
-from rallypoint.net.keys import ticket
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.server.reducer.reducer import Reducer
+from rallypoint.server.held import newest_is_enough
+from rallypoint.server.reducer import Reducer
 from rallypoint.server.service import ServerService
-from rallypoint.server.shards.held import newest_is_enough
 from rallypoint.testing.contracts.beside import PATIENCE_S
 
 SHARDS, WORDS, STEPS = 4, 1 << 18, 40
@@ -95,7 +95,7 @@ class Cluster:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection with a full window is ended after some seconds, in which a busy machine does not make all steps."""
-    monkeypatch.setattr("rallypoint.net.kernel.DEAD_AFTER_S", PATIENCE_S)
+    monkeypatch.setattr("rallypoint.net.tcp.DEAD_AFTER_S", PATIENCE_S)
 
 
 @pytest.fixture

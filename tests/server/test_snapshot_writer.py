@@ -14,7 +14,7 @@ import pytest
 
 from rallypoint.core.protocol import NotStored, Stored
 from rallypoint.observe.trace import Tracer
-from rallypoint.server.capture import Capture
+from rallypoint.server.snapshots import Capture
 from rallypoint.store import closing
 from rallypoint.store.direct import DirectFile
 from rallypoint.store.manifest import snapshot_id

@@ -7,7 +7,7 @@ import threading
 import msgspec
 from one_server import CONFIG, LAYOUT
 
-from rallypoint.aggregator.upstream import Event, ServerUp, Upstream
+from rallypoint.aggregator import Event, ServerUp, Upstream
 from rallypoint.config import record_of
 from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.core.view import Member, View, ViewNumber
@@ -15,8 +15,8 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Credentials, Identity
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import ticket
+from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import Views

@@ -12,8 +12,7 @@ import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.errors import NO_SNAPSHOT, JobAborted, ModelError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.worker.streamed.building import prepare
-from rallypoint.worker.streamed.first_values import FirstValues, Init
+from rallypoint.worker.sources.streamed import FirstValues, Init, prepare
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 
 CONFIG = resolve({"parameters": "streamed", "shard_bytes": 64, "seed": 5})

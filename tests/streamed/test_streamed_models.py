@@ -16,8 +16,8 @@ from rallypoint.codec.spec import Bf16
 from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
-from rallypoint.worker.streamed.memory import ShardMemory
-from rallypoint.worker.streamed.parameters import StreamedParameters
+from rallypoint.worker.exchange.locked import ShardMemory
+from rallypoint.worker.sources.streamed import StreamedParameters
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import streamed_models.py by name
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rallypoint.worker.streamed.parameters import Order
+from rallypoint.worker.sources.streamed import Order
 
 BYTES = [10, 20, 30, 40]
 

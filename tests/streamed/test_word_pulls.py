@@ -16,7 +16,7 @@ from rallypoint.core.optimizer import SGD
 from rallypoint.core.shard.pulls import MOST_WAITING, Request, Requests
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import SKIP, Header, Kind
-from rallypoint.worker.streamed.pulls import Range, ranges_of
+from rallypoint.worker.exchange.arrivals import Range, ranges_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "net"))
 

@@ -17,10 +17,9 @@ from rallypoint.core.schedule import rate_at
 from rallypoint.core.shard.clip import clip_scale
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
-from rallypoint.net.channel import Channel
+from rallypoint.net.channel import SEALED_BYTES, Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.seal import SEALED_BYTES
-from rallypoint.server.shards.rows import first_rows
+from rallypoint.server.rows import first_rows
 
 USERS, ITEMS, COLUMNS = 700, 50, 6
 SETTINGS: dict[str, Any] = {"replicas": 3, "batch": 12, "steps": 30, "seed": 4, "shard_bytes": 4 << 10}

@@ -18,8 +18,8 @@ from rallypoint.core.optimizer import SGD
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
-from rallypoint.server.shards.rows import first_rows
-from rallypoint.worker.exchange.rows import Pull
+from rallypoint.server.rows import first_rows
+from rallypoint.worker.exchange.arrivals import Pull
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "net"))
 

@@ -26,8 +26,8 @@ from rallypoint.core.schedule import rate_at
 from rallypoint.core.shard.effects import Apply
 from rallypoint.errors import ProtocolError
 from rallypoint.net.pool import Buffer, BufferPools
-from rallypoint.optim.rows import RowsOptimizer
-from rallypoint.server.shards.rows import OwnedRows, first_rows, fits_rows
+from rallypoint.optim import RowsOptimizer
+from rallypoint.server.rows import OwnedRows, first_rows, fits_rows
 from rallypoint.store.record import decode_record, encode_record
 
 ROWS, COLUMNS = 40, 3

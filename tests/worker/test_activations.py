@@ -12,7 +12,7 @@ import rallypoint as rp
 from rallypoint.config import JobConfig
 from rallypoint.errors import ModelError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.worker.activations import Activations, blocks_of
+from rallypoint.worker.module_hooks import Activations, blocks_of
 from rallypoint.worker.tensors import weights_hash
 
 

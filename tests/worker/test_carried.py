@@ -15,8 +15,7 @@ from rallypoint.core.shard.effects import Apply, Drop, Take
 from rallypoint.core.shard.events import Contribute, Initialise
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.errors import ConfigError, JobAborted, ModelError, UsageError
-from rallypoint.worker.carried import MOST_BYTES, Carried, Carry
-from rallypoint.worker.tensors import ModelTensors
+from rallypoint.worker.tensors import MOST_BYTES, Carried, Carry, ModelTensors
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,8 @@ import torch
 
 from rallypoint.config import resolve
 from rallypoint.core.layout import Layout, Shard
-from rallypoint.worker.sources.hooks import GradientHooks
-from rallypoint.worker.sources.staging import HostStaging
-from rallypoint.worker.streamed.memory import WholeVector
+from rallypoint.worker.exchange.locked import WholeVector
+from rallypoint.worker.sources.hooks import GradientHooks, HostStaging
 from rallypoint.worker.tensors import ModelTensors
 
 CLIP = 0.01

@@ -19,7 +19,7 @@ from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.reference import _Reference
-from rallypoint.worker.exchange.replica import ReplicaPushes
+from rallypoint.worker.exchange.pushes import ReplicaPushes
 from rallypoint.worker.tensors import ModelTensors
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))

@@ -27,9 +27,9 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.exchange.forward import ForwardVersion
 from rallypoint.worker.exchange.locked import LockedShell
-from rallypoint.worker.loop.early import EarlyForward
+from rallypoint.worker.exchange.pushes import ForwardVersion
+from rallypoint.worker.loop.micro import EarlyForward
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import rallypoint as rp
-from rallypoint.codec.shards import ShardCodecs
+from rallypoint.codec.build import CodecState, ShardCodecs
 from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Int8, PowerSGD, Raw, Sign, TopK
-from rallypoint.codec.state import CodecState
 from rallypoint.config import JobConfig, ranks_of, resolve
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.errors import ProtocolError
-from rallypoint.worker.exchange.encoder import Encoder, Payload
+from rallypoint.worker.exchange.pushes import Encoder, Payload
 
 SHARD_BYTES = 64 << 10
 SPECS = [

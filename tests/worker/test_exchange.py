@@ -23,13 +23,12 @@ from rallypoint.net.channel import Channel, Rank
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Credentials, Identity
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import ticket
+from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.trace import Tracer
 from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange import locked as module
-from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.exchange.initial import push_initial
+from rallypoint.worker.exchange.exchange import Exchange, push_initial
 from rallypoint.worker.exchange.links import Context, ServerLink
 from rallypoint.worker.exchange.locked import Rewound
 

@@ -12,8 +12,8 @@ import xxhash
 
 import rallypoint as rp
 from rallypoint.config import resolve
-from rallypoint.worker.exchange import initial
-from rallypoint.worker.exchange.initial import digest_of
+from rallypoint.worker.exchange import exchange as initial
+from rallypoint.worker.exchange.exchange import digest_of
 from rallypoint.worker.tensors import ModelTensors
 
 

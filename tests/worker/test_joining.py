@@ -38,8 +38,8 @@ from rallypoint.net import handshake
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import ticket
+from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.transport import InprocTransport
 from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop import session

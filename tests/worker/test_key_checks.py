@@ -13,10 +13,9 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.policy import Async, ServerPolicy, Sync
 from rallypoint.errors import ConfigError, ProtocolError, UsageError
 from rallypoint.net.frames import LATEST, SKIP, Header, Kind, wants
-from rallypoint.worker.keys.arrivals import Heard, KeyArrivals
-from rallypoint.worker.keys.dense import DenseKey
+from rallypoint.worker.keys.exchange import Heard, KeyArrivals
 from rallypoint.worker.keys.settings import KeySettings, declared
-from rallypoint.worker.keys.table import TableKey
+from rallypoint.worker.keys.store import DenseKey, TableKey
 
 STEPS, CONTRIBUTORS, NBYTES = 9, 2, 16
 

@@ -11,7 +11,7 @@ import pytest
 from rallypoint.config import resolve
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.handshake import Credentials, Identity
-from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.links import Context, Links
 

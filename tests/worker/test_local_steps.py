@@ -18,7 +18,7 @@ from rallypoint.config import JobConfig, resolve
 from rallypoint.core.worker.slots import Compute
 from rallypoint.errors import NonFiniteLoss
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.net.inproc import InprocConnection
+from rallypoint.net.transport import InprocConnection
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash

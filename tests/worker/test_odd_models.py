@@ -13,7 +13,7 @@ from rallypoint.bridges.wrap import wrap_in
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.server.shards.gradient import first_that_became, float_ranges
+from rallypoint.server.shard import first_that_became, float_ranges
 from rallypoint.worker.loop.guard import NewBuffers
 from rallypoint.worker.tensors import weights_hash
 

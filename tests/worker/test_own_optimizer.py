@@ -13,8 +13,7 @@ from rallypoint.config import JobConfig, overrides_from, resolve, with_own_optim
 from rallypoint.errors import ConfigError, ProtocolError
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.state import read_state
-from rallypoint.worker.loop.allreduce import SpecifiedStepper, WorkerOptimizer
-from rallypoint.worker.loop.own import OwnStepper
+from rallypoint.worker.loop.own import OwnStepper, SpecifiedStepper, WorkerOptimizer
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 
 Built = tuple[Sequence[torch.optim.Optimizer], Sequence[Any]]

@@ -19,16 +19,12 @@ from rallypoint.config import JobConfig
 from rallypoint.core.ranks import Spread
 from rallypoint.data.loader import MicroBatches
 from rallypoint.errors import ModelError, UsageError
-from rallypoint.parallel.group import Kind, Order, RankGroup
-from rallypoint.parallel.holdings import Parallel, whole_of
+from rallypoint.parallel import Kind, Order, Parallel, RankGroup, whole_of
 from rallypoint.worker.precision import Losses
-from rallypoint.worker.ranks.figures import Figures, Logged, Said
-from rallypoint.worker.ranks.followers import OtherRanks
-from rallypoint.worker.ranks.job import RankJob
-from rallypoint.worker.ranks.run import RankRun
-from rallypoint.worker.ranks.spread import SpreadModel
-from rallypoint.worker.ranks.tensors import in_order, layout_of
-from rallypoint.worker.sources.staging import HostStaging
+from rallypoint.worker.ranks.followers import Figures, Logged, OtherRanks, Said
+from rallypoint.worker.ranks.run import RankJob, RankRun
+from rallypoint.worker.ranks.tensors import SpreadModel, in_order, layout_of
+from rallypoint.worker.sources.hooks import HostStaging
 
 
 class OneRank(RankGroup):

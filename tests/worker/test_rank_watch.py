@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rallypoint.parallel.board import Board, Row
+from rallypoint.parallel import Board, Row
 from rallypoint.worker.ranks.watch import HANGS_S, Judge, lost, process_state
 
 COMPUTING, GRADIENTS = "computing step 3, replica 0", "moving the replica's gradients to rank 0"

@@ -19,7 +19,7 @@ from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.protocol import Finished
 from rallypoint.errors import JobAborted
-from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.transport import InprocTransport
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference

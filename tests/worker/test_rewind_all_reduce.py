@@ -14,7 +14,7 @@ import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.loop.versions import Versions
+from rallypoint.worker.loop.micro import Versions
 from rallypoint.worker.tensors import weights_hash
 
 ALL_REDUCE = {**SETTINGS, "sync": rp.AllReduce()}

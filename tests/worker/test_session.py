@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import rallypoint as rp
 from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.net.inproc import InprocConnection
+from rallypoint.net.transport import InprocConnection
 
 Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))

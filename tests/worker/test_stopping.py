@@ -7,7 +7,7 @@ from typing import Any
 
 from rallypoint.core.protocol import Stop
 from rallypoint.core.view import ViewNumber
-from rallypoint.worker.stopping import Stopping
+from rallypoint.worker.membership import Stopping
 
 
 def exchange(step: int) -> Any:

@@ -16,7 +16,7 @@ from rallypoint.config import resolve, with_own_optimizer
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, JobAborted
-from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.transport import InprocTransport
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import tree_sum

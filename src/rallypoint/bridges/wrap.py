@@ -18,7 +18,7 @@ from rallypoint.errors import ConfigError, JobAborted, UsageError, sentence_of
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.join import join
 from rallypoint.worker.loop.session import Job
-from rallypoint.worker.ranks.job import RankJob
+from rallypoint.worker.ranks.run import RankJob
 from rallypoint.worker.wrapped import OneSample, OwnRun, Replay, WrappedOptimizer
 
 _runs: list[OwnRun] = []  # of this process, those that are not over

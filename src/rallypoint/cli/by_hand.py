@@ -199,7 +199,7 @@ def aggregator(
     Example: [bold]rallypoint aggregator --coordinator 10.0.0.7:4700 --bind 10.0.0.9:0 --near rack2[/bold], and its
     workers with RALLYPOINT_NEAR=rack2
     """
-    from rallypoint.aggregator.service import AggregatorService
+    from rallypoint.aggregator import AggregatorService
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
     from rallypoint.launch.health import answering, health_at
 

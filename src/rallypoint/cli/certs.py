@@ -27,7 +27,7 @@ def certs(
 
     Then: [bold]rallypoint server --tls job-certificates --coordinator 10.0.0.7:4700[/bold]
     """
-    from rallypoint.net.tls.making import make_certificates
+    from rallypoint.net.certificates import make_certificates
 
     until = make_certificates(folder, hosts=host or [], days=days)
     print(f"certificates for every role are in {folder}; they are valid until {until:%Y-%m-%d %H:%M} UTC")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rallypoint.cli.app import BY_HAND, app
-from rallypoint.net.keys import ROLES
+from rallypoint.net.handshake import ROLES
 
 
 @app.command(rich_help_panel=BY_HAND)

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rallypoint.codec.base import body_of_exactly, checked, nonfinite, room, source, within
-from rallypoint.codec.feedback import require_like
+from rallypoint.codec.base import body_of_exactly, checked, nonfinite, require_like, room, source, within
 from rallypoint.core.layout import factors_pay
 from rallypoint.errors import ConfigError, UsageError
 

@@ -13,8 +13,7 @@ from rallypoint.errors import AccessDenied, CorruptFrame, LinkClosed, LinkError,
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Identity
-from rallypoint.net.keys import ROLES
+from rallypoint.net.handshake import ROLES, Identity
 from rallypoint.net.transport import Transport
 
 MOST_WAITING = 64  # messages of one connection that wait for the owner: then it is not read until they are handled

@@ -21,7 +21,7 @@ import msgspec
 from rallypoint.config.changes import kept_record
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError
-from rallypoint.net.keys import KEY_BYTES
+from rallypoint.net.handshake import KEY_BYTES
 from rallypoint.store import closing
 from rallypoint.store.disks import WAL, is_over, journal_mode
 

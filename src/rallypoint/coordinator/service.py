@@ -29,8 +29,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.errors import AddressInUse
 from rallypoint.net.channel import Channel
-from rallypoint.net.handshake import Identity
-from rallypoint.net.keys import job_secret, role_token
+from rallypoint.net.handshake import Identity, job_secret, role_token
 from rallypoint.net.places import advertised
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport

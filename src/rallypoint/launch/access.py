@@ -10,13 +10,11 @@ from pathlib import Path
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
-from rallypoint.net.handshake import check_exposure, new_token
-from rallypoint.net.keys import ROLES, role_token
-from rallypoint.net.rdma.choice import NIXL, TCP, chosen
-from rallypoint.net.rdma.transport import NixlTransport
+from rallypoint.net.certificates import TlsFiles
+from rallypoint.net.handshake import ROLES, check_exposure, new_token, role_token
+from rallypoint.net.rdma import NIXL, TCP, NixlTransport, chosen
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.tls.files import TlsFiles
-from rallypoint.net.tls.transport import TlsTransport
+from rallypoint.net.tls import TlsTransport
 from rallypoint.net.transport import Transport
 
 _MOVE_PAYLOADS = ("worker", "server", "aggregator")
@@ -64,7 +62,7 @@ def access_of(
 def transport_of(tls: str, role: str, word: str = TCP) -> Transport:
     """Return what links of this role are made with: TLS with the certificates in this folder; "": TCP alone.
 
-    `word`: tcp, nixl or auto, for those that move payloads (`net.rdma.choice.chosen`). UsageError if the certificates
+    `word`: tcp, nixl or auto, for those that move payloads (`net.rdma.chosen`). UsageError if the certificates
     cannot be used, or are another role's, or there is no such transport here.
     """
     if role in _MOVE_PAYLOADS and chosen(word, secure=bool(tls)) == NIXL:

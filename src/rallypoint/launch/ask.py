@@ -24,8 +24,7 @@ from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointErro
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.folder import read_where
 from rallypoint.launch.plan import read_plan
-from rallypoint.net.handshake import Identity
-from rallypoint.net.keys import role_token
+from rallypoint.net.handshake import Identity, role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 
 _PATIENCE_S, _ORDER_S = 600.0, 30.0

@@ -10,8 +10,8 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.console import RunConsole
 from rallypoint.net.handshake import LAUNCHER, Identity
-from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
+from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.lenient import say
 from rallypoint.server.service import ServerService
 from rallypoint.worker.loop.run import Run

@@ -29,10 +29,10 @@ from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines
 from rallypoint.observe.trace import LOAD, Tracer
-from rallypoint.parallel.group import RankGroup
+from rallypoint.parallel import RankGroup
 from rallypoint.watch.metrics import of_worker
 from rallypoint.worker.loop.session import Job
-from rallypoint.worker.ranks.job import RankJob
+from rallypoint.worker.ranks.run import RankJob
 from rallypoint.worker.ranks.watch import OTHER_RANK_S
 
 IN_A_CHILD = (
@@ -123,8 +123,7 @@ def _group() -> RankGroup | None:
     """Return the group of ranks that this process is one of; None if its worker is one process."""
     if int(os.environ.get(environment.RANKS) or 1) < 2:
         return None
-    from rallypoint.parallel.board import Board, start_pulse
-    from rallypoint.parallel.group import group_of_this_process
+    from rallypoint.parallel import Board, group_of_this_process, start_pulse
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # whole lines: all ranks write to one pipe
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -177,7 +176,7 @@ class _JoinedByHand(Job):
 
 def _of_the_leader(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error as `_one_sentence` does, but for what follows from the end of another rank."""
-    from rallypoint.parallel.group import is_of_another_rank
+    from rallypoint.parallel import is_of_another_rank
 
     _failed.set()
     if not is_of_another_rank(error):

@@ -27,7 +27,7 @@ from rallypoint.launch.engines.choice import check_engine
 from rallypoint.launch.engines.remote.hosts import hosts_of
 from rallypoint.launch.folder import new_folder
 from rallypoint.launch.plan import AUTO, HERE, SNAPSHOTS_FOLDER, Launch, parse_workers, with_whole_paths
-from rallypoint.net.rdma.choice import TRANSPORTS, chosen
+from rallypoint.net.rdma import TRANSPORTS, chosen
 from rallypoint.store.snapshots import Retention
 
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]

@@ -141,7 +141,7 @@ def certificates_of(plan: Launch) -> str:
     """
     if plan.tls != AUTO:
         return plan.tls
-    from rallypoint.net.tls.making import make_certificates
+    from rallypoint.net.certificates import make_certificates
 
     folder = Path(plan.folder).resolve() / TLS
     make_certificates(folder)

@@ -36,8 +36,7 @@ from rallypoint.launch.plan import (
     write_plan,
 )
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
-from rallypoint.net.handshake import LAUNCHER, Identity, new_token
-from rallypoint.net.keys import role_token
+from rallypoint.net.handshake import LAUNCHER, Identity, new_token, role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 
 LIMITS = Limits()

@@ -72,7 +72,7 @@ class Kind(enum.IntEnum):
     STATE = 20
     PULL_ROWS = 21
     ROWS = 22
-    CODEC_STATE = 23  # a replica's codec state (codec/state.py); empty: there is none, or nothing new
+    CODEC_STATE = 23  # a replica's codec state (codec/build.py); empty: there is none, or nothing new
     WORDS = 24  # a range of a shard's parameters at one version
     PIECE = 25  # bytes of a file of the data set, from another host's cache
 

@@ -14,8 +14,7 @@ from functools import partial
 import msgspec
 
 from rallypoint.codec.base import check_gradient, decode_ids, gradient_bytes
-from rallypoint.codec.shards import ShardCodecs
-from rallypoint.codec.state import ShardCodecStates
+from rallypoint.codec.build import ShardCodecs, ShardCodecStates
 from rallypoint.config import of_group
 from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
@@ -26,11 +25,11 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, SKIP, Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.observe.trace import Tracer
+from rallypoint.server import inbox
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import Views
-from rallypoint.server.reducer import inbox
-from rallypoint.server.shards.owned import fits
-from rallypoint.server.shards.rows import fits_rows
+from rallypoint.server.rows import fits_rows
+from rallypoint.server.shard import fits
 from rallypoint.store.record import ShardRecord, decode_record
 from rallypoint.store.state import read_state
 

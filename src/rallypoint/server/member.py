@@ -28,8 +28,8 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_heeding_signals
+from rallypoint.server import inbox
 from rallypoint.server.job import ServerJob
-from rallypoint.server.reducer import inbox
 
 VIEW_TIMEOUT_S = 60.0  # long enough for a coordinator to restart
 

@@ -44,7 +44,7 @@ class ShardRecord:
         arrays: contiguous 1-D arrays by name: "master", and the optimizer's ("exp_avg", ...).
         scalars: numbers of the optimizer, such as {"step": 12.0}.
         clocks: the next step of each replica, in a streaming job.
-        codec_states: replica -> its codec state for this shard at this version (`codec/state.py`), uint8.
+        codec_states: replica -> its codec state for this shard at this version (`codec/build.py`), uint8.
     """
 
     shard: int

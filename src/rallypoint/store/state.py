@@ -7,7 +7,7 @@ import numpy as np
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.errors import DamagedSnapshot, ProtocolError
-from rallypoint.optim.table import state_names
+from rallypoint.optim import state_names
 from rallypoint.store.manifest import most_bytes
 from rallypoint.store.record import ShardRecord, decode_record
 

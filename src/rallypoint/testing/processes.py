@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rallypoint.aggregator.service import AggregatorService
+from rallypoint.aggregator import AggregatorService
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError

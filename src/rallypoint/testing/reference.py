@@ -24,7 +24,7 @@ from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.data.dataset import MapDataset
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
-from rallypoint.optim.table import arguments_of
+from rallypoint.optim import arguments_of
 from rallypoint.worker.tensors import ModelTensors
 
 Summand = TypeVar("Summand", float, torch.Tensor)

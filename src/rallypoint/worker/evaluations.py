@@ -18,7 +18,7 @@ from rallypoint.core.typed import MOST_METRICS, unnamed
 from rallypoint.core.view import ViewNumber
 from rallypoint.data.randomness import seeded
 from rallypoint.errors import UsageError
-from rallypoint.worker.ranks.figures import is_number
+from rallypoint.worker.ranks.followers import is_number
 
 _REPEATED = 64  # results
 Evaluation = Callable[[int], dict[str, float] | None]

@@ -1,37 +1,301 @@
-"""What a worker's process hears from the coordinator, and what it says again: the base of `worker.loop.session.Job`."""
+"""What a worker's process hears from the coordinator, and what it says again: the job's end, caches to share."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
 
 from rallypoint.core.job import JobRecord
 from rallypoint.core.protocol import (
     Aborted,
     Assist,
     Beat,
+    Caches,
     Capture,
+    Done,
     Finished,
     Leaving,
     Message,
     NewView,
     NotStored,
+    Offers,
     Propose,
     Refused,
     Say,
     ScriptAt,
+    Stop,
     StopWanted,
 )
-from rallypoint.core.view import View
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
+from rallypoint.data.cache.answering import Answering
+from rallypoint.data.cache.asking import Asking, Known, Roster
+from rallypoint.data.sources.remote import File, Files
+from rallypoint.data.sources.shards import ShardedDataset
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError
 from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.places import advertised
+from rallypoint.net.tcp import is_ipv6, split_address
+from rallypoint.net.transport import Transport
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.evaluations import EvaluationReports
-from rallypoint.worker.sharing import Sharing
-from rallypoint.worker.stopping import Stopping
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.locked import Rewound
+from rallypoint.worker.sources.hooks import DeltaSource
+
+# ---- Offers this host's cache to the job's other hosts, and tells this worker's processes whom to ask ----
+
+log = logging.getLogger("rallypoint")
+
+TOLD_WITHIN_S = 2.0  # so long the first step waits to hear of other hosts' caches
+
+
+class Sharing:
+    """Does nothing until `begin` finds a data set with a cache. `takes` and `repeat` are for the link's thread."""
+
+    def __init__(self, transport: Transport, link: CoordinatorLink) -> None:
+        self._transport, self._link = transport, link
+        self._lock, self._told = threading.Lock(), threading.Event()
+        self._answering: Answering | None = None
+        self._asking: Asking | None = None
+        self._roster: Roster | None = None
+        self._offers: Offers | None = None
+        self._known = Caches(())
+
+    def begin(self, dataset: object) -> None:
+        """Share the cache of a data set, if it has one. Call it before loader processes are forked."""
+        sources = list(_sources(dataset))
+        cache = next((files.cache for files, _ in sources if files.cache is not None and files.cache.peers), None)
+        if cache is None:
+            return
+        of_cache = [one for one in sources if one[0].cache is not None and one[0].cache.id == cache.id]
+        try:
+            bind = _bind(self._transport, self._link.peer)
+            answering = Answering(self._transport, bind, self._link.credentials.me, cache, of_cache)
+            try:
+                address = advertised(answering.gate.address, towards=self._link.peer)
+            except BaseException:
+                answering.close()
+                raise
+        except (RallypointError, OSError) as error:
+            log.warning("other hosts cannot ask this one for what its cache has, nor it them: %s", error)
+            return
+        roster = Roster()
+        asking = Asking(self._transport, roster, cache.id)
+        with self._lock:
+            self._answering, self._roster, self._asking = answering, roster, asking
+            self._offers = Offers(address, cache.id)
+        for files, _ in of_cache:
+            assert files.cache is not None
+            files.cache.join(asking.ask)
+        self.repeat()
+        self._told.wait(TOLD_WITHIN_S)  # else what is read first would be fetched by each host
+
+    def repeat(self) -> None:
+        """The coordinator has admitted this worker, perhaps as another incarnation."""
+        with self._lock:
+            if self._answering is None or self._offers is None:
+                return
+            self._answering.gate.me = self._link.credentials.me
+            self._link.send(self._offers)
+
+    def takes(self, message: Message) -> bool:
+        """True if the message is for it."""
+        if not isinstance(message, Caches):
+            return False
+        with self._lock:
+            if self._roster is not None and self._offers is not None:
+                me = self._link.credentials.me
+                self._known = message.after(self._known)
+                self._roster.tell(Known(me.id, me.incarnation, self._offers.address, self._known))
+        self._told.set()
+        return True
+
+    def close(self) -> None:
+        """Neither ask nor answer any more."""
+        with self._lock:
+            answering, asking = self._answering, self._asking
+        for one in (asking, answering):
+            if one is not None:
+                one.close()
+
+
+def _sources(dataset: Any) -> Iterator[tuple[Files, list[File]]]:
+    """Where a data set reads, or the data sets that it is made of (`Subset`, `ConcatDataset`)."""
+    if isinstance(dataset, ShardedDataset):
+        yield dataset.source
+    else:
+        parts = getattr(dataset, "datasets", None) or [getattr(dataset, "dataset", None)]
+        for part in parts if isinstance(parts, (list, tuple)) else ():
+            if part is not None:
+                yield from _sources(part)
+
+
+def _bind(transport: Transport, coordinator: str) -> str:
+    """Where to listen: on this machine alone if the coordinator is on it, and its address says so."""
+    if transport.private(coordinator):
+        return "127.0.0.1:0"
+    return "[::]:0" if is_ipv6(split_address(coordinator)[0]) else "0.0.0.0:0"
+
+
+# ---- The job's end: the script stops it, or leaves its loop; this worker holds the last version ----
+
+LONGEST = 200  # characters of a reason
+
+
+class Stopping:
+    """Tells the coordinator that the script stops the job, in each generation until a view says so, and that this
+    worker holds the last version.
+
+    The coordinator's link calls `adopted` and `repeat`.
+
+    Attributes:
+        wanted: the script's reason; None: it has not asked for it.
+        why_not: the sentence that refuses it; "" if the job's mode supports it.
+    """
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send, self._lock = send, threading.Lock()
+        self._said: Stop | None = None
+        self._done: Done | None = None
+        self.wanted: str | None = None
+        self._from: int | None = None  # the step from which the wish counts; None: at once
+        self.why_not = ""
+
+    def wish(self, reason: str, *, step: int | None = None) -> None:
+        """The script wants to stop: it is said when the step in progress can be held back.
+
+        `step`: the data end with this step, wherever a roll-back has brought the job meanwhile.
+        """
+        if self.wanted is None or (step is None and self._from is not None):
+            self.wanted, self._from = " ".join(reason.split())[:LONGEST] or "run.stop()", step
+
+    def say(self, version: int, generation: ViewNumber, *, left: int = -1) -> None:
+        """Tell the coordinator that the job is to end with `version`. For `left` see `core.cluster.events.Stopped`."""
+        with self._lock:
+            reason = self._said.reason if self._said is not None else self.wanted or ""
+            version = self._said.version if self._said is not None else version
+            self._said = Stop(version, reason, left, generation)
+            self._send(self._said)
+
+    def done(self, generation: ViewNumber, version: int) -> None:
+        """Tell the coordinator that this worker holds the job's last version."""
+        with self._lock:
+            self._done = Done(generation, version)
+            self._send(self._done)
+
+    def heed(self, exchange: Exchange) -> None:
+        """Main thread: if the script wants to stop, wait until all know that the job ends with the next version.
+
+        Raises Rewound like `Exchange.check`.
+        """
+        if (self.wanted is None and self._said is None) or exchange.end.is_early:
+            return
+        if self._said is None and self._from is not None and exchange.step < self._from:
+            return
+        version = exchange.step + 1
+        if version < exchange.end.last:
+            if self._said is None:
+                self.say(version, exchange.end.generation)
+            exchange.end.wait_until_known()
+
+    def heed_ranks(self, reason: str | None, exchange: Exchange) -> None:
+        """Main thread, in a worker of several ranks: heed what any of them has said of stopping the job."""
+        if reason is not None:
+            self.wish(reason)
+        with suppress(Rewound):  # the other ranks send their gradients first: `end_replica` raises it after that
+            self.heed(exchange)
+
+    def leave(self, exchange: Exchange, reason: str, *, own: bool = False) -> None:
+        """Main thread: the script has left its loop, for this reason if it gave no other.
+
+        `own`: the loop is the script's, and all processes leave theirs here: the job ends with what they hold.
+        """
+        self.wish(reason)
+        version = exchange.step + (not own)
+        needed = exchange.step if exchange.end.computes() else version
+        self.say(version, exchange.end.generation, left=needed)
+
+    def cannot_compute(self, exchange: Exchange, step: int) -> None:
+        """Main thread: this worker should compute `step`, after its script has left the loop: wait until others have.
+        """
+        self.say(step + 1, exchange.end.generation, left=step)
+        exchange.end.wait_for_others()
+
+    def adopted(self, view: View) -> None:
+        """A view has come: in a new generation, nothing is done, and the coordinator has to be told again."""
+        with self._lock:
+            if self._done is not None and self._done.generation != view.generation:
+                self._done = None
+            if self._said is not None and self._said.generation != view.generation:
+                self._repeat_stop(view)
+
+    def repeat(self, view: View | None) -> None:
+        """The coordinator may not know what this worker has said: say it again."""
+        with self._lock:
+            if view is not None:
+                self._repeat_stop(view)
+            if self._done is not None:
+                self._send(self._done)
+
+    def _repeat_stop(self, view: View) -> None:
+        told = view.stop is not None and (self._said is None or (
+            self._said.left < 0 and view.stop.version <= self._said.version
+        ))  # fmt: skip
+        if self._said is not None and not told:
+            self._said = msgspec.structs.replace(self._said, generation=view.generation)
+            self._send(self._said)
+
+
+class LeftLoop:
+    """Main thread only. `finite` says whether the replica's losses are; `undo` gives up a forward pass begun early."""
+
+    def __init__(self, source: DeltaSource, *, finite: Callable[[], bool], undo: Callable[[], None]) -> None:
+        self._source, self._finite, self._undo = source, finite, undo
+        self._left: tuple[int, bool] | None = None
+
+    @property
+    def known(self) -> bool:
+        """True if the loop was left, and nothing has followed from it yet."""
+        return self._left is not None
+
+    def left(self, replica: int, *, whole: bool) -> None:
+        """The loop was left in this replica; `whole`: its last backward pass is over."""
+        self._left = replica, whole
+
+    def end_replica(self) -> bool:
+        """Send what is left of the replica, or give it up if it is not whole. Returns False if there is none."""
+        if self._left is None:
+            return False
+        (replica, whole), self._left = self._left, None
+        try:
+            if not whole:
+                raise Rewound
+            self._send(replica)
+        except Rewound:
+            self._undo()
+            self._source.abandon()
+        return True
+
+    def fails(self) -> None:
+        """The script has failed: send what is left of the replica, if it is whole. What fails in that is not said."""
+        (replica, whole), self._left = self._left or (-1, False), None
+        if whole:
+            with suppress(Rewound, RallypointError):
+                self._send(replica)
+
+    def _send(self, replica: int) -> None:
+        self._source.end_step(finite=self._finite)
+        self._source.end_replica(replica)
+
+
+# ---- What the coordinator says, and is told: the base of `worker.loop.session.Job` ----
 
 TOO_LATE = "the job was over before this worker took part in it"
 

@@ -1,11 +1,19 @@
-"""Hooks on the model's modules: they end a forward pass whose result is stale, and bring its parameters."""
+"""Hooks on the model's modules, parameters that are late, and what backward keeps of a forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
+
+from rallypoint.config import JobConfig
+from rallypoint.errors import ModelError
+
+# ---- Hooks on the model's modules: they end a forward pass whose result is stale, and bring its parameters ----
 
 
 class ForwardChecks:
@@ -83,3 +91,113 @@ class ModuleHooks:
 class _After(Hook):
     def __call__(self, module: torch.nn.Module, arguments: Any, result: Any = None) -> None:
         super().__call__(module, arguments)
+
+
+# ---- Parameters that are late: whatever reads one of them waits until its new values are installed ----
+
+Settle = Callable[[torch.nn.Parameter], None]
+
+_GETTERS = (
+    "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
+    "is_meta", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape",
+)  # fmt: skip
+_METHODS = (
+    "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel",
+    "size", "storage_offset", "stride",
+)  # fmt: skip
+_READ_NO_VALUES = frozenset({
+    *(getattr(torch.Tensor, name).__get__ for name in _GETTERS), *(getattr(torch.Tensor, name) for name in _METHODS),
+    *(getattr(torch.Tensor.grad, name) for name in ("__set__", "__delete__")),
+})  # fmt: skip
+
+
+def late_kind(settle: Settle, before: Callable[[], None] = lambda: None) -> type[torch.nn.Parameter]:
+    """Return a class for late parameters. Set a parameter's `__class__` to it, and later back to torch's own class.
+
+    Torch calls `__torch_function__` of a subclass with every function that gets such a tensor as an argument, from
+    whichever module: `settle` is called for it first. It must set the class back. A parameter of torch's own class
+    costs nothing. `before` is called once for such a function, before the first `settle`.
+    """
+
+    class Late(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(
+            cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
+        ) -> Any:  # fmt: skip
+            if func in _READ_NO_VALUES:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            before()
+            for parameter in _among((args, kwargs), cls):
+                settle(parameter)
+            return func(*args, **(kwargs or {}))
+
+    return Late
+
+
+def _among(value: Any, kind: type[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """The parameters of this class among a call's arguments."""
+    if type(value) is kind:
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [parameter for item in value for parameter in _among(item, kind)]
+    return []
+
+
+# ---- What a backward pass needs of the forward pass: kept, or computed once more (`recompute`) ----
+
+
+class Activations:
+    """The setting `recompute` on one model. Main thread only.
+
+    With ``recompute="blocks"`` the blocks of the model (see `blocks_of`) keep only their inputs; their forward pass
+    runs once more in the backward pass (Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost"), by torch's
+    own non-reentrant checkpoint, with the same random numbers: gradients are the same.
+
+    Raises ModelError when the model has no blocks, or some that cannot run twice.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: JobConfig) -> None:
+        self._blocks = list(blocks_of(model)) if config.recompute == "blocks" else []
+        for block in self._blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+    def remove(self) -> None:
+        """The run is over: blocks compute as before."""
+        for block in self._blocks:
+            del block.forward
+        self._blocks = []
+
+
+def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the blocks of a model: in each ModuleList or Sequential, the parts that are of one class and have parts of
+    their own. Blocks inside of blocks are left out.
+
+    Raises ModelError when there are none, or one updates statistics in its forward pass, which may run only once then.
+    """
+    found: dict[int, torch.nn.Module] = {}
+    inside: set[int] = set()
+    for module in model.modules():
+        if id(module) in inside or not isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+            continue
+        parts = [part for part in module if any(True for _ in part.children())]
+        often = Counter(type(part) for part in parts)
+        for part in parts:
+            if often[type(part)] > 1:
+                found[id(part)] = part
+                inside.update(id(inner) for inner in part.modules())
+    if not found:
+        raise ModelError(
+            'recompute="blocks" finds no blocks in the model: they are parts of one class in a torch.nn.ModuleList or '
+            "Sequential, at least two of them"
+        )
+    for name, module in model.named_modules():
+        if id(module) in inside and isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            raise ModelError(
+                f'recompute="blocks" would run {name} twice, and its statistics would move twice: use GroupNorm or '
+                "LayerNorm in blocks, or leave recompute out"
+            )
+    yield from found.values()

@@ -12,7 +12,7 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.errors import NonFiniteLoss
-from rallypoint.worker.sources.staging import Staging
+from rallypoint.worker.sources.hooks import Staging
 from rallypoint.worker.tensors import ModelTensors
 
 # Autocast around the script's code: forward passes and evaluations in bf16 or fp16, backward passes outside of it.

@@ -1,22 +1,319 @@
-"""A model's tensors and their places in the flat vector: trained parameters and shared buffers."""
+"""A model's tensors: what it must be, their places in the flat vector, and the state that replicas carry."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rallypoint.config import JobConfig, group_of, matrices_of, ranks_of
-from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
+from rallypoint.config import JobConfig, Settings, group_of, matrices_of, ranks_of
+from rallypoint.core.layout import DTYPE_BYTES, Entry, Layout, Shard, TensorSpec, build_layout, carried_by
 from rallypoint.core.modes import Feature, why_not
 from rallypoint.core.optimizer import ENTRY
-from rallypoint.errors import ModelError
-from rallypoint.optim.rows import refusal
-from rallypoint.worker.carried import Carried, Carry
-from rallypoint.worker.model_checks import check_apart, check_kept, check_model, check_trained
+from rallypoint.errors import ConfigError, ModelError, UsageError
+from rallypoint.optim import refusal
+
+# ---- What a model must be before a job trains it: each sentence names the tensor, and says what to do ----
+
+Named = Mapping[str, torch.Tensor]
+
+
+def check_model(model: object) -> None:
+    """Raise ModelError for what is no module, and for a tensor that has no shape yet."""
+    if isinstance(model, Mapping):
+        raise ModelError(
+            "a dict was given as the model: give one torch.nn.Module, such as a ModuleDict. Models that take turns, "
+            "each with its own optimizer, are keys of job.store: see examples/gan.py"
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"a {type(model).__qualname__} was given as the model: give a torch.nn.Module")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise ModelError(
+                f"{name} has no shape yet (a lazy module): run one batch through the model before job.train"
+            )
+
+
+def check_trained(trained: Named) -> None:
+    """Raise ModelError for a parameter without readable and writable memory of its own, or for several devices."""
+    devices: dict[torch.device, str] = {}
+    for name, parameter in trained.items():
+        if parameter.is_meta:
+            raise ModelError(
+                f"parameter {name} is on the meta device and has no values: build the model on the CPU or a GPU, or "
+                "give it memory and values first (model.to_empty(device='cpu'), then initialise); only "
+                "torch.nn.Embedding(sparse=True, device='meta') stays there, as a table"
+            )
+        if parameter.layout is not torch.strided:
+            raise ModelError(f"parameter {name} is {parameter.layout}: only dense parameters can be trained")
+        if _shares_with_itself(parameter):
+            raise ModelError(
+                f"parameter {name} is an expanded view, whose elements share memory: make it one with memory of its "
+                "own, torch.nn.Parameter(tensor.clone()), or keep the small one and expand it in forward"
+            )
+        devices.setdefault(parameter.device, name)
+    if len(devices) > 1:
+        where = " and ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ModelError(f"the model lies on several devices ({where}): a worker trains on one; move it to one device")
+
+
+def check_kept(frozen: Named, buffers: Named) -> None:
+    """Raise ModelError for a frozen parameter that has no values, and for a buffer that cannot be set in place."""
+    for what, tensors in (("frozen parameter", frozen), ("buffer", buffers)):
+        for name, tensor in tensors.items():
+            if tensor.is_meta:
+                raise ModelError(
+                    f"{what} {name} is on the meta device and has no values: build it on the CPU or a GPU, or give "
+                    "it memory and values before job.train"
+                )
+            if tensor.layout is not torch.strided or tensor.is_quantized:
+                kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+                raise ModelError(
+                    f"{what} {name} is {kind}, and only dense ones are compared and shared: make it dense "
+                    f"({'dequantize()' if tensor.is_quantized else 'to_dense()'}), or keep it as a plain attribute "
+                    "of the module that every worker makes alike"
+                )
+    for name, buffer in buffers.items():
+        if _shares_with_itself(buffer):
+            raise ModelError(
+                f"buffer {name} is an expanded view, whose elements share memory, so nobody can write into it: give "
+                "it memory of its own (.clone()), or make it persistent=False"
+            )
+
+
+def check_apart(trained: Named, others: Named) -> None:
+    """Raise ModelError for a trained parameter whose memory another one, or one of `others`, has a part of.
+
+    `others` are buffers and frozen parameters. One Parameter under several names is one here.
+    """
+    for first, second in _overlapping({**others, **trained}):
+        both = [name for name in (first, second) if name in trained]
+        if len(both) == 2:
+            raise ModelError(
+                f"parameters {first} and {second} share memory (.data), and are two to an optimizer, which would "
+                "update the same numbers twice: make them one parameter (a.weight = b.weight), or, where the tie is "
+                "transposed, keep one and use it in forward (torch.nn.functional.linear(x, self.a.weight.t()))"
+            )
+        if both:
+            parameter, other = both[0], first if second == both[0] else second
+            raise ModelError(
+                f"{other} shares memory with the parameter {parameter}, which the job trains: a version would set "
+                f"those numbers twice, and one of the two values is old. Give {other} memory of its own (.clone()), "
+                f"or read {parameter} where you need it"
+            )
+
+
+def _overlapping(tensors: Named) -> Iterator[tuple[str, str]]:
+    """Pairs of tensors with a byte in common, in the order of their addresses."""
+    found = [
+        (tensor.device, start, stop, name) for name, tensor in tensors.items()
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
+        and not hasattr(tensor, "__tensor_flatten__")  # made of other tensors: it has no memory itself
+        for start, stop in [_range(tensor)]
+    ]  # fmt: skip
+    found.sort(key=lambda one: (str(one[0]), one[1]))
+    open_ones: list[tuple[torch.device, int, int, str]] = []
+    for one in found:
+        open_ones = [other for other in open_ones if other[0] == one[0] and other[2] > one[1]]
+        for other in open_ones:
+            if _share(tensors[other[3]], tensors[one[3]]):
+                yield other[3], one[3]
+        open_ones.append(one)
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and of the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors whose ranges overlap have a byte in common. (Columns of one matrix have not.)"""
+    (start, stop), (begin, end) = _range(one), _range(other)
+    if _dense(one) and _dense(other):
+        return True
+    first = min(start, begin)
+    mine = torch.zeros(max(stop, end) - first, dtype=torch.bool, device="cpu")
+    _bytes_of(one, mine, first).fill_(True)
+    return bool(_bytes_of(other, mine, first).any())
+
+
+def _shares_with_itself(tensor: torch.Tensor) -> bool:
+    """True if two elements of a tensor have a byte in common, as those of an expanded one."""
+    if not tensor.numel() or _dense(tensor):
+        return False
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return True
+    start, stop = _range(tensor)
+    taken = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
+    _bytes_of(tensor, taken, start).fill_(True)
+    return int(taken.sum()) < tensor.numel() * tensor.element_size()
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """True if a tensor fills its range, in whichever order of its dimensions."""
+    strides = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    before = [(1, 1), *strides]
+    return all(stride == of * size for (of, size), (stride, _) in pairwise(before))
+
+
+def _bytes_of(tensor: torch.Tensor, memory: torch.Tensor, first: int) -> torch.Tensor:
+    """The view of `memory`, one element a byte from the address `first` on, that lies where the tensor does."""
+    size = tensor.element_size()
+    places = [(1 if stride == 0 else n, stride * size) for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return memory.as_strided(
+        [*(n for n, _ in places), size], [*(stride for _, stride in places), 1], tensor.data_ptr() - first
+    )
+
+
+# ---- The state that replicas carry from step to step, such as the hidden state of a recurrent model ----
+#
+# It is a part of the version, like a buffer, with a tensor for each replica: only that replica changes it. So it is
+# kept, published, replicated and stored by the same machines, and whoever computes a replica has its state. The layout
+# calls the tensors ``carry[REPLICA]`` and their place in the tree: ``carry[3].h``, ``carry[3][0]``.
+
+Carry = torch.Tensor | tuple["Carry", ...] | list["Carry"] | dict[str, "Carry"]
+"""A tensor, or tensors in tuples, lists and dicts."""
+
+MOST_BYTES = 1 << 28  # of all replicas together: every worker gets all of it with each version
+
+
+class TrainSettings(Settings, total=False):
+    """The settings of `job.train`: those of `JobConfig`, and what is no data."""
+
+    carry: Carry | None
+
+
+class Carried:
+    """The state of each of `replicas` replicas. Main thread only.
+
+    `first` is what each replica begins with. Raises ConfigError when it cannot be carried.
+
+    Attributes:
+        tensors: by the layout's names, the values in the model's version, or those that a replica has left since.
+        specs: the layout's, in the same order.
+    """
+
+    def __init__(self, first: Carry, replicas: int, device: torch.device) -> None:
+        self._first = first
+        leaves = dict(_leaves(first, ""))
+        _check(leaves, replicas)
+        self._names = list(leaves)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.specs: list[TensorSpec] = []
+        for replica in range(replicas):
+            for name, leaf in leaves.items():
+                place = _named(replica, name)
+                own = self.tensors[place] = leaf.detach().to(device).clone(memory_format=torch.contiguous_format)
+                self.specs.append(TensorSpec(place, tuple(own.shape), _type(own), carried_by(replica)))
+        self._given: tuple[int, list[torch.Tensor]] | None = None
+
+    def of(self, replica: int) -> Carry:
+        """Return what the replica carries now: new tensors without a graph, in the form of `first`."""
+        if self._given is not None and self._given[0] == replica:
+            values = self._given[1]
+        else:
+            values = [self.tensors[_named(replica, name)].clone() for name in self._names]
+        return _filled(self._first, iter(values))
+
+    def give(self, replica: int, state: Carry) -> None:
+        """Set what the replica carries, from `keep` on. Its graph is cut off.
+
+        Raises UsageError unless it has the form, the shapes and the types of `first`.
+        """
+        given = dict(_leaves(state, ""))
+        if list(given) != self._names:
+            other = sorted(set(given) ^ set(self._names)) or list(given)
+            where = "has no" if other[0] in self._names else "has a"
+            raise UsageError(
+                f"the state that replica {replica} is to carry {where} tensor {_named(replica, other[0])}, unlike "
+                "carry= of job.train: give it the same form"
+            )
+        for name, tensor in given.items():
+            own = self.tensors[_named(replica, name)]
+            if tensor.shape != own.shape or tensor.dtype != own.dtype:
+                do = "is carry= for one replica's batch? is the last batch shorter?" if tensor.dtype == own.dtype else (
+                    "give carry= this type, or convert what you assign"
+                )  # fmt: skip
+                raise UsageError(
+                    f"{_named(replica, name)} is {_type(tensor)} {list(tensor.shape)}, and carry= of job.train "
+                    f"has {_type(own)} {list(own.shape)} there: what a replica carries keeps its shape and type ({do})"
+                )
+        self._given = replica, [tensor.detach() for tensor in given.values()]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """The micro-batch is over: what was given is what the replica carries."""
+        if self._given is not None:
+            replica, values = self._given
+            self._given = None
+            for name, value in zip(self._names, values, strict=True):
+                self.tensors[_named(replica, name)].copy_(value)
+
+
+def _named(replica: int, leaf: str) -> str:
+    return f"carry[{replica}]{leaf}"
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _leaves(tree: object, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a tree with their places, such as ``.h[0]``. Raises UsageError for anything else in it."""
+    if isinstance(tree, torch.Tensor):
+        yield place, tree
+    elif isinstance(tree, (tuple, list)):
+        for index, part in enumerate(tree):
+            yield from _leaves(part, f"{place}[{index}]")
+    elif isinstance(tree, Mapping) and all(isinstance(name, str) for name in tree):
+        for name, part in tree.items():
+            yield from _leaves(part, f"{place}.{name}")
+    else:
+        raise UsageError(
+            f"the state that a replica carries has a {type(tree).__name__} at carry{place}: it is made of tensors, in "
+            "tuples, lists and dicts with names"
+        )
+
+
+def _filled(tree: Carry, values: Iterator[torch.Tensor]) -> Carry:
+    """Return a tree of the same form with these tensors."""
+    if isinstance(tree, torch.Tensor):
+        return next(values)
+    if isinstance(tree, dict):
+        return {name: _filled(part, values) for name, part in tree.items()}
+    parts = [_filled(part, values) for part in tree]
+    return parts if isinstance(tree, list) else tuple(parts)
+
+
+def _check(leaves: Mapping[str, torch.Tensor], replicas: int) -> None:
+    if not leaves:
+        raise ConfigError("carry= has no tensor: give what each replica begins with, or leave it out")
+    for name, tensor in leaves.items():
+        if _type(tensor) not in DTYPE_BYTES or tensor.layout is not torch.strided or tensor.is_meta:
+            raise ConfigError(
+                f"carry{name} is {_type(tensor)}, {tensor.layout}, on {tensor.device}: a replica carries dense tensors "
+                f"of {', '.join(DTYPE_BYTES)}"
+            )
+        real = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch cannot ask this of 8-bit floats
+        if not bool(torch.isfinite(real).all()):
+            raise ConfigError(f"carry{name} has values that are not finite: no replica can go on from it")
+    one = sum(tensor.numel() * tensor.element_size() for tensor in leaves.values())
+    if one * replicas > MOST_BYTES:
+        raise ConfigError(
+            f"carry= is {math.ceil(one / 1e6)} MB for each of {replicas} replicas, and every worker gets all of it "
+            f"with each version: {MOST_BYTES >> 20} MiB are supported. Carry less, or compute it again from the "
+            "samples before"
+        )
+
+
+# ---- A model's tensors and their places in the flat vector: trained parameters and shared buffers ----
 
 
 @dataclass(frozen=True, slots=True)

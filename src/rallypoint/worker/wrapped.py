@@ -20,8 +20,8 @@ from rallypoint.core.view import View
 from rallypoint.data.randomness import seed_everything, seeded, untouched
 from rallypoint.errors import ConfigError, StartAgain, UsageError
 from rallypoint.observe.lenient import say
+from rallypoint.worker.loop.guard import Parts
 from rallypoint.worker.loop.micro import Micro
-from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.run import Run
 
 # ---- Steps a learning-rate schedule up to where the job is, in a process that is started again ----
@@ -269,6 +269,7 @@ def _begun(run: OwnRun, loader: Batches[_B], epoch: int, gone: int) -> tuple[Ite
 def _next(batches: Iterator[_B]) -> list[_B]:
     """The next batch in a list; an empty one if there is none."""
     return list(islice(batches, 1))
+
 
 NOT_ASKED = (
     "this process begins at step {} of the job, and its loop has not asked where: it would train on its first batches "

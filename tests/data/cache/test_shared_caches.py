@@ -23,7 +23,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity, introduce
-from rallypoint.net.keys import ticket
+from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection
 

@@ -14,7 +14,8 @@ from rallypoint.coordinator.joining.shared import Shared
 from rallypoint.core.protocol import Admitted, Caches, Knows, NewView, Offers, OfViews, ViewChange
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.view_difference import ViewDifference, canonical, difference
-from rallypoint.net.keys import proof_of_view, ticket
+from rallypoint.net.handshake import proof_of_view
+from rallypoint.net.handshake import ticket_for as ticket
 
 
 class Tickets:

@@ -33,8 +33,7 @@ from rallypoint.launch.observing.metrics import of_process
 from rallypoint.launch.observing.stacks import keep_stacks
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
-from rallypoint.net.handshake import Identity, new_token
-from rallypoint.net.keys import role_token
+from rallypoint.net.handshake import Identity, new_token, role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.places import Whereabouts
 from rallypoint.net.transport import Transport
@@ -43,7 +42,7 @@ from rallypoint.observe.lines import printable_lines
 from rallypoint.watch.metrics import JobFigures, Reading, of_aggregator, of_server, of_view
 
 if TYPE_CHECKING:
-    from rallypoint.aggregator.service import AggregatorService
+    from rallypoint.aggregator import AggregatorService
     from rallypoint.server.service import ServerService
 
 FAILED = 3  # the exit status of a coordinator and of servers whose job has failed
@@ -199,7 +198,7 @@ def run_server(
 ) -> int:  # fmt: skip
     """Run one server or aggregator, whose links use `transport`, to the end of its job. Returns the exit status. On
     SIGTERM it leaves the job."""
-    from rallypoint.optim.flat import import_for_optimizers  # torch, which a coordinator needs not
+    from rallypoint.optim import import_for_optimizers  # torch, which a coordinator needs not
 
     by_hand, left = not hold_lifeline(), threading.Event()
     keep_stacks(service.role)

@@ -33,8 +33,7 @@ from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 from rallypoint.launch.folder import Where, new_folder
 from rallypoint.launch.lifeline import noted
 from rallypoint.launch.plan import is_loopback
-from rallypoint.net.handshake import new_token
-from rallypoint.net.keys import role_token
+from rallypoint.net.handshake import new_token, role_token
 from rallypoint.net.tcp import EVERYWHERE
 from rallypoint.observe.lenient import Unhurried, say
 from rallypoint.own_files import opened

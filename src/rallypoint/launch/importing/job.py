@@ -16,16 +16,14 @@ from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import ConfigError, DataError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.importing.task import Answer, Task
-from rallypoint.parallel.holdings import Parallel
+from rallypoint.parallel import Parallel
 from rallypoint.store.checkpoints.beginning import begin_from
 from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.streamed.building import prepare
-from rallypoint.worker.streamed.first_values import Init
-from rallypoint.worker.tensors import ModelTensors
+from rallypoint.worker.sources.streamed import Init, prepare
+from rallypoint.worker.tensors import ModelTensors, TrainSettings
 
 _NAMED = 8  # tensors that are left out
 

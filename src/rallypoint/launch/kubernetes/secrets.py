@@ -7,9 +7,8 @@ from typing import Any
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.kubernetes.names import check_label, check_name
-from rallypoint.net.handshake import new_token
-from rallypoint.net.keys import role_token
-from rallypoint.net.tls.files import CA, CERTIFICATE, KEY
+from rallypoint.net.certificates import CA, CERTIFICATE, KEY
+from rallypoint.net.handshake import new_token, role_token
 
 _ROLES = ("coordinator", "server", "worker")
 

@@ -20,9 +20,9 @@ import msgspec
 from rallypoint.errors import UsageError, to_install
 from rallypoint.launch import environment
 from rallypoint.launch.access import read_token
-from rallypoint.net.rdma.transport import NixlTransport
+from rallypoint.net.rdma import NixlTransport
 from rallypoint.net.tcp import TcpTransport, split_address
-from rallypoint.net.tls.transport import TlsTransport
+from rallypoint.net.tls import TlsTransport
 from rallypoint.net.transport import Transport
 from rallypoint.own_files import opened
 from rallypoint.watch.metrics import Reading

@@ -20,7 +20,7 @@ from rallypoint.errors import RallypointError
 from rallypoint.launch.folder import CONSOLE, CONSOLE_BEFORE, COORDINATOR_LOCK, LOCK, read_where
 from rallypoint.launch.observing.stacks import Process, processes_of
 from rallypoint.launch.plan import Launch, read_plan
-from rallypoint.net.keys import ROLES, role_token
+from rallypoint.net.handshake import ROLES, role_token
 from rallypoint.watch.follow import EVENTS, event_of
 from rallypoint.watch.state import RunState
 

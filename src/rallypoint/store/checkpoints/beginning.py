@@ -16,8 +16,7 @@ from rallypoint.core.layout import Entry, Layout, Shard
 from rallypoint.core.modes import Feature
 from rallypoint.core.optimizer import of_shard
 from rallypoint.errors import ConfigError, DataError
-from rallypoint.optim.flat import ShardOptimizer
-from rallypoint.optim.table import state_names
+from rallypoint.optim import ShardOptimizer, state_names
 from rallypoint.store.checkpoints.reading import Checkpoint
 from rallypoint.store.manifest import Manifest, snapshot_id
 from rallypoint.store.record import ShardRecord

@@ -25,7 +25,7 @@ from rallypoint.config.tree import rate_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.optimizer import of_shard
 from rallypoint.core.schedule import peak_of
-from rallypoint.optim.flat import build_optimizer
+from rallypoint.optim import build_optimizer
 
 METADATA = ".metadata"  # the file in the folder of every checkpoint of this kind
 

@@ -13,7 +13,7 @@ from rallypoint.core.protocol import Beat, Finished
 from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.sums import Block
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.server.plan import plan_of
+from rallypoint.server.job import plan_of
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, SimulatedLink, Wire, World, watch

@@ -15,7 +15,7 @@ from rallypoint.testing.simulation.network import Node, SimulatedLink, Wire, wat
 from rallypoint.testing.simulation.pulls import RowPulls
 from rallypoint.testing.simulation.replicas.codec_states import SimulatedEncoder
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean
-from rallypoint.worker.exchange.plan import worker_plan
+from rallypoint.worker.exchange.exchange import worker_plan
 
 
 class SimulatedExchange:

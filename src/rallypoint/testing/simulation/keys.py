@@ -22,10 +22,8 @@ from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, SimulatedLink, World
 from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.worker.exchange.links import Context, Receiver
-from rallypoint.worker.keys.answers import Asked
-from rallypoint.worker.keys.arrivals import KeysHeard
-from rallypoint.worker.keys.exchange import KeyExchange
-from rallypoint.worker.keys.futures import LOOK_AGAIN_S
+from rallypoint.worker.keys.exchange import Asked, KeyExchange, KeysHeard
+from rallypoint.worker.keys.store import LOOK_AGAIN_S
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.plan import Plan

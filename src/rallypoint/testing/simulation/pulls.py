@@ -1,7 +1,7 @@
 """Pulls of rows in the simulation: a worker's, and those that wait at a server.
 
-What decides is real: `Pull` in `worker/exchange/rows.py`, and `core/shard/pulls.py`. `RowPulls` in the former and
-`server/pulls.py` are the counterparts of what stands around them here.
+What decides is real: `Pull` in `worker/exchange/arrivals.py`, and `core/shard/pulls.py`. `RowPulls` in the former and
+`server/parts.py` are the counterparts of what stands around them here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import Wire
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
-from rallypoint.worker.exchange.rows import Pull
+from rallypoint.worker.exchange.arrivals import Pull
 
 _NO_BYTES = (memoryview(b""), 0)  # names are as long as nothing
 

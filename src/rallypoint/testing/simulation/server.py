@@ -15,8 +15,8 @@ from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.server.audits import AuditReports
-from rallypoint.server.plan import plan_of
+from rallypoint.server.job import plan_of
+from rallypoint.server.parts import AuditReports
 from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.job import SimulatedJob

@@ -12,7 +12,7 @@ from rallypoint.core.shard.clip import Verdict, phrase
 from rallypoint.core.shard.effects import Reply
 from rallypoint.core.shard.shell import applied_in
 from rallypoint.core.view import ViewNumber
-from rallypoint.server.reducer.ledger import ENTRIES
+from rallypoint.server.parts import ENTRIES
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.replicas.codec_states import Coded
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean, State

@@ -4,46 +4,271 @@ The exchange buffer is one vector as long as the model. Each shard has a slot in
 that is pushed, then the new parameters that arrive (see `core/worker/slots.py`). Synchronisation takes no other memory
 of a worker, except for the gradients that autograd holds for a moment.
 
-Files: the shell under its lock, and the order of all locks (`locked.py`); links (`links.py`, `link.py`); what leaves
-(`replica.py`, `pushes.py`, `encoder.py`); what arrives (`arrivals.py`); pulls of rows (`rows/`); codec states
-(`codec_states.py`); the optimizer's state where workers hold it (`replicated.py`).
+Files: the shell under its lock, and the order of all locks (`locked.py`); links (`links.py`); what leaves
+(`pushes.py`); what arrives (`arrivals.py`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
+import xxhash
 
-from rallypoint.codec.state import ShardCodecStates
-from rallypoint.config import JobConfig
-from rallypoint.core.layout import Layout, Shard
+from rallypoint.codec.build import ShardCodecStates
+from rallypoint.codec.spec import Raw
+from rallypoint.config import JobConfig, audits_of, cadence_of, codec_of
+from rallypoint.core.layout import Layout, Shard, carried_in
+from rallypoint.core.optimizer import Sum
 from rallypoint.core.protocol import Beat
+from rallypoint.core.typed import HasSent
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
-from rallypoint.core.worker.factory import shell_for
+from rallypoint.core.worker.aligned import sent_of, unapplied
+from rallypoint.core.worker.ending import End
+from rallypoint.core.worker.factory import WorkerPlan, shell_for
+from rallypoint.errors import RallypointError
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.pool import bytes_of
 from rallypoint.observe.observed import observed
-from rallypoint.worker.exchange.arrivals import Arrivals
-from rallypoint.worker.exchange.effects import CodecStates, LinkEffects
-from rallypoint.worker.exchange.encoder import Encoder
-from rallypoint.worker.exchange.ending import JobEnd, Reaching
-from rallypoint.worker.exchange.forward import ForwardVersion
-from rallypoint.worker.exchange.initial import States, Words, push_initial
+from rallypoint.store.record import ShardRecord, encode_record
+from rallypoint.worker.exchange.arrivals import Arrivals, LeasedPull, RowPulls, WordPulls, optimizer_state
+from rallypoint.worker.exchange.arrivals import States as Records
 from rallypoint.worker.exchange.links import Context, Links
-from rallypoint.worker.exchange.locked import LockedShell
-from rallypoint.worker.exchange.locked import Rewound as Rewound  # what `check` raises
-from rallypoint.worker.exchange.own_loop import OwnLoop
-from rallypoint.worker.exchange.plan import worker_plan
-from rallypoint.worker.exchange.pushes import Pushes
-from rallypoint.worker.exchange.replica import Contributions, ReplicaPushes
-from rallypoint.worker.exchange.replicated import States as Records
-from rallypoint.worker.exchange.replicated import optimizer_state
-from rallypoint.worker.exchange.rows import LeasedPull, RowPulls
-from rallypoint.worker.streamed.memory import ShardMemory, SlotMemory, WholeVector
-from rallypoint.worker.streamed.pulls import WordPulls
+from rallypoint.worker.exchange.locked import LockedShell, Rewound, ShardMemory, SlotMemory, WholeVector
+from rallypoint.worker.exchange.pushes import (
+    CodecStates,
+    Contributions,
+    Encoder,
+    ForwardVersion,
+    LinkEffects,
+    Pushes,
+    ReplicaPushes,
+)
+
+# ---- The worker's plan of its job, from the configuration and the layout ----
+#
+
+
+def worker_plan(
+    config: JobConfig, layout: Layout, codec_state_shards: tuple[int, ...] = (), *, early: bool = True
+) -> WorkerPlan:
+    """Return the plan for `shell_for`. `codec_state_shards` are the shards whose codec has a state for each replica.
+
+    `early`: a forward pass may begin before all of its version is here, if the settings allow it.
+    """
+    shards = layout.shards
+    return WorkerPlan(
+        shards=len(shards), rounds=config.rounds, mode=config.mode,
+        buffer_shards=frozenset(shard.index for shard in shards if config.contributors(shard.role) == 1),
+        cadence=cadence_of(config, shards), codec_state_shards=codec_state_shards, presum=_presum(config, layout),
+        # Rows of tables are pulled at a version that exists everywhere
+        overlaps=early and config.overlaps and not layout.tables, audits=audits_of(config),
+        carried=carried_in(shards),
+        sums=isinstance(config.applied, Sum),
+    )  # fmt: skip
+
+
+def _presum(config: JobConfig, layout: Layout) -> tuple[frozenset[int], int, int]:
+    """The shards whose contributions a worker adds up, how many replicas contribute, and the most to add up.
+
+    A lossy codec encodes each replica by itself, so that the bytes do not depend on the cluster. Rows of tables differ
+    from replica to replica: their sum would be hardly smaller.
+    """
+    shards = frozenset(
+        shard.index for shard in layout.shards
+        if shard.role == "parameters" and shard.part is None and codec_of(config, shard.group) == Raw()
+    )  # fmt: skip
+    if not config.policy.tree or config.streamed:  # (a sum of replicas would be as large as the model)
+        return frozenset(), 1, 1
+    nbytes = sum(layout.shards[shard].nbytes for shard in shards)
+    copies = min(config.presum_bytes // max(1, nbytes), 32)
+    return (shards if copies else frozenset(), config.replicas, 1 << copies)
+
+
+# ---- The upload of the weights, or states, that all workers start from ----
+
+Words = Callable[[int, int], torch.Tensor]
+States = Callable[[Shard], ShardRecord]
+
+_UNDER_WAY = 16  # shards that are copied and not sent yet
+_AT_ONCE = 1 << 20  # words that are digested at once
+
+
+def digest_of(layout: Layout, words: Words) -> bytes:
+    """Return the digest (XXH3-128) of the first weights, wherever shards are cut; of tables, which servers make, not.
+
+    `words` as in `push_initial`.
+    """
+    digest = xxhash.xxh3_128()
+    for entry in layout.entries:
+        for start in range(entry.start, entry.stop, _AT_ONCE):
+            digest.update(bytes_of(words(start, min(start + _AT_ONCE, entry.stop))))
+    return digest.digest()
+
+
+def push_initial(
+    layout: Layout, links: Links, view: Callable[[], View | None], check: Callable[[], None], version: int,
+    words: Words, state: States | None,
+) -> None:  # fmt: skip
+    """Upload every shard as `version`, a few at a time. Called by the one worker that uploads.
+
+    A shard's values are ``words(start, stop)`` (1-D fp32 CPU), or ``state(shard)`` for parameters where workers have
+    states. `view` returns the view in force, or None in a new generation: then the upload ends. `check` raises the
+    error that ends the job.
+    """
+    room = threading.Semaphore(_UNDER_WAY)
+    for shard in layout.shards:
+        while not room.acquire(timeout=0.1):
+            check()
+            if view() is None:
+                return
+        if (now := view()) is None:
+            return
+        header = Header(Kind.INITIAL, now.number, shard=shard.index, step=version, length=shard.slot_bytes)
+        if (link := links.get(now.primary[shard.index])) is None:
+            room.release()
+        elif state is not None and shard.role == "parameters":
+            data = memoryview(encode_record(state(shard), "none"))
+            link.push(header._replace(kind=Kind.STATE, length=len(data)), data, sent=room.release)
+        else:
+            link.push(header, bytes_of(words(shard.start, shard.stop)), sent=room.release)
+
+
+# ---- What an exchange is for a script that has a loop of its own, and asks for sums from it ----
+
+
+class OwnLoop:
+    """The shell of an exchange under its lock, for a thread in place of the main one.
+
+    Attributes:
+        locked: the shell.
+        busy: the script does what it likes, and needs nothing of the servers: this worker counts as active.
+    """
+
+    def __init__(self, locked: LockedShell, links: Links) -> None:
+        self.locked, self._links = locked, links
+        self.busy = False
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """In the body the script is `busy`."""
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
+
+    @property
+    def finished(self) -> bool:
+        """True when the job is over."""
+        return self.locked.shell.finished
+
+    def where(self, shards: Iterable[int]) -> str:
+        """Name the servers that these shards come from, as a phrase."""
+        return self._links.describe(shards, self.locked.shell.view.primary)
+
+
+# ---- The job's end as the main thread sees it: the last version, and the wait until everybody knows of a stop ----
+
+
+class JobEnd:
+    """Main thread only."""
+
+    def __init__(self, locked: LockedShell) -> None:
+        self._locked, self._shell = locked, locked.shell
+
+    @property
+    def last(self) -> int:
+        """The job's last version, as far as this worker knows."""
+        return self._shell.machine.steps
+
+    @property
+    def generation(self) -> ViewNumber:
+        """The generation in force."""
+        return self._shell.view.generation
+
+    @property
+    def is_early(self) -> bool:
+        """True if the script has stopped the job, and the view says with which version it ends."""
+        return self._shell.view.stop is not None
+
+    def take(self) -> End | None:
+        """The generation and the last version, if the model holds that; else None."""
+        with self._locked.changed:
+            return self._shell.ending.take()
+
+    def computes(self) -> bool:
+        """True if this worker would compute now: the step needs something of it."""
+        with self._locked.changed:
+            return self._has_to_compute()
+
+    def _has_to_compute(self) -> bool:
+        action = self._shell.machine.next_action()
+        return isinstance(action, machine.Compute) and action.step == self._shell.machine.step
+
+    def wait_until_known(self) -> None:
+        """Wait until a view says with which version the job ends. Raises Rewound like `Exchange.check`."""
+        with self._locked.changed:
+            self._locked.wait(
+                lambda: self._shell.over or self.is_early or self._shell.machine.rewound,
+                lambda: "the coordinator to say with which step the job ends",
+            )
+            if self._shell.machine.rewound:
+                raise Rewound
+
+    def wait_for_others(self) -> None:
+        """Wait while this worker would have to compute, and cannot: its script has left the loop."""
+        with self._locked.changed:
+            step = self._shell.machine.step
+            self._locked.wait(
+                lambda: self._shell.over or not self._has_to_compute() or self._shell.machine.step != step,
+                lambda: f"step {step}: others compute what is left of it, because the script has left its loop here",
+            )
+
+    @property
+    def sent(self) -> HasSent:
+        """Which shards have all that they need of this worker at the step in progress."""
+        with self._locked.changed:
+            return sent_of(self._shell.machine)
+
+    def wait_until_applied(self) -> None:
+        """The script has failed: keep the links until what this worker has sent is in a version, or the job is over.
+
+        The step whose gradients are on their way can be its last whole one.
+        """
+        shell = self._shell
+        with suppress(RallypointError), self._locked.changed:
+            self._locked.wait(
+                lambda: shell.over or not unapplied(shell.machine),
+                lambda: f"version {shell.machine.step + 1} to be made of the gradients that it has sent",
+            )
+
+
+class Reaching:
+    """Says which version this worker holds, when a view asks for it: `core.worker.ending.Reaching`.
+
+    `to` is called with the generation and the version, on any thread.
+    """
+
+    def __init__(self, locked: LockedShell) -> None:
+        self._locked = locked
+        self.to: Callable[[ViewNumber, int], None] = lambda generation, version: None
+
+    def say(self, *, again: bool = False) -> None:
+        """Say it if there is something to say; `again`: also if it was said already. Takes the lock."""
+        with self._locked.changed:
+            if again:
+                self._locked.shell.reaching.again()
+            said = self._locked.shell.reaching.take()
+        if said is not None:
+            self.to(*said)
+
+
+# ---- One worker's data plane ----
 
 
 class Exchange:

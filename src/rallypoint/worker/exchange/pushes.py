@@ -1,8 +1,9 @@
-"""Sends contributions: slots of the exchange buffer, raw or encoded, and rows of tables."""
+"""What leaves a worker: slots of the exchange buffer, raw or encoded, and rows of tables."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,15 +11,191 @@ from functools import partial
 
 import torch
 
-from rallypoint.codec.base import all_finite, decode_gradient
-from rallypoint.core.layout import Layout
-from rallypoint.core.sums import Part
+from rallypoint.codec.base import Codec, NonFinitePayload, Scratch, Stateful, all_finite, decode_gradient, digest_of
+from rallypoint.codec.build import CodecState, ShardCodecs, ShardCodecStates, build, build_stateless, dump, load
+from rallypoint.config import JobConfig, codec_of
+from rallypoint.core.layout import Layout, Shard, forward_ranks
+from rallypoint.core.order import derive_seed
+from rallypoint.core.sums import DIGEST_BYTES, Part, dense_shards
+from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.handover import Encoding, Key, encoding_of
+from rallypoint.core.worker.overlap import OverlapMachine
+from rallypoint.core.worker.shell import WorkerShell
+from rallypoint.core.worker.slots import CodecEffect, Compute, Filled, Give, Install, Recall, Release, ResetCodecs, Send
+from rallypoint.errors import ProtocolError
 from rallypoint.net.channel import Rank
-from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, Header, Kind, wants
-from rallypoint.worker.exchange.encoder import Encoder
+from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header, Kind, wants
+from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.worker.exchange.links import Links
-from rallypoint.worker.streamed.memory import SlotMemory
+from rallypoint.worker.exchange.locked import LockedShell, Rewound, SlotMemory
+
+# ---- A worker's side of compression: encodes gradients into payloads and decodes versions into slots ----
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """An encoded gradient: the codec's number, the bytes, and the pooled buffer that holds them."""
+
+    code: int
+    data: memoryview
+    buffer: Buffer
+
+
+class Encoder:
+    """Encodes contributions with the codecs of their groups, and decodes versions. Shards of buffers go raw both ways.
+
+    For a codec with a state (error feedback, DGC, PowerSGD) the encoder keeps each payload until the next step. So a
+    contribution that is sent again has the same bytes, and its residual is updated only once.
+    """
+
+    def __init__(self, layout: Layout, config: JobConfig) -> None:
+        self._layout, self._config = layout, config
+        self._scratch = Scratch()
+        self._lock = threading.Lock()  # guards the scratch memory and the codec states
+        self._codecs: dict[tuple[int, int], Codec] = {}
+        # (shard, replica) -> (step, payload); None: it went raw
+        self._kept: dict[tuple[int, int], tuple[int, Payload | None]] = {}
+        self._decoders = threading.local()
+        self._pools = _pools(layout, ShardCodecs(config, self._scratch))
+
+    def encode(self, shard: int, step: int, replica: int, values: torch.Tensor) -> Payload | None:
+        """Encode `values` (the shard's words, 1-D fp32) as a payload. The caller releases its buffer.
+
+        Returns None if the contribution goes raw: the group's codec is raw, or the values contain a NaN or an infinity
+        that the codec cannot carry and that the servers must see.
+        """
+        pool = self._pools[shard]
+        if pool is None:
+            return None
+        with self._lock:
+            return self._encode((shard, replica), step, values, pool)
+
+    def reset(self) -> None:
+        """Drop all codec states: a roll-back has made them stale."""
+        with self._lock:
+            for codec in self._codecs.values():
+                if isinstance(codec, Stateful):
+                    codec.reset()
+            for key in list(self._kept):
+                self._let_go(key)
+
+    def give(self, shard: int, replica: int) -> CodecState | None:
+        """Remove the codec state of (shard, replica) from this encoder and return it; None if there is none."""
+        key = (shard, replica)
+        with self._lock:
+            codec = self._codecs.pop(key, None)
+            if key not in self._kept or not isinstance(codec, Stateful):
+                return None
+            codec_state = self._dump(key, codec)
+            self._let_go(key)
+            return codec_state
+
+    def copy(self, shard: int, replica: int, step: int) -> CodecState | None:
+        """Return a copy of the codec state of (shard, replica) after `step`; None if there is none of that step."""
+        key = (shard, replica)
+        with self._lock:
+            codec = self._codecs.get(key)
+            if self._kept.get(key, (-1, None))[0] != step or not isinstance(codec, Stateful):
+                return None
+            return self._dump(key, codec)
+
+    def take(self, shard: int, replica: int, codec_state: CodecState | None) -> None:
+        """Install a codec state that another worker had; None drops the one here.
+
+        Raises ProtocolError if the bytes do not fit.
+        """
+        key, pool = (shard, replica), self._pools[shard]
+        with self._lock:
+            self._codecs.pop(key, None)
+            self._let_go(key)
+            if codec_state is None:
+                return
+            codec = self._codec(key)
+            sent = load(codec, codec_state.code, codec_state.data)
+            if pool is None or len(sent) > codec.bytes_for(self._layout.shards[shard].words):
+                raise ProtocolError(f"a codec state of shard {shard} with a contribution of {len(sent)} bytes")
+            payload = None
+            if len(sent):
+                buffer = pool.take()
+                buffer.bytes[: len(sent)] = sent
+                payload = Payload(codec.code, buffer.bytes[: len(sent)], buffer)
+            self._keep(key, codec_state.step, payload)
+
+    def decode(self, payload: memoryview, into: torch.Tensor) -> None:
+        """Decode a version's payload, as a server sent it, into `into`.
+
+        Raises ProtocolError if the payload is invalid.
+        """
+        codec = getattr(self._decoders, "codec", None)
+        if codec is None:
+            codec = self._decoders.codec = build_stateless(self._config.down)
+        codec.decode(payload, into)
+
+    def _dump(self, key: tuple[int, int], codec: Codec) -> CodecState:
+        assert isinstance(codec, Stateful)
+        step, payload = self._kept[key]
+        data = dump(codec) + (bytes(payload.data) if payload is not None else b"")
+        return CodecState(step, codec.code, memoryview(data))
+
+    def _encode(self, key: tuple[int, int], step: int, values: torch.Tensor, pool: BufferPool) -> Payload | None:
+        last, kept = self._kept.get(key, (None, None))
+        match encoding_of(last, step, drops=self._config.quorum is not None):
+            case Encoding.AGAIN:
+                if kept is not None:
+                    kept.buffer.retain()
+                return kept
+            case Encoding.OVER:
+                return None
+            case Encoding.ANEW:
+                self._codecs.pop(key, None)
+                self._let_go(key)
+            case Encoding.NEXT:
+                pass
+        codec = self._codec(key)
+        buffer = pool.take()
+        seed = derive_seed(self._config.seed, "codec", step, key[1], key[0])
+        try:
+            used = codec.encode(values, buffer.bytes, seed=seed)
+        except NonFinitePayload:
+            buffer.release()
+            if isinstance(codec, Stateful):
+                self._keep(key, step, None)
+            return None
+        payload = Payload(codec.code, buffer.bytes[:used], buffer)
+        if isinstance(codec, Stateful):
+            buffer.retain()
+            self._keep(key, step, payload)
+        return payload
+
+    def _keep(self, key: tuple[int, int], step: int, payload: Payload | None) -> None:
+        self._let_go(key)
+        self._kept[key] = (step, payload)
+
+    def _let_go(self, key: tuple[int, int]) -> None:
+        _, payload = self._kept.pop(key, (-1, None))
+        if payload is not None:
+            payload.buffer.release()
+
+    def _codec(self, key: tuple[int, int]) -> Codec:
+        if key not in self._codecs:
+            shard = self._layout.shards[key[0]]
+            self._codecs[key] = build(codec_of(self._config, shard.group), shard.shape, self._scratch)
+        return self._codecs[key]
+
+
+def _pools(layout: Layout, codecs: ShardCodecs) -> list[BufferPool | None]:
+    """Buffer pools for the payloads, by shard: one pool for each group; None for shards that go raw."""
+    bounds: dict[int, int] = {}
+    for shard in layout.shards:
+        if (codec := codecs.of(shard)) is not None:
+            bounds[shard.group] = max(bounds.get(shard.group, 0), codec.bytes_for(shard.words))
+    pools = {group: BufferPool(-(-nbytes // 4)) for group, nbytes in bounds.items()}
+    return [pools[shard.group] if codecs.of(shard) is not None else None for shard in layout.shards]
+
+
+# ---- Sends contributions: slots of the exchange buffer, raw or encoded, and rows of tables ----
+
 
 # The memory of a worker that adds up its replicas before it sends them (core/sums/presum.py decides what).
 
@@ -190,3 +367,293 @@ class Pushes:
 
 def _nothing() -> None:
     """For rows: their bytes are not reused."""
+
+
+# ---- Runs the shell's effects on real links ----
+
+
+class LinkEffects:
+    """Runs the machine's effects. Drops an effect whose link is gone: the lost link is an event of its own."""
+
+    def __init__(self, shell: WorkerShell, links: Links, pushes: Pushes, codec_states: CodecStates | None) -> None:
+        self._shell, self._links, self._pushes, self._codec_states = shell, links, pushes, codec_states
+
+    def run_locked(self, effect: machine.CodecEffect) -> None:
+        """Run one effect on codec states. Needs the exchange's lock."""
+        assert self._codec_states is not None, f"{effect}, though this job's codecs have no state"
+        self._codec_states.run(effect)
+
+    def run(self, effects: Sequence[machine.Effect]) -> None:
+        """Run all other effects, in order, without the lock."""
+        for effect in effects:
+            match effect:
+                case machine.Send():
+                    if self._codec_states is not None and self._shell.snapshots.copies(effect):
+                        self._codec_states.copy(effect)
+                    self._pushes.push(effect)
+                case machine.Fetch(shard=shard, version=version, server=server):
+                    if (link := self._links.get(server)) is not None:
+                        link.fetch(shard, version, self._shell.number)
+                case machine.Want(shard=shard, replica=replica, server=server):
+                    if (link := self._links.get(server)) is not None:
+                        link.want(shard, replica, self._shell.number)
+                case machine.Follow(server=server, on=on, step=step):
+                    if (link := self._links.get(server)) is not None:
+                        link.follow(self._shell.number, on=on, step=step)
+                case _:
+                    raise AssertionError(f"an effect that cannot follow here: {effect}")
+
+
+# ---- Moves codec states between the encoder and a shard's primary server ----
+
+
+class CodecStates:
+    """Runs the shell's effects on codec states (decided in `core/worker/handover.py`).
+
+    All methods except `check` and `copy` need the exchange's lock. No method blocks: frames are only queued.
+    """
+
+    def __init__(self, shell: WorkerShell, encoder: Encoder, formats: ShardCodecStates, links: Links) -> None:
+        self._shell, self._encoder, self._formats, self._links = shell, encoder, formats, links
+        self._given: dict[Key, CodecState] = {}  # taken out of the encoder, not yet confirmed by a server
+
+    def run(self, effect: CodecEffect) -> None:
+        """Run one effect."""
+        match effect:
+            case ResetCodecs():
+                self._encoder.reset()
+                self._given.clear()
+            case Recall(shard=shard, replica=replica, server=server):
+                self._send(server, Header(Kind.RECALL, shard=shard, replica=replica), None)
+            case Release(shard=shard, replica=replica):
+                if (codec_state := self._encoder.give(shard, replica)) is not None:
+                    self._given[shard, replica] = codec_state
+                else:
+                    self._given.pop((shard, replica), None)
+            case Give(shard=shard, replica=replica, server=server):
+                given = self._given.get((shard, replica))
+                self._send(server, _header(shard, replica, given), None if given is None else given.data)
+
+    def check(self, shard: Shard, header: Header) -> None:
+        """Raise ProtocolError unless this frame is a valid codec state of that shard, or says that there is none."""
+        if header.length:
+            self._formats.of(shard).check(header.codec, header.length)
+
+    def arrived(self, header: Header, data: bytearray) -> None:
+        """Handle the answer of a shard's primary: a codec state, or that there is none."""
+        if self._shell.states.answered(header.shard, header.replica):
+            codec_state = CodecState(header.step, header.codec, memoryview(data)) if data else None
+            self._encoder.take(header.shard, header.replica, codec_state)
+
+    def taken(self, shard: int, replica: int) -> None:
+        """Handle a server's confirmation that it has stored this codec state."""
+        self._shell.states.taken(shard, replica)
+        self._given.pop((shard, replica), None)
+
+    def copy(self, send: Send) -> None:
+        """Send the codec state of the step before, for a snapshot. Call it before this step's contribution is sent."""
+        codec_state = self._encoder.copy(send.shard, send.replica, send.step - 1)
+        if codec_state is not None:
+            header = _header(send.shard, send.replica, codec_state)._replace(base=COPY)
+            self._send(send.server, header, codec_state.data, send.view)
+
+    def _send(self, server: str, header: Header, payload: memoryview | None, view: ViewNumber | None = None) -> None:
+        """Send under the number of `view`, or of the view in force if `view` is None."""
+        if (link := self._links.get(server)) is not None:
+            link.send_codec_state(header._replace(view=self._shell.number if view is None else view), payload)
+
+
+def _header(shard: int, replica: int, codec_state: CodecState | None) -> Header:
+    header = Header(Kind.CODEC_STATE, shard=shard, replica=replica)
+    if codec_state is None:
+        return header
+    return header._replace(step=codec_state.step, codec=codec_state.code, length=len(codec_state.data))
+
+
+# ---- The replica that the main thread computes: its slots are claimed, written, and sent as each is full ----
+
+_UNKNOWN = bytes(DIGEST_BYTES)
+
+
+class Contributions:
+    """The digests of the replica in progress, at every `every`-th step; 0: never.
+
+    Calls for each replica: `begin`, `filled` for each shard, `take`. `filled` comes from the thread that fills slots,
+    which is idle when `take` is called.
+    """
+
+    def __init__(self, layout: Layout, every: int) -> None:
+        self._every = every
+        self._places = {shard: place for place, shard in enumerate(dense_shards(layout))}
+        self._digests: list[bytes] = []
+        self.active = False
+
+    def begin(self, step: int, replica: int) -> None:
+        """A replica begins. `active` is True while its contribution is recorded."""
+        self.active = self._every > 0 and step % self._every == 0
+        self._digests = [_UNKNOWN] * len(self._places) if self.active else []
+
+    def filled(self, shard: int, gradient: torch.Tensor, weight: float) -> None:
+        """The replica's gradient for this shard is whole: fp32, 1-D, in the host's memory. It is not changed."""
+        if self.active and (place := self._places.get(shard)) is not None:
+            self._digests[place] = digest_of(gradient, weight)
+
+    def take(self) -> bytes:
+        """The replica is computed: return the digests in the order of `dense_shards`.
+
+        They are zeros for a shard that was not seen; b"" if none are recorded.
+        """
+        found, self._digests, self.active = b"".join(self._digests), [], False
+        return found
+
+
+class ReplicaPushes:
+    """Main thread only, except for `filled`, which the staging thread calls too.
+
+    Calls for each replica: `begin`; for each shard `claim`, then `filled`; at last `computed`. Or, at any point,
+    `abandoned`.
+
+    Attributes:
+        contributions: records digests of what the replica contributes.
+    """
+
+    def __init__(
+        self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links, memory: SlotMemory,
+        contributions: Contributions,
+    ) -> None:  # fmt: skip
+        self._buffers = [shard for shard in layout.shards if shard.role == "buffers"]
+        self._locked, self._pushes, self._links = locked, pushes, links
+        self._memory, self.contributions = memory, contributions
+        self._presum, self._replica = locked.machine.presum, -1
+        self._began: tuple[int, ViewNumber] | None = None
+
+    def begin(self, step: int, replica: int) -> ViewNumber | None:
+        """Begin to compute this replica and return its generation. None if it is not to be computed (now)."""
+        with self._locked.changed:
+            generation = self._locked.shell.begin_replica(step, replica)
+        self._replica = replica
+        self.contributions.begin(step, replica)
+        if generation is not None and (step, generation) != self._began:
+            self._began = step, generation
+            self._pushes.partials.clear()
+        return generation
+
+    def buffers_of(self, replica: int) -> list[Shard]:
+        """The shards of buffers to which this replica contributes, ascending; they lie one after the other."""
+        return [s for s in self._buffers if self._locked.machine.contributes(s.index, replica)]
+
+    def weigh(self, weight: float, *, finite: bool) -> None:
+        """Set the weight of the following contributions, and whether their loss was finite."""
+        self._pushes.begin(weight, finite)
+
+    def claim(self, shard: int) -> bool:
+        """Wait until this slot may be written; False if it need not be. Raises Rewound like `Exchange.check`."""
+        slots = self._locked.machine.slots
+        return self._locked.claim(shard, lambda: self._memory.has_room(slots), self._where_full)
+
+    def _where_full(self) -> str:
+        machine = self._locked.machine
+        unsent = machine.slots.unsent
+        return f"room for {len(unsent)} gradients: {self._links.describe(unsent, self._locked.shell.view.primary)}"
+
+    def filled(self, shard: int) -> None:
+        """The slot holds the replica's whole gradient: push it, or add it up with others of this worker (I3)."""
+        self.not_needed(shard, self._pushes.words(shard))
+        with self._locked.changed:
+            part = self._presum.part(shard, self._replica)
+        if part is not None:
+            self._pushes.add_up(shard, self._replica, part)
+        self._locked.handle(Filled(shard, part))
+
+    def not_needed(self, shard: int, gradient: torch.Tensor) -> None:
+        """The replica's gradient for this shard is whole: only record it, nobody needs it from here."""
+        self.contributions.filled(shard, gradient, self._pushes.weight)
+
+    def filled_rows(self, shard: int, gradient: memoryview) -> None:
+        """Like `filled` for a part of a table. Its gradient (see `codec/base.py`) needs no slot."""
+        self._pushes.set_rows(shard, gradient)
+        self._locked.handle(Filled(shard))
+
+    def computed(self) -> None:
+        """The replica is computed: all of its contributions are queued or sent."""
+        self._end(whole=True)
+
+    def abandoned(self) -> None:
+        """The replica was given up halfway: its slots are not written any more."""
+        self._end(whole=False)
+
+    def _end(self, *, whole: bool) -> None:
+        self._locked.apply(lambda: self._locked.shell.end_replica(whole=whole))
+        self._locked.set(lambda: self._memory.free(self._locked.machine.slots))
+
+
+# ---- The version that a forward pass reads while it arrives. `core/worker/overlap.py` decides what may be done ----
+
+
+class ForwardVersion:
+    """Waits for shards of the version that is being installed, and gives them to the main thread. Main thread only.
+
+    Attributes:
+        waited: seconds that the forward pass in progress has waited for shards.
+    """
+
+    def __init__(
+        self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links, describe: Callable[[], str]
+    ) -> None:
+        """`describe` says what the main thread waits for, as a phrase."""
+        self.waited = 0.0
+        self._task = Compute(-1, -1)  # the replica in progress
+        self._locked, self._pushes, self._links, self._describe = locked, pushes, links, describe
+        machine = locked.machine
+        self._machine = machine if isinstance(machine, OverlapMachine) else None
+        if self._machine is not None:
+            pushes.ranks = forward_ranks(layout)
+
+    @property
+    def possible(self) -> bool:
+        """True if forward passes may begin early in this job."""
+        return self._machine is not None
+
+    def learn(self, order: Sequence[int]) -> None:
+        """A forward pass needed the shards in this order: from now on contributions are sent in it (Jayarajan et al.,
+        2019: Priority-based Parameter Propagation; Peng et al., 2019: ByteScheduler)."""
+        ranks = {shard: rank for rank, shard in enumerate(order)}
+        self._pushes.ranks = [ranks[shard] for shard in range(len(ranks))]
+
+    def allow(self, allowed: bool) -> None:
+        """Allow (or not) that `Exchange.next_action` begins the next step before all of its version is here."""
+        if self._machine is not None:
+            with self._locked.changed:
+                self._machine.allow_early(allowed)
+
+    def begin(self, step: int, replica: int) -> bool:
+        """A replica begins. Returns True if its forward pass begins early."""
+        self.waited, self._task = 0.0, Compute(step, replica)
+        return self._machine is not None and self._machine.early
+
+    def take(self, shards: Sequence[int]) -> list[int]:
+        """Wait until these shards are here. Returns those that the model does not hold yet: swap slot and model.
+
+        Raises Rewound when the forward pass is stale, and the error of whatever has failed.
+        """
+        machine, began = self._machine, time.monotonic()
+        assert machine is not None
+        with self._locked.changed:
+            if not machine.rewound and not machine.here(shards):
+                self._locked.wait_for_shards(shards, lambda: machine.here(shards), self._describe)
+                self.waited += time.monotonic() - began
+            if machine.rewound:
+                raise Rewound
+            return machine.to_swap(shards)
+
+    def installed(self) -> None:
+        """Report that the model holds all of the version. Raises Rewound when the forward pass is stale."""
+        with self._locked.changed:
+            if self._locked.machine.rewound:
+                raise Rewound
+            effects = self._locked.settle(self._locked.shell.installed())
+            self._locked.progress.given(Install(self._task.step), ends_round=True)
+            self._locked.progress.given(self._task)
+            self._locked.changed.notify_all()
+        self._locked.effects.run(effects)
+        self._links.installed(self._task.step)

@@ -1,25 +1,382 @@
-"""The data plane of a store: runs `core.keys` on links, and keeps what has to be sent again."""
+"""The data plane of a store: runs `core.keys.machine` on links, and keeps what has to be sent again."""
 
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from rallypoint.config import JobConfig
 from rallypoint.core import keys as machine
-from rallypoint.core.layout import Layout
-from rallypoint.core.protocol import Beat, Message
-from rallypoint.core.view import View
+from rallypoint.core.layout import Layout, Shard
+from rallypoint.core.protocol import Beat, Message, Report
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker.links import LinkTable
 from rallypoint.core.worker.slots import Store
-from rallypoint.errors import JobAborted, StoreRolledBack
+from rallypoint.errors import JobAborted, ProtocolError, RallypointError, StoreRolledBack
+from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind, wants
 from rallypoint.observe.waits import wait_until
-from rallypoint.worker.exchange.links import Context, Links
-from rallypoint.worker.keys.answers import Answers, Asked
-from rallypoint.worker.keys.arrivals import KeyArrivals, KeysHeard
-from rallypoint.worker.keys.sends import KeyLinks, Sends
+from rallypoint.worker.exchange.links import Context, Links, Receiver
+
+# ---- What a store's worker has asked for, and what has come ----
+
+Value = tuple[int, bytearray]  # a version of a shard, and its bytes
+_NO_ROWS = memoryview(b"")
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Asked:
+    """A request for one shard. Who wants the answer keeps it: a request that nobody keeps needs no memory.
+
+    Attributes:
+        number: its name on the wire.
+        rows: of a part of a table, the payload that names the rows.
+        nbytes: the length of the answer.
+        value: the answer; None until it is here.
+    """
+
+    number: int
+    rows: memoryview
+    nbytes: int
+    value: Value | None = None
+
+
+@dataclass(slots=True)
+class Answers:
+    """Values that have come. The exchange's lock guards it.
+
+    Attributes:
+        asked: by number, the requests that somebody keeps.
+        with_push: by shard, the value that came with the last acknowledgement of a push.
+    """
+
+    asked: weakref.WeakValueDictionary[int, Asked] = field(default_factory=weakref.WeakValueDictionary)
+    with_push: dict[int, Value] = field(default_factory=dict)
+
+    def came(self, numbers: Iterable[int], version: int, data: bytearray) -> None:
+        """A value answers these requests. (An answer of another length is of a generation before.)"""
+        for number in numbers:
+            if (asked := self.asked.get(number)) is not None and asked.nbytes == len(data):
+                asked.value = version, data
+
+    def rows_of(self, number: int) -> memoryview:
+        """The payload of a pull with that number."""
+        asked = self.asked.get(number)
+        return _NO_ROWS if asked is None else asked.rows
+
+    def fits(self, number: int, nbytes: int) -> bool:
+        """Is this the length of that request's answer, if anybody still wants it?"""
+        asked = self.asked.get(number)
+        return asked is None or asked.nbytes == nbytes
+
+    def take_with_push(self, shard: int, version: int) -> bytearray | None:
+        """Take the value that came with a push, if none newer than this version is known."""
+        came = self.with_push.pop(shard, None)
+        return None if came is None or came[0] < version else came[1]
+
+    def clear(self) -> None:
+        """A new generation: what was asked for has no answer any more."""
+        self.asked.clear()
+        self.with_push.clear()
+
+
+# ---- What arrives on a store's links, checked. Called on the links' threads ----
+
+
+class Heard(Protocol):
+    """Takes what has arrived; the exchange of the store. Each takes the lock."""
+
+    def valued(self, shard: int, contributor: int, clock: int, version: int, data: bytearray) -> None:
+        """The answer to a want, with the shard's value."""
+
+    def answered(self, shard: int, number: int, version: int, data: bytearray | None) -> None:
+        """The answer to a pull; None: the version is not kept any more."""
+
+    def fits(self, number: int, nbytes: int) -> bool:
+        """Can so many bytes of rows answer the pull with that number?"""
+
+    def to_wait(self, contributor: int) -> None:
+        """The policy makes the contributor wait."""
+
+    def link_up(self, server: str) -> None:
+        """The link is up (again)."""
+
+    def link_lost(self, server: str) -> None:
+        """The link has ended."""
+
+    def fail(self, error: BaseException) -> None:
+        """Raise this error in whatever waits."""
+
+
+class KeyArrivals:
+    """The `Receiver` of all links of one store."""
+
+    def __init__(self, layout: Layout, config: JobConfig, heard: Heard) -> None:
+        self._layout, self._contributors, self._heard = layout, config.replicas, heard
+        self._steps = config.rounds
+        self._most = config.rounds * (config.replicas if config.clocks("parameters") else 1)  # versions of a shard
+        self._landing = threading.local()  # each link has a thread, and receives one value at a time
+
+    def arriving(self, header: Header, server: str) -> memoryview | None:
+        shard = self._shard(header)
+        nbytes = shard.nbytes if shard.part is None else 0
+        if header.codec or header.length != nbytes:
+            raise ProtocolError(f"{header.length} bytes for shard {shard.index}, which has {nbytes}")
+        if header.wanted is None or not 0 <= header.wanted < self._contributors:
+            raise ProtocolError(f"the parameters of contributor {header.wanted}: there are {self._contributors}")
+        if header.base > self._steps:
+            raise ProtocolError(f"contributor {header.wanted} is said to be at step {header.base} of {self._steps}")
+        self._landing.now = header, bytearray(header.length)
+        return memoryview(self._landing.now[1])
+
+    def landed(self, shard: int) -> None:
+        header, data = self._landing.now
+        self._heard.valued(shard, header.wants - 2, header.base, header.step, data)
+
+    def rows(self, header: Header, data: bytearray) -> None:
+        shard = self._shard(header)
+        if header.flags & SKIP:
+            self._heard.answered(shard.index, header.base, header.step, None)
+        elif len(data) != shard.nbytes if shard.part is None else not self._heard.fits(header.base, len(data)):
+            raise ProtocolError(f"{len(data)} bytes of shard {shard.index}, for another number of rows")
+        else:
+            self._heard.answered(shard.index, header.base, header.step, data)
+
+    def to_wait(self, replica: int, clock: int) -> None:
+        if not 0 <= replica < self._contributors:
+            raise ProtocolError(f"contributor {replica} is to wait: there are {self._contributors}")
+        self._heard.to_wait(replica)
+
+    def link_up(self, server: Member) -> None:
+        self._heard.link_up(server.id)
+
+    def link_lost(self, server: Member, error: RallypointError) -> None:
+        if isinstance(error, ProtocolError):
+            self._heard.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
+        self._heard.link_lost(server.id)
+
+    def link_failed(self, server: Member, fault: Exception) -> None:
+        self._heard.fail(JobAborted(f"the link to server {server.id} has failed: {fault!r}"))
+
+    def _shard(self, header: Header) -> Shard:
+        if not 0 <= header.shard < len(self._layout.shards):
+            raise ProtocolError(f"a {header.kind.name} frame for shard {header.shard}: not in this store's layout")
+        if header.step > self._most:
+            raise ProtocolError(f"version {header.step} of shard {header.shard}, which has {self._most} at most")
+        return self._layout.shards[header.shard]
+
+    # ---- what no server sends to a store ----
+
+    def decode(self, shard: int, payload: memoryview) -> None:
+        raise ProtocolError(f"an encoded value of shard {shard}: a store's values are raw")
+
+    def words_arriving(self, header: Header) -> memoryview | None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
+
+    def words_arrived(self, header: Header) -> None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
+
+    def state(self, header: Header, data: bytearray, server: str) -> None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
+
+    def check_codec_state(self, header: Header) -> None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
+
+    def codec_state(self, header: Header, data: bytearray) -> None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
+
+    def codec_state_taken(self, header: Header) -> None:
+        raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
+
+
+# ---- What has arrived on a store's links goes to the machine, and to who has asked. See `arrivals.Heard` ----
+
 
 Change = Callable[[], Sequence[machine.Effect]]
+
+
+@dataclass(frozen=True, slots=True)
+class KeysHeard:
+    """Called on the links' threads. `changed` is the exchange's lock; `apply` makes a change under it, and then sends
+    what follows; `fail` ends all waits with an error."""
+
+    keys: machine.KeyMachine
+    answers: Answers
+    table: LinkTable
+    changed: threading.Condition
+    apply: Callable[[Change], None]
+    fail: Callable[[BaseException], None]
+
+    def valued(self, shard: int, contributor: int, clock: int, version: int, data: bytearray) -> None:
+        """The answer to a want, with the shard's value (of a part of a table: without any)."""
+
+        def replied() -> list[machine.Effect]:
+            counts = clock > self.keys.lines[shard].pushes.get(contributor, clock)
+            if counts and shard not in self.keys.tables:
+                self.answers.with_push[shard] = version, data
+            return self.keys.replied(shard, contributor, clock, version)
+
+        self.apply(replied)
+
+    def answered(self, shard: int, number: int, version: int, data: bytearray | None) -> None:
+        """The answer to a pull; None: the version is not kept any more."""
+
+        def answers() -> list[machine.Effect]:
+            pushed = bool(self.keys.lines[shard].pushes)
+            done, effects = self.keys.answered(shard, number, version, kept=data is not None)
+            if data is not None:
+                self.answers.came(done, version, data)
+                if number == machine.OWN and pushed and shard not in self.keys.tables:
+                    self.answers.with_push[shard] = version, data
+            return effects
+
+        self.apply(answers)
+
+    def to_wait(self, contributor: int) -> None:
+        """The policy makes the contributor wait."""
+        self.apply(lambda: self.keys.to_wait(contributor))
+
+    def link_up(self, server: str) -> None:
+        """The link is up (again)."""
+        self.apply(lambda: self.keys.link_up(server) if self.table.up(server) else [])
+
+    def link_lost(self, server: str) -> None:
+        """The link has ended."""
+
+        def lost() -> list[machine.Effect]:
+            self.table.lost(server)
+            return self.keys.link_lost(server)
+
+        self.apply(lost)
+
+    def fits(self, number: int, nbytes: int) -> bool:
+        """Can so many bytes of rows answer the pull with that number?"""
+        with self.changed:
+            return self.answers.fits(number, nbytes) if number != machine.OWN else not nbytes
+
+
+# ---- What leaves a store's worker, and the values that may have to be sent again ----
+
+
+class KeyLink(Protocol):
+    """A link to one server: see `worker.exchange.link.ServerLink`."""
+
+    def push(self, header: Header, payload: memoryview, sent: Callable[[], None]) -> None: ...
+
+    def want(self, shard: int, replica: int, number: ViewNumber) -> None: ...
+
+    def pull(self, header: Header, payload: memoryview | None = None) -> None: ...
+
+
+class KeyLinks(Protocol):
+    """The links to servers: see `worker.exchange.links.Links`."""
+
+    def get(self, server: str) -> KeyLink | None: ...
+
+    def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None: ...
+
+    def end(self, servers: Iterable[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def unreachable(self) -> dict[str, float]: ...
+
+
+@dataclass(slots=True)
+class Sends:
+    """Runs effects on links. The exchange's lock, `changed`, guards the fields; `run_all` is called without it.
+
+    Each value is memory of its own, which nobody writes to again: so it may be sent twice, and by two threads.
+
+    Attributes:
+        initial: by shard, a first value that may be needed (again).
+        pushes: by shard and contributor, the step and bytes of a push that is not known to count.
+        counted: by contributor, the last step that counts in some key.
+        outgoing: effects that nobody has run yet, in the order of the machine.
+        sending: held by the thread that runs effects. Above the exchange's lock.
+    """
+
+    keys: machine.KeyMachine
+    links: KeyLinks
+    answers: Answers
+    changed: threading.Condition
+    initial: dict[int, memoryview] = field(default_factory=dict)
+    pushes: dict[tuple[int, int], tuple[int, memoryview]] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)
+    outgoing: deque[machine.Effect] = field(default_factory=deque)
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+    def clear(self, *, keep_first: bool) -> None:
+        """A new generation: nothing of the one before is sent any more, except first values if they are needed."""
+        self.outgoing.clear()
+        if not keep_first:
+            self.initial.clear()
+        self.pushes.clear()
+        self.counted.clear()
+
+    def forget_counted(self) -> list[Report]:
+        """Forget what need not be sent again. Returns reports of steps that count, for the coordinator."""
+        lines, reports, view = self.keys.lines, list[Report](), self.keys.view
+        for shard in [shard for shard in self.initial if not lines[shard].first]:
+            del self.initial[shard]
+        for shard, contributor in [(s, c) for s, c in self.pushes if c not in lines[s].pushes]:
+            del self.pushes[shard, contributor]
+            step = (self.keys.next_step(shard, contributor) or 0) - 1
+            if view is not None and step > self.counted.get(contributor, -1):
+                self.counted[contributor] = step
+                reports.append(Report(step, contributor, 0.0, 1.0, 1, generation=view.generation))
+        return reports
+
+    def run_all(self) -> None:
+        """Send what is to leave. If another thread does, it sends this too: of requests a server keeps the newest only,
+        so they have to leave in the order in which the machine decided."""
+        while self.outgoing and self.sending.acquire(blocking=False):
+            try:
+                while (effect := self._next()) is not None:
+                    self.run(effect)
+            finally:
+                self.sending.release()
+
+    def _next(self) -> machine.Effect | None:
+        with self.changed:
+            return self.outgoing.popleft() if self.outgoing else None
+
+    def run(self, effect: machine.Effect) -> None:
+        """Send what the machine says."""
+        if (link := self.links.get(effect.server)) is not None:  # else it has ended: a new one sends this again
+            self._send(link, effect, Header(Kind.PUSH, self.keys.number, shard=effect.shard))
+
+    def _send(self, link: KeyLink, effect: machine.Effect, header: Header) -> None:
+        match effect:
+            case machine.SendInitial(shard=shard):
+                if (data := self.initial.get(shard)) is not None:
+                    link.push(header._replace(kind=Kind.INITIAL, length=len(data)), data, sent=_nothing)
+            case machine.SendPush(shard=shard, contributor=contributor, step=step):
+                at, data = self.pushes.get((shard, contributor), (-1, None))
+                if data is not None and at == step:  # else it counts by now, or is of an older generation
+                    header = header._replace(replica=contributor, step=step, weight=1.0, length=len(data))
+                    if self.keys.by_clocks:
+                        known = max(0, self.keys.lines[shard].version)
+                        header = header._replace(wants=wants(contributor), base=known)
+                    link.push(header, data, sent=_nothing)
+            case machine.SendWant(shard=shard, contributor=contributor):
+                link.want(shard, contributor, self.keys.number)
+            case machine.SendPull(number=number, version=version):
+                newest = version == machine.NEWEST
+                rows = self.answers.rows_of(number)
+                header = header._replace(kind=Kind.PULL_ROWS, base=number, flags=NEWEST if newest else 0)
+                link.pull(header._replace(step=LATEST if newest else version, length=len(rows)), rows)
+
+
+def _nothing() -> None:
+    """A value's memory is not used again."""
+
+
+# ---- The data plane of a store: runs `core.keys.machine` on links, and keeps what has to be sent again ----
+
 _OVER = "the job is over: no server answers any more"
 
 

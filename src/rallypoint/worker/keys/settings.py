@@ -13,7 +13,7 @@ from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.errors import ConfigError
-from rallypoint.optim.rows import refusal
+from rallypoint.optim import refusal
 
 NOT_OF_RANKS = "job.store is for workers of one process: leave --ranks out"
 MOST_PUSHES = 1 << 30  # of a contributor to a key

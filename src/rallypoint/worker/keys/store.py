@@ -2,20 +2,353 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from rallypoint.codec.base import encode_gradient, encode_ids
 from rallypoint.core.keys import NEWEST, Effect, holder
+from rallypoint.core.layout import Entry, Layout
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import StoreRolledBack, UsageError
 from rallypoint.net.frames import LATEST
-from rallypoint.worker.keys.dense import DenseKey, Rows
-from rallypoint.worker.keys.exchange import KeyExchange
-from rallypoint.worker.keys.futures import LOOK_AGAIN_S, Pull, Push, Waiting, checked_step
-from rallypoint.worker.keys.table import TableKey
+from rallypoint.net.pool import bytes_of
+from rallypoint.worker.keys.exchange import Asked, KeyExchange
+from rallypoint.worker.sources.hooks import parts_of
+
+# ---- A dense key: a tensor, cut into shards ----
+
+Rows = torch.Tensor | Sequence[int] | None
+Wanted = Mapping[int, tuple[memoryview, int]]  # by shard: the payload of a pull, and the bytes of its answer
+_NO_ROWS = memoryview(b"")
+
+
+class DenseKey:
+    """A key whose value is one fp32 tensor."""
+
+    def __init__(self, entry: Entry, layout: Layout) -> None:
+        self.name, self.shape = entry.spec.name, entry.spec.shape
+        touched = layout.shards_touching(entry.start, entry.stop)
+        self._ranges = {
+            index: slice(layout.shards[index].start - entry.start, layout.shards[index].stop - entry.start)
+            for index in touched
+        }
+
+    @property
+    def shards(self) -> list[int]:
+        """The shards that it is made of."""
+        return list(self._ranges)
+
+    def first(self, values: torch.Tensor) -> dict[int, memoryview]:
+        """By shard, the bytes of a first value. UsageError for a tensor of another shape."""
+        return self.pushed(values, None)
+
+    def pushed(self, values: torch.Tensor, rows: Rows) -> dict[int, memoryview]:
+        """By shard, the bytes of a push: a copy. UsageError for a tensor of another shape."""
+        self._no_rows(rows)
+        if tuple(values.shape) != self.shape:
+            shapes = f"a tensor of shape {list(values.shape)} for key {self.name}, which has {list(self.shape)}"
+            raise UsageError(shapes)
+        vector = in_fp32(values, self.name).reshape(-1)
+        return {shard: bytes_of(vector[place].clone()) for shard, place in self._ranges.items()}
+
+    def reading(self, rows: Rows) -> Reading:
+        """What a pull asks for."""
+        self._no_rows(rows)
+        return Reading(self.name, self.shape, self._ranges)
+
+    def _no_rows(self, rows: Rows) -> None:
+        if rows is not None:
+            raise UsageError(
+                f"rows of key {self.name}, which is dense: declare it as torch.empty(rows, columns, device='meta')"
+            )
+
+
+class Reading:
+    """A pull of one key: what is asked of each shard, and where its answer belongs in a tensor of `shape`.
+
+    `places`: by shard, the positions of its values among all that is asked for, seen as a matrix whose rows have
+    `columns` elements.
+    """
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], places: Mapping[int, slice | torch.Tensor], columns: int = 1,
+        payloads: Mapping[int, memoryview] | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self._shape, self._places, self._columns = name, shape, places, columns
+        self._payloads = payloads or {}
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is asked for."""
+        return {
+            shard: (self._payloads.get(shard, _NO_ROWS), 4 * self._columns * _count(place))
+            for shard, place in self._places.items()
+        }
+
+    def check(self, out: torch.Tensor | None) -> None:
+        """Raise UsageError if the answer does not fit into `out`."""
+        if out is not None and tuple(out.shape) != self._shape:
+            raise UsageError(f"out has shape {list(out.shape)}, and what is pulled of {self.name} {list(self._shape)}")
+
+    def filled(self, parts: Mapping[int, bytearray], out: torch.Tensor | None) -> torch.Tensor:
+        """What was asked for, from the bytes of each shard, in `out` if it is given."""
+        count = sum(map(_count, self._places.values()))
+        values = torch.empty(count, self._columns, dtype=torch.float32, device="cpu")  # whatever the script's defaults
+        for shard, data in parts.items():
+            values[self._places[shard]] = torch.frombuffer(data, dtype=torch.float32).view(-1, self._columns)
+        value = self._arranged(values).view(self._shape)
+        if out is None:
+            return value
+        with torch.no_grad():
+            return out.copy_(value)
+
+    def _arranged(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+def _count(place: slice | torch.Tensor) -> int:
+    return int(place.stop - place.start) if isinstance(place, slice) else len(place)
+
+
+def in_fp32(values: torch.Tensor, name: str) -> torch.Tensor:
+    """The values on the CPU, in fp32. UsageError for what has no fp32 form."""
+    if values.layout is not torch.strided:
+        raise UsageError(
+            f"a sparse tensor for key {name}: push a table's rows with rows= and values=, or gradient.to_dense()"
+        )
+    if values.is_meta:
+        raise UsageError(f"a tensor without values (on the meta device) for key {name}")
+    if values.is_complex():
+        raise UsageError(f"a complex tensor for key {name}: servers keep fp32; use torch.view_as_real")
+    return values.detach().to("cpu", torch.float32)
+
+
+# ---- What a push and a pull return, and how a script's threads hear of a roll-back ----
+
+LOOK_AGAIN_S = 0.5  # how often it asks how far others are, where no answer comes by itself (streaming)
+NEVER, NEVER_YET = float("inf"), float("-inf")
+
+
+class Waiting:
+    """Waits for a store, on the script's threads.
+
+    A step that a thread knows is of some generation. After a roll-back its next call raises StoreRolledBack, once:
+    else it would wait for a version that can only come when the thread itself goes back.
+    """
+
+    def __init__(self, exchange: KeyExchange) -> None:
+        self._exchange, self._known = exchange, threading.local()
+
+    @property
+    def generation(self) -> int:
+        """The generation of what the calling thread knows."""
+        if not hasattr(self._known, "generation"):
+            self._known.generation = self._exchange.rolled_back
+        found: int = self._known.generation
+        return found
+
+    def knows(self, generation: int) -> None:
+        """The calling thread has been told where keys are in this generation."""
+        self._known.generation = generation
+
+    def ask(self, ready: Callable[[], bool], generation: int) -> bool:
+        """Is it ready? Raises what `until` would raise."""
+        try:
+            return self._exchange.ask(ready, generation)
+        except StoreRolledBack:
+            self.knows(self._exchange.rolled_back)
+            raise
+
+    def until(
+        self, ready: Callable[[], bool], describe: Callable[[], str], generation: int | None = None, *,
+        of: tuple[Sequence[int], Iterable[int]] = ((), ()), then: Callable[[], Sequence[Effect]] | None = None,
+    ) -> None:  # fmt: skip
+        """Wait until it is ready, then do something (`then`), under one lock. `generation`: by default the thread's.
+
+        `of` says which shards and contributors it depends on: under a streaming policy nobody tells how far a
+        contributor is that is another worker's.
+        """
+        exchange, began, done = self._exchange, time.monotonic(), list[bool]()
+        generation = self.generation if generation is None else generation
+        streaming, (shards, contributors) = exchange.machine.by_clocks, of
+
+        def then_or_again() -> Sequence[Effect]:
+            if not ready():
+                return exchange.machine.watch(shards, contributors)
+            done.append(True)
+            return () if then is None else then()
+
+        try:
+            while not done:
+                again = time.monotonic() + LOOK_AGAIN_S if streaming else NEVER
+                exchange.wait(
+                    lambda again=again: ready() or time.monotonic() > again, describe, generation,  # type: ignore[misc]
+                    waited=time.monotonic() - began, then=then_or_again,
+                )  # fmt: skip
+        except StoreRolledBack:
+            self.knows(exchange.rolled_back)
+            raise
+
+
+class Push:
+    """A push on its way. Any thread may ask it."""
+
+    def __init__(
+        self, exchange: KeyExchange, waiting: Waiting, name: str, shards: Sequence[int], step: int, contributor: int
+    ) -> None:
+        self._exchange, self._waiting, self._name, self._shards = exchange, waiting, name, shards
+        self._step, self._contributor = step, contributor
+        self._generation, self._looked = waiting.generation, NEVER_YET
+
+    def done(self) -> bool:
+        """True if the push counts, durably (under ``rp.Sync()``: its round is complete). Raises what `result` raises
+        when that can never be."""
+        counts = self._waiting.ask(self._counts, self._generation)
+        if not counts and self._exchange.machine.by_clocks and time.monotonic() > self._looked + LOOK_AGAIN_S:
+            self._looked = time.monotonic()  # nobody tells how far a contributor is that is another worker's by now
+            self._exchange.watch(self._shards, [self._contributor])
+        return counts
+
+    def result(self) -> None:
+        """Wait until the push counts. Raises StoreRolledBack, or JobAborted when the job is over."""
+        self._waiting.until(
+            self._counts, lambda: f"step {self._step} of key {self._name} to count (contributor {self._contributor})",
+            self._generation, of=(self._shards, [self._contributor]),
+        )  # fmt: skip
+
+    def _counts(self) -> bool:
+        return self._exchange.machine.counts(self._shards, self._contributor, self._step)
+
+
+class Pull:
+    """A pull on its way. Any thread may ask it."""
+
+    def __init__(
+        self, waiting: Waiting, reading: Reading, requests: Mapping[int, Asked], generation: int
+    ) -> None:
+        self._waiting, self._reading, self._requests, self._generation = waiting, reading, dict(requests), generation
+
+    def done(self) -> bool:
+        """True if the value is here. Raises what `result` raises when it cannot come any more."""
+        return self._waiting.ask(self._here, self._generation)
+
+    def result(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait for the value, and copy it into `out` (the shape of what was asked for), or into a new fp32 tensor.
+
+        Each call copies the same value. Raises StoreRolledBack, or JobAborted when the job is over.
+        """
+        self._reading.check(out)
+        parts: dict[int, bytearray] = {}
+
+        def take() -> Sequence[Effect]:
+            parts.update({s: asked.value[1] for s, asked in self._requests.items() if asked.value is not None})
+            return ()
+
+        self._waiting.until(self._here, lambda: f"a value of key {self._reading.name}", self._generation, then=take)
+        return self._reading.filled(parts, out)
+
+    def _here(self) -> bool:
+        return all(asked.value is not None for asked in self._requests.values())
+
+
+def checked_step(step: int | None, most: int, name: str) -> None:
+    """Raise UsageError for a step that a key never gets to."""
+    if step is not None and not 0 <= step <= most:
+        raise UsageError(f"step {step} of key {name}: this store has steps={most}, from 0")
+
+
+# ---- A key that is a table: its rows are on the servers only, and are pushed and pulled by their numbers ----
+
+_WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+class TableKey:
+    """A key of `rows` by `columns`, which nobody holds as a whole."""
+
+    def __init__(self, index: int, layout: Layout) -> None:
+        spec = layout.tables[index]
+        self.name, self.shape = spec.name, spec.shape
+        self._parts = [part.index for part in parts_of(layout, index)]
+
+    @property
+    def shards(self) -> list[int]:
+        """The shards that are its parts. A push goes to all of them: to most of them, few bytes."""
+        return list(self._parts)
+
+    def first(self, values: torch.Tensor) -> dict[int, memoryview]:
+        """UsageError: servers make a table's first rows."""
+        raise UsageError(f"a first value for key {self.name}, which is a table: servers make its rows (table_std=)")
+
+    def begun(self) -> dict[int, memoryview]:
+        """By shard, what is sent so that servers make the first rows."""
+        return dict.fromkeys(self._parts, memoryview(b""))
+
+    def pushed(self, values: torch.Tensor, rows: Rows) -> dict[int, memoryview]:
+        """By shard, the bytes of a push. A row that is named twice gets the sum of its values."""
+        ids = self._numbers(rows)
+        if tuple(values.shape) != (*ids.shape, self.shape[1]):
+            raise UsageError(
+                f"values of shape {list(values.shape)} for rows {list(ids.shape)} of key {self.name}: "
+                f"{[*ids.shape, self.shape[1]]} are wanted"
+            )
+        unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
+        sums = torch.zeros(len(unique), self.shape[1], dtype=torch.float32, device="cpu")
+        sums.index_add_(0, inverse, in_fp32(values, self.name).reshape(-1, self.shape[1]))
+        split = self._split(unique)
+        return {
+            shard: encode_gradient(unique[place] // len(self._parts), sums[place]) for shard, place in split.items()
+        }
+
+    def reading(self, rows: Rows) -> Reading:
+        """What a pull of these rows asks for."""
+        ids = self._numbers(rows)
+        unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
+        places = {shard: place for shard, place in self._split(unique).items() if len(place)}
+        payloads = {shard: encode_ids(unique[place] // len(self._parts)) for shard, place in places.items()}
+        return RowsReading(self.name, (*ids.shape, self.shape[1]), places, payloads, inverse)
+
+    def _split(self, unique: torch.Tensor) -> dict[int, torch.Tensor]:
+        """For each part: the positions of its rows among these row numbers, which ascend."""
+        owner = unique % len(self._parts)
+        return {shard: torch.nonzero(owner == number).view(-1) for number, shard in enumerate(self._parts)}
+
+    def _numbers(self, rows: Rows) -> torch.Tensor:
+        if rows is None:
+            raise UsageError(f"key {self.name} is a table, of which nobody holds all: say which rows with rows=")
+        try:
+            ids = torch.as_tensor(rows, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:  # ragged, not numbers, beyond 64 bits
+            raise UsageError(f"rows of key {self.name} are whole numbers, in a tensor or a list: {error}") from None
+        if not ids.numel():
+            ids = ids.to(torch.int64)  # an empty list has no dtype of its own
+        if ids.dtype not in _WHOLE:
+            raise UsageError(f"rows of key {self.name} are whole numbers, not {str(ids.dtype).removeprefix('torch.')}")
+        ids = ids.to(torch.int64)
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape[0]:
+            wrong, most = int(ids.min()) if int(ids.min()) < 0 else int(ids.max()), self.shape[0]
+            raise UsageError(f"there is no row {wrong} of key {self.name}, which has {most}: they count from 0")
+        return ids
+
+
+class RowsReading(Reading):
+    """A pull of rows. Each is asked for once, and given wherever it is named: `inverse` has its place for each name."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], places: Mapping[int, torch.Tensor], payloads: Mapping[int, memoryview],
+        inverse: torch.Tensor,
+    ) -> None:  # fmt: skip
+        super().__init__(name, shape, places, shape[-1], payloads)
+        self._inverse = inverse
+
+    def _arranged(self, values: torch.Tensor) -> torch.Tensor:
+        return values[self._inverse]
+
+
+# ---- A key-value store as a script sees it: keys that are pushed and pulled, each by itself ----
 
 _LEFT = (
     "the servers lost values and went back to a snapshot after this worker's script had ended: resume the job "

@@ -1,9 +1,11 @@
-"""Detects changes of a script to its model that the job would miss, or that happen on one worker only."""
+"""The parts of a run, and the guard of its model: it detects changes that the job would miss, or that happen on one
+worker only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,11 +14,74 @@ from torch.nn.modules.module import register_module_module_registration_hook as 
 from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter_registered
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_any_step
 
+from rallypoint.config import JobConfig
+from rallypoint.core.view import ViewNumber
+from rallypoint.data.loader import MicroBatches
 from rallypoint.errors import UsageError
+from rallypoint.net.member import CoordinatorLink
+from rallypoint.observe.trace import Tracer
+from rallypoint.worker.evaluations import EvaluationReports
+from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.habits import script_line
-from rallypoint.worker.loop.parts import Parts
-from rallypoint.worker.model_checks import check_apart
-from rallypoint.worker.tensors import ModelTensors
+from rallypoint.worker.loop.own import WorkerOptimizer
+from rallypoint.worker.membership import Stopping
+from rallypoint.worker.ranks.followers import Followers, NoFollowers
+from rallypoint.worker.sources.hooks import DeltaSource, Staging
+from rallypoint.worker.sources.streamed import StreamedParameters
+from rallypoint.worker.tensors import ModelTensors, check_apart
+
+# ---- The parts of a run ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of one run on this worker.
+
+    Attributes:
+        optimizer: the optimizer that steps on this worker; None where the servers step.
+        streamed: the model's parameters, where they stay on the servers; else None.
+        followers: the other ranks of this worker, if it is a group.
+        leases: evaluations are leased, to this worker or another. Else the lead makes them.
+        decides_not: the sentence that refuses `run.stop_when`; "" if the job's mode supports it.
+        done: tells the coordinator that this worker holds the last version, in which generation, and which that is.
+        leads: true on the worker that evaluates (now) and saves (when the job is over).
+        say: shows a line to the user.
+        reports: tells the coordinator of evaluations.
+        stopping: tells the coordinator that the script stops the job.
+    """
+
+    model: torch.nn.Module
+    tensors: ModelTensors
+    config: JobConfig
+    batches: MicroBatches
+    exchange: Exchange
+    source: DeltaSource
+    staging: Staging
+    coordinator: CoordinatorLink
+    tracer: Tracer
+    done: Callable[[ViewNumber, int], None]
+    leads: Callable[[], bool]
+    say: Callable[[str], None]
+    reports: EvaluationReports
+    stopping: Stopping
+    optimizer: WorkerOptimizer | None = None
+    streamed: StreamedParameters | None = None
+    followers: Followers = field(default_factory=NoFollowers)
+    leases: bool = False
+    decides_not: str = ""
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients that the script's own passes have left."""
+        for placed in self.tensors.parameters:
+            placed.tensor.grad = None
+
+    @property
+    def alone(self) -> bool:
+        """True if this worker is one process."""
+        return isinstance(self.followers, NoFollowers)
+
+
+# ---- The guard of the model ----
 
 
 class ModelGuard:

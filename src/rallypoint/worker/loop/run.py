@@ -4,34 +4,415 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.core.decisions import StopWhen
-from rallypoint.core.protocol import Contributed, Report, Say
+from rallypoint.core.decisions import StopWhen, checked
+from rallypoint.core.protocol import MOST_RULES, Contributed, Report, Say
+from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local import GoneAhead
+from rallypoint.data.loader import LastBatch
+from rallypoint.data.order import Place
+from rallypoint.data.processes import LoaderProcesses
+from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
-from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
-from rallypoint.worker.exchange.exchange import Rewound
-from rallypoint.worker.loop.early import EarlyForward
-from rallypoint.worker.loop.evaluating import Evaluator
-from rallypoint.worker.loop.guard import ModelGuard, compares
-from rallypoint.worker.loop.micro import Micro
-from rallypoint.worker.loop.parts import Parts
-from rallypoint.worker.loop.passes import Passes
-from rallypoint.worker.loop.prefetch import Prefetch
-from rallypoint.worker.loop.versions import Versions, check_last
-from rallypoint.worker.module_hooks import ForwardChecks
-from rallypoint.worker.ranks.figures import mean_of
-from rallypoint.worker.ranks.followers import LEFT_LOOP
-from rallypoint.worker.sources.fragments import Ahead
-from rallypoint.worker.stopping import LeftLoop
+from rallypoint.observe.trace import LOAD
+from rallypoint.parallel import whole_of
+from rallypoint.worker.evaluations import Evaluation, Evaluations, Registered, check_period
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.locked import Rewound
+from rallypoint.worker.habits import Habits, WrappedHabits, by_the_job
+from rallypoint.worker.loop.guard import ModelGuard, Parts, compares
+from rallypoint.worker.loop.micro import EarlyForward, Micro, Versions, check_last
+from rallypoint.worker.membership import LeftLoop
+from rallypoint.worker.module_hooks import Activations, ForwardChecks
+from rallypoint.worker.precision import Autocast, Losses, losses_of
+from rallypoint.worker.ranks.followers import LEFT_LOOP, Logged, mean_of
+from rallypoint.worker.sources.local import Ahead
+from rallypoint.worker.tensors import Carried, Carry
+
+# ---- The passes of the replica that is being computed: forward inside of ``with micro:``, and backward ----
+
+
+class Passes:
+    """What the micro-batches of a `Run` call. Main thread only.
+
+    Attributes:
+        losses, weights: of the replica's micro-batches and steps so far.
+        logged: the figures that the script has logged of the replica.
+        autocast: as `precision` says.
+        told: the script has told the loss. (A loop of its own need not.)
+    """
+
+    def __init__(self, parts: Parts, early: EarlyForward, installed_early: Callable[[int], None]) -> None:
+        """`installed_early` is called with the step whose forward pass has installed its version."""
+        self._parts, self._config, self._early = parts, parts.config, early
+        self._exchange, self._installed_early = parts.exchange, installed_early
+        self.autocast = Autocast(parts.config, parts.tensors.device)
+        self._activations = Activations(parts.model, parts.config)
+        self._streamed, self._carried = parts.streamed, parts.tensors.carried
+        self._own = parts.config.order == "own"
+        tables = [one.weight for same in parts.tensors.tables for one in same]
+        known = [*(placed.tensor for placed in parts.tensors.parameters), *tables]
+        self._habits = WrappedHabits(known) if self._own else Habits(known)
+        self._new_losses = losses_of(parts.staging, parts.config, parts.say)
+        self.begin(0)
+
+    def begin(self, replica: int) -> None:
+        """A replica begins its round."""
+        self.logged, self.told = Logged(), True
+        self.resume(self._new_losses(replica), [])
+
+    def resume(self, losses: Losses, weights: list[float]) -> None:
+        """A replica goes on with its round."""
+        self.losses, self.weights = losses, weights
+
+    def remove(self) -> None:
+        """The run is over: the model computes as before."""
+        self._habits.leave()
+        self._activations.remove()
+
+    def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
+        """Add figures of one micro-batch (called by Micro)."""
+        self.logged.add(figures)
+
+    def check(self) -> None:
+        """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
+        self._exchange.check()
+
+    def watch(self, micro: Micro) -> None:
+        """A loop of the script's own begins: watch its calls until the job is over."""
+        self._habits.enter(micro)
+
+    def enter_micro(self, micro: Micro) -> None:
+        """Begin ``with micro:`` (called by Micro).
+
+        It makes no check: `__exit__` could not swallow an error of `__enter__`.
+        """
+        self._early.inside = self._exchange.rows.in_micro = True
+        if not self._own:  # else the script's optimizer is what steps, and its calls are right
+            if self._parts.alone:  # else a pipeline's schedule back-propagates by itself
+                self._habits.enter(micro)
+            seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
+        self.autocast.enter()
+        if self._streamed is not None:
+            self._streamed.begin()
+
+    def exit_micro(self) -> None:
+        """End ``with micro:`` (called by Micro)."""
+        if self._streamed is not None:
+            self._streamed.leave()
+        if self._carried is not None:
+            self._carried.keep()
+        self.autocast.leave()
+        self._habits.exit()
+        self._early.inside = self._exchange.rows.in_micro = False
+
+    def backward_at(self) -> str:
+        """Where the script has called backward() itself in this micro-batch (called by Micro)."""
+        return self._habits.backward_at
+
+    def carried_micro(self, micro: Micro) -> Carry:
+        """What the micro-batch's replica carries (called by Micro)."""
+        return self._carrying(micro).of(micro.replica)
+
+    def carry_micro(self, micro: Micro, state: Carry) -> None:
+        """Set what the micro-batch's replica carries (called by Micro)."""
+        self._carrying(micro).give(micro.replica, state)
+
+    def _carrying(self, micro: Micro) -> Carried:
+        if self._carried is None:
+            raise UsageError(
+                f"step {micro.step}, replica {micro.replica}: micro.carry, but replicas of this job carry nothing: "
+                "give job.train(carry=...) the state that each of them begins with"
+            )
+        return self._carried
+
+    def backward_micro(
+        self, micro: Micro, loss: torch.Tensor, weight: float, *, last: bool = True, retain_graph: bool = False
+    ) -> None:
+        """Back-propagate one loss of a micro-batch (called by Micro). The gradients of those before it are kept."""
+        if not last or micro.losses is not None:
+            self._check_several(micro)
+        if self._early.finish(loss):
+            self._installed_early(micro.step)
+        if micro.index == 0 and micro.losses is None:
+            self._check_no_gradient(micro)
+        micro.losses = loss.detach() if micro.losses is None else micro.losses + loss.detach()
+        if last:
+            self._count(micro, micro.losses, weight)
+            weight = mean_of(self.weights)
+        ends = last and micro.index == self._config.accumulate - 1 and self.ends_round(micro.step)
+        self._parts.source.begin_backward(weight, finite=self.losses.finite, last=ends)
+        with self._parts.tracer.span("backward", step=micro.step, replica=micro.replica), self.autocast.off():
+            loss = loss / self._config.accumulate if self._config.accumulate > 1 else loss
+            scale = self._parts.tensors.loss_scale
+            scaled = loss if scale is None else loss * scale[0]
+            with by_the_job():
+                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._parts.source.end_backward()
+
+    def _check_several(self, micro: Micro) -> None:
+        where = f"step {micro.step}, replica {micro.replica}"
+        if self._streamed is not None:
+            raise UsageError(
+                f'{where}: micro.backward(more=True) with parameters="streamed" is not supported: gradients leave as '
+                "they are made; add the losses"
+            )
+        if not self._parts.alone:
+            raise UsageError(f"{where}: micro.backward(more=True) is for workers of one process: add the losses")
+
+    def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
+        """The script has back-propagated one micro-batch by itself (called by Micro)."""
+        if self._own:
+            self.told = loss is not None
+            self._count(micro, loss, weight)
+            self._parts.source.begin_backward(weight, finite=self.losses.finite, last=True)
+            self._parts.source.end_backward()  # `end_replica` sends what is in .grad
+            return
+        if self._parts.alone:
+            raise UsageError(
+                "micro.computed is for a worker of several ranks (--ranks), whose script runs a pipeline schedule: "
+                "here call micro.backward(loss)"
+            )
+        self._count(micro, loss, weight)
+
+    def _count(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
+        """Note a micro-batch's loss and weight. `loss` is None on a rank that has none."""
+        if micro.index == 0:
+            self.weights.append(weight)
+        elif weight != self.weights[-1]:
+            known = self.weights[-1]
+            raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
+        none = torch.zeros((), dtype=torch.float32, device=self._parts.tensors.device)  # it takes the way of a loss
+        self.losses.add(none if loss is None else whole_of(loss), micro.step)
+        self._parts.followers.micro(has_loss=loss is not None)
+
+    def _check_no_gradient(self, micro: Micro) -> None:
+        for placed in self._parts.tensors.parameters:
+            if placed.tensor.grad is not None:
+                at = f" ({self._habits.backward_at})" if self._habits.backward_at else ""
+                raise UsageError(
+                    f"parameter {placed.entry.spec.name} has a gradient before micro.backward at step {micro.step}: "
+                    f"the script has called backward() itself{at}. Give micro.backward the sum of all losses, or each "
+                    "of them, all but the last with more=True; torch.autograd.grad leaves no gradient behind"
+                )
+
+    def ends_round(self, step: int) -> bool:
+        """True if a round ends with this step."""
+        return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
+
+
+# ---- Loads micro-batches: the next one while versions arrive, or several ahead in loader processes ----
+
+
+class Prefetch:
+    """What the loop asks for micro-batches. Main thread only.
+
+    Without loader processes it loads there too, so a data set may use the global random generators. The span "load" is
+    the time for which the loop has waited for a micro-batch.
+
+    Where a stream ends, it tells the coordinator with which step the job is to end.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._batches, self._tracer, self._say = parts.batches, parts.tracer, parts.say
+        self._stopping = parts.stopping
+        self._ready: tuple[Place, Any] | None = None
+        self._processes = LoaderProcesses(self._batches, self._say) if self._batches.loader.workers else None
+
+    def coming(self, exchange: Exchange) -> None:
+        """Before the first version: in a job that does not go on from a snapshot, have the first samples fetched."""
+        view, fresh = exchange.view, exchange.step < 0 and not exchange.view.origin
+        if self._processes is not None and fresh and (mine := view.replicas_of(exchange.me, 0)):
+            self._processes.coming(0, mine[0], mine)
+
+    def expect(self, round: int, replica: int, replicas: tuple[int, ...]) -> None:
+        """This worker computes `replica` now, and has these `replicas` (ascending) in this round."""
+        if self._processes is not None:
+            self._processes.expect(round, replica, replicas)
+
+    def load(self, place: Place) -> None:
+        """Load this micro-batch now, unless it is loaded already, or processes load it."""
+        if self._processes is None and (self._ready is None or self._ready[0] != place):
+            self._ready = place, self._load(place)
+
+    def take(self, place: Place) -> Any:
+        """Return this micro-batch; load it if it is not loaded yet. Raises DataError as `MicroBatches.load`."""
+        ready, self._ready = self._ready, None  # one of another place has been loaded in vain, and may be of the past
+        batch = ready[1] if ready is not None and ready[0] == place else self._load(place)
+        if not isinstance(batch, LastBatch):
+            return batch
+        step, replica, _ = place
+        self._stopping.wish(f"the stream is over, replica {replica} has no full batch after it", step=step)
+        return self._batches.on_device(batch)
+
+    def close(self) -> None:
+        """End the loader processes."""
+        if self._processes is not None:
+            self._processes.close()
+
+    def _load(self, place: Place) -> Any:
+        step, replica, index = place
+        with self._tracer.span(LOAD, step=step, replica=replica):
+            if self._processes is not None:
+                return self._moved(self._processes.take(place))
+            batch, skipped = self._batches.loaded(step, replica, index)
+            for sentence in skipped:
+                self._say(sentence)
+            return self._moved(batch)
+
+    def _moved(self, batch: Any) -> Any:
+        """On the device; a stream's last batch is moved when it is taken."""
+        return batch if isinstance(batch, LastBatch) else self._batches.on_device(batch)
+
+
+# ---- Evaluations: each version that is leased to this worker; without leases, as the lead ----
+
+
+class Evaluator:
+    """Evaluates the versions that are this worker's to evaluate. Main thread only, between two replicas.
+
+    A leased version that the model does not hold is pulled beside what this worker trains with. While the evaluation
+    runs, the model holds that version; then it holds again what it held before, bit for bit. A lease that is given to
+    another worker, or that a roll-back ends, ends such an evaluation before its next forward pass.
+
+    Attributes:
+        version: the version that the model holds for an evaluation; None while there is none.
+    """
+
+    def __init__(
+        self, parts: Parts, evaluations: Evaluations, around: Callable[[int], AbstractContextManager[None]],
+        restore_buffers: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`around(step)` is entered around evaluations; `restore_buffers()` drops what replicas made of the buffers."""
+        self._parts, self._exchange, self._evaluations, self._around = parts, parts.exchange, evaluations, around
+        self._restore_buffers = restore_buffers
+        self.version: int | None = None
+        self._stops: list[StopWhen] = []
+        self._registered = False
+        self._checks = ForwardChecks(parts.model, lambda module: parts.exchange.leased.check())
+
+    def stop_when(self, rule: StopWhen) -> None:
+        """The script has this rule. Raises UsageError where the job cannot decide, ConfigError if it is no rule."""
+        if self._parts.decides_not:
+            raise UsageError(self._parts.decides_not)
+        if self._registered:
+            raise UsageError("call run.stop_when before the loop: what the job computes depends on it from the start")
+        if len(self._stops) == MOST_RULES:
+            raise UsageError(f"run.stop_when was called more than {MOST_RULES} times: leave some out")
+        self._stops.append(checked(rule))
+
+    def register(self) -> None:
+        """Tell the coordinator which evaluations the script has, also if none, and by which rules they decide.
+
+        Raises UsageError if they decide and the loop has begun: others compute already.
+        """
+        parts, periods = self._parts, self._evaluations.periods
+        if not parts.leases:
+            return
+        decides = bool(self._stops) or parts.config.plateau is not None or bool(parts.config.keep_best)
+        if decides and self._registered:
+            raise UsageError("write @run.every above the loop: what the job computes depends on its evaluations")
+        self._registered = True
+        if periods:
+            parts.exchange.leased.expect(periods)
+        parts.reports.registered(periods, self._stops)
+
+    def may_begin_early(self, version: int) -> bool:
+        """True if this worker does not evaluate the version before its forward pass begins."""
+        if self._parts.leases:
+            return not self._exchange.leased.is_due(version)
+        return not self._evaluations.coming(*self._steps(version))
+
+    def installed(self, version: int, generation: ViewNumber) -> None:
+        """The model holds that version: without leases, the lead evaluates it."""
+        if self._parts.leases:
+            return
+        due = self._evaluations.due(*self._steps(version))
+        if due and self._parts.leads():
+            self._evaluate(version, generation, due)
+
+    def evaluate(self, version: int) -> None:
+        """Evaluate this version, or do nothing if it is not this worker's duty any more."""
+        leased, due = self._exchange.leased, self._evaluations.due_at(*self._steps(version))
+        if (generation := leased.held(version)) is not None:
+            self._restore_buffers()
+            self._evaluate(version, generation, due)
+            leased.end()
+            return
+        if (pulled := leased.begin(version)) is None:
+            return
+        generation, vector = pulled
+        if vector is None:
+            self._parts.reports.evaluated(version, generation, None)
+            return
+        step = self._parts.config.steps_at(version)
+        with self._holding(version, vector), self._around(step):
+            del vector, pulled
+            self._checks.on()
+            try:
+                figures = self._evaluations.run(due, step)
+            except Rewound:
+                return  # another worker evaluates it
+            finally:
+                self._checks.off()
+        leased.end()
+        self._parts.reports.evaluated(version, generation, figures)
+        self._heed(version, generation)
+
+    def _steps(self, version: int) -> tuple[int, int]:
+        """Of that version and of the one before."""
+        return self._parts.config.steps_at(version), self._parts.config.steps_at(version - 1)
+
+    def _evaluate(self, version: int, generation: ViewNumber, due: list[Registered]) -> None:
+        """Evaluate the version that the model holds. It notices a roll-back only after it ends."""
+        parts, step = self._parts, self._parts.config.steps_at(version)
+        figures: Mapping[str, float] | None = None
+        parts.source.show_version()
+        with self._around(step):
+            parts.followers.evaluate(step, self._evaluations.bits(due))
+            figures = self._evaluations.run(due, step, agree=parts.followers.result)
+        if figures is None:
+            return  # given up in a roll-back: `around` has said so
+        parts.reports.evaluated(version, generation, figures)
+        if (reason := parts.followers.stop()) is not None:
+            parts.stopping.wish(reason)
+        parts.stopping.heed(self._exchange)
+
+    def _heed(self, version: int, generation: ViewNumber) -> None:
+        """The evaluation may have called `run.stop()`. A worker that stands by has nothing to hold back."""
+        stopping = self._parts.stopping
+        if self._exchange.step >= version:
+            stopping.heed(self._exchange)
+        elif stopping.wanted is not None and not self._exchange.end.is_early:
+            stopping.say(version + 1, generation)
+
+    @contextmanager
+    def _holding(self, version: int, vector: torch.Tensor) -> Iterator[None]:
+        """In the body the model holds the parameters and buffers of `vector`, which are those of `version`."""
+        tensors = self._parts.tensors
+        placed = [one.tensor for one in (*tensors.parameters, *tensors.buffers)]
+        with torch.no_grad():
+            before = [tensor.clone() for tensor in placed]
+        tensors.read_from(vector)
+        self.version = version
+        try:
+            yield
+        finally:
+            self.version = None
+            with torch.no_grad():
+                for tensor, values in zip(placed, before, strict=True):
+                    tensor.copy_(values)
+
+
+# ---- The loop ----
 
 _E = TypeVar("_E", bound=Evaluation)
 

@@ -38,34 +38,26 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD, Tracer
-from rallypoint.parallel.group import RankGroup
-from rallypoint.parallel.holdings import Parallel
-from rallypoint.worker.carried import TrainSettings
+from rallypoint.parallel import Parallel, RankGroup
 from rallypoint.worker.evaluations import EvaluationReports
-from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.exchange.initial import digest_of
+from rallypoint.worker.exchange.exchange import Exchange, digest_of
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.kernels import kernels_of
 from rallypoint.worker.keys.exchange import KeyExchange
 from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape, declared, first_values
 from rallypoint.worker.keys.store import KeyStore
+from rallypoint.worker.loop.guard import Parts
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
-from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.membership import TOO_LATE, DataPlane, Member
+from rallypoint.worker.membership import TOO_LATE, DataPlane, Member, Sharing, Stopping
 from rallypoint.worker.ranks.followers import NoFollowers
-from rallypoint.worker.ranks.lead import Lead
+from rallypoint.worker.ranks.run import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
 from rallypoint.worker.ranks.watch import cause_of, watch_of
-from rallypoint.worker.sharing import Sharing
-from rallypoint.worker.sources.factory import source_for
-from rallypoint.worker.sources.source import DeltaSource
-from rallypoint.worker.sources.staging import Staging, staging_for
-from rallypoint.worker.stopping import Stopping
-from rallypoint.worker.streamed.building import prepare
-from rallypoint.worker.streamed.first_values import FirstValues, Init
-from rallypoint.worker.streamed.parameters import streamed_for
-from rallypoint.worker.tensors import ModelTensors
+from rallypoint.worker.sources.hooks import DeltaSource, Staging, staging_for
+from rallypoint.worker.sources.local import source_for
+from rallypoint.worker.sources.streamed import FirstValues, Init, prepare, streamed_for
+from rallypoint.worker.tensors import ModelTensors, TrainSettings
 
 # ---- What a run begins with where its script does not say it ----
 

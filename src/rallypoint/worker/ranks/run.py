@@ -1,4 +1,4 @@
-"""The loop of a rank that does not lead: it does what the leader tells, in the same order as all other ranks."""
+"""The ranks of one worker: the loop of one that does not lead, its job, and the leader's side."""
 
 from __future__ import annotations
 
@@ -6,27 +6,46 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, TypeVar, Unpack
 
+import msgspec
 import torch
 
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, parse
+from rallypoint.config.checks import check_ranks
 from rallypoint.core.layout import Entry
 from rallypoint.core.ranks import Spread
+from rallypoint.data.dataset import MapDataset
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
-from rallypoint.errors import UsageError
+from rallypoint.data.spec import Collate, Data, Given, Loader, given
+from rallypoint.errors import UsageError, sentence_of
 from rallypoint.observe.lenient import say
-from rallypoint.parallel.group import Kind, Order
-from rallypoint.parallel.holdings import whole_of
-from rallypoint.worker.activations import Activations
-from rallypoint.worker.carried import Carry
+from rallypoint.parallel import Kind, Order, Parallel, RankGroup, is_of_another_rank, whole_of
 from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape
+from rallypoint.worker.keys.store import KeyStore
 from rallypoint.worker.loop.micro import Micro
+from rallypoint.worker.module_hooks import Activations
 from rallypoint.worker.precision import Autocast
-from rallypoint.worker.ranks.figures import Figures, Logged
-from rallypoint.worker.ranks.followers import COMPUTED, COMPUTING, EVALUATING, GRADIENTS, VERSION, first_result
-from rallypoint.worker.ranks.spread import SpreadModel
+from rallypoint.worker.ranks.followers import (
+    COMPUTED,
+    COMPUTING,
+    EVALUATING,
+    GRADIENTS,
+    LEFT_LOOP,
+    VERSION,
+    Figures,
+    Logged,
+    OtherRanks,
+    first_result,
+)
+from rallypoint.worker.ranks.tensors import LeaderTensors, RankGradients, SpreadModel, in_order, layout_of
+from rallypoint.worker.tensors import Carry, TrainSettings
+
+# ---- The loop of a rank that does not lead: what the leader tells, in the same order as all other ranks ----
 
 log = logging.getLogger("rallypoint")
 
@@ -215,3 +234,132 @@ class RankRun:
         self._computed, self._weight = self._computed + 1, weight
         if loss is not None:
             self._losses.append(whole_of(loss))
+
+
+# ---- A rank that does not lead, as a job: it has no link to anybody but the other ranks of its worker ----
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What the leader tells the other ranks before a run: the resolved configuration, the run's folder, and with how
+    many intra-op threads each rank computes."""
+
+    config: dict[str, Any]
+    folder: str
+    threads: int
+
+
+class RankJob:
+    """What `rallypoint.join` returns on a rank that does not lead: use it as a `Job`."""
+
+    def __init__(self, group: RankGroup, id: str) -> None:
+        self.id = id
+        self._group = group
+        self._run: RankRun | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks of its worker."""
+        return self._group.rank
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of this worker."""
+        return self._group.size
+
+    def store(self, keys: Mapping[str, KeyShape], **settings: Unpack[KeySettings]) -> KeyStore:
+        """Raises UsageError: a store is for workers of one process."""
+        raise UsageError(NOT_OF_RANKS)
+
+    def train(
+        self, model: torch.nn.Module, dataset: Data, *, collate_fn: Collate | None = None, loader: Loader | None = None,
+        own_optimizer: object = None, own_schedule: object = None, parallel: Parallel | None = None,
+        **settings: Unpack[TrainSettings],
+    ) -> RankRun:  # fmt: skip
+        """Train `model`, of which this rank has a part: see `Job.train`. The leader's settings count."""
+        if self._run is not None:
+            raise UsageError("this job has its run already: one job.train for one rp.join")
+        self._group.at("in job.train, comparing the model with the other ranks'")
+        config, folder = heard(self._group)
+        spread = SpreadModel(self._group, model, parallel or Parallel())
+        data = given(dataset, collate_fn, loader)
+        spread.check_data(data.dataset)
+        for tensor in spread.frozen:
+            spread.collect_value(tensor, None)
+        batches = MicroBatches(
+            data.dataset, config, spread.device, data.collate, part=spread.part, loader=data.loader
+        )
+        self._run = RankRun(spread, config, batches, in_order(spread, layout_of(spread, config)), folder)
+        self._group.at("in the script, before its loop")
+        return self._run
+
+    def leave(self, status: int = 0) -> None:
+        """Does nothing: the leader is told, and tells this rank."""
+
+    def close(self) -> None:
+        """End the process groups that `rallypoint.join` has made."""
+        self._group.close()
+
+    def __enter__(self) -> RankJob:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            if not is_of_another_rank(error):
+                called = f"the script has called sys.exit({error.code!r})" if isinstance(error, SystemExit) else ""
+                self._group.last_words(called or sentence_of(error))
+            return
+        if self._run is not None and not self._run.ended:
+            raise UsageError(LEFT_LOOP.format(rank=self.rank))
+        self.close()
+
+
+def told(group: RankGroup, config: JobConfig, folder: str) -> None:
+    """On the leader: tell the other ranks the configuration."""
+    group.all_bytes(msgspec.msgpack.encode(Start(msgspec.to_builtins(config), folder, torch.get_num_threads())))
+
+
+def heard(group: RankGroup) -> tuple[JobConfig, Path]:
+    """On another rank: return what the leader tells."""
+    start = msgspec.msgpack.decode(group.all_bytes(b"")[0], type=Start)
+    torch.set_num_threads(start.threads)
+    return parse(start.config), Path(start.folder or ".")
+
+
+# ---- The leader's side: it stands in for the whole worker, as a worker of one process does for itself ----
+
+
+class Lead:
+    """What a group's leader has in place of the parts of a worker of one process.
+
+    Made while the other ranks call `RankJob.train`. Raises ConfigError for settings that a group does not support.
+    """
+
+    def __init__(
+        self, group: RankGroup, config: JobConfig, model: torch.nn.Module, parallel: Parallel | None, folder: str,
+        carry: Carry | None = None,
+    ) -> None:  # fmt: skip
+        check_ranks(config, carries=carry is not None)
+        group.at("in job.train, comparing the model with the other ranks'")
+        told(group, config, folder)
+        self._group, self._config = group, config
+        self._spread = SpreadModel(group, model, parallel or Parallel())
+        self._figures = Figures(group, self._spread.part)
+        self.followers = OtherRanks(group, self._figures)
+
+    def tensors(self, dataset: MapDataset) -> LeaderTensors:
+        """Compare the data sets of the ranks, and return the model's tensors."""
+        self._spread.check_data(dataset)
+        tensors = LeaderTensors(self._spread, self._config)
+        self._group.at("")
+        return tensors
+
+    def batches(self, data: Given) -> MicroBatches:
+        """Return this rank's part of the micro-batches."""
+        spread = self._spread
+        return MicroBatches(
+            data.dataset, self._config, spread.device, data.collate, part=spread.part, loader=data.loader
+        )
+
+    def source(self, tensors: LeaderTensors, exchange: Exchange) -> RankGradients:
+        """Return the source of this worker's contributions."""
+        return RankGradients(tensors, exchange, self._figures)

@@ -11,8 +11,7 @@ from contextlib import suppress
 
 from rallypoint.errors import sentence_of
 from rallypoint.observe.waits import FIRST_WORD_S
-from rallypoint.parallel.board import Board, Row
-from rallypoint.parallel.group import LOST, RankGroup, is_of_another_rank
+from rallypoint.parallel import LOST, Board, RankGroup, Row, is_of_another_rank
 
 _LOOK_S = 1.0
 OTHER_RANK_S = 2.0  # another rank's end may be the cause of an error: within this time, this one is ended too

@@ -1,21 +1,329 @@
-"""Sends gradients during backward: a hook per parameter fills slots, and each shard is sent when it is complete."""
+"""What a worker contributes, and the gradients that it sends during backward."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
-from rallypoint.core.layout import Shard
+from rallypoint.codec.base import RowSum, encode_gradient, encode_ids
+from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.core.view import ViewNumber
-from rallypoint.errors import ModelError
+from rallypoint.errors import ModelError, UsageError
 from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.sources.source import WaitsForVersions, send_buffers
-from rallypoint.worker.sources.staging import Staging
-from rallypoint.worker.sources.tables import Tables
 from rallypoint.worker.tensors import ModelTensors, Placed
+
+# ---- The interface of a mode's worker side: it makes the contributions of one replica after the other ----
+
+
+class DeltaSource(Protocol):
+    """The worker's side of a mode, between two versions. All methods are called on the main thread.
+
+    Calls for each replica: `begin_replica`; for each step of the round `begin_step`, then for each micro-batch
+    `begin_backward`, the backward pass and `end_backward`, then `end_step`; at last `end_replica`. Or, at any point,
+    `abandon`.
+    """
+
+    def install(self) -> None:
+        """A new version is about to be copied into the model."""
+
+    def installed(self, shards: Sequence[Shard] | None) -> None:
+        """The model holds a new version. `shards` are those that changed; None: all."""
+
+    def show_version(self) -> None:
+        """Load the version into the model for an evaluation."""
+
+    def may_go_ahead(self, round: int, replica: int, generation: ViewNumber) -> bool:
+        """True if the replica can compute this round's first `steps_ahead` steps before its version is here."""
+
+    def resume_replica(self, round: int, replica: int) -> None:
+        """The version is here: continue the round of a replica that has gone ahead."""
+
+    def begin_replica(self, round: int, replica: int, generation: ViewNumber) -> None:
+        """Begin a replica's round: load what that replica starts from into the model.
+
+        `generation` is the one that was in force when the main thread decided on it: the next may come at any time.
+        """
+
+    def begin_step(self, step: int) -> None:
+        """A step begins."""
+
+    def begin_backward(self, weight: float, *, finite: Callable[[], bool], last: bool) -> None:
+        """Begin a backward pass. `weight` is the replica's; `finite` tells whether all of its losses so far are.
+
+        `last`: this is the round's last micro-batch. Call `finite` in ``staging.then``: by then the losses are here.
+        """
+
+    def end_backward(self) -> None:
+        """The backward pass is over. Gradients that are computed now belong to the script."""
+
+    def end_step(self, *, finite: Callable[[], bool]) -> None:
+        """The step's gradient is complete. `finite` waits for the device, and tells whether its losses are finite.
+
+        Raises Rewound like `Exchange.check`.
+        """
+
+    def end_replica(self, replica: int) -> None:
+        """The round is over: send what was not sent yet, what the replica carries, and the buffers if it is replica 0.
+
+        Raises Rewound when what was computed is stale.
+        """
+
+    def abandon(self) -> None:
+        """The replica in progress is stale: drop its work."""
+
+    def remove(self) -> None:
+        """The run is over: take every hook off the model."""
+
+
+class WaitsForVersions:
+    """A source whose replicas start each round from the round's version, so none of them goes ahead."""
+
+    def install(self) -> None:
+        """Does nothing: the model holds no values that must be saved."""
+
+    def may_go_ahead(self, round: int, replica: int, generation: ViewNumber) -> bool:
+        return False
+
+    def resume_replica(self, round: int, replica: int) -> None:
+        raise AssertionError(f"replica {replica} has not gone ahead in round {round}")
+
+
+def send_buffers(tensors: ModelTensors, exchange: Exchange, replica: int) -> None:
+    """Push what the replica has left in buffers: in the model's if it is replica 0, and in those of what it carries.
+
+    Only those of their shards that the servers need are sent.
+    """
+    places = exchange.replica.buffers_of(replica)
+    wanted = [place for place in places if exchange.replica.claim(place.index)]
+    if not wanted:
+        return
+    start, stop = places[0].start, places[-1].stop
+    whole = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
+    for placed in tensors.buffers:
+        if start <= placed.entry.start and placed.entry.stop <= stop:
+            placed.of_part(whole, start).copy_(placed.tensor)
+    for place in wanted:
+        exchange.memory.words(place.index).copy_(whole[place.start - start :][: place.words])
+        exchange.replica.filled(place.index)
+
+
+# ---- How a gradient gets into its slot: in place on a CPU; on a GPU through pinned memory on a side stream ----
+
+
+class Staging(Protocol):
+    """Copies gradients into slots."""
+
+    eager: bool
+    """True: every micro-batch's gradient is added into the slot at once and freed. False: autograd accumulates on the
+    device, and only the last micro-batch's hook writes."""
+
+    def write(self, slot: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
+        """Copy (or add) `gradient` into `slot`, a CPU fp32 view of the same shape."""
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Run `call` once everything written so far is in its slot."""
+
+    def drain(self) -> None:
+        """Wait until every `then` so far has run."""
+
+    def close(self) -> None:
+        """End any thread."""
+
+
+class HostStaging:
+    """Gradients in CPU memory: a copy, or an addition, in place."""
+
+    eager = True
+
+    def write(self, slot: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
+        if add:
+            slot.add_(gradient)
+        else:
+            slot.copy_(gradient)
+
+    def then(self, call: Callable[[], None]) -> None:
+        call()
+
+    def drain(self) -> None:
+        """Does nothing: every copy is complete when `write` returns."""
+
+    def close(self) -> None:
+        """Does nothing: there is no thread."""
+
+
+class CudaStaging:
+    """Copies gradients from a CUDA device to pinned slots on a side stream, while backward continues.
+
+    A thread waits for each copy's event, in order, and then runs what `then` was given. `failed` gets an error of that
+    thread.
+    """
+
+    eager = False
+
+    def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._failed = failed
+        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait_events, name="device to host", daemon=True)
+        self._thread.start()
+
+    def write(self, slot: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
+        assert not add, "a device accumulates in .grad"
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            slot.copy_(gradient, non_blocking=True)
+        gradient.record_stream(self._stream)  # the memory must not be reused before the copy is complete
+
+    def then(self, call: Callable[[], None]) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        self._queue.put((event, call))
+
+    def drain(self) -> None:
+        drained = threading.Event()
+        self.then(drained.set)
+        while not drained.wait(1.0):
+            if not self._thread.is_alive():
+                return  # the thread failed and has reported it
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _wait_events(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, call = item
+            try:
+                event.synchronize()
+                call()
+            except Exception as error:  # the main thread raises it
+                self._failed(error)
+                return
+
+
+def staging_for(device: torch.device, failed: Callable[[BaseException], None]) -> Staging:
+    """Return the staging for a model on `device`."""
+    return CudaStaging(device, failed) if device.type == "cuda" else HostStaging()
+
+
+# ---- Tables: a model's embeddings whose rows stay on the servers ----
+#
+# A forward pulls the rows of its batch. The rows' gradients are pushed with the replica's other gradients.
+
+
+class Tables:
+    """The tables of one model. It replaces the modules' forwards until `remove`, and collects the rows' gradients."""
+
+    def __init__(self, modules: Sequence[Sequence[torch.nn.Embedding]], exchange: Exchange) -> None:
+        """`modules` are the modules that use each of the layout's tables, in the layout's order."""
+        self._tables = [_Table(index, exchange) for index in range(len(modules))]
+        self._modules = [module for sharing in modules for module in sharing]
+        for table, sharing in zip(self._tables, modules, strict=True):
+            for module in sharing:
+                module.forward = table.lookup  # type: ignore[method-assign]
+
+    def begin_backward(self) -> None:
+        """Begin a backward pass. All uses of a row within one pass are summed first, as autograd sums them."""
+        for table in self._tables:
+            table.settle()
+
+    def push(self) -> None:
+        """Push every part of every table for the computed replica; parts without used rows get empty contributions."""
+        for table in self._tables:
+            table.push()
+
+    def reset(self) -> None:
+        """Drop the gradients of the replica in progress."""
+        for table in self._tables:
+            table.reset()
+
+    def remove(self) -> None:
+        """Restore the modules' own forwards."""
+        for module in self._modules:
+            module.__dict__.pop("forward", None)
+
+
+class _Table:
+    def __init__(self, index: int, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._parts = parts_of(exchange.layout, index)
+        spec = exchange.layout.tables[index]
+        self._name, (self._rows, self._columns) = spec.name, spec.shape
+        self.reset()
+
+    def reset(self) -> None:
+        self._sum = RowSum(self._columns)
+        self._fresh = RowSum(self._columns)  # of the backward pass in progress
+
+    def settle(self) -> None:
+        if len(self._fresh.ids):
+            self._sum.add(self._fresh.ids, self._fresh.values)
+            self._fresh = RowSum(self._columns)
+
+    def lookup(self, input: torch.Tensor) -> torch.Tensor:
+        """Like ``torch.nn.Embedding.forward``: `input` (int, any shape) -> its rows, with one dimension more."""
+        unique, inverse = torch.unique(input.detach(), return_inverse=True)
+        ids = unique.to("cpu", torch.int64)
+        if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self._rows:
+            wrong = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
+            raise ModelError(f"there is no row {wrong} of {self._name}, which has {self._rows}: they count from 0")
+        rows = self._pull(ids).to(input.device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_().register_post_accumulate_grad_hook(self._keeper(ids))  # type: ignore[no-untyped-call]
+        return F.embedding(inverse, rows)
+
+    def _keeper(self, ids: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def keep(rows: torch.Tensor) -> None:
+            if rows.grad is not None:  # None: an operation gave these rows no gradient
+                self._fresh.add(ids, rows.grad.to("cpu", torch.float32))
+                rows.grad = None
+
+        return keep
+
+    def _pull(self, ids: torch.Tensor) -> torch.Tensor:
+        if not self._exchange.had_version:
+            raise UsageError(f"{self._name} has no values before the first version: use it inside the run's loop")
+        places = {part.index: place for part, place in self._split(ids)}
+        wanted = {
+            shard: (encode_ids(ids[place] // len(self._parts)), 4 * len(place) * self._columns)
+            for shard, place in places.items()
+        }
+        values = torch.empty(len(ids), self._columns, dtype=torch.float32, device="cpu")
+        for shard, data in self._exchange.rows.pull(wanted).items():
+            values[places[shard]] = torch.frombuffer(data, dtype=torch.float32).view(-1, self._columns)
+        return values
+
+    def _split(self, ids: torch.Tensor) -> list[tuple[Shard, torch.Tensor]]:
+        """For each part that holds any of the rows `ids`: the part, and the positions of these rows in `ids`."""
+        owner = ids % len(self._parts)
+        split = [(part, torch.nonzero(owner == number).view(-1)) for number, part in enumerate(self._parts)]
+        return [(part, place) for part, place in split if len(place)]
+
+    def push(self) -> None:
+        self.settle()
+        used = {part.index: place for part, place in self._split(self._sum.ids)}
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        for part in self._parts:
+            if self._exchange.replica.claim(part.index):
+                place = used.get(part.index, none)
+                ids = self._sum.ids[place] // len(self._parts)
+                self._exchange.replica.filled_rows(part.index, encode_gradient(ids, self._sum.values[place]))
+
+
+def parts_of(layout: Layout, table: int) -> list[Shard]:
+    """The shards that are the parts of a table, in the parts' order."""
+    return [shard for shard in layout.shards if shard.part is not None and shard.part.table == table]
+
+
+# ---- Gradients during backward: a hook per parameter fills slots; each shard is sent when it is complete ----
 
 
 class GradientHooks(WaitsForVersions):

@@ -1,7 +1,7 @@
 """Codec states in the simulation: a name for each residual, in a worker's encoder, between two workers, in a snapshot.
 
 The machines that decide are the real ones: `core/worker/handover.py`, and `core/shard/relay.py`. Here is what stands
-around them: `worker/exchange/codec_states.py` and `server/codec_states.py` are its counterparts.
+around them: `worker/exchange/pushes.py` and `server/snapshots.py` are its counterparts.
 """
 
 from __future__ import annotations

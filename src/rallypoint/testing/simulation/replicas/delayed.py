@@ -1,6 +1,6 @@
 """Replicas that go on from their own parameters, and mix a version in some steps later (LocalSteps with a delay).
 
-What decides is real: `InnerStates`, `OwnParameters` and `GoneAhead` of `core/worker/`. `worker/sources/fragments.py` is
+What decides is real: `InnerStates`, `OwnParameters` and `GoneAhead` of `core/worker/`. `worker/sources/local.py` is
 the counterpart of what stands around them here.
 """
 

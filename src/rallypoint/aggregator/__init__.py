@@ -1,1 +1,0 @@
-"""The aggregator: merges the contributions of workers near it, sends fewer upstream, hands versions down."""

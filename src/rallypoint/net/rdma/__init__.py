@@ -1,1 +1,0 @@
-"""Large payloads by one-sided writes into the other side's memory: NIXL (UCX), where both sides have it."""

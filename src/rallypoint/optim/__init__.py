@@ -1,1 +1,0 @@
-"""Server-side optimizers: torch.optim's own, on flat shards."""

@@ -1,0 +1,513 @@
+"""The thread that owns a server's shards: it takes events, asks the shell and the machine, and runs their effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rallypoint.config import paces_by_port
+from rallypoint.core.decisions import reductions_at
+from rallypoint.core.layout import forward_ranks
+from rallypoint.core.protocol import CaughtUp, Disproved, NotStored, Say, Unrestored
+from rallypoint.core.shard import clip, server
+from rallypoint.core.shard import effects as shard_effects
+from rallypoint.core.shard import events as shard_events
+from rallypoint.core.shard.server import ServerMachine
+from rallypoint.core.shard.shell import Answer, ServerShell, applied_in
+from rallypoint.errors import DamagedSnapshot
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header, Kind, wants
+from rallypoint.net.pool import Buffer
+from rallypoint.net.transport import Limits
+from rallypoint.observe.observed import observed
+from rallypoint.observe.trace import Tracer
+from rallypoint.server import inbox
+from rallypoint.server.held import HeldShard, ShardFactory, newest_is_enough
+from rallypoint.server.job import ServerJob
+from rallypoint.server.parts import (
+    AuditReports,
+    Context,
+    Decisions,
+    Fingerprints,
+    Followers,
+    Ledger,
+    Pulls,
+    Replication,
+    Tickets,
+)
+from rallypoint.server.snapshots import Capture, CodecStates, Restores
+from rallypoint.store.record import ShardRecord
+from rallypoint.store.writer import SnapshotWriter
+
+# ---- Runs the machine's effects, in order, on tensors, channels and the coordinator's link ----
+
+AnyEffect = server.Effect | Answer[Channel]
+
+
+@dataclass
+class ReducerParts:
+    """The objects that a reducer's effects are run on, in one job. Not thread-safe: only the owner thread uses it."""
+
+    job: ServerJob
+    shell: ServerShell[Channel]
+    owned: dict[int, HeldShard]
+    factory: ShardFactory
+    tickets: Tickets
+    ledger: Ledger
+    fingerprints: Fingerprints
+    audits: AuditReports
+    followers: Followers
+    replication: Replication
+    decisions: Decisions
+    context: Context
+    tracer: Tracer
+    restores: Restores
+    codec_states: CodecStates | None
+    capture: Capture | None
+    gathering: dict[int, None] = field(default_factory=dict)  # shards whose sum may take more from the inbox
+
+
+class Effects:
+    """Runs effects. Call `run`; the other methods each handle a group of effects."""
+
+    def __init__(self, parts: ReducerParts) -> None:
+        self._parts = parts
+        self._cadence = parts.job.plan.cadence
+        self._together = self._cadence.together
+        # Looked up once, because every contribution uses them.
+        self._owned, self._tickets, self._ledger, self._tracer = parts.owned, parts.tickets, parts.ledger, parts.tracer
+
+    def run(self, effects: Sequence[AnyEffect]) -> None:
+        """Run the effects in order."""
+        for effect in effects:
+            match effect:
+                case server.On(shard=index, effect=on):
+                    self._run_on(index, self._owned[index], on)
+                case Answer():
+                    self._parts.replication.acknowledge(effect)
+                case clip.Tell():
+                    self._parts.decisions.tell(effect)
+                case clip.Verdict():
+                    self._parts.decisions.decide(effect)
+                case server.Report(verdict=verdict):
+                    self._parts.decisions.report(verdict, alone=True)
+                case server.Disproved(shard=index, version=version, paired=paired):
+                    self._parts.context.say(Disproved(index, version, paired))
+                case server.Own(shard=index):
+                    self._owned[index] = self._parts.factory.allocate(index)
+                case server.Disown(shard=index):
+                    self._disown(index)
+                case server.Restore(shards=indices, origin=origin):
+                    self._parts.restores.begin(indices, origin, self._parts.shell.fence.generation)
+
+    def handle(self, index: int, event: shard_events.Event) -> None:
+        """Handle an event for one shard, and run its effects."""
+        self.run(self._parts.shell.machine.handle(index, event))
+
+    def _run_on(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
+        match effect:
+            case shard_effects.Take():
+                buffer = self._tickets.settle(effect.ticket, early=effect.at if effect.early else None)
+                owned.take(buffer, effect.weight if effect.count == 1 else 1.0, effect.base, effect.at)
+            case shard_effects.Merge(left=left, right=right):
+                with self._tracer.span("reduce", shard=index):
+                    owned.merge(left, right)
+            case shard_effects.OnTime(at=at):
+                self._tickets.on_time(index, at)
+            case shard_effects.Add(ticket=ticket, weight=weight, base=base):
+                with self._tracer.span("reduce", shard=index):
+                    owned.add(self._tickets.settle(ticket), weight, base)
+            case shard_effects.Hold(ticket=ticket, credit=credit):
+                self._tickets.hold(ticket, always=credit)
+            case shard_effects.Drop(ticket=ticket, fault=fault):
+                self._tickets.drop(ticket, fault)
+            case shard_effects.Finish():
+                self._ledger.finished(index, effect.replicas)
+                owned.mean(effect.total_weight)
+                self.run(self._parts.decisions.measured(owned, effect))
+            case shard_effects.Apply():
+                self._apply(index, owned, effect)
+            case shard_effects.Publish(version=version):
+                self._parts.followers.publish(index, version)
+            case shard_effects.Reply():
+                self._parts.followers.reply(index, effect)
+            case shard_effects.Gather():
+                self._parts.gathering[index] = None
+            case _:
+                self._run_rare(index, owned, effect)
+
+    def _run_rare(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
+        parts = self._parts
+        match effect:
+            case shard_effects.Install(ticket=ticket, version=version):
+                nbytes = self._tickets.nbytes(ticket)
+                owned.install(self._tickets.settle(ticket), version, nbytes)
+            case shard_effects.Discard(at=at):
+                owned.discard(at)
+            case shard_effects.Abandon():
+                self._tickets.all_on_time(index)
+                owned.abandon()
+            case shard_effects.Choose():
+                parts.replication.send_choice(index, effect)
+            case shard_effects.Prove(version=version):
+                parts.replication.ask(index, version)
+            case shard_effects.Fill(version=version, incoming=incoming):
+                state = owned.state(version, self._clocks(index), wires=True)
+                parts.replication.send_state(state, incoming=incoming)
+            case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
+                wait = Header(Kind.WAIT, shard=index, base=clock, wants=wants(replica))
+                parts.followers.tell(follower, wait, urgent=True)
+            case shard_effects.Accepted() | shard_effects.Disputed():
+                parts.audits.found(index, effect)
+            case shard_effects.CaughtUp(incoming=incoming):
+                machines = parts.shell.machine
+                parts.context.say(CaughtUp({index: (machines.arrived if incoming else machines.caught_up)[index]}))
+            case shard_effects.Capture(version=version, missed=missed):
+                assert parts.capture is not None
+                if missed:
+                    too_late = "the step was over before the request came"
+                    parts.context.say(NotStored(parts.capture.snapshot, too_late, version))
+                else:
+                    parts.capture.wanted(index, version)
+            case _:
+                raise AssertionError(f"an effect that nobody runs: {effect}")
+
+    def _apply(self, index: int, owned: HeldShard, effect: shard_effects.Apply) -> None:
+        parts = self._parts
+        if parts.capture is not None:
+            parts.capture.before_update(index)
+        parts.gathering.pop(index, None)
+        with self._tracer.span("apply", shard=index, step=effect.step):
+            finished = owned.apply(self._timed(index, effect))
+        parts.fingerprints.applied(index, effect.version, owned)
+        if self.in_ledger(index, effect.version - 1):
+            self._enter(index, self._cadence.round_of(index, effect.version - 1))
+        if finished is not None:
+            parts.replication.send_update(index, effect, finished)
+
+    def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
+        """The update, with its step in the learning-rate schedule counted in the job's rounds, and the reductions that
+        count for it: this server has the view that says them (see `View.reductions`)."""
+        view = self._parts.shell.machine.view
+        if view is not None and view.reductions:
+            effect = replace(effect, reductions=reductions_at(view.reductions, effect.step))
+        if self._together:
+            return effect
+        return replace(effect, step=self._cadence.round_of(index, effect.step))
+
+    def in_ledger(self, index: int, version: int) -> bool:
+        """Is this shard the one whose update from that version is reported for its round?"""
+        return index == 0 if self._together else self._cadence.witness(self._cadence.round_of(index, version)) == index
+
+    def _enter(self, index: int, step: int) -> None:
+        """Report a round, for the first shard that is due in it. Primary and backup both do: one of them may die."""
+        machines = self._parts.shell.machine
+        self._ledger.enter(index, step, primary=machines.is_primary(index), norm=self._parts.decisions.norm(step))
+        machine = machines.machine(0)
+        if machine is not None and machine.primary and self._parts.job.accounts:
+            self._ledger.account(machine, step, self._parts.job.config.rounds)
+
+    def _disown(self, index: int) -> None:
+        self._tickets.drop_all(index)
+        if self._parts.capture is not None:
+            self._parts.capture.disowned(index)
+        self._parts.gathering.pop(index, None)
+        self._owned.pop(index).release()
+
+    def _clocks(self, index: int) -> tuple[int, ...]:
+        machine = self._parts.shell.machine.machine(index)
+        return tuple(machine.clocks) if machine is not None else ()
+
+
+# ---- Takes the events of a server's inbox, asks the shell and the machine, and runs their effects on tensors ----
+#
+# The path of one event: `OwnerThread` takes it from the inbox and calls `Reducer.handle`. The shell
+# (`core/shard/shell.py`) decides whether it counts. The machine answers with effects. `Effects` runs them. All of
+# this runs on the owner's thread.
+
+
+class Reducer:
+    """The shards of one server in one job. Not thread-safe: only the owner thread calls it.
+
+    `put` appends an event to the inbox.
+    """
+
+    def __init__(
+        self, me: str, job: ServerJob, context: Context, put: Callable[[inbox.Event], None], tracer: Tracer,
+        writer: SnapshotWriter | None = None, snapshots_url: str = "",
+    ) -> None:  # fmt: skip
+        self.job = job
+        self.shell: ServerShell[Channel] = ServerShell(observed(ServerMachine(me, job.plan), me))
+        self._owned: dict[int, HeldShard] = {}
+        self._pulls = Pulls(tracer)
+        self._ledger = Ledger(context.say, self.shell.fence)
+        self._tickets = Tickets(self.shell.fence, job.config.hold_bytes)
+        self._followers = Followers(
+            self.shell, self._owned, newest_is_enough=newest_is_enough(job.config),
+            ranks=forward_ranks(job.record.layout) if job.config.overlaps else (),
+        )  # fmt: skip
+        self._replication = Replication(self.shell, self._tickets, self._ledger, self._owned)
+        self._codec_states = None
+        if job.codec_states is not None:
+            self._codec_states = CodecStates(me, job.codec_states, job.config.replicas, self._followers.tell)
+        self.capture = None
+        if writer is not None:
+            self.capture = Capture(
+                writer, job, self._codec_states, self._stored_state, tracer, wake=lambda: put(inbox.Wake()),
+            )  # fmt: skip
+        self._context = context
+        self._unrestored: Unrestored | None = None  # the last snapshot that could not be loaded
+        self._restores = Restores(me, snapshots_url, put, lambda text: context.say(Say(text)))
+        self._parts = ReducerParts(
+            job=job, shell=self.shell, owned=self._owned, tickets=self._tickets, ledger=self._ledger,
+            factory=ShardFactory(job.config, job.record.layout, job.pool, job.pools), followers=self._followers,
+            replication=self._replication, context=context, tracer=tracer, restores=self._restores,
+            decisions=Decisions(self.shell, context, put),
+            fingerprints=Fingerprints(job.record.layout, job.config.fingerprints, context.say, self.shell.fence),
+            audits=AuditReports(context.say, self.shell.fence), codec_states=self._codec_states, capture=self.capture,
+        )  # fmt: skip
+        self._effects = Effects(self._parts)
+        self._handlers = self._table()
+
+    @property
+    def machine(self) -> ServerMachine:
+        """The machine of all shards held here."""
+        return self.shell.machine
+
+    def handle(self, event: inbox.Event) -> None:
+        """Handle one event."""
+        self._handlers[type(event)](event)
+        self._answer_pulls()
+
+    def idle_work(self) -> Callable[[], None] | None:
+        """A function to call while the inbox is empty; None if there is nothing to do."""
+        if self._parts.gathering:
+            return self._fold_one
+        if self.capture is not None and self.capture.due:
+            return self.capture.copy_one
+        return None
+
+    def close(self) -> None:
+        """Stop storing and reading snapshots."""
+        self._restores.close()
+        if self.capture is not None:
+            self.capture.close()
+
+    def _table(self) -> dict[type, Callable[[Any], None]]:
+        shell, run = self.shell, self._effects.run
+        return {
+            inbox.Pushed: self._pushed,
+            inbox.Initial: self._initial,
+            inbox.Wanted: lambda e: run(shell.want(e.channel, e.worker, e.shard, e.replica)),
+            inbox.Fetched: self._fetched,
+            inbox.Pulled: lambda e: self._pulls.add(e.channel, e.header, e.ids),
+            inbox.Followed: self._followed,
+            inbox.Unfollowed: lambda e: shell.unfollow(e.channel),
+            inbox.Linked: lambda e: run(self._followers.linked(e.channel, e.worker)),
+            inbox.Gone: self._gone,
+            inbox.StateGiven: self._state_given,
+            inbox.StateRecalled: self._state_recalled,
+            inbox.PeerLinked: lambda e: run(shell.peer_linked(e.peer, e.channel)),
+            inbox.PeerLost: lambda e: run(shell.peer_lost(e.peer, e.channel)),
+            inbox.Replicated: lambda e: run(self._replication.updated(e)),
+            inbox.Filled: lambda e: run(self._replication.filled(e)),
+            inbox.Chosen: lambda e: run(self._replication.chosen(e)),
+            inbox.Asked: lambda e: run(self._replication.asked(e)),
+            inbox.Acked: lambda e: run(shell.acked(e.peer, e.channel, e.shard, e.acked, e.number, e.digest)),
+            inbox.Told: lambda e: run(shell.told(e.step, e.measures, e.number)),
+            inbox.Decided: lambda e: run(shell.decided(e.verdict)),
+            inbox.Viewed: self._viewed,
+            inbox.Admitted: self._admitted,
+            inbox.CaptureWanted: self._capture_wanted,
+            inbox.Restored: self._restored,
+            inbox.RestoreFailed: self._restore_failed,
+            inbox.Wake: lambda e: e.done and e.done.set(),
+        }
+
+    # ---- the coordinator ----
+
+    def _viewed(self, event: inbox.Viewed) -> None:
+        view, before = event.view, self.machine.view
+        rolled_back = before is not None and before.generation != view.generation
+        if self.capture is not None and before is not None and (rolled_back or before.primary != view.primary):
+            self.capture.abandon()
+        if rolled_back:
+            self._ledger.rolled_back()
+            self._restores.cancel()
+        config = self.job.config
+        measured = paces_by_port(config) and view.servers_by_port()
+        limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit), measured=measured)
+        self._followers.share(limits, view.computing())
+        if self._codec_states is not None:
+            self._codec_states.adopt(view)
+        self._effects.run(self.shell.adopt(view))
+        self._ledger.proves(applied_in(self.machine))  # it may have become the primary
+
+    def _admitted(self, event: inbox.Admitted) -> None:
+        for shards in self.shell.say_again(new=event.new):
+            self._context.say(CaughtUp(dict(shards)))
+        if not event.new:
+            if self._unrestored is not None and self._unrestored.generation == self.shell.fence.generation:
+                self._context.say(self._unrestored)
+            self._ledger.proves(applied_in(self.machine))
+            self._ledger.repeat()
+            self._parts.audits.repeat()
+            self._effects.run(self.machine.report_again())
+
+    def _capture_wanted(self, event: inbox.CaptureWanted) -> None:
+        if self.capture is None:
+            return
+        self.capture.abandon()
+        own = [index for index in self.machine.held if self.machine.is_primary(index)]
+        if own:
+            self.capture.begin(event.snapshot, len(own))
+            self._effects.run(self.machine.capture(event.version))
+
+    # ---- restoring the snapshot that a generation begins with ----
+
+    def _restored(self, event: inbox.Restored) -> None:
+        if event.generation != self.shell.fence.generation:
+            return  # its restore was cancelled by another roll-back
+        self._restores.left_the_inbox()
+        record = event.record
+        if not self.shell.wants_state(record.shard, event.generation):
+            self._restores.loaded(record.shard)
+            return
+        self._owned[record.shard].load(record)
+        if self._codec_states is not None:
+            self._codec_states.restored(record, self.job.shards[record.shard])
+        loaded = shard_events.Loaded(record.version, record.clocks)
+        self._effects.run(self.shell.restored(record.shard, event.generation, loaded))
+        for recall in self._restores.loaded(record.shard):
+            self._state_recalled(recall)
+
+    def _restore_failed(self, event: inbox.RestoreFailed) -> None:
+        if event.generation != self.shell.fence.generation:
+            return
+        if not isinstance(event.error, DamagedSnapshot):
+            raise event.error
+        self._restores.cancel()
+        view = self.machine.view
+        assert view is not None
+        self._unrestored = Unrestored(str(event.error), event.generation)
+        self._context.say(self._unrestored)
+
+    # ---- workers ----
+
+    def _pushed(self, event: inbox.Pushed) -> None:
+        header = event.header
+        tree = self.job.config.policy.tree
+        base, count = (0, header.base + 1) if tree else (header.base, 1)
+        if not self.shell.may_contribute(event.worker, header.replica, count, header.step):
+            self._takes(event.channel, header, event.buffer, may=False)
+            self._asked_with(event)
+            return
+        if not self._takes(event.channel, header, event.buffer, may=True):
+            return
+        if self._effects.in_ledger(header.shard, header.step):
+            self._ledger.arrived(event.channel.name)
+        if self._codec_states is not None and header.replica < self.job.config.replicas:
+            self._codec_states.contributed(header, event.worker, self._upcoming(header))
+        contribution = shard_events.Contribute(
+            step=header.step, replica=header.replica, weight=header.weight,
+            ticket=self._tickets.issue(event.channel, header, event.buffer),
+            finite=not header.flags & (NOT_FINITE | BAD_GRADIENT), base=base, count=count,
+            bad=bad_replicas(header) if tree else (),
+            whole=header.flags & (NOT_FINITE | BAD_GRADIENT) != BAD_GRADIENT,  # a loss that is not finite says more
+            sender=event.worker, digest=event.digest,
+        )  # fmt: skip
+        self._effects.handle(header.shard, contribution)
+        self._asked_with(event)
+
+    def _asked_with(self, event: inbox.Pushed) -> None:
+        """Take the question that comes with a contribution, also with one that does not count: it is asked once."""
+        header = event.header
+        current = self.shell.takes(header.shard, header.view)
+        if current and not self.job.config.policy.tree and header.wanted is not None:
+            self._effects.run(self.shell.want(event.channel, event.worker, header.shard, header.wanted))
+
+    def _initial(self, event: inbox.Initial) -> None:
+        header = event.header
+        if self._takes(event.channel, header, event.buffer, may=self.shell.may_begin(event.channel.name)):
+            ticket = self._tickets.issue(event.channel, header, event.buffer)
+            self._effects.handle(header.shard, shard_events.Initialise(ticket, self.job.beginning.version(header.step)))
+
+    def _takes(self, channel: Channel, header: Header, buffer: Buffer, *, may: bool) -> bool:
+        if may and self.shell.takes(header.shard, header.view):
+            return True
+        buffer.release()
+        self._tickets.credit(channel)
+        return False
+
+    def _followed(self, event: inbox.Followed) -> None:
+        for index, version in self.shell.follow(event.channel):
+            self._followers.send(event.channel, index, version)
+
+    def _fetched(self, event: inbox.Fetched) -> None:
+        """Send one version again, if it is still kept. Otherwise a newer one has been sent already."""
+        if self.shell.may_see(event.shard, event.version) and self._owned[event.shard].keeps(event.version):
+            self._followers.send(event.channel, event.shard, event.version, asked=True)
+
+    def _gone(self, event: inbox.Gone) -> None:
+        self._pulls.gone(event.channel)
+        self._effects.run(self.shell.gone(event.channel, event.peer))
+
+    # ---- codec states ----
+
+    def _state_given(self, event: inbox.StateGiven) -> None:
+        header = event.header
+        if self._codec_states is None or not self.shell.takes(header.shard, header.view):
+            return
+        may = self.shell.may_contribute(event.worker, header.replica, 1)
+        if header.base != COPY:  # answered in any case: who was given up meanwhile says it until it is
+            data = event.data if may else memoryview(b"")
+            self._codec_states.given(header, data, event.worker, self._upcoming(header))
+        elif may:
+            self._codec_states.copied(header, event.data)
+            if self.capture is not None:
+                self.capture.codec_state_came(header.shard)
+
+    def _state_recalled(self, event: inbox.StateRecalled) -> None:
+        if self._restores.postpones(event):
+            return
+        header = event.header
+        current = self.shell.is_current(event.channel, event.worker) and self.shell.takes(header.shard, header.view)
+        may = current and self.shell.may_contribute(event.worker, header.replica, 1)
+        if self._codec_states is not None and may:
+            self._codec_states.recalled(header, event.worker, self._upcoming(header))
+
+    def _upcoming(self, header: Header) -> int:
+        """The next step of which the shard takes that replica's contribution."""
+        machine = self.machine.machine(header.shard)
+        assert machine is not None
+        if header.replica >= machine.expected:
+            return machine.version
+        return machine.clock(header.replica) + machine.knows(header.replica)
+
+    # ---- idle time, and what follows each event ----
+
+    def _fold_one(self) -> None:
+        index = next(iter(self._parts.gathering))
+        del self._parts.gathering[index]
+        self._effects.handle(index, shard_events.Fold())
+        self._answer_pulls()
+
+    def _answer_pulls(self) -> None:
+        """Call it only after an event: while effects run, a machine is ahead of its tensors."""
+        for index in self._pulls.shards:
+            machine, owned = self.machine.machine(index), self._owned.get(index)
+            if machine is None or owned is None or not machine.primary:
+                self._pulls.refuse(index)
+                continue
+            self._pulls.answer(index, machine, owned, self.shell.fence.number)
+
+    def _stored_state(self, index: int, version: int) -> ShardRecord:
+        machine = self.machine.machine(index)
+        assert machine is not None
+        return self._owned[index].state(version, tuple(machine.clocks), wires=False)
+
+
+def bad_replicas(header: Header) -> tuple[int, ...]:
+    """The replicas of a pushed block whose loss or gradient is not finite, as far as the frame names them."""
+    return tuple(header.replica + bit for bit in range(min(32, header.base + 1)) if header.wants >> bit & 1)

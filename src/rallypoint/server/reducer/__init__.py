@@ -1,1 +1,0 @@
-"""The thread that owns a server's shards: it takes events and runs effects on tensors."""

@@ -1,1 +1,0 @@
-"""What a server keeps of a shard: parameters, means, or rows of a table. One protocol, three implementations."""
