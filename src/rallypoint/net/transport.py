@@ -217,9 +217,9 @@ class _Pipe:
 
     def read_some(self, view: memoryview, timeout: float | None) -> int:
         with self._changed:
-            here = self._ended or self._size > 0
-            if not here and not self._changed.wait_for(lambda: self._ended or self._size > 0, timeout):
-                raise LinkError("the peer sends nothing")
+            while not (self._ended or self._size):
+                if not self._changed.wait(timeout) and not (self._ended or self._size):
+                    raise LinkError("the peer sends nothing")
             if self._size == 0:
                 raise LinkClosed("the link has ended")
             chunk = self._chunks.popleft()
