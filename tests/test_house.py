@@ -48,7 +48,7 @@ BUDGETS = {
     "rows of the feature table": 43,
     "refused pairs": 88,
     "fields of View": 26,
-    "lines": 84_200,
+    "lines": 84_211,
     "files": 509,
     "folders": 64,
     "classes that share their name": 363,

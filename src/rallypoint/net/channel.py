@@ -365,22 +365,22 @@ class Channel:
                 self._stop()
             except Exception as fault:  # any other one would end this thread unseen, and the queue would only grow
                 self._fail(fault)
-            if item.sent is not None:
-                self._call(item.sent)
+            try:
+                if item.sent is not None:
+                    item.sent()
+            except Exception as fault:
+                self._fail(fault)
         while self._outbox.waiting:
-            if (sent := self._outbox.pop().sent) is not None:
-                self._call(sent)
+            try:
+                if (sent := self._outbox.pop().sent) is not None:
+                    sent()
+            except Exception as fault:
+                self._fail(fault)
 
     def _send_traced(self, item: Outgoing) -> None:
         kind, shard = item.header.kind.name, item.header.shard
         with self._tracer.span("send", kind=kind, shard=shard, waiting=self._outbox.nbytes):
             self.connection.send(self._sealer.seal(item.header, item.payload), item.payload)
-
-    def _call(self, sent: Callable[[], None]) -> None:
-        try:
-            sent()
-        except Exception as fault:
-            self._fail(fault)
 
     def _fail(self, fault: Exception) -> None:
         """Close the channel. The receiving thread learns why."""
