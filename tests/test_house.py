@@ -48,7 +48,7 @@ BUDGETS = {
     "rows of the feature table": 43,
     "refused pairs": 88,
     "fields of View": 26,
-    "lines": 83_840,
+    "lines": 83_860,
     "files": 443,
     "folders": 51,
     "classes that share their name": 345,

@@ -400,10 +400,11 @@ class Fuzzer:
         if self.keys is None or len(data) < HEADER_BYTES:
             return data
         head, payload = data[:HEADER_BYTES], memoryview(data[HEADER_BYTES:])
-        seals = self.sealer._seals
+        macs, tag = self.sealer._macs, self.sealer._tags.copy()
         number, self.sealer._count = self.sealer._count, self.sealer._count + 1
-        head += seals.mac(number, payload) if payload else bytes(16)
-        whole = bytearray(head + seals.tag(number, head) + payload)
+        head += macs.encrypt(number.to_bytes(12, "little"), b"", payload) if macs and payload else bytes(16)
+        tag.update(number.to_bytes(8, "little") + head)
+        whole = bytearray(head + tag.digest() + payload)
         if last and self.damage.random() < 0.2:
             whole[self.damage.randrange(SEALED_BYTES)] ^= 1 << self.damage.randrange(8)
         return bytes(whole)

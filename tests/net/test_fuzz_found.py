@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fuzz_jobs import POLICIES, running
 
+from rallypoint.core.layout import Shard
 from rallypoint.core.protocol import Welcome, decode, encode
 from rallypoint.errors import ProtocolError
-from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.pool import Buffer
 from rallypoint.server.intake import Intake
@@ -17,15 +17,15 @@ def test_a_first_state_that_is_lost_on_its_way_is_uploaded_again(monkeypatch: py
     """AllReduce, a model with buffers: the worker has no installed version yet to which it could set them back."""
     with running(POLICIES["all-reduce"]) as cluster:
         assert cluster.finish()
-    undisturbed, honest, lost = cluster.hashes, Intake._receive_into, []
+    undisturbed, honest, lost = cluster.hashes, Intake._check_values, []
 
-    def receive_into(intake: Intake, buffer: Buffer, channel: Channel, header: Header, *rest: object) -> Header:
+    def check_values(intake: Intake, buffer: Buffer, header: Header, place: Shard) -> None:
         if header.kind is Kind.STATE and not lost:
             lost.append(header)
             raise ProtocolError("a state that cannot be read")
-        return honest(intake, buffer, channel, header, *rest)  # type: ignore[arg-type]
+        honest(intake, buffer, header, place)
 
-    monkeypatch.setattr(Intake, "_receive_into", receive_into)
+    monkeypatch.setattr(Intake, "_check_values", check_values)
     with running(POLICIES["all-reduce"]) as cluster:
         assert cluster.finish()
     assert lost

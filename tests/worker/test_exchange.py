@@ -297,6 +297,7 @@ def test_a_slot_is_sent_only_on_the_link_that_it_was_queued_for(
             exchange.arrivals.link_lost(SERVER, LinkError("cut"))
             exchange.arrivals.link_up(SERVER)
 
+    monkeypatch.setattr(exchange._encoder, "raw", frozenset())
     monkeypatch.setattr(exchange._encoder, "encode", encode)
     monkeypatch.setattr(link, "push", lambda header, payload, sent, rank: pushed.append(header.shard))
     exchange.replica.filled(0)

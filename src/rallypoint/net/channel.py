@@ -56,14 +56,20 @@ class Sealer:
     """Makes the first 80 bytes of each frame that one side sends. Only one thread may use it."""
 
     def __init__(self, keys: LinkKeys, *, macs: bool = True) -> None:
-        self._seals, self._macs, self._count = _Seals(keys.sending), macs, 0
+        self._tags, self._macs = _seals(keys.sending, macs=macs)
+        self._count = 0
 
     def seal(self, header: Header, payload: memoryview | None) -> bytes:
         """The header, MAC and tag of the next frame. The payload must not change before it is sent."""
         number, self._count = self._count, self._count + 1
         head = pack(header)
-        head += self._seals.mac(number, payload) if self._macs and payload is not None and len(payload) else _EMPTY
-        return head + self._seals.tag(number, head)
+        if self._macs is not None and payload is not None and len(payload):
+            head += self._macs.encrypt(number.to_bytes(_NONCE_BYTES, "little"), b"", payload)
+        else:
+            head += _EMPTY
+        tag = self._tags.copy()
+        tag.update(number.to_bytes(8, "little") + head)
+        return head + tag.digest()
 
 
 class Opener:
@@ -73,15 +79,17 @@ class Opener:
     """
 
     def __init__(self, keys: LinkKeys, peer: str, *, macs: bool = True) -> None:
-        self._seals, self._macs = _Seals(keys.receiving), macs
+        self._tags, self._macs = _seals(keys.receiving, macs=macs)
         self._peer = peer
         self._number, self._kind, self._mac = -1, Kind.CONTROL, _EMPTY  # of the frame that was opened last
 
     def open(self, sealed: memoryview) -> Header:
         """Return the header of the next frame. CorruptFrame if the tag is wrong, ProtocolError if it is no header."""
         self._number += 1
-        tag = self._seals.tag(self._number, sealed[:-TAG_BYTES])
-        if not hmac.compare_digest(tag, sealed[-TAG_BYTES:]):
+        tag = self._tags.copy()
+        tag.update(self._number.to_bytes(8, "little"))
+        tag.update(sealed[:-TAG_BYTES])
+        if not hmac.compare_digest(tag.digest(), sealed[-TAG_BYTES:]):
             raise CorruptFrame(f"a frame from {self._peer} has a wrong tag: something changed it on the way")
         header = unpack(sealed[:HEADER_BYTES])
         self._kind, self._mac = header.kind, bytes(sealed[HEADER_BYTES:-TAG_BYTES])
@@ -89,7 +97,10 @@ class Opener:
 
     def verify(self, payload: memoryview) -> None:
         """CorruptFrame unless this is the payload of the frame that was opened last. Without MACs it is believed."""
-        if self._macs and not hmac.compare_digest(self._seals.mac(self._number, payload), self._mac):
+        if self._macs is None:
+            return
+        mac = self._macs.encrypt(self._number.to_bytes(_NONCE_BYTES, "little"), b"", payload)  # lets Python's lock go
+        if not hmac.compare_digest(mac, self._mac):
             raise CorruptFrame(f"the payload of a {self._kind.name} frame from {self._peer} was changed on the way")
 
 
@@ -117,23 +128,11 @@ class Secrets:
             raise ProtocolError("a secret that was not encrypted for this connection") from None
 
 
-class _Seals:
-    """The MACs and tags of one direction's frames."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._tags = hashlib.blake2b(digest_size=TAG_BYTES, key=expand(secret, b"tags"), person=_PERSON)
-        self._macs = AESGCM(expand(secret, b"payloads"))
-
-    def tag(self, number: int, data: bytes | memoryview) -> bytes:
-        """The tag of this frame's header and MAC."""
-        state = self._tags.copy()
-        state.update(number.to_bytes(8, "little"))
-        state.update(data)
-        return state.digest()
-
-    def mac(self, number: int, payload: memoryview) -> bytes:
-        """The MAC of this frame's payload: it is authenticated, and not encrypted. Python's lock is let go."""
-        return self._macs.encrypt(number.to_bytes(_NONCE_BYTES, "little"), b"", payload)
+def _seals(secret: bytes, *, macs: bool) -> tuple[hashlib.blake2b, AESGCM | None]:
+    """What tags one direction's frames (copy it for each), and what makes the MACs of their payloads: it authenticates
+    them, and encrypts nothing."""
+    tags = hashlib.blake2b(digest_size=TAG_BYTES, key=expand(secret, b"tags"), person=_PERSON)
+    return tags, AESGCM(expand(secret, b"payloads")) if macs else None
 
 
 # ---- A connection that carries frames. One thread sends from a queue; the owner's thread receives ----
@@ -186,7 +185,8 @@ class Outbox:
 
     A frame may have a place, such as ("version", 7): then it replaces the frame that waits at that place, and goes out
     in its stead. So of each shard only the newest version waits for a slow follower, and every shard gets its share of
-    a slow link. `nbytes` counts the payloads that wait. All frames without a place count in `backlog`, if there is one.
+    a slow link. `nbytes` counts the payloads that wait, `waiting` the frames. All frames without a place count in
+    `backlog`, if there is one.
     """
 
     def __init__(self, backlog: Backlog | None = None) -> None:
@@ -195,30 +195,29 @@ class Outbox:
         self._others: dict[Hashable, Outgoing] = {}
         self._places: list[tuple[Rank, int, Hashable]] = []  # a heap: the next place to send from is its first
         self._numbers = itertools.count()
-        self.nbytes = 0
+        self.nbytes = self.waiting = 0
         self.overflows = False  # more waits than the backlog allows
-
-    def __len__(self) -> int:
-        return len(self._urgent) + len(self._others)
 
     def add(
         self, frame: Outgoing, place: Hashable = None, *, urgent: bool = False, rank: Rank = ()
     ) -> Outgoing | None:
         """Append a frame. Returns the frame that it has replaced, if there is one: it takes that one's turn."""
         self.nbytes += frame.header.length
+        if self._backlog is not None and (urgent or place is None):
+            self._count(self._backlog, frame, 1)
         if urgent:
             self._urgent.append(frame)
-            self._count(frame, 1)
+            self.waiting += 1
             return None
         number = next(self._numbers)
         if place is None:
             place = (_ITS_OWN, number)
-            self._count(frame, 1)
         old = self._others.get(place)
         self._others[place] = frame
         if old is None:
             heapq.heappush(self._places, (rank, number, place))
-        if old is not None:
+            self.waiting += 1
+        else:
             self.nbytes -= old.header.length
         return old
 
@@ -231,15 +230,15 @@ class Outbox:
             frame = self._others.pop(place)
             counts = isinstance(place, tuple) and place[0] is _ITS_OWN
         self.nbytes -= frame.header.length
-        if counts:
-            self._count(frame, -1)
+        self.waiting -= 1
+        if counts and self._backlog is not None:
+            self._count(self._backlog, frame, -1)
         return frame
 
-    def _count(self, frame: Outgoing, sign: int) -> None:
+    def _count(self, backlog: Backlog, frame: Outgoing, sign: int) -> None:
         nbytes = sign * (SEALED_BYTES + frame.header.length)
         self._counted += nbytes
-        if self._backlog is not None:
-            self.overflows = not self._backlog.change(nbytes, self._counted)
+        self.overflows = not backlog.change(nbytes, self._counted)
 
 
 log = logging.getLogger("rallypoint")
@@ -325,7 +324,7 @@ class Channel:
     def _give_up(self) -> list[Outgoing]:
         """Drop all that waits, and end the connection with a sentence. Needs the lock. Returns what is dropped."""
         megabytes = self._outbox.nbytes / 1e6
-        dropped = [self._outbox.pop() for _ in range(len(self._outbox))]
+        dropped = [self._outbox.pop() for _ in range(self._outbox.waiting)]
         log.warning("the link to %s is ended: %.0f MB waited for it, because it reads too slowly", self.name, megabytes)
         self._outbox.add(
             self._refusal(f"{megabytes:.0f} MB waited here, because they are read too slowly: ask for them anew"),
@@ -353,7 +352,7 @@ class Channel:
             self._thread.join()
 
     def _drained(self) -> bool:
-        return self._idle and not self._outbox
+        return self._idle and not self._outbox.waiting
 
     def _send_all(self) -> None:
         while (item := self._next()) is not None:
@@ -366,22 +365,22 @@ class Channel:
                 self._stop()
             except Exception as fault:  # any other one would end this thread unseen, and the queue would only grow
                 self._fail(fault)
-            if item.sent is not None:
-                self._call(item.sent)
-        while self._outbox:
-            if (sent := self._outbox.pop().sent) is not None:
-                self._call(sent)
+            try:
+                if item.sent is not None:
+                    item.sent()
+            except Exception as fault:
+                self._fail(fault)
+        while self._outbox.waiting:
+            try:
+                if (sent := self._outbox.pop().sent) is not None:
+                    sent()
+            except Exception as fault:
+                self._fail(fault)
 
     def _send_traced(self, item: Outgoing) -> None:
         kind, shard = item.header.kind.name, item.header.shard
         with self._tracer.span("send", kind=kind, shard=shard, waiting=self._outbox.nbytes):
             self.connection.send(self._sealer.seal(item.header, item.payload), item.payload)
-
-    def _call(self, sent: Callable[[], None]) -> None:
-        try:
-            sent()
-        except Exception as fault:
-            self._fail(fault)
 
     def _fail(self, fault: Exception) -> None:
         """Close the channel. The receiving thread learns why."""
@@ -397,10 +396,11 @@ class Channel:
 
     def _next(self) -> Outgoing | None:
         with self._changed:
-            if not (self._closing or self._outbox):
-                self._idle = True
-                self._changed.notify_all()  # for `flush`
-                self._changed.wait_for(lambda: self._closing or bool(self._outbox))
+            while not (self._closing or self._outbox.waiting):
+                if not self._idle:
+                    self._idle = True
+                    self._changed.notify_all()  # for `flush`
+                self._changed.wait()
             if self._closing:
                 return None
             self._idle = False

@@ -73,7 +73,8 @@ class BufferPool:
                 self.made += 1
                 return Buffer(self, self._words)
             buffer = self.free.pop()
-        return buffer.retain()
+            buffer._holders = 1
+        return buffer
 
     def returned(self, buffer: Buffer) -> None:
         """Keep a buffer that nobody holds any more, or let it go. Needs the lock."""

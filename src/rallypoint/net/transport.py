@@ -204,22 +204,24 @@ class _Pipe:
         self._ended = False
         self._changed = threading.Condition()
 
-    def write(self, data: memoryview, timeout: float | None) -> None:
+    def write(self, head: bytes, payload: memoryview | None, timeout: float | None) -> None:
         with self._changed:
             room = self._ended or self._size < _PIPE_BYTES
             if not room and not self._changed.wait_for(lambda: self._ended or self._size < _PIPE_BYTES, timeout):
                 raise LinkError("the peer reads nothing")
             if self._ended:
                 raise LinkError("the link has ended")
-            self._chunks.append(memoryview(bytes(data)))
-            self._size += len(data)
+            for data in (head, payload):
+                if data is not None and len(data):
+                    self._chunks.append(memoryview(bytes(data)))
+                    self._size += len(data)
             self._changed.notify_all()
 
     def read_some(self, view: memoryview, timeout: float | None) -> int:
         with self._changed:
-            here = self._ended or self._size > 0
-            if not here and not self._changed.wait_for(lambda: self._ended or self._size > 0, timeout):
-                raise LinkError("the peer sends nothing")
+            while not (self._ended or self._size):
+                if not self._changed.wait(timeout) and not (self._ended or self._size):
+                    raise LinkError("the peer sends nothing")
             if self._size == 0:
                 raise LinkClosed("the link has ended")
             chunk = self._chunks.popleft()
@@ -255,9 +257,7 @@ class InprocConnection:
         return self._peer
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
-        self._outgoing.write(memoryview(head), self._timeout if self._deadline is None else self._left())
-        if payload is not None and len(payload):
-            self._outgoing.write(payload, self._timeout if self._deadline is None else self._left())
+        self._outgoing.write(head, payload, self._timeout if self._deadline is None else self._left())
 
     def recv_into(self, view: memoryview) -> None:
         while len(view):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import msgspec
@@ -47,6 +47,9 @@ class FrameChecks:
     def __init__(self, job: ServerJob) -> None:
         self._job = job
         self._shards = job.shards
+        self._nbytes = [shard.nbytes for shard in job.shards]
+        self._rounds = [job.plan.rounds_of(shard.index) for shard in job.shards]
+        self._tree = job.config.policy.tree
         self._formats = ShardCodecStates(job.config)
 
     def place(self, header: Header) -> Shard:
@@ -62,7 +65,7 @@ class FrameChecks:
             self._beginning(header, place)
             if header.kind is Kind.STATE:
                 return place
-        least = most = 0 if header.flags & SKIP else place.nbytes
+        least = most = 0 if header.flags & SKIP else self._nbytes[header.shard]
         if place.part is not None:
             empty = header.flags & SKIP or header.kind is Kind.INITIAL  # servers compute a table's first values
             least, most = (0, 0) if empty else (gradient_bytes(n, place.columns) for n in (0, place.part.rows))
@@ -84,12 +87,12 @@ class FrameChecks:
             )
 
     def _push(self, header: Header) -> None:
-        if header.step >= (rounds := self._job.plan.rounds_of(header.shard)):
+        if header.step >= (rounds := self._rounds[header.shard]):
             raise ProtocolError(f"a contribution to step {header.step} of shard {header.shard}, which has {rounds}")
         replicas, block = self._job.config.replicas, Block(header.replica, header.replica + header.base + 1)
         if header.replica >= replicas:
             raise ProtocolError(f"a contribution of replica {header.replica}: this job has {replicas}")
-        if self._job.config.policy.tree:
+        if self._tree:
             if header.base and not is_block(block, replicas):
                 raise ProtocolError(f"replicas {block.start} to {block.stop - 1} are no block of {replicas} replicas")
             audits = self._job.plan.audits
@@ -199,36 +202,36 @@ class Intake:
                     self._put(inbox.Replicated(channel, sender, *received))
             case Kind.MEASURES:
                 measures = self._checks.measures(header, channel.receive_bytes(header))
-                if self._counts(header):
+                if self._views.counts(header.view):
                     self._put(inbox.Told(header.step, measures, header.view))
             case Kind.CHOICE:
                 replicas = self._checks.choice(header, channel.receive_bytes(header))
-                if self._counts(header):
+                if self._views.counts(header.view):
                     self._put(inbox.Chosen(channel, sender, header, replicas))
             case Kind.PROVE:
                 self._checks.place(header)
                 sealed = bytes(channel.receive_bytes(header))
-                if self._counts(header):
+                if self._views.counts(header.view):
                     self._put(inbox.Asked(channel, sender, header, sealed))
             case Kind.STATE:
                 state = self._checks.record(header, channel.receive_bytes(header))
-                if self._counts(header):
+                if self._views.counts(header.view):
                     self._put(inbox.Filled(channel, sender, state, header.view))
             case _:
                 raise ProtocolError(f"a {header.kind.name} frame from another server")
 
     def receive_from_aggregator(self, channel: Channel, aggregator: str) -> None:
         """Receive one frame from an aggregator: of those that a worker may send."""
+        self.receive_from_worker(channel, aggregator, _FROM_AGGREGATOR)
+
+    def receive_from_worker(self, channel: Channel, worker: str, kinds: Collection[Kind] = ()) -> None:
+        """Receive one frame from a worker, or (only `kinds`) from an aggregator.
+
+        ProtocolError if it is wrong, LinkError when the connection ends.
+        """
         header = channel.receive_header()
-        if header.kind not in _FROM_AGGREGATOR:
+        if kinds and header.kind not in kinds:
             raise ProtocolError(f"a {header.kind.name} frame from an aggregator")
-        self._take_from_worker(channel, header, aggregator)
-
-    def receive_from_worker(self, channel: Channel, worker: str) -> None:
-        """Receive one frame from a worker. ProtocolError if it is wrong, LinkError when the connection ends."""
-        self._take_from_worker(channel, channel.receive_header(), worker)
-
-    def _take_from_worker(self, channel: Channel, header: Header, worker: str) -> None:
         match header.kind:
             case Kind.PUSH:
                 self._tracer.on = self._traced[0] <= header.step < self._traced[1]
@@ -243,16 +246,16 @@ class Intake:
                     self._give_back(channel)
             case Kind.WANT:
                 self._checks.want(header)
-                if self._counts(header):
+                if self._views.counts(header.view):
                     self._put(inbox.Wanted(channel, worker, header.shard, header.wants - 2))
             case Kind.PULL_ROWS:
                 rows = self._checks.pull(header)
                 ids = decode_ids(channel.receive_bytes(header), rows)
-                if self._counts(header):
+                if self._views.counts(header.view):
                     self._put(inbox.Pulled(channel, header, ids))
             case Kind.PULL_WORDS:
                 self._checks.words(header)
-                if self._counts(header):
+                if self._views.counts(header.view):
                     self._put(inbox.Pulled(channel, header, None))
             case Kind.CODEC_STATE | Kind.RECALL:
                 self._codec_state(channel, header, worker)
@@ -271,17 +274,12 @@ class Intake:
     def _codec_state(self, channel: Channel, header: Header, worker: str) -> None:
         self._checks.codec_state(header)
         data = memoryview(channel.receive_bytes(header))
-        if not self._counts(header):
+        if not self._views.counts(header.view):
             return
         if header.kind is Kind.CODEC_STATE:
             self._put(inbox.StateGiven(worker, header, data))
         else:
             self._put(inbox.StateRecalled(channel, worker, header))
-
-    def _counts(self, header: Header) -> bool:
-        """Wait until this server knows the frame's view. Returns False if the frame is stale."""
-        self._views.wait_for(header.view)
-        return not self._views.is_stale(header.view)
 
     def _give_back(self, channel: Channel) -> None:
         """Return the credit of a worker's payload that is not used. Servers need no credit."""
@@ -295,11 +293,17 @@ class Intake:
         The returned header is that of a raw payload.
         """
         place = self._checks.payload(header)
-        buffer = self._room(header, place)
+        plain = place.part is None and header.kind is not Kind.STATE
+        buffer = self._job.pool.take() if plain else self._room(header, place)
         try:
             with self._tracer.span("receive", shard=header.shard, replica=header.replica, step=header.step):
-                header = self._receive_into(buffer, channel, header, place)
-            counts = self._counts(header) and not self._views.over.is_set()
+                if header.codec:
+                    header = self._decode_into(buffer, channel, header, place)
+                else:
+                    channel.receive_into(buffer.bytes[: header.length])
+                    if not plain:
+                        self._check_values(buffer, header, place)
+            counts = self._views.counts(header.view) and not self._views.over.is_set()
         except RallypointError:
             buffer.release()
             raise
@@ -311,22 +315,16 @@ class Intake:
     def _room(self, header: Header, place: Shard) -> Buffer:
         if header.kind is Kind.STATE:
             return BufferPool(-(-header.length // 4), keeps=False).take()
-        if place.part is None:
-            return self._job.pool.take()
         buffer = self._job.pools.take(header.length)
         if not header.length:  # a skipped update, or a first version: no rows
             buffer.bytes[:4] = bytes(4)
         return buffer
 
-    def _receive_into(self, buffer: Buffer, channel: Channel, header: Header, place: Shard) -> Header:
-        if header.codec:
-            return self._decode_into(buffer, channel, header, place)
-        channel.receive_into(buffer.bytes[: header.length])
+    def _check_values(self, buffer: Buffer, header: Header, place: Shard) -> None:
         if header.kind is Kind.STATE:
             read_state(buffer.bytes[: header.length], place, header.step, self._job.config)
         elif place.part is not None and header.length:
             check_gradient(buffer.bytes[: header.length], place.part.rows, place.columns)
-        return header
 
     def _decode_into(self, buffer: Buffer, channel: Channel, header: Header, place: Shard) -> Header:
         codecs = getattr(self._decoders, "codecs", None)

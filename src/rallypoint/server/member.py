@@ -86,9 +86,11 @@ class Views:
             unless.set()
             self._changed.notify_all()
 
-    def is_stale(self, number: ViewNumber) -> bool:
-        """Was the frame sent in an older generation? Then it must be ignored (I10)."""
-        return self._fence.is_stale(number)
+    def counts(self, number: ViewNumber) -> bool:
+        """Wait like `wait_for`. Returns False for a frame of an older generation: it must be ignored (I10)."""
+        if not self._fence.has_come(number):
+            self.wait_for(number)
+        return not self._fence.is_stale(number)
 
     def end(self, failure: str | None) -> None:
         """The job is over. Only the first call counts."""
@@ -148,22 +150,22 @@ class OwnerThread:
 
     def _run(self) -> None:
         try:
-            while (event := self._next()) is not None:
+            while True:
+                work = self.handler.idle_work() if self.handler is not None else None
+                try:
+                    event = self._inbox.get(block=work is None)
+                except queue.Empty:
+                    assert work is not None
+                    work()
+                    continue
+                if event is None:
+                    return
                 self._began = time.monotonic()
                 if self.handler is not None:
                     self.handler.handle(event)
                 self._began = None
         except Exception as error:  # after any error the tensors can no longer be trusted
             self._failed(error)
-
-    def _next(self) -> object:
-        while True:
-            work = self.handler.idle_work() if self.handler is not None else None
-            try:
-                return self._inbox.get(block=work is None)
-            except queue.Empty:
-                assert work is not None
-                work()
 
 
 class ServerLinks(Protocol):

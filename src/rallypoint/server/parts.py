@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -224,18 +224,18 @@ class Ledger:
 
 
 class Fingerprints:
-    """Sends digests to the coordinator with `say`, at every `every`-th version; 0: never. Owner thread only.
+    """Sends digests to the coordinator with `say`, at every `every`-th version. Owner thread only.
 
     Primary and backup both do: one of them may die. `fence` gives the current generation.
     """
 
     def __init__(self, layout: Layout, every: int, say: Callable[[Message], None], fence: Fence) -> None:
         self._every, self._say, self._fence = every, say, fence
-        self._pieces = pieces_of(layout) if every else []
+        self._pieces = pieces_of(layout)
 
     def applied(self, shard: int, version: int, held: HeldShard) -> None:
         """The shard holds this version now."""
-        if not self._every or version % self._every or not isinstance(held, OwnedShard | OwnedRows):
+        if version % self._every or not isinstance(held, OwnedShard | OwnedRows):
             return
         if pieces := self._pieces[shard]:
             digests = b"".join(digest_of(held.master.view(-1)[piece.start : piece.stop]) for piece in pieces)
@@ -324,17 +324,20 @@ class Followers:
 
     def publish(self, shard: int, version: int) -> None:
         """Send a version to all followers."""
-        for channel in self._shell.followers:
-            self.send(channel, shard, version)
+        if self._shell.followers:
+            self._send_version(self._shell.followers, shard, version)
 
     def send(self, channel: Channel, shard: int, version: int, *, asked: bool = False) -> None:
         """Send a version to one follower. The job's last version is sent raw, because it is the result.
 
         `asked`: the follower needs this very version (I5), so it neither replaces a newer one nor is replaced.
         """
+        self._send_version((channel,), shard, version, asked=asked)
+
+    def _send_version(self, channels: Iterable[Channel], shard: int, version: int, *, asked: bool = False) -> None:
         place = ("version", shard) if self._newest_is_enough and not asked else None
         raw = self._shell.is_last(shard, version)
-        self._send(channel, shard, Header(Kind.VERSION, step=version), raw=raw, place=place)
+        self._send(channels, shard, Header(Kind.VERSION, step=version), raw=raw, place=place)
 
     def reply(self, shard: int, reply: Reply) -> None:
         """Send the version that a worker asked for, if the worker is still connected.
@@ -343,7 +346,7 @@ class Followers:
         """
         if (channel := self._shell.workers.get(reply.follower)) is not None:
             header = Header(Kind.VERSION, step=reply.version, base=reply.clock, wants=wants(reply.replica))
-            self._send(channel, shard, header, raw=reply.last, place=("reply", shard))
+            self._send((channel,), shard, header, raw=reply.last, place=("reply", shard))
 
     def tell(self, worker: str, header: Header, payload: memoryview | None = None, *, urgent: bool = False) -> None:
         """Send any other frame to a worker, if it is still connected."""
@@ -351,13 +354,14 @@ class Followers:
             channel.send(header._replace(view=self._shell.fence.number), payload, urgent=urgent)
 
     def _send(
-        self, channel: Channel, shard: int, header: Header, *, raw: bool, place: Hashable = None
+        self, channels: Iterable[Channel], shard: int, header: Header, *, raw: bool, place: Hashable = None
     ) -> None:
         owned = self._owned[shard]
         code, buffer, nbytes = owned.raw(header.step) if raw else owned.encoded(header.step)
         header = owned.named(header._replace(view=self._shell.fence.number, shard=shard, length=nbytes, codec=code))
         rank = (header.step, self._ranks[shard]) if self._ranks else ()
-        channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release, place=place, rank=rank)
+        for channel in channels:
+            channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release, place=place, rank=rank)
 
 
 # ---- Requests of workers for rows, words or whole shards, at a version that may not exist yet ----
@@ -371,6 +375,7 @@ class Pulls:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._requests: Requests[Channel, tuple[Header, Ids | None]] = Requests()
+        self.wait = False  # does any request wait?
 
     @property
     def shards(self) -> list[int]:
@@ -383,6 +388,7 @@ class Pulls:
         newest = bool(header.flags & NEWEST)
         place = (0, 0) if ids is not None else (header.replica, header.wants)
         self._requests.add(header.shard, Request(channel, header.step, newest, (header, ids), place))
+        self.wait = True
 
     def gone(self, channel: Channel) -> None:
         """The channel is closed: drop its requests."""
@@ -451,8 +457,9 @@ class Decisions:
         known = norm is not None and math.isfinite(norm)
         at = -1 if known or not rule.examines else owned.first_not_finite()
         measure = clip.Measure(
-            owned.shard.index, norm or 0.0, finish.not_finite, finish.gradients, at, owned.loss_scale
-        )
+            owned.shard.index, norm or 0.0, finish.not_finite, finish.gradients, at,
+            owned.loss_scale if rule.scaled else 0.0,
+        )  # fmt: skip
         return self._shell.machine.measured(finish.step, measure)
 
     def tell(self, tell: clip.Tell) -> None:

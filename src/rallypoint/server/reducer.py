@@ -55,7 +55,7 @@ class ReducerParts:
     factory: ShardFactory
     tickets: Tickets
     ledger: Ledger
-    fingerprints: Fingerprints
+    fingerprints: Fingerprints | None  # None: the job has none
     audits: AuditReports
     followers: Followers
     replication: Replication
@@ -69,12 +69,16 @@ class ReducerParts:
 
 
 class Effects:
-    """Runs effects. Call `run`; the other methods each handle a group of effects."""
+    """Runs effects. Call `run`; the other methods each handle a group of effects.
+
+    `reductions` are those of the view in force.
+    """
 
     def __init__(self, parts: ReducerParts) -> None:
         self._parts = parts
         self._cadence = parts.job.plan.cadence
         self._together = self._cadence.together
+        self.reductions: tuple[int, ...] = ()
         # Looked up once, because every contribution uses them.
         self._owned, self._tickets, self._ledger, self._tracer = parts.owned, parts.tickets, parts.ledger, parts.tracer
 
@@ -179,8 +183,10 @@ class Effects:
             parts.capture.before_update(index)
         parts.gathering.pop(index, None)
         with self._tracer.span("apply", shard=index, step=effect.step):
-            finished = owned.apply(self._timed(index, effect))
-        parts.fingerprints.applied(index, effect.version, owned)
+            timed = effect if self._together and not self.reductions else self._timed(index, effect)
+            finished = owned.apply(timed)
+        if parts.fingerprints is not None:
+            parts.fingerprints.applied(index, effect.version, owned)
         if self.in_ledger(index, effect.version - 1):
             self._enter(index, self._cadence.round_of(index, effect.version - 1))
         if finished is not None:
@@ -189,9 +195,8 @@ class Effects:
     def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
         """The update, with its step in the learning-rate schedule counted in the job's rounds, and the reductions that
         count for it: this server has the view that says them (see `View.reductions`)."""
-        view = self._parts.shell.machine.view
-        if view is not None and view.reductions:
-            effect = replace(effect, reductions=reductions_at(view.reductions, effect.step))
+        if self.reductions:
+            effect = replace(effect, reductions=reductions_at(self.reductions, effect.step))
         if self._together:
             return effect
         return replace(effect, step=self._cadence.round_of(index, effect.step))
@@ -264,11 +269,15 @@ class Reducer:
             factory=ShardFactory(job.config, job.record.layout, job.pool, job.pools), followers=self._followers,
             replication=self._replication, context=context, tracer=tracer, restores=self._restores,
             decisions=Decisions(self.shell, context, put),
-            fingerprints=Fingerprints(job.record.layout, job.config.fingerprints, context.say, self.shell.fence),
+            fingerprints=(
+                Fingerprints(job.record.layout, every, context.say, self.shell.fence)
+                if (every := job.config.fingerprints) else None
+            ),
             audits=AuditReports(context.say, self.shell.fence), codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
         self._effects = Effects(self._parts)
         self._handlers = self._table()
+        self._tree = job.config.policy.tree
 
     @property
     def machine(self) -> ServerMachine:
@@ -278,7 +287,8 @@ class Reducer:
     def handle(self, event: inbox.Event) -> None:
         """Handle one event."""
         self._handlers[type(event)](event)
-        self._answer_pulls()
+        if self._pulls.wait:
+            self._answer_pulls()
 
     def idle_work(self) -> Callable[[], None] | None:
         """A function to call while the inbox is empty; None if there is nothing to do."""
@@ -341,7 +351,9 @@ class Reducer:
         self._followers.share(limits, view.computing())
         if self._codec_states is not None:
             self._codec_states.adopt(view)
-        self._effects.run(self.shell.adopt(view))
+        effects = self.shell.adopt(view)
+        self._effects.reductions = () if self.machine.view is None else self.machine.view.reductions
+        self._effects.run(effects)
         self._ledger.proves(applied_in(self.machine))  # it may have become the primary
 
     def _admitted(self, event: inbox.Admitted) -> None:
@@ -396,14 +408,12 @@ class Reducer:
     # ---- workers ----
 
     def _pushed(self, event: inbox.Pushed) -> None:
-        header = event.header
-        tree = self.job.config.policy.tree
+        header, tree = event.header, self._tree
         base, count = (0, header.base + 1) if tree else (header.base, 1)
-        if not self.shell.may_contribute(event.worker, header.replica, count, header.step):
-            self._takes(event.channel, header, event.buffer, may=False)
+        may = self.shell.may_contribute(event.worker, header.replica, count, header.step)
+        if not (may and self.shell.takes(header.shard, header.view)):
+            self._give_back(event.channel, event.buffer)
             self._asked_with(event)
-            return
-        if not self._takes(event.channel, header, event.buffer, may=True):
             return
         if self._effects.in_ledger(header.shard, header.step):
             self._ledger.arrived(event.channel.name)
@@ -413,12 +423,13 @@ class Reducer:
             step=header.step, replica=header.replica, weight=header.weight,
             ticket=self._tickets.issue(event.channel, header, event.buffer),
             finite=not header.flags & (NOT_FINITE | BAD_GRADIENT), base=base, count=count,
-            bad=bad_replicas(header) if tree else (),
+            bad=bad_replicas(header) if tree and header.wants else (),
             whole=header.flags & (NOT_FINITE | BAD_GRADIENT) != BAD_GRADIENT,  # a loss that is not finite says more
             sender=event.worker, digest=event.digest,
         )  # fmt: skip
-        self._effects.handle(header.shard, contribution)
-        self._asked_with(event)
+        self._effects.run(self.shell.machine.handle(header.shard, contribution))
+        if header.wants and not tree:
+            self._asked_with(event)
 
     def _asked_with(self, event: inbox.Pushed) -> None:
         """Take the question that comes with a contribution, also with one that does not count: it is asked once."""
@@ -429,16 +440,16 @@ class Reducer:
 
     def _initial(self, event: inbox.Initial) -> None:
         header = event.header
-        if self._takes(event.channel, header, event.buffer, may=self.shell.may_begin(event.channel.name)):
-            ticket = self._tickets.issue(event.channel, header, event.buffer)
-            self._effects.handle(header.shard, shard_events.Initialise(ticket, self.job.beginning.version(header.step)))
+        if not (self.shell.may_begin(event.channel.name) and self.shell.takes(header.shard, header.view)):
+            self._give_back(event.channel, event.buffer)
+            return
+        ticket = self._tickets.issue(event.channel, header, event.buffer)
+        self._effects.handle(header.shard, shard_events.Initialise(ticket, self.job.beginning.version(header.step)))
 
-    def _takes(self, channel: Channel, header: Header, buffer: Buffer, *, may: bool) -> bool:
-        if may and self.shell.takes(header.shard, header.view):
-            return True
+    def _give_back(self, channel: Channel, buffer: Buffer) -> None:
+        """A payload is not used: its buffer is free, and its sender may send another one."""
         buffer.release()
         self._tickets.credit(channel)
-        return False
 
     def _followed(self, event: inbox.Followed) -> None:
         for index, version in self.shell.follow(event.channel):
@@ -491,7 +502,8 @@ class Reducer:
         index = next(iter(self._parts.gathering))
         del self._parts.gathering[index]
         self._effects.handle(index, shard_events.Fold())
-        self._answer_pulls()
+        if self._pulls.wait:
+            self._answer_pulls()
 
     def _answer_pulls(self) -> None:
         """Call it only after an event: while effects run, a machine is ahead of its tensors."""
@@ -501,6 +513,7 @@ class Reducer:
                 self._pulls.refuse(index)
                 continue
             self._pulls.answer(index, machine, owned, self.shell.fence.number)
+        self._pulls.wait = bool(self._pulls.shards)
 
     def _stored_state(self, index: int, version: int) -> ShardRecord:
         machine = self.machine.machine(index)

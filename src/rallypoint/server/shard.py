@@ -14,7 +14,7 @@ from rallypoint.codec.base import NonFinitePayload, Scratch, all_finite
 from rallypoint.codec.build import down_codec
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Entry, Shard
-from rallypoint.core.optimizer import EMA, ENTRY, SGD, Average, Sum, of_shard, takes
+from rallypoint.core.optimizer import EMA, ENTRY, SGD, Average, LossScaling, Sum, of_shard, takes
 from rallypoint.core.order import derive_seed
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import SKIP, Header, Kind
@@ -43,7 +43,7 @@ class GradientSum:
     @property
     def values(self) -> torch.Tensor:
         """The sum as a view of its buffer: fp32, shape (words,)."""
-        return self.buffer.tensor[: self._words]
+        return self._parts[0].tensor[: self._words]
 
     def take(self, payload: Buffer, weight: float, at: int = 0) -> None:
         """Make a contribution, times its weight, the part that begins at replica `at`. The buffer belongs to the sum.
@@ -162,8 +162,9 @@ class WireCopies:
     """Buffers by version. Each version is encoded once for all followers."""
 
     def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch) -> None:
-        self._shard, self._seed, self._pool = shard, config.seed, pool
+        self._shard, self._seed, self._pool, self._nbytes = shard, config.seed, pool, shard.nbytes
         self._codec = down_codec(config, shard, scratch)
+        self.encoded = self.raw if self._codec is None else self._encode
         self._raw: dict[int, Buffer] = {}
         self._encoded: dict[int, tuple[int, Buffer, int]] = {}
 
@@ -187,12 +188,11 @@ class WireCopies:
 
     def raw(self, version: int) -> tuple[int, Buffer, int]:
         """A kept version, raw: codec number 0, buffer (not retained), number of bytes."""
-        return 0, self._raw[version], self._shard.nbytes
+        return 0, self._raw[version], self._nbytes
 
-    def encoded(self, version: int) -> tuple[int, Buffer, int]:
+    def _encode(self, version: int) -> tuple[int, Buffer, int]:
         """A kept version, encoded for followers; raw if the codec refuses it because of a NaN."""
-        if self._codec is None:
-            return self.raw(version)
+        assert self._codec is not None
         if version not in self._encoded:
             buffer = self._pool.take()
             try:  # the seed does not depend on the server, so a backup writes the same bytes
@@ -361,27 +361,26 @@ class AveragedShard:
 
 
 class ScaleWords:
-    """Reads and updates the loss scale in a shard's `master` (1-D fp32), where it has one."""
+    """Reads and updates the loss scale in a shard's `master` (1-D fp32), from its word `at`."""
 
-    def __init__(self, config: JobConfig, shard: Shard, entries: Iterable[Entry]) -> None:
-        self._rule = config.loss_scale
-        places = [e.start - shard.start for e in entries if e.spec.name == ENTRY and e.spec.group < 0]
-        self._at = next((at for at in places if 0 <= at < shard.words), None)
+    def __init__(self, rule: LossScaling, master: torch.Tensor, at: int) -> None:
+        self._rule, self._words = rule, master[at : at + 2]
 
-    def scale(self, master: torch.Tensor) -> float:
-        """The loss scale; 0 if it is in another shard, or there is none."""
-        return 0.0 if self._at is None else float(master[self._at])
+    def keep(self) -> list[float]:
+        """The loss scale, and how many updates it has: before an update."""
+        return self._words.tolist()
 
-    def keep(self, master: torch.Tensor) -> tuple[float, ...]:
-        """The words as they are before an update."""
-        return () if self._at is None else tuple(master[self._at : self._at + 2].tolist())
-
-    def advance(self, master: torch.Tensor, before: tuple[float, ...], *, skipped: bool) -> None:
+    def advance(self, before: list[float], *, skipped: bool) -> None:
         """Set the words after an update (`skipped`: that changes nothing else), from what they were before it."""
-        if self._at is not None:
-            scale, applied = before
-            after = self._rule.after(scale, int(applied), skipped=skipped)
-            master[self._at : self._at + 2] = torch.tensor(after, dtype=torch.float32, device="cpu")
+        scale, applied = before
+        after = self._rule.after(scale, int(applied), skipped=skipped)
+        self._words[:] = torch.tensor(after, dtype=torch.float32, device="cpu")
+
+
+def scale_words(config: JobConfig, shard: Shard, entries: Iterable[Entry], master: torch.Tensor) -> ScaleWords | None:
+    """The loss scale, if it is in this shard."""
+    places = (e.start - shard.start for e in entries if e.spec.name == ENTRY and e.spec.group < 0)
+    return next((ScaleWords(config.loss_scale, master, at) for at in places if 0 <= at < shard.words), None)
 
 
 _WIRE = "wire-"
@@ -412,7 +411,7 @@ class OwnedShard:
         self._spends_gradient = isinstance(config.applied, SGD) and config.applied.nesterov
         self._compensation = config.compensation
         self._floats = float_ranges(shard, entries)  # of buffers: where they hold floating-point numbers
-        self._scale = ScaleWords(config, shard, entries)
+        self._scale = scale_words(config, shard, entries, self.master)
         self.mean = _stays if isinstance(config.applied, Sum) else self._sum.mean
         self.norm, self.abandon = self._sum.norm, self._sum.abandon
         self.merge, self.discard = self._sum.merge, self._sum.discard
@@ -421,7 +420,7 @@ class OwnedShard:
     @property
     def loss_scale(self) -> float:
         """What the losses of the step in progress are multiplied by, if this shard has it; else 0."""
-        return self._scale.scale(self.master)
+        return 0.0 if self._scale is None else self._scale.keep()[0]
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
         """Set the first version. Its buffer becomes the wire copy."""
@@ -460,7 +459,7 @@ class OwnedShard:
         Of buffers: the first word that is not finite and was before. A mask of infinities is no error.
         """
         if self._optimizer is not None:
-            return self._sum.first_not_finite()
+            return first_not_finite(self._sum.values)
         return first_that_became(self._floats, self._sum.values, self.master)
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
@@ -469,7 +468,7 @@ class OwnedShard:
         The gradient's buffer becomes the wire copy. With `replicate` the wire copy gets a new buffer, and the scaled
         gradient's buffer is returned, with its bytes, for the backup.
         """
-        scale, kept = update.scale, self._scale.keep(self.master)
+        scale, kept = update.scale, None if self._scale is None else self._scale.keep()
         wire = self._pool.take() if update.replicate else self._sum.buffer
         if scale is not None and self._optimizer is None:
             self.master.copy_(self._sum.values)
@@ -482,9 +481,10 @@ class OwnedShard:
             self._optimizer.apply(gradient, update.step, update.rate, update.reductions)
             if self._average is not None:
                 self._average.update(update.step + 1)
-        self._scale.advance(self.master, kept, skipped=scale is None)
+        if self._scale is not None and kept is not None:
+            self._scale.advance(kept, skipped=scale is None)
         finished = self._sum.leave()
-        wire.tensor[: self.shard.words].copy_(self.master)
+        wire.tensor[: self.master.numel()].copy_(self.master)
         self._wire.keep(update.version, wire, update.oldest, update.pinned)
         return (finished, self.shard.nbytes) if update.replicate else None
 

@@ -129,22 +129,24 @@ def late_kind(settle: Settle, before: Callable[[], None] = lambda: None) -> type
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
             before()
-            for parameter in _among((args, kwargs), cls):
+            for parameter in _among((*args, *(kwargs or {}).values()), cls):
                 settle(parameter)
             return func(*args, **(kwargs or {}))
 
     return Late
 
 
-def _among(value: Any, kind: type[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """The parameters of this class among a call's arguments."""
-    if type(value) is kind:
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [parameter for item in value for parameter in _among(item, kind)]
-    return []
+def _among(values: Iterable[Any], kind: type[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """The parameters of this class among a call's arguments, and in lists and dictionaries of them."""
+    found: list[torch.nn.Parameter] = []
+    for value in values:
+        if type(value) is kind:
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _among(value, kind)
+        elif isinstance(value, dict):
+            found += _among(value.values(), kind)
+    return found
 
 
 # ---- What a backward pass needs of the forward pass: kept, or computed once more (`recompute`) ----

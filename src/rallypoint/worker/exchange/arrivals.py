@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -32,6 +33,8 @@ States = dict[int, ShardRecord]
 
 class ServerState:
     """The servers hold the optimizer's state: a version is the parameters and nothing else."""
+
+    records = False  # does `lands` do anything?
 
     def starts(self, shard: Shard) -> bool:
         """True if a worker can start from this shard's versions."""
@@ -65,6 +68,8 @@ class ServerState:
 
 class ReplicatedState(ServerState):
     """Every worker holds the model and the optimizer's state: a version is the mean gradient, or a whole state."""
+
+    records = True
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
@@ -563,33 +568,30 @@ class Arrivals:
         self._most_updates = config.rounds * max(1, config.clocks("parameters"))  # of one shard
         self._locked, self._pushes, self._encoder = locked, pushes, encoder
         self._codec_states, self._optimizer = codec_states, optimizer
+        self._begins = frozenset(shard.index for shard in layout.shards if optimizer.starts(shard))
         self._rows, self._words = pulls
         self._streamed = config.streamed
+        self.landed = locked.landed
 
     # ---- versions ----
 
     def arriving(self, header: Header, server: str) -> memoryview | None:
         shard, nbytes = self._shard(header), header.length
-        skips = self._optimizer.skips(header) or (self._streamed and shard.role == "parameters")  # no bytes
-        if header.codec == 0 and nbytes != (0 if skips else shard.slot_bytes):
-            raise ProtocolError(f"a version of {nbytes} bytes for shard {shard.index}, which has {shard.slot_bytes}")
-        if nbytes > 2 * shard.slot_bytes + _CODEC_HEAD:
+        whole = shard.slot_bytes
+        skips = (header.flags and self._optimizer.skips(header)) or (self._streamed and shard.role == "parameters")
+        if header.codec == 0 and nbytes != (0 if skips else whole):  # a version that is skipped has no bytes
+            raise ProtocolError(f"a version of {nbytes} bytes for shard {shard.index}, which has {whole}")
+        if nbytes > 2 * whole + _CODEC_HEAD:
             raise ProtocolError(f"an encoded version of {nbytes} bytes for shard {shard.index}: no codec needs so many")
-        self._check_version(header)
-        replica = 0 if header.wanted is None else header.wanted
-        event = Arriving(
-            shard.index, header.step, header.view, replica, header.base, whole=self._optimizer.starts(shard)
-        )
-        lands = self._locked.arriving(event, server, lambda: self._optimizer.lands(shard.index, skips=skips))
-        if not lands:
+        replica = self._check_version(header)
+        event = Arriving(shard.index, header.step, header.view, replica, header.base, whole=shard.index in self._begins)
+        lands = partial(self._optimizer.lands, shard.index, skips=bool(skips)) if self._optimizer.records else None
+        if not self._locked.arriving(event, server, lands):
             return None
         return memoryview(bytearray(nbytes)) if skips else self._pushes.slot(shard.index)
 
     def decode(self, shard: int, payload: memoryview) -> None:
         self._encoder.decode(payload, self._pushes.words(shard))
-
-    def landed(self, shard: int) -> None:
-        self._locked.landed(shard)
 
     def state(self, header: Header, data: bytearray, server: str) -> None:
         shard = self._shard(header)
@@ -646,15 +648,18 @@ class Arrivals:
     def link_failed(self, server: Member, fault: Exception) -> None:
         self._locked.fail(JobAborted(f"the link to server {server.id} has failed: {fault!r}"))
 
-    def _check_version(self, header: Header) -> None:
-        """ProtocolError for a version that the job cannot have: the worker would wait for the other shards' for ever.
+    def _check_version(self, header: Header) -> int:
+        """The replica that the version is for; 0: for all.
+
+        ProtocolError for a version that the job cannot have: the worker would wait for the other shards' for ever.
         """
-        replica = header.wanted or 0
+        replica = header.wants - 2 if header.wants else 0
         if header.step > self._most_updates or header.base > self._rounds or replica >= self._replicas:
             raise ProtocolError(
                 f"version {header.step} of shard {header.shard}, for replica {replica}'s step {header.base}: "
                 f"this job has {self._replicas} replicas and {self._rounds} rounds"
             )
+        return replica
 
     def _shard(self, header: Header) -> Shard:
         if not 0 <= header.shard < len(self._layout.shards):

@@ -301,16 +301,14 @@ class Exchange:
         words = 0 if config.streamed else layout.words
         self.buffer = torch.empty(words, dtype=torch.float32, device="cpu", pin_memory=pinned)
         self.streamed, self.prefetch_bytes = config.streamed, config.prefetch_bytes
-        self.memory: SlotMemory = (
-            ShardMemory(layout, config.prefetch_bytes, pinned=pinned) if config.streamed
-            else WholeVector(layout, self.buffer)
-        )  # fmt: skip
+        scarce = ShardMemory(layout, config.prefetch_bytes, pinned=pinned) if config.streamed else None
+        self.memory: SlotMemory = scarce or WholeVector(layout, self.buffer)
         formats = ShardCodecStates(config)
         self._shell = shell = shell_for(context.me, worker_plan(config, layout, formats.among(layout), early=early))
         observed(shell.machine, context.me)
         if shell.states.kept:
             observed(shell.states, f"{context.me}-codec-states")
-        self._locked = locked = LockedShell(shell, context.say)
+        self._locked = locked = LockedShell(shell, context.say, scarce)
         self._adopting = threading.Lock()
         self.viewed: Callable[[View], None] = lambda view: None
         self.updates = 0
@@ -318,19 +316,15 @@ class Exchange:
         self._evaluating = self.had_version = False
         self._encoder = Encoder(layout, config)
         self._links = Links(context, config, lambda: shell.number)
-
-        def sent(shard: int, serial: int) -> None:
-            locked.sent(shard, serial, lambda: self.memory.free(shell.machine.slots))
-
         self._pushes = Pushes(
-            layout, self.memory, self._encoder, self._links, sent=sent, queued=shell.machine.slots.is_queued,
+            layout, self.memory, self._encoder, self._links, sent=locked.sent, queued=shell.machine.slots.is_queued,
             lock=locked.changed, examines=config.nonfinite != "continue",
         )  # fmt: skip
         codec_states = CodecStates(shell, self._encoder, formats, self._links) if shell.states.kept else None
         locked.effects = LinkEffects(shell, self._links, self._pushes, codec_states)
         self._optimizer = optimizer_state(config)
         self.replica = ReplicaPushes(
-            layout, locked, self._pushes, self._links, self.memory, Contributions(layout, config.fingerprints)
+            layout, locked, self._pushes, self._links, Contributions(layout, config.fingerprints)
         )
         self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)

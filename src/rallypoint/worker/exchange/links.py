@@ -292,19 +292,31 @@ class ServerLink:
                 out = self._window - self._credits
                 raise ProtocolError(f"server {self.server.id} gives {count} credits for {out} contributions")
             self._credits += count
-        self._feed()
+            more = bool(self._waiting)
+        if more:
+            self._feed()
 
     def _feed(self) -> None:
-        """Give the channel what may leave now: at most one contribution, so that others can still overtake the rest."""
+        """Give the channel what may leave now: at most one contribution, so that others can still overtake the rest.
+
+        Requests need no credit, but keep their place among the contributions (none has a rank where there are any).
+        """
         while True:
+            ready = []
             with self._lock:
                 channel = self._channel
                 if self._feeding or channel is None:
                     return  # whoever feeds looks again
-                ready = self._ready_to_leave()
-                self._feeding = bool(ready)
-            if not ready:
-                return
+                while self._waiting:
+                    if self._waiting[0].header.kind is not Kind.WANT:
+                        if self._busy or not (self._overdraws or self._credits > 0):
+                            break
+                        self._credits -= 1
+                        self._busy = True
+                    ready.append(heapq.heappop(self._waiting))
+                if not ready:
+                    return
+                self._feeding = True
             try:
                 for one in ready:
                     channel.send(one.header, one.payload, partial(self._left, channel, one), rank=one.rank)
@@ -317,23 +329,10 @@ class ServerLink:
         with self._lock:
             if self._channel is channel and one.header.kind is not Kind.WANT:
                 self._busy = False
-        self._feed()
+            more = bool(self._waiting)
+        if more:
+            self._feed()
         one.sent()
-
-    def _ready_to_leave(self) -> list[Waiting]:
-        """Take out what may leave: what credit allows. Needs the lock.
-
-        Requests need no credit, but keep their place among the contributions (none has a rank where there are any).
-        """
-        ready = []
-        while self._waiting:
-            if self._waiting[0].header.kind is not Kind.WANT:
-                if self._busy or not (self._overdraws or self._credits > 0):
-                    break
-                self._credits -= 1
-                self._busy = True
-            ready.append(heapq.heappop(self._waiting))
-        return ready
 
 
 def _nothing() -> None:
@@ -364,14 +363,11 @@ class Links:
     def __init__(self, context: Context, config: JobConfig, view: Callable[[], ViewNumber]) -> None:
         self._context, self._config, self._view = context, config, view
         self._links: dict[str, ServerLink] = {}
+        self.get = self._links.get  # the link to that server; None if no view here has named it
         self._lock = threading.Lock()  # of what follows: the coordinator's thread and the main thread change it
         self._overdraws = False
         self._overdrawn_step = -1
         self._audits = audits_of(config)
-
-    def get(self, server: str) -> ServerLink | None:
-        """Return the link to that server; None if no view here has named it."""
-        return self._links.get(server)
 
     def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
         """Start to connect to these servers and aggregators of `view`. `receiver` gets what arrives."""

@@ -54,12 +54,16 @@ class Effects(Protocol):
 
 
 class LockedShell:
-    """The shell of one worker. `effects` runs its effects; `say` gets a sentence about each long wait."""
+    """The shell of one worker. `effects` runs its effects; `say` gets a sentence about each long wait.
+
+    `memory` is that of the slots where there is not enough for all of them at once: claims wait for some of it, and it
+    is given back.
+    """
 
     effects: Effects  # set once, before any link is opened
 
-    def __init__(self, shell: WorkerShell, say: Callable[[str], None]) -> None:
-        self.shell, self.machine = shell, shell.machine
+    def __init__(self, shell: WorkerShell, say: Callable[[str], None], memory: ShardMemory | None = None) -> None:
+        self.shell, self.machine, self.memory = shell, shell.machine, memory
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         self._say = say
@@ -78,7 +82,8 @@ class LockedShell:
         with self.changed:
             effects = self.machine.handle(event)
             self.changed.notify_all()
-        self.effects.run(effects)
+        if effects:
+            self.effects.run(effects)
 
     def apply(self, change: Callable[[], list[Effect]]) -> None:
         """Make any other change of the shell, with its effects on codec states. Takes the lock, like `handle`."""
@@ -133,25 +138,30 @@ class LockedShell:
         if self.failure is not None:
             raise self.failure
 
-    def claim(self, shard: int, room: Callable[[], bool], describe: Callable[[], str]) -> bool:
-        """Wait until the slot may be written, and there is `room` for it. Returns False if it need not be written.
+    def claim(self, shard: int, describe: Callable[[], str]) -> bool:
+        """Wait until the slot may be written, and has memory. Returns False if it need not be written.
 
         Raises Rewound like `check`.
         """
+        machine, memory, may = self.machine, self.memory, False
 
         def ready() -> bool:
-            may = self.machine.may_fill(shard)
-            return self.machine.rewound or may is None or (may and room())
+            nonlocal may
+            free = machine.may_fill(shard)
+            may = bool(free)
+            return machine.rewound or free is None or (may and (memory is None or memory.has_room(machine.slots)))
 
         with self.changed:
-            self._claiming = True
-            self.wait(ready, describe)
-            self._claiming = False
-            if self.machine.rewound:
+            if self.failure is None and ready():  # as nearly always
+                self.activity += 1
+            else:
+                self._claiming = True
+                self.wait(ready, describe)
+                self._claiming = False
+            if machine.rewound:
                 raise Rewound
-            may = bool(self.machine.may_fill(shard))
             if may:
-                self.machine.fill(shard)
+                machine.fill(shard)
         return may
 
     def wait_for_shards(self, shards: Sequence[int], here: Callable[[], bool], describe: Callable[[], str]) -> None:
@@ -164,28 +174,31 @@ class LockedShell:
 
     # ---- the links' threads: events that come for every shard wake the main thread only when it needs them ----
 
-    def sent(self, shard: int, serial: int, free: Callable[[], None]) -> None:
-        """A slot's gradient has been sent. `free` is called under the lock."""
+    def sent(self, shard: int, serial: int) -> None:
+        """A slot's gradient has been sent."""
         with self.changed:
             effects = self.machine.handle(Sent(shard, serial))
-            free()
+            if self.memory is not None:
+                self.memory.free(self.machine.slots)
             if self._claiming:  # otherwise the main thread waits for a version, and would wake for every shard in vain
                 self.changed.notify_all()
-        self.effects.run(effects)
+        if effects:
+            self.effects.run(effects)
 
-    def arriving(self, event: Arriving, server: str, lands: Callable[[], None]) -> bool:
+    def arriving(self, event: Arriving, server: str, lands: Callable[[], None] | None = None) -> bool:
         """A version begins to arrive from `server`. If it may land, call `lands` under the lock and return True."""
         with self.changed:
             before = self.machine.target
             effects = self.shell.arriving(event, server)
             landing = isinstance(effects[0], Land)
-            if landing:
+            if landing and lands is not None:
                 lands()
             # The target is known again: the main thread may have something to do although nothing lands
             target = self.machine.target
             if target != before or target > self.machine.step + 1 or self._claiming or self.machine.rewound:
                 self.changed.notify_all()
-        self.effects.run(effects[1:])
+        if len(effects) > 1:
+            self.effects.run(effects[1:])
         return landing
 
     def landed(self, shard: int) -> None:
@@ -194,7 +207,8 @@ class LockedShell:
             effects = self.machine.handle(Landed(shard))
             if self.machine.complete or shard in self._awaited:
                 self.changed.notify_all()
-        self.effects.run(effects)
+        if effects:
+            self.effects.run(effects)
 
 
 # ---- The memory of a worker's slots: one vector as long as the model, or a few shards' at a time ----
@@ -214,12 +228,6 @@ class SlotMemory(Protocol):
     def slot(self, shard: int) -> memoryview:
         """The shard's slot as bytes."""
 
-    def has_room(self, slots: Slots) -> bool:
-        """True if one more gradient may be written. Needs the exchange's lock."""
-
-    def free(self, slots: Slots) -> None:
-        """Give back the memory of slots that are not in use. Needs the exchange's lock."""
-
 
 class WholeVector:
     """One vector: every slot has memory of its own all the time."""
@@ -237,12 +245,6 @@ class WholeVector:
     def slot(self, shard: int) -> memoryview:
         place = self._shards[shard]
         return self._bytes[place.start * 4 : place.stop * 4]
-
-    def has_room(self, slots: Slots) -> bool:
-        return True
-
-    def free(self, slots: Slots) -> None:
-        """Does nothing."""
 
 
 class ShardMemory:
@@ -279,9 +281,11 @@ class ShardMemory:
         return bytes_of(self.words(shard))
 
     def has_room(self, slots: Slots) -> bool:
+        """True if one more gradient may be written. Needs the exchange's lock."""
         return len(self._held) < self._most or len(slots.unsent) < self._most
 
     def free(self, slots: Slots) -> None:
+        """Give back the memory of slots that are not in use. Needs the exchange's lock."""
         for shard in [shard for shard in self._held if slots[shard] is Slot.FREE]:
             memory = self._held.pop(shard)
             if len(self._free) < self._most:

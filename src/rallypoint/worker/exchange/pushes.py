@@ -58,6 +58,7 @@ class Encoder:
         self._kept: dict[tuple[int, int], tuple[int, Payload | None]] = {}
         self._decoders = threading.local()
         self._pools = _pools(layout, ShardCodecs(config, self._scratch))
+        self.raw = frozenset(shard for shard, pool in enumerate(self._pools) if pool is None)  # not encoded
 
     def encode(self, shard: int, step: int, replica: int, values: torch.Tensor) -> Payload | None:
         """Encode `values` (the shard's words, 1-D fp32) as a payload. The caller releases its buffer.
@@ -274,7 +275,7 @@ class Pushes:
         self, layout: Layout, memory: SlotMemory, encoder: Encoder, links: Links, *, sent: Sent, queued: Queued,
         lock: threading.Condition, examines: bool = False,
     ) -> None:  # fmt: skip
-        self._layout, self._memory = layout, memory
+        self._layout, self._nbytes = layout, [shard.nbytes for shard in layout.shards]
         self.slot, self.words = memory.slot, memory.words
         self._encoder, self._links = encoder, links
         self._sent, self._queued, self._lock = sent, queued, lock
@@ -306,14 +307,16 @@ class Pushes:
             self._push_rows(send, self._rows.pop(send.shard))
             return
         if send.count > 1:
-            self._push_block(send, place.nbytes)
+            self._push_block(send, self._nbytes[send.shard])
             return
-        payload = self._encoder.encode(send.shard, send.step, send.replica, self.words(send.shard))
+        values = self.words(send.shard)
+        raw = send.shard in self._encoder.raw
+        payload = None if raw else self._encoder.encode(send.shard, send.step, send.replica, values)
         parameters = place.role == "parameters"  # buffers hold numbers of any type
-        whole = self._whole(self.words(send.shard)) if parameters else True
+        whole = not (self._examines and parameters) or all_finite(values)
         weight = self.weight if parameters else 1.0
         if payload is None:
-            self._push_slot(send, self._header(send, place.nbytes, weight, whole=whole))
+            self._push_slot(send, self._header(send, self._nbytes[send.shard], weight, whole=whole))
             return
         if (link := self._links.get(send.server)) is not None:
             header = self._header(send, len(payload.data), weight, whole=whole)._replace(codec=payload.code)
@@ -518,14 +521,15 @@ class ReplicaPushes:
     """
 
     def __init__(
-        self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links, memory: SlotMemory,
-        contributions: Contributions,
-    ) -> None:  # fmt: skip
+        self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links, contributions: Contributions
+    ) -> None:
         self._buffers = [shard for shard in layout.shards if shard.role == "buffers"]
         self._locked, self._pushes, self._links = locked, pushes, links
-        self._memory, self.contributions = memory, contributions
+        self.contributions = contributions
         self._presum, self._replica = locked.machine.presum, -1
         self._began: tuple[int, ViewNumber] | None = None
+        # Waits until this slot may be written; False if it need not be. Raises Rewound like `Exchange.check`.
+        self.claim: Callable[[int], bool] = partial(locked.claim, describe=self._where_full)
 
     def begin(self, step: int, replica: int) -> ViewNumber | None:
         """Begin to compute this replica and return its generation. None if it is not to be computed (now)."""
@@ -546,11 +550,6 @@ class ReplicaPushes:
         """Set the weight of the following contributions, and whether their loss was finite."""
         self._pushes.begin(weight, finite)
 
-    def claim(self, shard: int) -> bool:
-        """Wait until this slot may be written; False if it need not be. Raises Rewound like `Exchange.check`."""
-        slots = self._locked.machine.slots
-        return self._locked.claim(shard, lambda: self._memory.has_room(slots), self._where_full)
-
     def _where_full(self) -> str:
         machine = self._locked.machine
         unsent = machine.slots.unsent
@@ -558,7 +557,8 @@ class ReplicaPushes:
 
     def filled(self, shard: int) -> None:
         """The slot holds the replica's whole gradient: push it, or add it up with others of this worker (I3)."""
-        self.not_needed(shard, self._pushes.words(shard))
+        if self.contributions.active:
+            self.not_needed(shard, self._pushes.words(shard))
         with self._locked.changed:
             part = self._presum.part(shard, self._replica)
         if part is not None:
@@ -584,7 +584,8 @@ class ReplicaPushes:
 
     def _end(self, *, whole: bool) -> None:
         self._locked.apply(lambda: self._locked.shell.end_replica(whole=whole))
-        self._locked.set(lambda: self._memory.free(self._locked.machine.slots))
+        if (memory := self._locked.memory) is not None:
+            self._locked.set(lambda: memory.free(self._locked.machine.slots))
 
 
 # ---- The version that a forward pass reads while it arrives. `core/worker/overlap.py` decides what may be done ----

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -265,7 +266,7 @@ class ModelGuard:
         """
         if not self._script_runs:
             return
-        if any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):
+        if not self._known.isdisjoint(map(id, chain(*(group["params"] for group in optimizer.param_groups)))):
             if self._wrapped:
                 raise UsageError(
                     f"{script_line()}: the script calls {type(optimizer).__qualname__}.step() on the model that "

@@ -351,7 +351,7 @@ class GradientHooks(WaitsForVersions):
         for shards in self._shards_of:
             for shard in shards:
                 counts[shard] += 1
-        self._parameters_in = counts
+        self._parameters_in, self._used = counts, sum(count > 0 for count in counts)
         self._last = self._in_backward = False
         self._tables = Tables(tensors.tables, exchange)
         self._reset()
@@ -420,7 +420,7 @@ class GradientHooks(WaitsForVersions):
     def _reset(self) -> None:
         self._tables.reset()
         self._left = list(self._parameters_in)
-        self._open = sum(count > 0 for count in self._parameters_in)  # shards that are not complete yet
+        self._open = self._used  # shards that are not complete yet
         self._kept: int | None = None
         self._claimed: dict[int, bool] = {}  # False: the servers do not need this shard's contribution from us
         self._touched: set[int] = set()
@@ -430,7 +430,7 @@ class GradientHooks(WaitsForVersions):
 
     def _hook(self, index: int, placed: Placed) -> object:
         def hook(parameter: torch.Tensor) -> None:
-            if not self._in_backward or _got_nothing(parameter):
+            if not self._in_backward or (parameter.grad is None and _got_nothing(parameter)):
                 return
             if self._last or self._staging.eager:
                 self._write(index, placed, parameter)
@@ -501,7 +501,7 @@ class GradientHooks(WaitsForVersions):
             self._open -= 1
             if self._clip is not None:
                 self._whole.append(shard)
-            elif self._claim(shard):
+            elif self._claimed[shard]:
                 if self._open or not self._in_backward:
                     self._send(shard)
                 else:
@@ -510,7 +510,7 @@ class GradientHooks(WaitsForVersions):
                 self._staging.then(partial(self._exchange.replica.not_needed, shard, self._beside[shard]))
 
     def _send(self, shard: int) -> None:
-        self._staging.then(lambda: self._exchange.replica.filled(shard))
+        self._staging.then(partial(self._exchange.replica.filled, shard))
 
     def _clip_and_send(self, limit: float) -> None:
         """Scale the slots by the norm of the whole gradient, then send them."""
@@ -536,8 +536,8 @@ class GradientHooks(WaitsForVersions):
 
 
 def _got_nothing(parameter: torch.Tensor) -> bool:
-    """True if an operation gave this parameter no gradient (None): torch calls its hooks all the same."""
-    return parameter.grad is None and len(parameter._post_accumulate_grad_hooks or ()) == 1  # ours: nobody took it
+    """Of a parameter without a gradient: an operation gave it none, and torch called its hooks all the same."""
+    return len(parameter._post_accumulate_grad_hooks or ()) == 1  # ours: nobody took it
 
 
 # ---- Gradients of streamed parameters: each shard's memory is there while its gradient is written and sent ----
