@@ -32,7 +32,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import audits_member.py by name
 
 from audits_member import train
-from rallypoint.core.audits.choice import Audits
+from rallypoint.core.audits import Audits
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.testing.processes import ClusterFailed, ProcessCluster
 

@@ -32,11 +32,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.topology.told import Topology
+from rallypoint.core.plan.topology import Topology
+from rallypoint.core.protocol import Say
 from rallypoint.errors import RallypointError
 from rallypoint.launch import environment
 from rallypoint.net.handshake import new_token
-from rallypoint.net.messages import Say
 from rallypoint.net.tls.making import make_certificates
 from rallypoint.watch.follow import EVENTS, event_of
 

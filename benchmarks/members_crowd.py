@@ -15,13 +15,13 @@ from multiprocessing.connection import Connection as Pipe
 
 import msgspec
 
+from rallypoint.core.protocol import Applied, Beat, Hello, Message, NewView, Propose, Report, ViewChange, decode, encode
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import RallypointError
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.keys import LinkKeys, role_token
 from rallypoint.net.member import ViewReceiver
-from rallypoint.net.messages import Applied, Beat, Hello, Message, NewView, Propose, Report, ViewChange, decode, encode
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.testing.scale.cluster import Size, named, record_for

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rallypoint.coordinator.events import line_of
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Applied,
     Finished,
     GpuSample,

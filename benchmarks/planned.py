@@ -1,4 +1,4 @@
-"""Is the planner right? Random jobs on links of known rates, as `core.cost` says they go and as they went.
+"""Is the planner right? Random jobs on links of known rates, as `core.plan` says they go and as they went.
 
     python benchmarks/planned.py                       # 40 cases (netlab: needs root), about half a minute each
     python benchmarks/planned.py --cases 2             # the first two
@@ -32,10 +32,10 @@ from rich.console import Console
 
 from cluster import Case, Place, main, report, site, table
 from forked import Forking
-from rallypoint.core.cost.peers import Ring, ddp_cost
-from rallypoint.core.cost.pipeline import step_cost
-from rallypoint.core.cost.site import ON_CPU, Servers, Site, Speeds, Workers
-from rallypoint.core.cost.workload import Layer, Workload
+from rallypoint.core.plan.peers import Ring, ddp_cost
+from rallypoint.core.plan.pipeline import step_cost
+from rallypoint.core.plan.site import ON_CPU, Servers, Site, Speeds, Workers
+from rallypoint.core.plan.workload import Layer, Workload
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from train import Plan, run_once
 from train_member import Design

@@ -17,11 +17,11 @@ from cluster import finish, join_gloo
 from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import Sync
+from rallypoint.core.protocol import Report
 from rallypoint.core.worker.slots import Compute, Initialise, Install
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.net.messages import Report
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.session import Job
 

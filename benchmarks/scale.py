@@ -19,9 +19,9 @@ from typing import Annotated, Any
 import typer
 
 from rallypoint.core.cluster.state import Phase
-from rallypoint.core.cost.failures import daly_period, elastic_goodput, goodput
-from rallypoint.core.cost.sites import Sites, sites_seconds
-from rallypoint.core.cost.workload import Workload, transformer
+from rallypoint.core.plan.failures import daly_period, elastic_goodput, goodput
+from rallypoint.core.plan.site import Sites, sites_seconds
+from rallypoint.core.plan.workload import Workload, transformer
 from rallypoint.testing.scale.cluster import BigCluster, Size, change_bytes, messages_of
 from rallypoint.testing.scale.play import Play, round_seconds
 from simulate import ScaleOptions, limits_of, scenario_of

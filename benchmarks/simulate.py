@@ -19,10 +19,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from rallypoint.core.cost.failures import NEVER
-from rallypoint.core.cost.site import Speeds
-from rallypoint.core.cost.sites import ONE_SITE, Sites, sites_seconds
-from rallypoint.core.cost.workload import SENT_BYTES, Workload, transformer
+from rallypoint.core.plan.failures import NEVER
+from rallypoint.core.plan.site import ONE_SITE, Sites, Speeds, sites_seconds
+from rallypoint.core.plan.workload import SENT_BYTES, Workload, transformer
 from rallypoint.errors import ConfigError, RallypointError, UsageError
 from rallypoint.launch.cluster import option
 from rallypoint.launch.costing.quantities import count_of, rate_of, seconds_of

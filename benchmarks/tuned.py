@@ -25,7 +25,7 @@ from rich.console import Console
 
 from cluster import TUNING, Case, Members, Site, Spread, machine_facts, main, site, step_times, table
 from rallypoint.core.layout import SHARD_BYTES
-from rallypoint.core.tuning.shards import shards_for
+from rallypoint.core.plan.tuning import shards_for
 from reduce_member import Result, Task
 
 _PACED = 0.95  # of a link's rate: the pace of the grid

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from rallypoint.core.protocol import Finished, Members, Message, Metrics, Planned, Snapshotted, StepDone, Waiting
 from rallypoint.core.view import ViewNumber
 from rallypoint.launch import console
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.plan import Launch
-from rallypoint.net.messages import Finished, Members, Message, Metrics, Planned, Snapshotted, StepDone, Waiting
 
 PLAN = Planned(
     replicas=2, steps=1500, words=9610, shards=2, workers=("worker0",), servers=("server0",), item="samples", items=64

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
+from rallypoint.core.protocol import Finished, Message, Planned, Skipped, StepDone
 from rallypoint.launch.console import RunConsole
-from rallypoint.net.messages import Finished, Message, Planned, Skipped, StepDone
 
 
 def _planned(done: int) -> Planned:

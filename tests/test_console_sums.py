@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from rallypoint.core.protocol import Finished, Members, Planned, ScriptAt
 from rallypoint.launch import console as shown_by
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.observing.beside import Beside
-from rallypoint.net.messages import Finished, Members, Planned, ScriptAt
 
 PLAN = Planned(0, 2, "scripts", 4_380_000, 61, ("worker0", "worker1"), ("server0", "server1"))
 HERE = Members("1.1", ("worker0", "worker1"), (), ("server0", "server1"))

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from rallypoint.core.protocol import Hello
 from rallypoint.errors import AccessDenied, UnprovenPeer, UsageError
 from rallypoint.launch.access import Access, access_of
 from rallypoint.launch.doctor.doctor import Doctor
@@ -33,7 +34,6 @@ from rallypoint.launch.doctor.probe import Asking, Probe
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import COORDINATOR, introduce, new_token
-from rallypoint.net.messages import Hello
 from rallypoint.net.tls.files import TlsFiles
 from rallypoint.net.tls.making import make_certificates
 from rallypoint.net.tls.transport import TlsTransport

@@ -24,6 +24,7 @@ import pytest
 from rich.console import Console
 
 from rallypoint.coordinator.journal import Journal
+from rallypoint.core.protocol import Finished, Hello, Members, Message, SnapshotWanted
 from rallypoint.errors import UnprovenPeer, UsageError
 from rallypoint.launch import launcher, lifeline
 from rallypoint.launch import run as cluster_run
@@ -37,7 +38,6 @@ from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
 from rallypoint.launch.supervisor import Limits
 from rallypoint.net.handshake import COORDINATOR, introduce
-from rallypoint.net.messages import Finished, Hello, Members, Message, SnapshotWanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store import closing
 from rallypoint.testing.contracts.beside import until as until_true

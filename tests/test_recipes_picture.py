@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from rallypoint.core.protocol import Planned
 from rallypoint.errors import to_install
-from rallypoint.net.messages import Planned
 from rallypoint.recipes import picture
 from rallypoint.recipes.picture import chart
 

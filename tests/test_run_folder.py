@@ -29,6 +29,7 @@ from rallypoint.coordinator.journal import Journal
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.protocol import Say
 from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch import folder as folders
 from rallypoint.launch import launcher
@@ -52,7 +53,6 @@ from rallypoint.launch.folder import (
 from rallypoint.launch.observing.replay import Wanted, replay
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
-from rallypoint.net.messages import Say
 from rallypoint.own_files import OpenFolder, is_alone_in_group
 from rallypoint.store import closing
 from rallypoint.store.files import Files

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from rallypoint.core.cluster.invariants import check_course
-from rallypoint.core.cost.workload import Workload, transformer
+from rallypoint.core.cluster.course import check_course
 from rallypoint.core.layout import Shard
-from rallypoint.core.placement import place, ranking
+from rallypoint.core.placing.placement import place, ranking
+from rallypoint.core.plan.workload import Workload, transformer
 from rallypoint.core.view import assign_replicas, reassign_orphans
 from rallypoint.errors import ConfigError
 from rallypoint.testing.scale.cluster import BigCluster, Size, change_bytes, messages_of

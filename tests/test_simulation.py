@@ -16,22 +16,21 @@ from typing import Any
 import pytest
 
 from rallypoint.coordinator import shell
-from rallypoint.core.assignment import trial
+from rallypoint.core import sums as presum
 from rallypoint.core.cadence import Cadence
-from rallypoint.core.cluster import view_change
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.placing import assigner as trial
+from rallypoint.core.placing import view_change
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
 from rallypoint.core.shard.clip import Rule
 from rallypoint.core.shard.clip import Verdict as ClipVerdict
-from rallypoint.core.shard.clocks import Clocks
 from rallypoint.core.shard.effects import Effect, Publish
 from rallypoint.core.shard.events import Decide
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import Effect as ServerEffect
 from rallypoint.core.shard.server import ServerMachine
-from rallypoint.core.sums import presum
-from rallypoint.core.sums.presum import Presum
-from rallypoint.core.sums.tree import Block, Forest, leaf
+from rallypoint.core.shard.tally import Clocks
+from rallypoint.core.sums import Block, Forest, Presum, leaf
 from rallypoint.core.view import ViewNumber, assign_replicas
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Action, Compute, Install, Slot
@@ -255,7 +254,7 @@ def _one_replica_too_many(replicas: int, *args: Any) -> dict[str, tuple[int, ...
     return assign_replicas(replicas + 1, *args)
 
 
-@pytest.mark.some("rallypoint.core.cluster.view_change-*")
+@pytest.mark.some("rallypoint.core.placing.view_change-*")
 @pytest.mark.parametrize(("owner", "name", "bug"), [
     (Forest, "covers", _a_repeat_is_added),
     (Forest, "merge", _merged_as_they_come),

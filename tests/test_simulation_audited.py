@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.audits.duties import AuditDuties
-from rallypoint.core.audits.shard import Opinions
+from rallypoint.core.audits import AuditDuties
 from rallypoint.core.cluster.view_sequence import ViewSequence
+from rallypoint.core.shard.audited import Opinions
 from rallypoint.core.shard.events import Contribute
 from rallypoint.core.view import ViewNumber
 from rallypoint.testing.simulation.policies import Audited, AuditedWrong, parse_policy, word_for

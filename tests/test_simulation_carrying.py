@@ -6,9 +6,9 @@ import pytest
 
 from rallypoint.core.aggregator.sums import BlockSum
 from rallypoint.core.policy import AllReduce, Sync
-from rallypoint.core.shard.plan import Plan
+from rallypoint.core.shard.server import Plan
 from rallypoint.core.worker.machine import SlotMachine
-from rallypoint.testing.simulation.failures.played import played_by
+from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Carrying, parse_policy, word_for
 from rallypoint.testing.simulation.run import first_failure, simulate

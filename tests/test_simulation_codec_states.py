@@ -12,10 +12,10 @@ from rallypoint.codec.spec import TopK
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.worker.handover import CodecStateCustody, Handover
-from rallypoint.testing.simulation.codec_states import ServerCodecStates
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import CodecState, word_for
+from rallypoint.testing.simulation.replicas.codec_states import ServerCodecStates
 from rallypoint.testing.simulation.run import first_failure, play, simulate
 
 FIXED = range(18)

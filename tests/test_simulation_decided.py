@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rallypoint.core.cluster import evaluations
-from rallypoint.core.worker.leased import LeasedVersion
+from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.testing.simulation import server
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Deciding, parse_policy, word_for

@@ -7,8 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from rallypoint.core.cluster.health.silence import Finding, Silence
 from rallypoint.core.cluster.membership import Membership
+from rallypoint.core.cluster.reach import Finding, Silence
 from rallypoint.core.policy import Async, Sync
 from rallypoint.testing.simulation.plan import Fault, Plan, isolates, make_plan
 from rallypoint.testing.simulation.policies import Played, word_for

@@ -14,14 +14,14 @@ from rallypoint.core.cluster import view_sequence
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Dismiss, Effect
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.placing.copies import Copies
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.placing.copies import Copies
 from rallypoint.core.policy import AllReduce, BoundedStaleness, LocalSteps, Sync
 from rallypoint.testing.simulation import run
 from rallypoint.testing.simulation.coordinator import Disk, SimulatedCoordinator
-from rallypoint.testing.simulation.failures.copies import LOSS, WINDOWS
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.operating.copies import LOSS, WINDOWS
 from rallypoint.testing.simulation.plan import Fault, Plan, resizes
 from rallypoint.testing.simulation.policies import Mode, word_for
 from rallypoint.testing.simulation.run import Simulation, SimulationFailed, first_failure, play, simulate

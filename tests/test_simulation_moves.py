@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.cluster.placing.handover import Handover
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.placing.handover import Handover
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan
 from rallypoint.testing.simulation.run import Result, play

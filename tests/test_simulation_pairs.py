@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from rallypoint.core.cluster.health.reach import Reach
+from rallypoint.core.cluster.reach import Reach
 from rallypoint.core.policy import AllReduce, Async, Sync
 from rallypoint.testing.simulation.plan import Fault, Plan, cuts, make_plan, supported
 from rallypoint.testing.simulation.policies import Played, word_for

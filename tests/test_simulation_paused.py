@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.core.policy import Async, Sync
-from rallypoint.testing.simulation.failures.played import played_by
 from rallypoint.testing.simulation.operating.pauses import PAUSE
+from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Deciding, Paused, Stopped, parse_policy, word_for
 from rallypoint.testing.simulation.run import simulate

@@ -15,8 +15,8 @@ import pytest
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Origin
 from rallypoint.core.cluster.succession import Succession
-from rallypoint.testing.simulation.failures.played import played_by
 from rallypoint.testing.simulation.operating import resuming
+from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.operating.resuming import RESUME, WAYS, Resuming
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Resumed as PlayedResumed

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rallypoint.testing.simulation import server
-from rallypoint.testing.simulation.failures.played import played_by
+from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Scaled, parse_policy, word_for
 from rallypoint.testing.simulation.replicas import scale

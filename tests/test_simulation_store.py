@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.core.keys.machine import Line
+from rallypoint.core.keys import Line
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
-from rallypoint.testing.simulation.failures.played import played_by
+from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Keyed, parse_policy, word_for
 from rallypoint.testing.simulation.run import first_failure, simulate

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from rallypoint.core.cluster import course
-from rallypoint.core.cluster.placing import tuning
-from rallypoint.core.cluster.placing.tuning import Tuned, Tuning
-from rallypoint.core.cluster.storing import snapshots, tuned_period
-from rallypoint.core.cluster.storing.tuned_period import TunedPeriod
+from rallypoint.core.cluster.storing import snapshots
 from rallypoint.core.job import JobRecord
-from rallypoint.core.tuning import tuner
-from rallypoint.core.tuning.knob import KNOBS
+from rallypoint.core.plan import failures as tuned_period
+from rallypoint.core.plan import tuning
+from rallypoint.core.plan import tuning as tuner
+from rallypoint.core.plan.failures import TunedPeriod
+from rallypoint.core.plan.tuning import KNOBS, Tuned, Tuning
 from rallypoint.core.view import View
 from rallypoint.testing.simulation.run import simulate
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.core.cluster import view_change
+from rallypoint.core.placing import view_change
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Sync
-from rallypoint.testing.simulation.failures.played import played_by
+from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import (
     Audited,

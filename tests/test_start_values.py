@@ -9,8 +9,8 @@ import pytest
 from rallypoint.codec.spec import Bf16, Int8
 from rallypoint.config import ClusterFacts, resolve, with_start_values
 from rallypoint.core.optimizer import SGD, AdamW
+from rallypoint.core.plan.tuning import shards_for
 from rallypoint.core.policy import Async
-from rallypoint.core.tuning.shards import shards_for
 
 FACTS = ClusterFacts(workers=4, servers=4, link_mbit=0.0, shard_bytes=-1)
 NBYTES = 2_000_000

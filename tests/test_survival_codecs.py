@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rallypoint.core.protocol import Resize
 from rallypoint.launch.folder import CLUSTER_FILE
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Resize
 from rallypoint.net.tcp import TcpTransport
 from test_survival import AT, SCRIPT, STEPS, Cluster, alive, undisturbed_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.config.topology import read_topology
-from rallypoint.core.topology.told import HostFacts, Topology
+from rallypoint.core.plan.topology import HostFacts, Topology
 from rallypoint.errors import ConfigError
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import terms_of

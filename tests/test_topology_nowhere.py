@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.core.topology.told import HostFacts, Topology
+from rallypoint.core.plan.topology import HostFacts, Topology
 from rallypoint.core.view import Member
 
 MEMBERS = Member("worker0", "node1"), Member("server0", "node2", "10.0.0.7:4711")

@@ -13,10 +13,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rallypoint.bridges.wrap import wrap
     from rallypoint.config.tree import Group, JobConfig
-    from rallypoint.core.average import EMA, SWA
-    from rallypoint.core.deciding.decisions import ReduceOnPlateau
-    from rallypoint.core.loss_scale import LossScaling
-    from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
+    from rallypoint.core.decisions import ReduceOnPlateau
+    from rallypoint.core.optimizer import (
+        ASGD,
+        EMA,
+        SGD,
+        SWA,
+        Adadelta,
+        Adagrad,
+        Adam,
+        Adamax,
+        AdamW,
+        LossScaling,
+        Muon,
+        NAdam,
+        RAdam,
+        RMSprop,
+    )
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, scaled_lr, step_decay, tabulated
     from rallypoint.data.cache.cache import Cache
@@ -46,14 +59,14 @@ _HOMES = {
     "Async": "rallypoint.core.policy",
     "BoundedStaleness": "rallypoint.core.policy",
     "Cache": "rallypoint.data.cache.cache",
-    "EMA": "rallypoint.core.average",
+    "EMA": "rallypoint.core.optimizer",
     "Group": "rallypoint.config.tree",
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
     "Lanes": "rallypoint.data.sources.tokens",
     "Loader": "rallypoint.data.spec",
     "LocalSteps": "rallypoint.core.policy",
-    "LossScaling": "rallypoint.core.loss_scale",
+    "LossScaling": "rallypoint.core.optimizer",
     "Micro": "rallypoint.worker.loop.micro",
     "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
@@ -61,10 +74,10 @@ _HOMES = {
     "Parquet": "rallypoint.data.sources.parquet",
     "RAdam": "rallypoint.core.optimizer",
     "RMSprop": "rallypoint.core.optimizer",
-    "ReduceOnPlateau": "rallypoint.core.deciding.decisions",
+    "ReduceOnPlateau": "rallypoint.core.decisions",
     "Run": "rallypoint.worker.loop.run",
     "SGD": "rallypoint.core.optimizer",
-    "SWA": "rallypoint.core.average",
+    "SWA": "rallypoint.core.optimizer",
     "Stream": "rallypoint.data.stream",
     "Sync": "rallypoint.core.policy",
     "TokenFiles": "rallypoint.data.sources.tokens",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rallypoint.codec.base import digest_of
-from rallypoint.core.sums.digests import leaf_digest
+from rallypoint.core.sums import leaf_digest
 
 
 def test_the_digest_is_that_of_the_weighed_gradient() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rallypoint.coordinator.agreement import Agreement
+from rallypoint.coordinator.claims import Agreement
+from rallypoint.core.protocol import Report
 from rallypoint.core.view import ViewNumber
-from rallypoint.net.messages import Report
 
 OLD, NEW = ViewNumber(1, 1), ViewNumber(1, 4)
 

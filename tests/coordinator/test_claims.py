@@ -10,10 +10,7 @@ from test_shell import STEPS, Play
 
 from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.claims import Claims, Early
-from rallypoint.core.shard.clip import Measure
-from rallypoint.core.view import Assignment, Lease, View, ViewNumber
-from rallypoint.errors import ProtocolError
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Accounted,
     Applied,
     Capture,
@@ -35,6 +32,9 @@ from rallypoint.net.messages import (
     decode,
     encode,
 )
+from rallypoint.core.shard.clip import Measure
+from rallypoint.core.view import Assignment, Lease, View, ViewNumber
+from rallypoint.errors import ProtocolError
 
 BIG, NOW = 1 << 63, ViewNumber(1, 4)
 

@@ -11,8 +11,8 @@ from test_shell import Play
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Propose, Say
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.messages import Propose, Say
 
 ONE, OTHER = b"1" * 16, b"2" * 16
 

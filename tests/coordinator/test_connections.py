@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.connections import MOST_WAITING, Connections
+from rallypoint.core.protocol import Hello, Resize, Welcome
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.messages import Hello, Resize, Welcome
 from rallypoint.testing.contracts.beside import until
 
 

@@ -30,15 +30,7 @@ from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.view import View
-from rallypoint.errors import AccessDenied, AddressInUse, DataError, RallypointError
-from rallypoint.net.channel import Channel
-from rallypoint.net.frames import Header, Kind
-from rallypoint.net.handshake import COORDINATOR, Identity, introduce
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import job_secret, ticket
-from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     Accounted,
     Admitted,
@@ -66,6 +58,14 @@ from rallypoint.net.messages import (
     Waiting,
     expect,
 )
+from rallypoint.core.view import View
+from rallypoint.errors import AccessDenied, AddressInUse, DataError, RallypointError
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.handshake import COORDINATOR, Identity, introduce
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.keys import job_secret, ticket
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.store import closing
 from rallypoint.testing.contracts.beside import until
 

@@ -11,9 +11,9 @@ from test_shell import Play
 from rallypoint.coordinator import inbox
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import copies_of
+from rallypoint.core.protocol import Propose, Say
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import Launch, resized, terms_of
-from rallypoint.net.messages import Propose, Say
 
 DOUBLED = "every shard is on two servers"
 AT_ONCE = {"type": "async", "fold": 4}

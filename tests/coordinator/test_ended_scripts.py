@@ -8,8 +8,8 @@ from typing import Any
 from rallypoint.coordinator.acts import Log, Send
 from rallypoint.coordinator.announcer import Announcer
 from rallypoint.core.modes import Feature
+from rallypoint.core.protocol import ScriptAt
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.net.messages import ScriptAt
 
 ONE = ViewNumber(1, 1)
 WORKERS = tuple(Member(f"w{n}", f"h{n}") for n in range(3))

@@ -9,9 +9,9 @@ import pytest
 from rallypoint.coordinator.joining import shared
 from rallypoint.coordinator.joining.shared import BURST, EVERY_S, MOST_OF_ONE_CACHE
 from rallypoint.coordinator.joining.tickets import Tickets
+from rallypoint.core.protocol import Caches, Holder, NewView, Offers
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import Caches, Holder, NewView, Offers
 
 SECRET = b"s" * 32
 

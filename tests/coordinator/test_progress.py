@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from rallypoint.coordinator.progress import Evaluations, Lateness, StepTally, StreamTally
+from rallypoint.core.protocol import Report, StepDone
 from rallypoint.core.typed import MOST_METRICS
 from rallypoint.core.view import ViewNumber
-from rallypoint.net.messages import Report, StepDone
 
 FIRST = ViewNumber()
 

@@ -7,8 +7,8 @@ import pytest
 
 from rallypoint.coordinator import checks
 from rallypoint.coordinator.checks import Checks
+from rallypoint.core.protocol import Beat, Hello, Message, Propose, decode, encode
 from rallypoint.errors import ProtocolError
-from rallypoint.net.messages import Beat, Hello, Message, Propose, decode, encode
 from rallypoint.testing.scale.cluster import Size, record_for
 
 

@@ -20,9 +20,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce
-from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.member import ViewReceiver
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     Admitted,
     Applied,
@@ -48,6 +46,8 @@ from rallypoint.net.messages import (
     ViewChange,
     Waiting,
 )
+from rallypoint.core.view import View, ViewNumber
+from rallypoint.net.member import ViewReceiver
 
 STEPS = 40
 SHARDS = (0, 1)

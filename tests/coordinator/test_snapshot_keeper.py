@@ -15,8 +15,8 @@ import pytest
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.acts import AddPart, BeginSnapshot, CommitSnapshot, FindSnapshot, Judge
 from rallypoint.coordinator.snapshots import SnapshotKeeper
+from rallypoint.core.protocol import Stored
 from rallypoint.errors import DamagedSnapshot, SnapshotError
-from rallypoint.net.messages import Stored
 from rallypoint.store import closing, retry
 from rallypoint.store.manifest import snapshot_id
 from rallypoint.store.snapshots import Retention, SnapshotStore

@@ -9,9 +9,9 @@ import pytest
 
 from rallypoint.config import record_of, resolve
 from rallypoint.config.values import check_values
-from rallypoint.core.cluster.placing.tuning import Tuning
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.plan.tuning import Tuning
 from rallypoint.core.view import Assignment, Member, Tried, View, ViewNumber
 from rallypoint.errors import ConfigError
 

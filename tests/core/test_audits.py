@@ -8,13 +8,12 @@ import msgspec
 import pytest
 
 from rallypoint.config import audits_of, resolve
-from rallypoint.core.audits.choice import Audits, computing
-from rallypoint.core.audits.shard import AuditedShard
+from rallypoint.core.audits import Audits, computing
 from rallypoint.core.policy import Sync
+from rallypoint.core.shard.audited import AuditedShard
 from rallypoint.core.shard.effects import Accepted, Apply, Disputed, Drop, Take
 from rallypoint.core.shard.events import Assigned, Contribute, Initialise
-from rallypoint.core.sums.presum import Part, Presum
-from rallypoint.core.sums.tree import leaf
+from rallypoint.core.sums import Part, Presum, leaf
 from rallypoint.core.view import Assignment, Dispute, Member, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.errors import ConfigError

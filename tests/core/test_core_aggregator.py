@@ -18,7 +18,7 @@ from rallypoint.core.aggregator.shell import AggregatorShell
 from rallypoint.core.shard.effects import Discard, Merge, Take
 from rallypoint.core.shard.events import Contribute
 from rallypoint.core.shard.summing import TreeSum
-from rallypoint.core.sums.tree import Block, blocks_of, leaf
+from rallypoint.core.sums import Block, blocks_of, leaf
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.testing.reference import tree_sum
 

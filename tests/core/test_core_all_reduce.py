@@ -11,7 +11,7 @@ from test_core_worker import _view
 
 from rallypoint.config import group_of, resolve, with_own_optimizer
 from rallypoint.core.cluster.effects import Abort, Capture, Effect, FindSnapshot, Hold, Say
-from rallypoint.core.cluster.events import Beat, Captured, Committed, Found, Leaving, Left, SnapshotWanted, Tick
+from rallypoint.core.cluster.events import Beat, Captured, Committed, Found, From, Left, SnapshotWanted, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.recovery import StateHolders
 from rallypoint.core.cluster.state import Phase
@@ -19,6 +19,7 @@ from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.modes import Holder
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
+from rallypoint.core.protocol import Leaving
 from rallypoint.core.shard.effects import Apply, Drop, Install
 from rallypoint.core.shard.effects import Publish as Published
 from rallypoint.core.shard.events import Contribute, Initialise
@@ -107,7 +108,7 @@ def test_a_worker_that_stands_by_gets_the_state_once_it_is_to_compute() -> None:
 
 def test_one_that_was_without_replicas_for_a_while_has_to_be_given_the_state_again() -> None:
     job = _begun(steps=3)
-    job.play(Leaving("w1"))
+    job.play(From("w1", Leaving()))
     view = job.view
     job.machine.course.members.leaving.clear()
     job.come("w2")

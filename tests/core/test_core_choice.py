@@ -37,7 +37,7 @@ from rallypoint.core.shard.events import (
     Replicated,
 )
 from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.core.shard.plan import Plan
+from rallypoint.core.shard.server import Plan
 
 PURE = settings(derandomize=True, deadline=None, max_examples=150)
 OF = 4  # replicas

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.config import JobConfig, record_of
-from rallypoint.core.assignment.lately import LATE
-from rallypoint.core.assignment.trial import PAUSE_S, ROUNDS
 from rallypoint.core.cluster.effects import (
     Abort,
     Admit,
@@ -32,37 +30,33 @@ from rallypoint.core.cluster.effects import (
 from rallypoint.core.cluster.events import (
     Applied,
     Captured,
-    CaughtUp,
     Committed,
-    Disproved,
-    Done,
     Event,
-    Failed,
     Found,
+    From,
     Heard,
     Joined,
-    Leaving,
     Left,
     Progress,
-    Proposed,
-    Reached,
     Released,
     Resized,
     SnapshotLost,
     SnapshotWanted,
     Tick,
     Unlinked,
-    Unrestored,
 )
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.cluster.view_change import AHEAD
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
+from rallypoint.core.placing.assigner import PAUSE_S, ROUNDS
+from rallypoint.core.placing.pinned import LATE
+from rallypoint.core.placing.view_change import AHEAD
 from rallypoint.core.policy import LocalSteps
+from rallypoint.core.protocol import CaughtUp, Disproved, Done, GiveUp, Leaving, Propose, Reached, Unrestored
 from rallypoint.core.view import Member, View, ViewNumber
 
 PURE = settings(derandomize=True, deadline=None, max_examples=50)
@@ -124,7 +118,7 @@ class _Job:
         for name in names:
             effects += self.join(name)
             if name.startswith("w"):
-                effects += self.play(Proposed(name, self.record)) + self.reached(name)
+                effects += self.play(From(name, Propose(self.record))) + self.reached(name)
         return effects
 
     def reached(self, worker: str) -> list[Effect]:
@@ -133,7 +127,7 @@ class _Job:
         if view is None or (view.handover is None and worker not in view.warming):
             return []
         version = self.machine.course.known if view.handover is None else view.handover
-        return self.play(Reached(worker, version, view.generation))
+        return self.play(From(worker, Reached(version, view.generation)))
 
     def all_caught_up(self) -> list[Effect]:
         """Every backup has been filled, and every third server."""
@@ -146,7 +140,7 @@ class _Job:
 
     def caught_up(self, shard: int, paired: ViewNumber | None = None, by: str = "") -> list[Effect]:
         """The shard's primary (or somebody else) says so of the backup that it met in that view (the right one)."""
-        effects = self.play(CaughtUp(by or self.view.primary[shard], {shard: paired or self.view.paired[shard]}))
+        effects = self.play(From(by or self.view.primary[shard], CaughtUp({shard: paired or self.view.paired[shard]})))
         for worker in self.view.assigned(0) if self.view.handover is not None else ():
             effects += self.reached(worker)
         return effects
@@ -163,7 +157,7 @@ class _Job:
         """The servers have applied the last round, and these workers hold its version."""
         last, server = self.record.rounds - 1, min(self.view.primary.values())
         self.play(Applied(server, last, self.view.generation))
-        return self.play(*(Done(worker, self.view.generation) for worker in workers))
+        return self.play(*(From(worker, Done(self.view.generation)) for worker in workers))
 
     def step(self, step: int, seconds: float = 0.1, only: str = "") -> list[Effect]:
         """Every worker reports its replicas of a step."""
@@ -233,7 +227,7 @@ def test_whatever_order_members_come_in_the_job_begins_once_and_ends_once(
     while order or to_propose:
         assert job.machine.phase is Phase.GATHERING
         if to_propose and (not order or data.draw(st.booleans())):
-            effects += job.play(Proposed(to_propose.pop(), RECORD))
+            effects += job.play(From(to_propose.pop(), Propose(RECORD)))
         else:
             name = order.pop()
             effects += job.join(name)
@@ -265,9 +259,9 @@ def test_it_says_what_it_waits_for_all_the_way() -> None:
     job.join("s1")
     assert job.machine.waiting_for() == "1 more worker"
     job.join("w2")
-    job.play(Proposed("w1", RECORD))
+    job.play(From("w1", Propose(RECORD)))
     assert job.machine.waiting_for() == "the model of w0, w2"
-    job.play(Proposed("w0", RECORD), Proposed("w2", RECORD))
+    job.play(From("w0", Propose(RECORD)), From("w2", Propose(RECORD)))
     assert job.machine.waiting_for() is None
     job.step(0)
     job.play(Left("w0", "x"), Left("w1", "x"))
@@ -276,7 +270,7 @@ def test_it_says_what_it_waits_for_all_the_way() -> None:
     assert job.machine.waiting_for() == "1 more server"
     job.join("s2")
     assert job.machine.waiting_for() == "a snapshot to go back to"
-    job.play(Found("step-1", 1), Proposed("w2", RECORD))
+    job.play(Found("step-1", 1), From("w2", Propose(RECORD)))
     job.come("w3")
     job.done("w2", "w3")
     assert job.machine.phase is Phase.OVER
@@ -297,8 +291,8 @@ def test_with_replication_every_shard_has_a_backup_on_another_host() -> None:
 def test_a_different_model_aborts_a_job_that_gathers_naming_worker_host_and_parameter() -> None:
     job = _Job(_terms())
     job.join("s0", "s1", "w0", "w1")
-    job.play(Proposed("w0", RECORD))
-    assert job.play(Proposed("w1", _record(width=5))) == [
+    job.play(From("w0", Propose(RECORD)))
+    assert job.play(From("w1", Propose(_record(width=5)))) == [
         Abort(
             "w1 on host-of-w1 brought a different model: parameter head.weight [5] float32 (group 0) here, "
             "parameter head.weight [4] float32 (group 0) there (w1 is here, w0 is there)"
@@ -311,7 +305,7 @@ def test_different_settings_abort_a_job_that_gathers_naming_the_key_and_both_val
     job = _Job(_terms())
     job.join("w0", "w1")
     (abort,) = job.play(
-        Proposed("w0", _record(optimizer=AdamW(lr=0.1))), Proposed("w1", _record(optimizer=AdamW(lr=0.2)))
+        From("w0", Propose(_record(optimizer=AdamW(lr=0.1)))), From("w1", Propose(_record(optimizer=AdamW(lr=0.2))))
     )
     assert isinstance(abort, Abort)
     assert "different settings: optimizer.lr is 0.2 here, 0.1 there" in abort.reason
@@ -321,8 +315,8 @@ def test_different_frozen_parameters_abort_a_job_that_gathers_naming_the_first()
     job = _Job(_terms())
     job.join("w0", "w1")
     (abort,) = job.play(
-        Proposed("w0", _record(frozen={"a": "1", "b": "2", "c": "3"})),
-        Proposed("w1", _record(frozen={"a": "1", "b": "9"})),
+        From("w0", Propose(_record(frozen={"a": "1", "b": "2", "c": "3"}))),
+        From("w1", Propose(_record(frozen={"a": "1", "b": "9"}))),
     )
     assert isinstance(abort, Abort)
     assert "other values in the frozen parameter b:" in abort.reason
@@ -331,7 +325,7 @@ def test_different_frozen_parameters_abort_a_job_that_gathers_naming_the_first()
 def test_a_late_worker_with_a_different_model_is_refused_and_the_job_goes_on() -> None:
     job = _begun()
     job.join("w2")
-    refuse, say = job.play(Proposed("w2", _record(width=5)))
+    refuse, say = job.play(From("w2", Propose(_record(width=5))))
     assert isinstance(refuse, Refuse)
     assert refuse.member == "w2"
     assert "head.weight [5]" in refuse.reason
@@ -346,7 +340,7 @@ def test_a_member_that_leaves_while_the_job_gathers_may_be_replaced(name: str, p
     job = _Job(_terms())
     job.join("s0", "s1", "w0")
     if proposed:
-        job.play(Proposed("w0", RECORD))
+        job.play(From("w0", Propose(RECORD)))
     assert job.play(Left(name, "it closed its connection")) == []
     assert job.machine.phase is Phase.GATHERING
     newcomer = f"{name}-again"
@@ -358,9 +352,9 @@ def test_a_member_that_leaves_while_the_job_gathers_may_be_replaced(name: str, p
 def test_when_the_only_one_that_proposed_has_left_another_record_may_be_proposed() -> None:
     job = _Job(_terms())
     job.join("s0", "s1", "w0", "w1")
-    job.play(Proposed("w0", _record(width=9)), Left("w0", "it closed its connection"))
+    job.play(From("w0", Propose(_record(width=9))), Left("w0", "it closed its connection"))
     job.come("w2")
-    job.play(Proposed("w1", RECORD))
+    job.play(From("w1", Propose(RECORD)))
     assert job.machine.phase is Phase.RUNNING
 
 
@@ -371,7 +365,7 @@ def test_a_record_that_servers_were_sent_stays_when_everybody_leaves_before_the_
     job.join("w2")
     assert job.play(Left("w2", "x")) == []
     job.join("w3")
-    (abort,) = job.play(Proposed("w3", _record(width=9)))
+    (abort,) = job.play(From("w3", Propose(_record(width=9))))
     assert isinstance(abort, Abort)
     assert "head.weight [9] float32 (group 0) here" in abort.reason
     assert "the job is there" in abort.reason
@@ -380,11 +374,11 @@ def test_a_record_that_servers_were_sent_stays_when_everybody_leaves_before_the_
 def test_a_record_of_workers_that_leave_before_the_first_view_is_sent_to_nobody_and_another_may_be_proposed() -> None:
     job = _Job(_terms(1, 1))
     job.join("w0")
-    job.play(Proposed("w0", _record(width=9)), Leaving("w0"))
+    job.play(From("w0", Propose(_record(width=9))), From("w0", Leaving()))
     assert _of(Prepare, job.join("s0")) == []
     job.play(Left("w0", "it has left"))
     job.join("w1")
-    assert _of(Prepare, job.play(Proposed("w1", RECORD))) == [Prepare("s0", RECORD)]
+    assert _of(Prepare, job.play(From("w1", Propose(RECORD)))) == [Prepare("s0", RECORD)]
 
 
 def test_a_worker_that_returns_while_the_job_gathers_again_is_not_sent_the_view_of_those_who_left() -> None:
@@ -396,7 +390,7 @@ def test_a_worker_that_returns_while_the_job_gathers_again_is_not_sent_the_view_
 
 def test_a_proposal_of_somebody_unknown_and_one_made_twice_change_nothing() -> None:
     job = _begun()
-    assert job.play(Proposed("w7", _record(width=9)), Proposed("w0", RECORD)) == []
+    assert job.play(From("w7", Propose(_record(width=9))), From("w0", Propose(RECORD))) == []
 
 
 @PURE
@@ -469,7 +463,7 @@ def test_who_computes_makes_no_room_for_one_that_came_first_and_was_ready_last()
     job.come("s0", "w0", "w2")
     assigned = job.view.assigned(0)
     assert sorted(assigned) == ["w0", "w2"]
-    job.play(Proposed("w1", RECORD))
+    job.play(From("w1", Propose(RECORD)))
     assert job.view.assigned(0) == assigned
     assert _again(job).machine.course.active() == ["w0", "w2"]
 
@@ -504,11 +498,11 @@ def test_below_the_minimum_of_workers_nobody_computes_and_the_job_goes_on_when_o
 
 def test_a_worker_told_to_go_hands_its_replicas_back_and_its_leaving_is_no_fault() -> None:
     job = _begun()
-    assert [type(effect) for effect in job.play(Leaving("w0"))] == [Publish]
+    assert [type(effect) for effect in job.play(From("w0", Leaving()))] == [Publish]
     assert not job.view.takes_part("w0", 0)
     assert dict(job.view.assigned(1)) == {"w1": (0, 1, 2, 3)}
     assert job.play(Left("w0", "it closed its connection"))[0] == Say("w0 has left: it closed its connection")
-    assert job.play(Leaving("w7")) == []
+    assert job.play(From("w7", Leaving())) == []
 
 
 def test_a_process_that_comes_under_the_name_of_another_replaces_it_under_a_new_incarnation() -> None:
@@ -525,7 +519,7 @@ def test_a_server_that_was_told_to_go_is_let_go_once_all_of_its_shards_are_elsew
     job.step(0)
     held = job.view.shards_of("s1")
     assert held
-    effects = job.play(Leaving("s1"))
+    effects = job.play(From("s1", Leaving()))
     assert _of(Dismiss, effects) == []
     assert {job.view.backup[shard] for shard in held} == {"s0"}  # being filled
     assert job.view.shards_of("s1") == held
@@ -543,7 +537,7 @@ def test_a_server_that_was_told_to_go_keeps_its_copies_until_others_have_them_an
     job.step(0)
     job.all_caught_up()
     held = {shard for shard in SHARDS if "s1" in job.view.holders_of(shard)}
-    effects, views = job.play(Leaving("s1")), [job.view]
+    effects, views = job.play(From("s1", Leaving())), [job.view]
     while not _of(Dismiss, effects):
         assert {shard for shard in SHARDS if "s1" in job.view.holders_of(shard)} <= held
         assert job.machine.exposed == 0
@@ -565,7 +559,7 @@ def test_with_a_backup_one_loss_rolls_nothing_back_whatever_moves(happening: str
         job.all_caught_up()
         assert job.machine.exposed == 0
         generation = job.view.generation
-        job.play(Leaving("s1")) if happening == "leaves" else job.come("s3")
+        job.play(From("s1", Leaving())) if happening == "leaves" else job.come("s3")
         for _ in range(moment):
             if not _one_more(job):
                 break
@@ -585,7 +579,7 @@ def _one_more(job: _Job) -> bool:
     behind = [(shard, view.paired[shard]) for shard in sorted(view.backup.keys() - views.caught_up)]
     behind += [(shard, view.incoming[shard].paired) for shard in sorted(view.incoming.keys() - views.arrived)]
     for shard, paired in behind[:1]:
-        job.play(CaughtUp(view.primary[shard], {shard: paired}))
+        job.play(From(view.primary[shard], CaughtUp({shard: paired})))
     late = [w for w in view.assigned(0) if job.machine.course.handover.reached.get(w, -1) < (view.handover or -1)]
     for worker in late[:1] if not behind else ():
         job.reached(worker)
@@ -595,7 +589,7 @@ def _one_more(job: _Job) -> bool:
 def test_a_server_that_is_killed_once_its_shards_have_moved_loses_nothing() -> None:
     job = _begun()
     generation = job.view.generation
-    job.play(Leaving("s1"))
+    job.play(From("s1", Leaving()))
     job.all_caught_up()
     assert _of(FindSnapshot, job.play(Left("s1", "its connection ended"))) == []
     assert (job.view.generation, set(job.view.primary.values())) == (generation, {"s0"})
@@ -603,7 +597,7 @@ def test_a_server_that_is_killed_once_its_shards_have_moved_loses_nothing() -> N
 
 def test_a_server_that_is_killed_while_its_shards_move_is_a_lost_server() -> None:
     job = _begun(_terms(snapshots=True))
-    job.play(Leaving("s1"))
+    job.play(From("s1", Leaving()))
     moving = job.view.shards_of("s1")
     for shard in moving[1:]:
         assert _of(Publish, job.caught_up(shard)) == []  # all of them move together
@@ -615,22 +609,22 @@ def test_a_server_that_is_killed_while_its_shards_move_is_a_lost_server() -> Non
 def test_with_a_backup_a_server_that_is_killed_as_soon_as_it_drains_loses_nothing() -> None:
     job = _begun(_terms(2, 2, replication=2))
     generation = job.view.generation
-    job.play(Leaving("s1"))
+    job.play(From("s1", Leaving()))
     assert _of(FindSnapshot, job.play(Left("s1", "its connection ended"))) == []
     assert (job.view.generation, set(job.view.primary.values())) == (generation, {"s0"})
 
 
 def test_a_coordinator_that_takes_over_goes_on_with_a_drain_when_the_server_says_so_again() -> None:
     before = _begun()
-    before.play(Leaving("s1"))
+    before.play(From("s1", Leaving()))
     job = _Job(before.machine.terms, before.machine.state())
     for name in ("s0", "s1", "w0", "w1"):
         job.join(name, incarnation=before.incarnations[name])
     job.play(Tick(job.now))
-    assert _of(Dismiss, job.play(Leaving("s1"))) == []  # s0 does not hold its shards yet
+    assert _of(Dismiss, job.play(From("s1", Leaving()))) == []  # s0 does not hold its shards yet
     assert {job.view.backup[shard] for shard in job.view.shards_of("s1")} == {"s0"}
     assert _of(Dismiss, job.all_caught_up()) == [Dismiss("s1")]
-    assert _of(Dismiss, job.play(Leaving("s1"))) == [Dismiss("s1")]  # should the first one have been lost
+    assert _of(Dismiss, job.play(From("s1", Leaving()))) == [Dismiss("s1")]  # should the first one have been lost
     assert job.view.generation == before.view.generation
 
 
@@ -638,7 +632,7 @@ def test_two_of_three_servers_that_drain_at_once_hand_all_over_although_no_backu
     job = _begun(_terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1"))
     job.all_caught_up()
     generation = job.view.generation
-    effects = job.play(Leaving("s1"), Leaving("s2"))
+    effects = job.play(From("s1", Leaving()), From("s2", Leaving()))
     dismissed: set[str] = set()
     while dismissed != {"s1", "s2"}:
         dismissed |= {effect.server for effect in _of(Dismiss, effects)}
@@ -656,21 +650,22 @@ def test_two_of_three_servers_that_drain_at_once_hand_all_over_although_no_backu
 def test_the_last_server_is_not_let_go() -> None:
     job = _begun()
     job.step(0)
-    job.play(Leaving("s0"), Leaving("s1"))
+    job.play(From("s0", Leaving()), From("s1", Leaving()))
     assert _of(Dismiss, job.all_caught_up()) == []
 
 
 def test_a_worker_that_proposes_another_model_is_refused_for_good() -> None:
     job = _begun()
     job.join("w2")
-    (refusal,) = _of(Refuse, job.play(Proposed("w2", _record(width=8))))
+    (refusal,) = _of(Refuse, job.play(From("w2", Propose(_record(width=8)))))
     assert refusal.final
 
 
 def test_nothing_is_published_when_nothing_has_changed() -> None:
     job = _begun()
     revision = job.machine.revision
-    assert job.play(Leaving("w9"), Left("w9", "x"), Failed("w9", "x"), CaughtUp("s0", {0: ViewNumber(1, 99)})) == []
+    caught_up = CaughtUp({0: ViewNumber(1, 99)})
+    assert job.play(From("w9", Leaving()), Left("w9", "x"), From("w9", GiveUp("x")), From("s0", caught_up)) == []
     assert job.tick(0.5) == []
     assert job.machine.revision == revision
 
@@ -690,7 +685,7 @@ def test_whoever_comes_and_goes_every_replica_of_every_step_is_assigned_once(hap
         elif what == 2:
             effects = job.step(job.machine.course.furthest + 1)
         elif what == 3:
-            effects = job.play(Leaving(name))
+            effects = job.play(From(name, Leaving()))
         elif what == 4:
             effects = job.tick(2.5)
         for publish in _of(Publish, effects):
@@ -724,7 +719,7 @@ def test_who_is_given_up_just_before_the_end_may_still_come_back_for_the_last_ve
     assert job.machine.waiting_for() == "w0 to come back, given up just before the end"
     job.join("w0")  # that is not enough: it has no model yet, and would go without the last version
     assert _of(Finish, job.tick(1.0)) == []
-    effects = job.play(Proposed("w0", RECORD))
+    effects = job.play(From("w0", Propose(RECORD)))
     assert any("w0" in publish.members for publish in _of(Publish, effects))
     assert _of(Finish, job.tick(1.9)) == []
     assert _of(Finish, job.done("w0")) == [Finish("w1")]
@@ -956,7 +951,7 @@ def _rolled_back(snapshot: str, version: int) -> _Job:
 def test_of_a_snapshot_that_was_damaged_after_it_was_verified_the_one_before_is_used() -> None:
     job = _rolled_back("step-4", 4)
     first = job.view
-    damaged = Unrestored("s1", "its file 0 has other bytes", first.generation)
+    damaged = From("s1", Unrestored("its file 0 has other bytes", first.generation))
     effects = job.play(damaged)
     assert "s1 cannot go on from snapshot step-4: its file 0 has other bytes" in [say.text for say in _of(Say, effects)]
     assert _of(FindSnapshot, effects) == [FindSnapshot()]
@@ -976,14 +971,14 @@ def test_a_damage_that_the_search_does_not_see_or_goes_past_ends_the_job(snapsho
     """The same one again: only that server cannot read it. A later one: of the course that the job was taken back from.
     """
     job = _rolled_back("step-4", 4)
-    job.play(Unrestored("s1", "its file 0 has other bytes", job.view.generation))
+    job.play(From("s1", Unrestored("its file 0 has other bytes", job.view.generation)))
     (abort,) = _of(Abort, job.play(Found(snapshot, version)))
     assert abort.reason == "s1 cannot go on: its file 0 has other bytes"
 
 
 def test_only_who_loads_shards_can_say_that_a_snapshot_is_damaged() -> None:
     job = _rolled_back("step-4", 4)
-    assert job.play(Unrestored("s0", "no", job.view.generation)) == []
+    assert job.play(From("s0", Unrestored("no", job.view.generation))) == []
 
 
 def _load(view: View) -> dict[str, int]:
@@ -1122,7 +1117,7 @@ def _swapped(*, in_time: bool) -> tuple[_Job, list[int], View]:
     job.come("s1")
     before = job.view
     for shard in sorted(before.backup):
-        job.play(CaughtUp("s0", {shard: before.paired[shard]}))
+        job.play(From("s0", CaughtUp({shard: before.paired[shard]})))
     job.reached("w0")
     job.reached("w1") if in_time else job.tick(3.0)
     swapped = [s for s in SHARDS if job.view.primary[s] == before.backup[s] and job.view.backup[s] == before.primary[s]]
@@ -1270,7 +1265,7 @@ def test_a_word_of_being_done_from_before_a_roll_back_does_not_count() -> None:
     job = _begun()
     stale = job.view
     job.play(Left("s0", "x"), Found("step-5", 5))
-    assert job.play(Done("w0", stale.generation), Done("w1", stale.generation)) == []
+    assert job.play(From("w0", Done(stale.generation)), From("w1", Done(stale.generation))) == []
     assert not job.view.ending
     assert job.play(Progress("w0", 17, 0, 0.1, stale.generation)) == []
     assert job.machine.course.furthest == 4
@@ -1312,7 +1307,7 @@ def test_a_word_that_died_with_the_coordinator_is_counted_when_it_is_said_again(
     assert job.view.number == ViewNumber(2, 1)
     assert job.view.paired == paired  # who had met before goes on
     for server in ("s0", "s1"):
-        job.play(CaughtUp(server, {shard: paired[shard] for shard in old.view.shards_of(server)}))
+        job.play(From(server, CaughtUp({shard: paired[shard] for shard in old.view.shards_of(server)})))
     assert job.machine.state().caught_up == tuple(SHARDS)
     assert _of(FindSnapshot, job.play(Left("s0", "x"))) == []
     assert set(job.view.primary.values()) == {"s1"}
@@ -1356,7 +1351,7 @@ def test_a_job_that_was_over_stays_over() -> None:
     assert job.machine.phase is Phase.OVER
     assert job.machine.last_word == Finish("w0")
     assert job.join("w0", incarnation=old.incarnations["w0"]) == [Refuse("w0", "the job is over")]
-    assert job.play(Left("w0", "x"), Failed("w1", "x"), Tick(9.0), Found("x", 1)) == []
+    assert job.play(Left("w0", "x"), From("w1", GiveUp("x")), Tick(9.0), Found("x", 1)) == []
 
 
 def test_a_coordinator_that_had_not_begun_gathers_again() -> None:
@@ -1399,7 +1394,7 @@ def test_a_resumed_job_keeps_its_record_when_everybody_leaves_and_takes_no_other
     job.come("w0")
     job.play(Left("w0", "x"))
     job.join("w1")
-    (abort,) = job.play(Proposed("w1", _record(width=9)))
+    (abort,) = job.play(From("w1", Propose(_record(width=9))))
     assert isinstance(abort, Abort)
     assert "the job is there" in abort.reason
 
@@ -1549,7 +1544,7 @@ def test_one_server_s_word_that_it_has_passed_a_version_proves_one_step_more_tha
 def test_a_worker_s_word_that_it_holds_the_last_version_waits_until_the_last_round_is_reached() -> None:
     job = _begun(_SNAPSHOTS, members=("s0", "s1", "w0", "w1", "w2"))
     for liar in ("w0", "w2"):  # one that computes, one that stands by
-        assert job.play(Done(liar, job.view.generation)) == []
+        assert job.play(From(liar, Done(job.view.generation))) == []
     job.step(1)
     assert (job.machine.course.furthest, job.view.ending) == (1, False)
     job.play(Applied("s0", STEPS - 2, job.view.generation))
@@ -1558,12 +1553,12 @@ def test_a_worker_s_word_that_it_holds_the_last_version_waits_until_the_last_rou
     assert job.view.ending, "its word was kept"
     assert [capture.version for capture in _of(Capture, effects)] == [STEPS]
     job.store(_of(Capture, effects)[0])
-    assert job.play(Done("w1", job.view.generation)) == [Finish("w0")]
+    assert job.play(From("w1", Done(job.view.generation))) == [Finish("w0")]
 
 
 def test_a_word_of_the_last_version_that_was_kept_is_dropped_with_its_generation_and_its_worker() -> None:
     job = _begun(_terms())
-    job.play(Done("w0", job.view.generation))
+    job.play(From("w0", Done(job.view.generation)))
     job.play(Left("w0", "it died"))
     job.come("w0")
     job.play(Applied("s0", STEPS - 1, job.view.generation))
@@ -1574,7 +1569,7 @@ def test_a_worker_that_computes_alone_does_not_end_a_job_whose_servers_are_not_a
     job = _begun(_terms(workers=1), ("s0", "s1", "w0"))
     generation = job.view.generation
     job.play(Applied("s0", 0, generation))
-    assert job.play(Done("w0", generation)) == []
+    assert job.play(From("w0", Done(generation))) == []
     assert not job.view.ending
     job.play(Applied("s1", job.record.rounds - 2, generation))
     assert job.machine.phase is Phase.RUNNING
@@ -1586,7 +1581,7 @@ def test_a_server_that_is_gone_does_not_keep_a_job_from_its_end_with_words_that_
     job = _begun(_terms(workers=1, replication=2), ("s0", "s1", "w0"))
     generation = job.view.generation
     job.play(Applied("s0", job.record.rounds - 2, generation), Left("s0", "it has ended"))
-    job.play(Done("w0", generation))
+    job.play(From("w0", Done(generation)))
     assert job.machine.phase is Phase.OVER
 
 
@@ -1602,10 +1597,10 @@ def test_a_worker_that_was_set_apart_and_computes_alone_now_ends_the_job() -> No
 def test_when_all_workers_that_compute_say_that_they_hold_the_last_version_nothing_more_is_waited_for() -> None:
     """The reports of the last steps went to a coordinator that died, and so may the servers' words have."""
     job = _begun(_terms(), members=("s0", "s1", "w0", "w1", "w2"))
-    assert job.play(Done("w0", job.view.generation)) == []
-    job.play(Done("w1", job.view.generation))
+    assert job.play(From("w0", Done(job.view.generation))) == []
+    job.play(From("w1", Done(job.view.generation)))
     assert job.view.ending, "so that the one that stands by gets the last version too"
-    assert job.play(Done("w2", job.view.generation)) == [Finish("w0")]
+    assert job.play(From("w2", Done(job.view.generation))) == [Finish("w0")]
 
 
 def test_a_snapshot_that_is_lost_is_told_and_the_job_goes_on() -> None:
@@ -1791,14 +1786,14 @@ def test_whoever_comes_after_the_end_is_refused() -> None:
 
 
 def test_a_member_that_gives_up_ends_the_job_with_its_words() -> None:
-    assert _begun().play(Failed("w1", "the loss is nan")) == [Abort("w1: the loss is nan")]
+    assert _begun().play(From("w1", GiveUp("the loss is nan"))) == [Abort("w1: the loss is nan")]
 
 
 def test_a_refused_worker_that_gives_up_does_not_end_the_job() -> None:
     job = _begun()
     job.join("w2")
-    job.play(Proposed("w2", _record(width=9)))
-    assert job.play(Failed("w2", "I was refused")) == []
+    job.play(From("w2", Propose(_record(width=9))))
+    assert job.play(From("w2", GiveUp("I was refused"))) == []
     assert job.machine.phase is Phase.RUNNING
 
 
@@ -1823,9 +1818,9 @@ def test_a_backup_that_was_disproved_is_given_up_and_holds_nothing_when_it_comes
     job = _begun(_terms(2, replication=2), ("s0", "s1", "s2", "w0", "w1"))
     shard, backup = next(iter(job.view.backup.items()))
     primary, paired = job.view.primary[shard], job.view.paired[shard]
-    assert job.play(Disproved(backup, shard, 4, paired)) == [], "it is not the primary"
-    assert job.play(Disproved(primary, shard, 4, ViewNumber(9, 9))) == [], "another pair's"
-    effects = job.play(Disproved(primary, shard, 4, paired))
+    assert job.play(From(backup, Disproved(shard, 4, paired))) == [], "it is not the primary"
+    assert job.play(From(primary, Disproved(shard, 4, ViewNumber(9, 9)))) == [], "another pair's"
+    effects = job.play(From(primary, Disproved(shard, 4, paired)))
     (refused,) = _of(Refuse, effects)
     assert refused.member == backup
     assert refused.reason.startswith(
@@ -1835,7 +1830,7 @@ def test_a_backup_that_was_disproved_is_given_up_and_holds_nothing_when_it_comes
     job.play(Joined(Member(backup, "here", f"{backup}:2"), "server"))
     assert backup in {server.id for server in job.view.servers}
     assert backup not in {*job.view.primary.values(), *job.view.backup.values()}
-    assert job.play(Disproved(primary, shard, 4, paired)) == [], "a word that comes twice gives nobody else up"
+    assert job.play(From(primary, Disproved(shard, 4, paired))) == [], "a word that comes twice gives nobody else up"
 
 
 @pytest.mark.parametrize("failing", ["w2", "s2"])
@@ -1844,7 +1839,7 @@ def test_a_member_without_a_part_in_the_job_fails_alone(failing: str) -> None:
     job = _begun(_terms(servers=2, replication=2), ("s0", "s1", "w0", "w1", "w2"))
     job.join("s2")
     before = job.view
-    effects = job.play(Failed(failing, "for fun"))
+    effects = job.play(From(failing, GiveUp("for fun")))
     assert not _of(Abort, effects)
     assert _of(Refuse, effects) == [Refuse(failing, "it has failed: for fun", final=True)]
     assert Say(f"{failing} is gone: it has failed: for fun") in effects
@@ -1855,7 +1850,7 @@ def test_a_member_without_a_part_in_the_job_fails_alone(failing: str) -> None:
 
 @pytest.mark.parametrize("failing", ["w0", "w1", "s0"])
 def test_a_member_with_a_part_in_the_job_ends_it(failing: str) -> None:
-    assert _of(Abort, _begun().play(Failed(failing, "no more"))) == [Abort(f"{failing}: no more")]
+    assert _of(Abort, _begun().play(From(failing, GiveUp("no more")))) == [Abort(f"{failing}: no more")]
 
 
 def test_a_worker_that_was_assigned_replicas_in_this_generation_may_know_that_they_fail() -> None:
@@ -1864,4 +1859,4 @@ def test_a_worker_that_was_assigned_replicas_in_this_generation_may_know_that_th
     for step in range(1, 6):
         job.step(step)
     assert set(job.view.assigned(5)) == {"w0"}
-    assert _of(Abort, job.play(Failed("w1", "the loss is nan"))) == [Abort("w1: the loss is nan")]
+    assert _of(Abort, job.play(From("w1", GiveUp("the loss is nan")))) == [Abort("w1: the loss is nan")]

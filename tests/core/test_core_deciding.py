@@ -9,22 +9,14 @@ from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _terms
 
 from rallypoint.core.cluster.effects import Abort, Capture, Commit, Finish, Refuse, Say
 from rallypoint.core.cluster.evaluations import KEPT, EvaluationLedger
-from rallypoint.core.cluster.events import (
-    Captured,
-    Committed,
-    Done,
-    Evaluated,
-    Evaluates,
-    Found,
-    Left,
-    Progress,
-)
+from rallypoint.core.cluster.events import Captured, Committed, Found, From, Left, Progress
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
-from rallypoint.core.deciding.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
+from rallypoint.core.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
+from rallypoint.core.protocol import Done, Evaluated, Evaluates
 from rallypoint.core.view import Lease, Stop
 from rallypoint.core.worker.aligned import WorkerMachine
-from rallypoint.core.worker.leased import LeasedVersion
+from rallypoint.core.worker.ending import LeasedVersion
 
 EVERY = 4
 RULE = StopWhen(metric="loss", patience=2)
@@ -40,7 +32,7 @@ def _begun(
     for capture in _of(Capture, job.come("s0", "s1", *names)):
         _store(job, capture)
     for name in names:
-        job.play(Evaluates(name, (EVERY,), stops=stops))
+        job.play(From(name, Evaluates((EVERY,), stops=stops)))
     _reported(job, 0)
     return job
 
@@ -60,7 +52,7 @@ def _reported(job: _Job, step: int) -> list[Any]:
 
 
 def _result(job: _Job, version: int, loss: float, worker: str = "w2") -> list[Any]:
-    return job.play(Evaluated(worker, version, job.view.generation, {"loss": loss}))
+    return job.play(From(worker, Evaluated(version, job.view.generation, {"loss": loss})))
 
 
 def test_training_may_come_to_the_version_after_the_one_that_is_evaluated_and_no_further() -> None:
@@ -85,7 +77,7 @@ def test_nothing_is_computed_before_it_is_known_what_the_script_evaluates() -> N
     job = _Job(_terms(1, 1), record=_record(plateau={"metric": "loss"}))
     job.come("s0", "w0")
     assert job.view.lease is None, "workers wait for one"
-    job.play(Evaluates("w0", (EVERY,)))
+    job.play(From("w0", Evaluates((EVERY,))))
     assert job.view.lease == Lease(4, "w0", until=8)
 
 
@@ -102,7 +94,7 @@ def test_a_rule_ends_the_job_with_the_version_that_is_due_next() -> None:
     _reported(job, 15)
     _result(job, 16, 1.0)
     generation = job.view.generation
-    effects = job.play(*(Done(worker, generation, 16) for worker in ("w0", "w1", "w2")))
+    effects = job.play(*(From(worker, Done(generation, 16)) for worker in ("w0", "w1", "w2")))
     assert effects[-1] == Finish("w0", 16, job.view.stop.reason)
 
 
@@ -118,7 +110,7 @@ def test_a_result_that_comes_early_waits_for_those_of_earlier_versions() -> None
 
 def test_a_version_that_no_server_keeps_counts_as_one_without_a_result() -> None:
     job = _begun()
-    job.play(Evaluated("w2", 4, job.view.generation, None))
+    job.play(From("w2", Evaluated(4, job.view.generation, None)))
     assert job.view.lease == Lease(8, "w2", until=12)
     assert job.machine.course.evaluations.decided == Decided(4)
 
@@ -155,7 +147,7 @@ def test_what_a_snapshot_says_goes_on_in_a_run_that_is_resumed() -> None:
     job = _Job(_terms(1, 1), record=record, resume=Resumed(record, "step-00000010-1", 10, None, decided))
     job.come("s0", "w0")
     assert job.view.reductions == (12,)
-    job.play(Evaluates("w0", (EVERY,)))
+    job.play(From("w0", Evaluates((EVERY,))))
     assert job.view.lease == Lease(12, "w0", until=16)
 
 
@@ -185,7 +177,7 @@ def test_where_the_best_is_kept_each_version_that_is_evaluated_gets_a_snapshot_b
 def test_a_worker_with_another_script_is_refused() -> None:
     job = _begun()
     effects = job.come("w3")
-    effects = job.play(Evaluates("w3", (EVERY + 1,), stops=(RULE,)))
+    effects = job.play(From("w3", Evaluates((EVERY + 1,), stops=(RULE,))))
     (refused,) = _of(Refuse, effects)
     assert refused.member == "w3"
     assert "other evaluations" in refused.reason
@@ -195,14 +187,14 @@ def test_a_worker_with_another_script_is_refused() -> None:
 def test_rules_without_evaluations_end_the_job_with_a_sentence() -> None:
     job = _Job(_terms(1, 1), record=_record())
     job.come("s0", "w0")
-    (abort,) = _of(Abort, job.play(Evaluates("w0", (), stops=(RULE,))))
+    (abort,) = _of(Abort, job.play(From("w0", Evaluates((), stops=(RULE,)))))
     assert "write @run.every(100)" in abort.reason
 
 
 def test_rules_of_a_job_that_cannot_decide_end_the_job_with_a_sentence() -> None:
     job = _Job(_terms(1, 1), record=_record(down={"type": "bf16"}))
     job.come("s0", "w0")
-    (abort,) = _of(Abort, job.play(Evaluates("w0", (EVERY,), stops=(RULE,))))
+    (abort,) = _of(Abort, job.play(From("w0", Evaluates((EVERY,), stops=(RULE,)))))
     assert "run.stop_when is not supported together with a lossy down=" in abort.reason
 
 
@@ -215,7 +207,7 @@ def test_a_job_that_waits_says_for_which_evaluation() -> None:
 def test_a_worker_with_rules_is_refused_where_the_others_have_none() -> None:
     job = _begun(stops=())
     job.come("w3")
-    (refused,) = _of(Refuse, job.play(Evaluates("w3", (EVERY,), stops=(RULE,))))
+    (refused,) = _of(Refuse, job.play(From("w3", Evaluates((EVERY,), stops=(RULE,)))))
     assert refused.member == "w3"
 
 
@@ -223,17 +215,17 @@ def test_a_worker_that_is_refused_keeps_no_replicas() -> None:
     job = _begun(standby=0, terms={"workers_max": 3})
     job.come("w2")
     assert "w2" in job.view.assignments[-1].replicas
-    job.play(Evaluates("w2", (EVERY + 1,), stops=(RULE,)))
+    job.play(From("w2", Evaluates((EVERY + 1,), stops=(RULE,))))
     assert all("w2" not in assignment.replicas for assignment in job.view.assignments)
     assert "w2" not in {member.id for member in job.view.workers}
 
 
 def test_a_standby_ends_no_job_with_rules_that_it_cannot_have() -> None:
     job = _begun(stops=(), down={"type": "bf16"})
-    (refused,) = _of(Refuse, job.play(Evaluates("w2", (EVERY,), stops=(RULE,))))
+    (refused,) = _of(Refuse, job.play(From("w2", Evaluates((EVERY,), stops=(RULE,)))))
     assert "run.stop_when is not supported together with a lossy down=" in refused.reason
     assert job.machine.last_word is None
-    (abort,) = _of(Abort, job.play(Evaluates("w1", (EVERY,), stops=(RULE,))))
+    (abort,) = _of(Abort, job.play(From("w1", Evaluates((EVERY,), stops=(RULE,)))))
     assert "run.stop_when is not supported together with a lossy down=" in abort.reason
 
 
@@ -241,7 +233,7 @@ def test_a_standby_ends_no_job_with_rules_without_evaluations() -> None:
     job = _Job(_terms(2, 2), record=_record())
     job.come("s0", "s1", "w0", "w1", "w2")
     _reported(job, 1)
-    (refused,) = _of(Refuse, job.play(Evaluates("w2", (), stops=(RULE,))))
+    (refused,) = _of(Refuse, job.play(From("w2", Evaluates((), stops=(RULE,)))))
     assert "write @run.every(100)" in refused.reason
     assert job.machine.last_word is None
     assert job.view.lease is None, "nobody waits for what it said"
@@ -250,9 +242,9 @@ def test_a_standby_ends_no_job_with_rules_without_evaluations() -> None:
 def test_a_job_that_has_begun_without_rules_gets_none() -> None:
     job = _Job(_terms(2, 2), record=_record())
     job.come("s0", "s1", "w0", "w1", "w2")
-    job.play(Evaluates("w0", ()), Evaluates("w1", ()))
+    job.play(From("w0", Evaluates(())), From("w1", Evaluates(())))
     _reported(job, 1)
-    assert _of(Refuse, job.play(Evaluates("w2", (1,), stops=(RULE,))))
+    assert _of(Refuse, job.play(From("w2", Evaluates((1,), stops=(RULE,)))))
     assert job.view.lease is None
 
 
@@ -260,9 +252,9 @@ def test_who_is_left_alone_cannot_change_the_rules_of_a_job_that_has_begun() -> 
     job = _begun(workers=1, standby=0)
     job.play(Left("w0", "killed"))
     job.come("w1")
-    assert _of(Refuse, job.play(Evaluates("w1", (EVERY,), stops=(StopWhen(metric="loss", below=1e9),))))
+    assert _of(Refuse, job.play(From("w1", Evaluates((EVERY,), stops=(StopWhen(metric="loss", below=1e9),)))))
     job.come("w2")
-    assert not _of(Refuse, job.play(Evaluates("w2", (EVERY,), stops=(RULE,))))
+    assert not _of(Refuse, job.play(From("w2", Evaluates((EVERY,), stops=(RULE,)))))
 
 
 def test_a_job_that_waits_for_a_snapshot_to_begin_names_no_evaluation() -> None:
@@ -289,9 +281,9 @@ def _taken_over(job: _Job) -> _Job:
 def test_a_new_coordinator_knows_what_the_script_evaluates() -> None:
     """Else whoever comes first would say so, and the honest ones would be refused."""
     job = _taken_over(_begun())
-    assert _of(Refuse, job.play(Evaluates("w2", (EVERY,), stops=(StopWhen(metric="loss", below=1e9),))))
+    assert _of(Refuse, job.play(From("w2", Evaluates((EVERY,), stops=(StopWhen(metric="loss", below=1e9),)))))
     for name in ("w0", "w1"):
-        assert not _of(Refuse, job.play(Evaluates(name, (EVERY,), stops=(RULE,))))
+        assert not _of(Refuse, job.play(From(name, Evaluates((EVERY,), stops=(RULE,)))))
     _reported(job, 4)
     _result(job, 4, 1.0, "w0")
     assert job.machine.course.evaluations.decided.version == 4
@@ -306,7 +298,7 @@ def test_a_coordinator_that_does_not_know_what_is_evaluated_completes_no_snapsho
     (capture,) = _of(Capture, _reported(after, 4))
     assert not _of(Commit, _store(after, capture))
     for name in ("w0", "w1", "w2"):
-        after.play(Evaluates(name, (EVERY,), stops=(RULE,)))
+        after.play(From(name, Evaluates((EVERY,), stops=(RULE,))))
     assert [commit.version for commit in _of(Commit, _result(after, 4, 1.0))] == [6]
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from rallypoint.core.deciding.decisions import (
+from rallypoint.core.decisions import (
     Best,
     Decided,
     KeepBest,

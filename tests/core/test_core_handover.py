@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.assignment.speeds import Speeds
-from rallypoint.core.cluster.view_change import following_assignments
+from rallypoint.core.placing.speeds import Speeds
+from rallypoint.core.placing.view_change import following_assignments
 from rallypoint.core.shard.relay import Answer, Relay
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker.handover import Handover, Paths

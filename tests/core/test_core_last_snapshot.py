@@ -11,20 +11,12 @@ from test_core_cluster import _begun, _Job, _of, _record, _terms
 
 from rallypoint.codec.spec import TopK
 from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Finish, Hold, Publish, Say
-from rallypoint.core.cluster.events import (
-    Applied,
-    Captured,
-    Committed,
-    Failed,
-    Left,
-    Released,
-    SnapshotLost,
-    Unlinked,
-)
+from rallypoint.core.cluster.events import Applied, Captured, Committed, From, Left, Released, SnapshotLost, Unlinked
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.storing.last_snapshot import PATIENCE_S
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.policy import AllReduce
+from rallypoint.core.protocol import GiveUp
 from rallypoint.core.view import ViewNumber
 
 WHY = "the loss of replica 0 at step 5 is nan"
@@ -49,7 +41,7 @@ def asked(effects: Sequence[Effect]) -> Capture:
 
 def test_the_version_that_the_servers_hold_is_stored_before_the_job_ends() -> None:
     job = at_step_5()
-    effects = job.play(Failed("w0", WHY))
+    effects = job.play(From("w0", GiveUp(WHY)))
     capture = asked(effects)
     assert (capture.version, capture.writers) == (5, ("s0", "s1"))
     assert [said.text for said in _of(Hold, effects)] == [
@@ -67,7 +59,7 @@ def test_the_version_that_the_servers_hold_is_stored_before_the_job_ends() -> No
 @pytest.mark.parametrize(("claimed", "version"), [(0, 5), (5, 5), (6, 6), (99, 6)])
 def test_a_worker_that_fails_proves_at_most_one_version_more_than_is_known(claimed: int, version: int) -> None:
     job = at_step_5()
-    assert asked(job.play(Failed("w0", WHY, claimed, job.view.generation))).version == version
+    assert asked(job.play(From("w0", GiveUp(WHY, claimed, job.view.generation)))).version == version
 
 
 @pytest.mark.parametrize("stored", [0, 1])
@@ -78,7 +70,7 @@ def test_a_failure_that_overtakes_the_servers_word_of_the_version_that_the_worke
     if stored:
         job.play(*(Applied(s, 0, job.view.generation) for s in ("s0", "s1")))
         job.machine._snapshots.duty.last = (1, 1.0)
-    capture = asked(job.play(Failed("w0", WHY, stored + 1, job.view.generation)))
+    capture = asked(job.play(From("w0", GiveUp(WHY, stored + 1, job.view.generation))))
     assert capture.version == stored + 1
     assert _of(Abort, job.store(capture)) == ENDED
 
@@ -90,20 +82,20 @@ def test_a_failure_before_there_is_anything_new_ends_the_job_at_once(version: in
     job = _begun(_terms(snapshots=True), record=_record())
     now = job.view.generation
     generation = ViewNumber(now.epoch, now.count - 1) if stale else now
-    assert _of(Abort, job.play(Failed("w0", WHY, version, generation))) == ENDED
+    assert _of(Abort, job.play(From("w0", GiveUp(WHY, version, generation)))) == ENDED
 
 
 def test_while_it_is_stored_nobody_takes_the_failed_worker_s_replicas() -> None:
     job = at_step_5()
-    capture = asked(job.play(Failed("w0", WHY)))
+    capture = asked(job.play(From("w0", GiveUp(WHY))))
     assert _of(Publish, job.play(Left("w0", "it has ended")) + job.come("w9") + job.tick(100 * PATIENCE_S / 1000)) == []
-    assert job.play(Failed("w1", "the same")) == []
+    assert job.play(From("w1", GiveUp("the same"))) == []
     assert _of(Abort, job.store(capture)) == ENDED
 
 
 def test_a_shard_that_is_further_names_the_version_that_is_stored_instead() -> None:
     job = at_step_5()
-    first = asked(job.play(Failed("w0", WHY)))
+    first = asked(job.play(From("w0", GiveUp(WHY))))
     second = asked(job.play(SnapshotLost(first.snapshot, "s1: too late", 6)))
     assert second.version == 6
     assert job.play(Captured("s0", first.snapshot, (0,))) == [], "of the snapshot that was given up"
@@ -121,7 +113,7 @@ def test_a_shard_that_is_further_names_the_version_that_is_stored_instead() -> N
 )
 def test_what_cannot_be_stored_is_not_waited_for(event: Any, said: list[str]) -> None:
     job = at_step_5()
-    capture = asked(job.play(Failed("w0", WHY)))
+    capture = asked(job.play(From("w0", GiveUp(WHY))))
     if isinstance(event, SnapshotLost):
         event = SnapshotLost(capture.snapshot, event.reason)
     effects = job.play(event)
@@ -131,7 +123,7 @@ def test_what_cannot_be_stored_is_not_waited_for(event: Any, said: list[str]) ->
 
 def test_a_slow_store_is_waited_for_as_long_as_files_come() -> None:
     job = at_step_5(heartbeat=0.5)
-    capture = asked(job.play(Failed("w0", WHY)))
+    capture = asked(job.play(From("w0", GiveUp(WHY))))
     files = [(server, shard) for server in capture.writers for shard in job.view.shards_of(server)]
     assert len(files) > 2
     effects: list[Effect] = []
@@ -147,7 +139,7 @@ def test_a_slow_store_is_waited_for_as_long_as_files_come() -> None:
 @pytest.mark.parametrize(("heartbeat", "patience"), [(0.5, PATIENCE_S), (3.0, 3.0 * SNAPSHOT_PATIENCE)])
 def test_parts_that_never_come_are_waited_for_so_long_only(heartbeat: float, patience: float) -> None:
     job = at_step_5(heartbeat=heartbeat)
-    capture = asked(job.play(Failed("w0", WHY)))
+    capture = asked(job.play(From("w0", GiveUp(WHY))))
     assert _of(Abort, job.tick(1.0)) == []
     own = tuple(job.view.shards_of("s0"))
     assert _of(Abort, job.play(Captured("s0", capture.snapshot, own))) == []
@@ -159,7 +151,7 @@ def test_parts_that_never_come_are_waited_for_so_long_only(heartbeat: float, pat
 
 def test_a_snapshot_that_is_committed_too_late_changes_nothing() -> None:
     job = at_step_5()
-    capture = asked(job.play(Failed("w0", WHY)))
+    capture = asked(job.play(From("w0", GiveUp(WHY))))
     parts = [Captured(s, capture.snapshot, tuple(job.view.shards_of(s))) for s in capture.writers]
     assert _of(Commit, job.play(*parts)) == [Commit(capture.snapshot, 5)]
     assert _of(Abort, job.tick(PATIENCE_S + 1)) == ENDED
@@ -180,18 +172,18 @@ def test_where_there_is_nothing_to_store_the_job_ends_at_once(job: Any, member: 
     made = job()
     if made.machine.terms.snapshots and made.machine.course.furthest < 1:
         made.machine._snapshots.duty.last = (made.machine.course.furthest + 1, 1.0)
-    assert _of(Abort, made.play(Failed(member, WHY))) == [Abort(f"{member}: {WHY}")]
+    assert _of(Abort, made.play(From(member, GiveUp(WHY)))) == [Abort(f"{member}: {WHY}")]
 
 
 def test_a_server_that_clips_with_the_others_stores_what_it_holds_too_when_a_step_fails() -> None:
     job = at_step_5(clip=1.0)
-    capture = asked(job.play(Failed("s0", WHY, 5, job.view.generation)))
+    capture = asked(job.play(From("s0", GiveUp(WHY, 5, job.view.generation))))
     assert (capture.version, capture.writers) == (5, ("s0", "s1"))
     assert _of(Abort, job.store(capture)) == [Abort(f"s0: {WHY}")]
 
 
 def test_shards_that_a_server_cannot_vouch_for_are_not_waited_for() -> None:
-    assert _of(Abort, at_step_5(clip=1.0).play(Failed("s0", WHY))) == [Abort(f"s0: {WHY}")]
+    assert _of(Abort, at_step_5(clip=1.0).play(From("s0", GiveUp(WHY)))) == [Abort(f"s0: {WHY}")]
 
 
 def followed(job: _Job) -> _Job:
@@ -204,7 +196,7 @@ def followed(job: _Job) -> _Job:
 
 def test_the_next_coordinator_goes_on_with_the_end_and_says_the_same_reason() -> None:
     job = at_step_5()
-    job.play(Failed("w0", WHY))
+    job.play(From("w0", GiveUp(WHY)))
     follower = followed(job)
     assert _of(Capture, follower.tick(1.0, alive=())) == [], "it waits for the servers to come back"
     for member in ("s0", "s1", "w1"):
@@ -216,12 +208,12 @@ def test_the_next_coordinator_goes_on_with_the_end_and_says_the_same_reason() ->
 
 def test_another_failure_does_not_end_the_next_coordinator_s_wait_for_the_servers() -> None:
     job = at_step_5()
-    job.play(Failed("w0", WHY))
+    job.play(From("w0", GiveUp(WHY)))
     follower = followed(job)
     follower.tick(1.0, alive=())
     for member in ("w1", "s0"):
         follower.join(member, incarnation=job.incarnations[member])
-    follower.play(Failed("w1", "the same"), Left("w1", "it has ended"))
+    follower.play(From("w1", GiveUp("the same")), Left("w1", "it has ended"))
     assert follower.machine.last_word is None
     follower.join("s1", incarnation=job.incarnations["s1"])
     capture = asked(follower.tick(0.1, alive=()))
@@ -230,7 +222,7 @@ def test_another_failure_does_not_end_the_next_coordinator_s_wait_for_the_server
 
 def test_the_next_coordinator_ends_a_failing_job_without_servers_that_do_not_come_back() -> None:
     job = at_step_5()
-    job.play(Failed("w0", WHY))
+    job.play(From("w0", GiveUp(WHY)))
     follower = followed(job)
     follower.join("s0", incarnation=job.incarnations["s0"])
     ended: list[Effect] = []
@@ -241,7 +233,7 @@ def test_the_next_coordinator_ends_a_failing_job_without_servers_that_do_not_com
 
 def test_the_next_coordinator_of_a_failing_job_believes_no_worker_that_the_job_is_done() -> None:
     job = at_step_5()
-    job.play(Failed("w0", WHY))
+    job.play(From("w0", GiveUp(WHY)))
     follower = followed(job)
     follower.tick(1.0, alive=())
     for member in ("s0", "w0", "w1"):
@@ -254,14 +246,14 @@ def test_the_next_coordinator_of_a_failing_job_believes_no_worker_that_the_job_i
 
 def test_workers_that_hold_the_state_store_it_without_the_one_that_failed() -> None:
     job = at_step_5(sync=AllReduce())
-    assert asked(job.play(Failed("w0", WHY))).writers == ("w1",)
+    assert asked(job.play(From("w0", GiveUp(WHY)))).writers == ("w1",)
 
 
 # ---- a worker that has failed in the middle of a step ----------------------------------------------------------
 
 
 def torn(job: _Job, member: str = "w0", version: int = 5) -> list[Effect]:
-    return job.play(Failed(member, WHY, version, job.view.generation, sent="some"))
+    return job.play(From(member, GiveUp(WHY, version, job.view.generation, sent="some")))
 
 
 def test_others_compute_what_a_worker_owes_that_failed_in_a_backward_pass_and_no_later_step() -> None:
@@ -291,7 +283,7 @@ def test_what_nobody_can_compute_any_more_is_not_waited_for() -> None:
     job = at_step_5()
     capture = asked(torn(job))
     job.play(SnapshotLost(capture.snapshot, "s1: too late", 6))
-    effects = job.play(Failed("w1", "the same", 5, job.view.generation, sent="some"))
+    effects = job.play(From("w1", GiveUp("the same", 5, job.view.generation, sent="some")))
     assert _of(Abort, effects) == ENDED
     (said,) = _of(Say, effects)
     assert said.text.startswith("the newest version is not stored: w0 has failed in the middle of a backward pass")
@@ -300,7 +292,7 @@ def test_what_nobody_can_compute_any_more_is_not_waited_for() -> None:
 @pytest.mark.parametrize("first", ["it is gone", "a shard is further"])
 def test_others_compute_what_a_failed_worker_owes_that_is_gone_before_the_shards_are_at_one_version(first: str) -> None:
     job = at_step_5()
-    capture = asked(job.play(Failed("w0", WHY, 5, job.view.generation)))
+    capture = asked(job.play(From("w0", GiveUp(WHY, 5, job.view.generation))))
     gone, further = Left("w0", "killed"), SnapshotLost(capture.snapshot, "s1: too late", 6)
     before, after = (gone, further) if first == "it is gone" else (further, gone)
     assert _of(Publish, job.play(before)) == []
@@ -309,7 +301,7 @@ def test_others_compute_what_a_failed_worker_owes_that_is_gone_before_the_shards
 
 
 def sent_all(job: _Job, member: str = "w0") -> list[Effect]:
-    return job.play(Failed(member, WHY, 5, job.view.generation, sent="all"))
+    return job.play(From(member, GiveUp(WHY, 5, job.view.generation, sent="all")))
 
 
 def test_the_version_that_a_failed_worker_has_sent_all_for_is_stored_though_no_shard_has_it_yet() -> None:
@@ -325,7 +317,7 @@ def test_where_that_version_cannot_be_made_the_one_before_is_stored() -> None:
     """All workers run the same script, so the others fail soon too."""
     job = at_step_5()
     sent_all(job)
-    capture = asked(job.play(Failed("w1", "the same", 5, job.view.generation)))
+    capture = asked(job.play(From("w1", GiveUp("the same", 5, job.view.generation))))
     assert capture.version == 5
     assert _of(Abort, job.store(capture)) == ENDED
 

@@ -12,22 +12,13 @@ import pytest
 from test_core_cluster import STEPS, _Job, _of, _record, _terms
 
 from rallypoint.core.cluster.effects import Abort, Finish, Publish, Say
-from rallypoint.core.cluster.events import (
-    Done,
-    Evaluated,
-    Evaluates,
-    Failed,
-    Found,
-    Leaving,
-    Left,
-    Progress,
-    Resized,
-)
+from rallypoint.core.cluster.events import Found, From, Left, Progress, Resized
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.policy import AllReduce, Async, Sync
+from rallypoint.core.protocol import Done, Evaluated, Evaluates, GiveUp, Leaving
 from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
+from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.factory import shell_for
-from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.slots import Compute, Evaluate
 from rallypoint.testing.simulation.job import SimulatedJob
@@ -43,7 +34,7 @@ def _begun(*workers: str, computing: int = 2, terms: dict | None = None, **confi
     job.come("s0", "s1", *workers)
     _reported(job, 0)
     for worker in workers:
-        job.play(Evaluates(worker, (EVERY,)))
+        job.play(From(worker, Evaluates((EVERY,))))
     return job
 
 
@@ -55,7 +46,7 @@ def _reported(job: _Job, step: int) -> None:
 
 
 def _result(job: _Job, worker: str, version: int, figures: Mapping[str, float] | None = None) -> Evaluated:
-    return Evaluated(worker, version, job.view.generation, figures or {"loss": 1.0 / version})
+    return From(worker, Evaluated(version, job.view.generation, figures or {"loss": 1.0 / version}))
 
 
 def _end(job: _Job, *workers: str) -> list:
@@ -72,7 +63,7 @@ def test_what_a_script_evaluates_may_be_said_before_the_first_view() -> None:
     job = _Job(_terms(2, 2), record=_record())
     job.come("w0", "w1", "w2")
     for worker in ("w0", "w1", "w2"):
-        job.play(Evaluates(worker, (EVERY,)))
+        job.play(From(worker, Evaluates((EVERY,))))
     job.come("s0", "s1")
     _reported(job, 0)
     assert job.view.lease == Lease(4, "w2", until=STEPS)
@@ -98,21 +89,21 @@ def test_a_standby_that_comes_gets_the_lease_of_the_lead() -> None:
     job = _begun("w0", "w1")
     _reported(job, 3)
     job.come("w2")
-    job.play(Evaluates("w2", (EVERY,)))
+    job.play(From("w2", Evaluates((EVERY,))))
     assert job.view.lease == Lease(4, "w2", until=STEPS)
 
 
 def test_a_script_that_says_it_late_evaluates_no_earlier_version() -> None:
     job = _Job(_terms(2, 2), record=_record())
     job.come("s0", "s1", "w0", "w1")
-    job.play(Evaluates("w0", ()), Evaluates("w1", ()))
+    job.play(From("w0", Evaluates(())), From("w1", Evaluates(())))
     _reported(job, 9)
     assert job.view.lease is None
-    job.play(Evaluates("w0", (EVERY,)))
+    job.play(From("w0", Evaluates((EVERY,))))
     assert job.view.lease == Lease(12, "w0", until=STEPS)
 
 
-@pytest.mark.parametrize("loss", [Left("w2", "killed"), Leaving("w2")])
+@pytest.mark.parametrize("loss", [Left("w2", "killed"), From("w2", Leaving())])
 def test_a_lease_whose_holder_is_lost_goes_to_another_standby(loss: Left | Leaving) -> None:
     job = _begun("w0", "w1", "w2", "w3")
     _reported(job, 5)
@@ -129,7 +120,7 @@ def test_without_another_standby_it_goes_to_the_lead() -> None:
 def test_if_nobody_is_here_who_could_training_goes_on_and_the_version_is_kept() -> None:
     job = _Job(_terms(1, 1), record=_record())
     job.come("s0", "w0", "w1")
-    job.play(Evaluates("w1", (EVERY,)), Left("w1", "killed"))
+    job.play(From("w1", Evaluates((EVERY,))), Left("w1", "killed"))
     assert job.view.lease == Lease(4, "", until=STEPS)
 
 
@@ -163,7 +154,7 @@ def test_a_lead_that_is_told_to_go_ends_its_evaluation_and_if_it_dies_another_ma
     job = _begun("w0", "w1")
     _reported(job, 7)
     job.play(_result(job, "w0", 4))
-    job.play(Progress("w1", 8, 3, 0.1, job.view.generation), Leaving("w0"))
+    job.play(Progress("w1", 8, 3, 0.1, job.view.generation), From("w0", Leaving()))
     assert job.view.lease == Lease(8, "w0", until=STEPS)
     job.play(Left("w0", "killed"))
     assert job.view.lease == Lease(8, "w1", until=STEPS)
@@ -198,7 +189,7 @@ def test_a_result_counts_once_and_of_this_generation_only() -> None:
     job = _begun()
     _reported(job, 5)
     old = msgspec.structs.replace(job.view.generation, count=0)
-    job.play(Evaluated("w2", 4, old, {"loss": 9.0}), Evaluated("x", 4, job.view.generation, {"loss": 9.0}))
+    job.play(From("w2", Evaluated(4, old, {"loss": 9.0})), From("x", Evaluated(4, job.view.generation, {"loss": 9.0})))
     assert job.view.lease == Lease(4, "w2", until=STEPS)
     job.play(_result(job, "w2", 4), _result(job, "w0", 4, {"loss": 9.0}))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
@@ -215,7 +206,7 @@ def test_a_new_coordinator_knows_the_lease_and_the_results() -> None:
     new = _Job(job.machine.terms, recovered=state, record=job.record)
     assert new.view.lease == Lease(8, "w2", until=STEPS)
     for worker in ("w0", "w1", "w2"):
-        new.play(Evaluates(worker, (EVERY,)), _result(new, "w2", 4))
+        new.play(From(worker, Evaluates((EVERY,))), _result(new, "w2", 4))
     assert new.view.lease == Lease(8, "w2", until=STEPS)
     assert new.machine.course.evaluations.results == {4: {"loss": 0.25}}
 
@@ -249,9 +240,9 @@ def test_a_version_that_was_lost_with_its_server_is_named_at_the_end() -> None:
 def test_a_version_that_no_server_keeps_holds_nothing_up() -> None:
     job = _begun()
     _reported(job, 6)
-    job.play(Evaluated("w2", 8, job.view.generation, None))
+    job.play(From("w2", Evaluated(8, job.view.generation, None)))
     assert job.view.lease == Lease(4, "w2", until=STEPS), "it was not asked for that one"
-    job.play(Evaluated("w2", 4, job.view.generation, None))
+    job.play(From("w2", Evaluated(4, job.view.generation, None)))
     assert job.view.lease == Lease(8, "w2", until=STEPS)
     job.play(_result(job, "w0", 4))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}, "its word came later"
@@ -260,7 +251,7 @@ def test_a_version_that_no_server_keeps_holds_nothing_up() -> None:
 def test_an_evaluation_that_fails_on_a_standby_ends_the_job() -> None:
     job = _begun()
     _reported(job, 5)
-    job.play(Failed("w2", "ValueError: no data"))
+    job.play(From("w2", GiveUp("ValueError: no data")))
     assert job.machine.last_word == Abort("w2: ValueError: no data")
 
 
@@ -274,13 +265,13 @@ def test_elsewhere_the_lead_evaluates_and_the_end_waits_for_no_result(config: di
     _reported(job, STEPS - 1)
     job.done("w0")
     generation = job.view.generation
-    assert _of(Finish, job.play(*(Done(worker, generation) for worker in ("w0", "w1", "w2"))))
+    assert _of(Finish, job.play(*(From(worker, Done(generation)) for worker in ("w0", "w1", "w2"))))
 
 
 def test_a_standby_whose_script_evaluates_otherwise_gets_no_lease() -> None:
     job = _begun("w0", "w1")
     job.come("w2")
-    job.play(Evaluates("w2", (EVERY + 1,)))
+    job.play(From("w2", Evaluates((EVERY + 1,))))
     assert job.view.lease == Lease(4, "w0", until=STEPS)
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.topology.measured import LinkSpeeds, settled
-from rallypoint.core.topology.weights import LEAST, MOST, gain, weights_of
+from rallypoint.core.plan.measured import LinkSpeeds, settled
+from rallypoint.core.plan.topology import LEAST, MOST, gain, weights_of
 from rallypoint.core.view import Member
 
 PURE = settings(derandomize=True, deadline=None, max_examples=100)

@@ -13,7 +13,8 @@ from rallypoint.core.cluster.effects import Effect, Publish, Say
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.topology.told import HostFacts, Topology
+from rallypoint.core.plan.topology import HostFacts, Topology
+from rallypoint.core.protocol import CaughtUp, Propose
 from rallypoint.core.view import Member, View
 from rallypoint.testing.simulation.job import SimulatedJob
 
@@ -44,7 +45,7 @@ class Cluster:
         for server in SERVERS:
             backups = {shard: number for shard, number in view.paired.items() if view.primary[shard] == server}
             if backups and view is self.machine.view:
-                self.run(self.machine.handle(events.CaughtUp(server, backups)))
+                self.run(self.machine.handle(events.From(server, CaughtUp(backups))))
 
     def start(self, **link_mbit: float) -> None:
         for server in SERVERS:
@@ -52,7 +53,7 @@ class Cluster:
             self.run(self.machine.handle(events.Joined(member, "server")))
         for worker in ("w0", "w1", "w2"):
             self.run(self.machine.handle(events.Joined(Member(worker, worker), "worker")))
-            self.run(self.machine.handle(events.Proposed(worker, JOB.record)))
+            self.run(self.machine.handle(events.From(worker, Propose(JOB.record))))
 
     def beats(self, count: int) -> None:
         for _ in range(count):

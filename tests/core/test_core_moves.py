@@ -13,8 +13,9 @@ import pytest
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.effects import Effect, FindSnapshot, Publish
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.placing.handover import Handover
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.placing.handover import Handover
+from rallypoint.core.protocol import CaughtUp, Leaving, Propose, Reached
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker.ending import Reaching
 from rallypoint.core.worker.factory import shell_for
@@ -51,7 +52,7 @@ class Cluster:
     def come(self, name: str) -> None:
         self.play(events.Joined(Member(name, name, f"{name}:1"), "server" if name[0] == "s" else "worker"))
         if name[0] == "w":
-            self.play(events.Proposed(name, JOB.record))
+            self.play(events.From(name, Propose(JOB.record)))
 
     def compute(self, step: int) -> None:
         for worker, own in self.view.assigned(step).items():
@@ -64,7 +65,8 @@ class Cluster:
         thirds = {shard: one.paired for shard, one in self.view.incoming.items()}
         for known in (paired, thirds):
             for server in sorted(set(homes.values())):
-                self.play(events.CaughtUp(server, {shard: of for shard, of in known.items() if homes[shard] == server}))
+                own = {shard: of for shard, of in known.items() if homes[shard] == server}
+                self.play(events.From(server, CaughtUp(own)))
 
     def tick(self, now: float) -> None:
         for name in (*self.machine.course.members.workers, *self.machine.course.members.servers):
@@ -72,7 +74,7 @@ class Cluster:
         self.play(events.Tick(now))
 
     def reach(self, worker: str, version: int, generation: ViewNumber | None = None) -> None:
-        self.play(events.Reached(worker, version, generation or self.view.generation))
+        self.play(events.From(worker, Reached(version, generation or self.view.generation)))
 
     def reach_all(self, version: int) -> None:
         self.reach("w0", version)
@@ -128,7 +130,7 @@ def test_a_server_that_leaves_waits_ten_seconds_for_the_end_of_a_step() -> None:
     cluster.catch_up()
     cluster.tick(120.0)
     assert cluster.view.handover == 7  # nobody leaves: steps may be long
-    cluster.play(events.Leaving("s0"))
+    cluster.play(events.From("s0", Leaving()))
     cluster.catch_up()
     cluster.tick(121.0)
     cluster.tick(130.9)
@@ -337,7 +339,7 @@ def test_a_third_server_that_has_caught_up_is_none_after_a_roll_back() -> None:
     cluster = Cluster(step=5, replication=2)
     cluster.come("s2")
     for shard, one in dict(cluster.view.incoming).items():
-        cluster.play(events.CaughtUp(cluster.view.primary[shard], {shard: one.paired}))
+        cluster.play(events.From(cluster.view.primary[shard], CaughtUp({shard: one.paired})))
     cluster.machine.course.views.arrived |= set(cluster.view.incoming)
     for server in ("s0", "s1"):
         cluster.play(events.Left(server, "killed"))
@@ -356,5 +358,5 @@ def test_two_servers_leave_and_one_stays_and_the_first_may_die_at_once() -> None
         cluster.reach_all(version + 1)
     cluster.catch_up()
     for server in ("s0", "s1"):
-        cluster.play(events.Leaving(server))
+        cluster.play(events.From(server, Leaving()))
     assert FindSnapshot() not in cluster.play(events.Left("s0", "its grace is over"))

@@ -9,23 +9,13 @@ from test_core_stop import _begun, _reported
 
 from rallypoint.coordinator.operator import Orders
 from rallypoint.core.cluster.effects import Capture, Publish
-from rallypoint.core.cluster.events import (
-    Captured,
-    Committed,
-    Found,
-    Heard,
-    Left,
-    Paused,
-    SnapshotWanted,
-    Stopped,
-    Tick,
-)
+from rallypoint.core.cluster.events import Captured, Committed, Found, From, Heard, Left, Paused, SnapshotWanted, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.protocol import AnyOrder, Drain, Ordered, Pause, Stop, StopWanted
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.worker.leased import LeasedVersion
+from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.slots import Compute
-from rallypoint.net.messages import AnyOrder, Drain, Ordered, Pause, StopWanted
 
 
 def test_a_paused_job_computes_the_step_in_progress_and_no_further_one() -> None:
@@ -147,7 +137,7 @@ def test_the_last_of_its_kind_is_not_sent_away_and_a_stopped_job_not_stopped_aga
     job = _begun(workers=1)
     assert _told(Orders(0.0).answer(Drain("w0"), job.machine.course, 1.0).news).refused
     _reported(job, 4)
-    job.play(Stopped("w0", 6, "enough", -1, job.view.generation))
+    job.play(From("w0", Stop(6, "enough", -1, job.view.generation)))
     assert "ends with step 6 already" in _told(Orders(0.0).answer(StopWanted(), job.machine.course, 1.0).news).text
 
 

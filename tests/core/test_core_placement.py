@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.layout import Shard
-from rallypoint.core.placement import place, place_backups, ranking
+from rallypoint.core.placing.placement import place, place_backups, ranking
 
 PURE = settings(derandomize=True, deadline=None, max_examples=70)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.tuning.port import AGAIN_S, ENOUGH, GIVE_UP_S, LEAST, PACE, SAMPLE_S, PortMeter, PortPacer, Sent
+from rallypoint.core.plan.port import AGAIN_S, ENOUGH, GIVE_UP_S, LEAST, PACE, SAMPLE_S, PortMeter, PortPacer, Sent
 
 PORT = 25e6  # bytes a second
 

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from rallypoint.core.sums.presum import Part, Presum
-from rallypoint.core.sums.tree import Block, blocks_of, halves, is_block, leaf
+from rallypoint.core.sums import Block, Part, Presum, blocks_of, halves, is_block, leaf
 
 SHARD = 0
 

@@ -9,8 +9,9 @@ import pytest
 from test_core_cluster import _begun, _Job, _of, _terms
 
 from rallypoint.core.cluster.effects import Effect, FindSnapshot, Finish, Refuse, Say
-from rallypoint.core.cluster.events import Beat, Done, Tick
-from rallypoint.core.cluster.health.reach import FIRST, SOUND
+from rallypoint.core.cluster.events import Beat, From, Tick
+from rallypoint.core.cluster.reach import FIRST, SOUND
+from rallypoint.core.protocol import Done
 from rallypoint.core.view import Member
 
 HB = 2.0
@@ -182,7 +183,7 @@ def test_who_was_set_apart_stands_by_when_it_comes_back_and_computes_when_nobody
 
 def test_a_worker_that_cannot_fetch_the_last_version_does_not_hold_up_the_end() -> None:
     job = _job(snapshots=False)
-    assert _of(Finish, job.play(Done("w1", job.view.generation))) == []
+    assert _of(Finish, job.play(From("w1", Done(job.view.generation)))) == []
     assert _of(Finish, _Beats(job).play(3.5 * HB, {"w0": ["s1"]})) == [Finish("w1")]
 
 
@@ -190,7 +191,7 @@ def test_who_was_set_apart_does_not_put_off_the_end() -> None:
     job = _job(snapshots=False)
     _Beats(job).play(3.5 * HB, {"w0": ["s1"]})
     job.come("w0")
-    assert _of(Finish, job.play(Done("w1", job.view.generation))) == [Finish("w1")]
+    assert _of(Finish, job.play(From("w1", Done(job.view.generation)))) == [Finish("w1")]
 
 
 @pytest.mark.parametrize("snapshots", [False, True])

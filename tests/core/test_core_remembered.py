@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_core_cluster import _begun, _terms
 
-from rallypoint.core.assignment.assigner import Assigner
-from rallypoint.core.assignment.nearby import nearest_aggregators
-from rallypoint.core.assignment.speeds import Speeds
-from rallypoint.core.cluster import view_change, view_sequence
-from rallypoint.core.cluster.events import Beat, Progress
+from rallypoint.core.cluster import view_sequence
+from rallypoint.core.cluster.events import Beat
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.view_change import AHEAD, Placing, contributing, following_assignments, homings, pairings
 from rallypoint.core.cluster.view_sequence import Remembered, ViewSequence
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.placing import view_change
+from rallypoint.core.placing.assigner import Assigner
+from rallypoint.core.placing.pinned import nearest_aggregators
+from rallypoint.core.placing.speeds import Speeds
+from rallypoint.core.placing.view_change import AHEAD, Placing, contributing, following_assignments, homings, pairings
 from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans
 from rallypoint.testing.scale.cluster import BigCluster, Size
 
@@ -160,24 +161,24 @@ def test_an_assignment_by_speed_is_the_one_that_is_computed_anew(happens: list[A
             worker, seconds = event
             for replica in assigned[f"w{worker}"]:
                 for assigner in (kept, anew):
-                    assigner.computed(Progress(f"w{worker}", step, replica, seconds, ViewNumber(1, 1), now), 8, now)
+                    assigner.computed(f"w{worker}", step, replica, seconds, 8, now)
             step += worker == 3
 
 
 def test_an_even_assignment_is_not_computed_again_before_a_worker_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Counter[str] = Counter()
     monkeypatch.setattr(
-        "rallypoint.core.assignment.assigner.following_assignments", _counted(following_assignments, calls)
+        "rallypoint.core.placing.assigner.following_assignments", _counted(following_assignments, calls)
     )
     assigner, workers = Assigner(), ["a", "b"]
     assigned = assign_replicas(2, workers)
     for step in range(12):
         for replica, worker in enumerate(workers):
-            assigner.computed(Progress(worker, step, replica, 1.0, ViewNumber(1, 1), float(step)), 2, float(step))
+            assigner.computed(worker, step, replica, 1.0, 2, float(step))
     for tick in range(20):
         assert assigner.better(assigned, workers, 2, 11, 12.0 + tick) is None
     assert calls["following_assignments"] == 1
-    assigner.computed(Progress("a", 12, 0, 1.0, ViewNumber(1, 1), 40.0), 2, 40.0)
+    assigner.computed("a", 12, 0, 1.0, 2, 40.0)
     assigner.better(assigned, workers, 2, 12, 41.0)
     assert calls["following_assignments"] == 2
 

@@ -14,7 +14,7 @@ from rallypoint.core.cluster.events import Found, Left, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed, begun_by
 from rallypoint.core.cluster.succession import Succession
-from rallypoint.core.deciding.decisions import Decided
+from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Stop
 

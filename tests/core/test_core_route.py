@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from rallypoint.core.assignment.nearby import nearest_aggregators
 from rallypoint.core.modes import ModeTraits
+from rallypoint.core.placing.pinned import nearest_aggregators
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker.factory import WorkerPlan, shell_for
 from rallypoint.core.worker.links import LinkTable

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from rallypoint.core.policy import Async, Policy, Sync
 from rallypoint.core.shard.clip import Measure, Rule, Tell, Verdict
-from rallypoint.core.shard.copies.proofs import Proofs
 from rallypoint.core.shard.effects import (
     Abandon,
     Apply,
@@ -29,7 +28,7 @@ from rallypoint.core.shard.effects import (
 )
 from rallypoint.core.shard.events import Acked, Compared, Contribute, Initialise, Loaded, Replicated
 from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.core.shard.plan import Plan
+from rallypoint.core.shard.replication import Proofs
 from rallypoint.core.shard.server import (
     FILLS_AT_ONCE,
     Disown,
@@ -37,6 +36,7 @@ from rallypoint.core.shard.server import (
     Effect,
     On,
     Own,
+    Plan,
     Report,
     Restore,
     ServerMachine,

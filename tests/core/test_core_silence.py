@@ -9,9 +9,10 @@ import pytest
 from test_core_cluster import RECORD, _again, _begun, _Job, _of, _terms
 
 from rallypoint.core.cluster.effects import Admit, Capture, Effect, FindSnapshot, Prepare, Publish, Refuse, Say
-from rallypoint.core.cluster.events import Joined, Left, Proposed, SnapshotWanted, Tick, Unlinked
-from rallypoint.core.cluster.health.silence import RETURN_S
+from rallypoint.core.cluster.events import From, Joined, Left, SnapshotWanted, Tick, Unlinked
+from rallypoint.core.cluster.reach import RETURN_S
 from rallypoint.core.cluster.terms import LIVING_S
+from rallypoint.core.protocol import Propose
 from rallypoint.core.view import Member
 
 HEARTBEAT = 2.0
@@ -94,7 +95,7 @@ def test_a_connection_that_times_out_is_no_departure() -> None:
         Admit("s0", job.incarnations["s0"]), Prepare("s0", RECORD), Publish(view, ("s0",)),
         Admit("w0", job.incarnations["w0"]), Publish(view, ("w0",)),
     ]  # fmt: skip
-    assert job.play(Proposed("w0", RECORD)) == []
+    assert job.play(From("w0", Propose(RECORD))) == []
     assert job.view == view
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.assignment.speeds import Speeds
+from rallypoint.core.placing.speeds import Speeds
 from rallypoint.core.view import assign_replicas
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)

@@ -5,25 +5,15 @@ from __future__ import annotations
 import msgspec
 from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms
 
+from rallypoint.core import protocol
 from rallypoint.core.cluster.effects import Abort, Capture, Finish, Publish, Say
-from rallypoint.core.cluster.events import (
-    Applied,
-    Captured,
-    Committed,
-    Done,
-    Found,
-    Left,
-    Progress,
-    SnapshotLost,
-    Stopped,
-)
+from rallypoint.core.cluster.events import Applied, Captured, Committed, Found, From, Left, Progress, SnapshotLost
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.modes import Feature, ModeTraits
 from rallypoint.core.order import stream_unread
 from rallypoint.core.policy import Async, Sync
-from rallypoint.core.shard.plan import Plan
-from rallypoint.core.shard.server import ServerMachine
+from rallypoint.core.shard.server import Plan, ServerMachine
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.core.view import Stop
 from rallypoint.core.worker import slots
@@ -44,12 +34,12 @@ def _reported(job: _Job, step: int, worker: str = "w0") -> None:
         job.play(Progress(worker, reached, 0, 0.1, job.view.generation))
 
 
-def _stop(job: _Job, version: int, worker: str = "w0", left: int = -1) -> Stopped:
-    return Stopped(worker, version, "enough", left, job.view.generation)
+def _stop(job: _Job, version: int, worker: str = "w0", left: int = -1) -> From:
+    return From(worker, protocol.Stop(version, "enough", left, job.view.generation))
 
 
-def _done(job: _Job, worker: str, version: int) -> Done:
-    return Done(worker, job.view.generation, version)
+def _done(job: _Job, worker: str, version: int) -> From:
+    return From(worker, protocol.Done(job.view.generation, version))
 
 
 def test_the_next_view_says_with_which_version_the_job_ends() -> None:
@@ -218,7 +208,7 @@ def test_servers_send_the_last_version_as_it_is() -> None:
     assert (shell.is_last(0, 4), shell.is_last(0, 5)) == (False, True)
 
 
-def _ended(job: _Job, version: int, *before: Stopped) -> list[str]:
+def _ended(job: _Job, version: int, *before: From) -> list[str]:
     """What is said where both workers hold the last version."""
     effects = job.play(*before, Applied("s0", version - 1, job.view.generation))
     effects += job.play(_done(job, "w0", version), _done(job, "w1", version))

@@ -9,7 +9,7 @@ from functools import reduce
 import pytest
 import torch
 
-from rallypoint.core.sums.tree import Block, Forest, blocks_of, halves, is_block, leaf, parent, sibling
+from rallypoint.core.sums import Block, Forest, blocks_of, halves, is_block, leaf, parent, sibling
 
 
 def nodes(replicas: int) -> set[Block]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.core.assignment.trial import PAUSE_S, ROUNDS, SECONDS, Trial
+from rallypoint.core.placing.assigner import PAUSE_S, ROUNDS, SECONDS, Trial
 
 FORMER = {"a": (0, 1), "b": (2, 3)}
 REPLICAS = 4

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from test_core_stop import _begun
 
-from rallypoint.core.cluster.storing.tuned_period import LONGEST_S, PRIOR_S, SHORTEST_S, TunedPeriod
 from rallypoint.core.cluster.terms import SnapshotPeriod
-from rallypoint.core.cost.failures import daly_period
+from rallypoint.core.plan.failures import LONGEST_S, PRIOR_S, SHORTEST_S, TunedPeriod, daly_period
 
 
 class Played:

@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.tuning.knob import Facts, Knob, in_flight_knob, pace_knob
-from rallypoint.core.tuning.tuner import MEASURED, WARM_UP, Decision, Tuner
-from rallypoint.core.tuning.window import Window
+from rallypoint.core.plan.tuning import (
+    MEASURED,
+    WARM_UP,
+    Decision,
+    Facts,
+    Knob,
+    Tuner,
+    Window,
+    in_flight_knob,
+    pace_knob,
+)
 
 Cost = Callable[[float], float]
 

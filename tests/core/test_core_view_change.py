@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from rallypoint.config import resolve
-from rallypoint.core.assignment.speeds import Speeds
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.view_change import (
+from rallypoint.core.cluster.view_sequence import ViewSequence
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.placing.speeds import Speeds
+from rallypoint.core.placing.view_change import (
     AHEAD,
     contributors,
     first_homes,
@@ -22,8 +24,6 @@ from rallypoint.core.cluster.view_change import (
     still_caught_up,
     surviving_primaries,
 )
-from rallypoint.core.cluster.view_sequence import ViewSequence
-from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.core.worker.links import LinkTable

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from rallypoint.core.sums.digests import DIGEST_BYTES, leaf_digest
+from rallypoint.core.sums import DIGEST_BYTES, leaf_digest
 
 LEAF = struct.pack("<5f", 0.0, 1.0, -2.5, 1e-30, float("inf"))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from rallypoint.core.keys.machine import NEWEST, OWN, Effect, KeyMachine, SendInitial, SendPull, SendPush, SendWant
+from rallypoint.core.keys import NEWEST, OWN, Effect, KeyMachine, SendInitial, SendPull, SendPush, SendWant
 from rallypoint.core.policy import Async, BoundedStaleness, ServerPolicy, Sync
 from rallypoint.core.shard import effects as fx
 from rallypoint.core.shard import events as ev

@@ -8,7 +8,8 @@ import msgspec
 from test_core_cluster import RECORD, _begun, _Job, _of, _terms
 
 from rallypoint.core.cluster.effects import Abort, Publish, Say
-from rallypoint.core.cluster.events import AuditFound
+from rallypoint.core.cluster.events import From
+from rallypoint.core.protocol import AuditFound
 
 AUDITED = msgspec.structs.replace(RECORD, config={**RECORD.config, "audit": 1.0})
 
@@ -19,7 +20,7 @@ def begun(workers: int = 4, **terms: Any) -> _Job:
 
 def found(job: _Job, step: int, *others: str, server: str = "s0", shard: int = -1, agreed: tuple[str, ...] = ()) -> Any:
     shard = shard if shard >= 0 else job.view.shards_of(server)[0]
-    return job.play(AuditFound(server, step, 0, shard, agreed, others, job.view.generation))
+    return job.play(From(server, AuditFound(step, 0, shard, agreed, others, job.view.generation)))
 
 
 def test_a_server_tells_a_dispute_by_a_shard_that_has_moved_meanwhile() -> None:
@@ -34,9 +35,8 @@ def test_a_server_tells_a_dispute_by_a_shard_that_has_moved_meanwhile() -> None:
 
 def test_no_view_says_that_nobody_decides_while_somebody_can() -> None:
     job = begun()
-    views = [p.view for p in _of(Publish, job.machine._auditing.handle(
-        AuditFound("s0", 1, 0, job.view.shards_of("s0")[0], (), ("w0", "w1"), job.view.generation), lambda *_: []
-    ))]  # fmt: skip
+    told = AuditFound(1, 0, job.view.shards_of("s0")[0], (), ("w0", "w1"), job.view.generation)
+    views = [p.view for p in _of(Publish, job.machine._auditing.handle("s0", told, lambda *_: []))]
     assert [[d.third != "" for d in view.disputes] for view in views] == [[True]]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
-from rallypoint.core.views.difference import (
+from rallypoint.core.view_difference import (
     Entries,
     Moved,
     Reassigned,

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children imp
 
 from jobs import CASES, bytes_pushed
 
-STEPS = 5  # replicas are not assigned by the workers' speeds before step 6: see `core.assignment.trial`
+STEPS = 5  # replicas are not assigned by the workers' speeds before step 6: see `core.placing.assigner`
 
 
 def _settings(replicas: int, **more: object) -> dict[str, object]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from rallypoint.core.protocol import Members, Ordered, Pause, Resize, Snapshotted, SnapshotWanted, StepDone
 from rallypoint.errors import LinkError
 from rallypoint.launch import ask
-from rallypoint.net.messages import Members, Ordered, Pause, Resize, Snapshotted, SnapshotWanted, StepDone
 
 
 class Job:

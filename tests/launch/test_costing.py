@@ -18,12 +18,12 @@ from rallypoint.coordinator.events import line_of
 from rallypoint.coordinator.journal import Journal
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.protocol import Members, Planned, Sampled, StepDone
 from rallypoint.errors import ConfigError, RallypointError, UsageError
 from rallypoint.launch.costing.measured import measured_run, sizes_of
 from rallypoint.launch.costing.quantities import bytes_of, count_of, rate_of, seconds_of
 from rallypoint.launch.costing.question import CostOptions, question_of
 from rallypoint.launch.plan import Launch, write_plan
-from rallypoint.net.messages import Members, Planned, Sampled, StepDone
 
 MODEL = ["plan", "--model", "1e8", "--gpus", "8", "--link", "1Gbit", "--compute", "1s"]
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

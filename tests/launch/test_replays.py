@@ -18,18 +18,18 @@ import torch
 
 import rallypoint as rp
 from rallypoint.config import record_of, resolve
+from rallypoint.coordinator.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints
 from rallypoint.coordinator.journal import JOURNAL, Journal, kept_state
-from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.deciding.decisions import Decided
-from rallypoint.core.sums.digests import dense_shards, pieces_of
+from rallypoint.core.decisions import Decided
+from rallypoint.core.protocol import Contributed, Updated
+from rallypoint.core.sums import dense_shards, pieces_of
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.observing import digests
 from rallypoint.launch.observing import replay as command
 from rallypoint.launch.observing.replay import Looked, NotFinite, differs, first_spike, lines_of
 from rallypoint.launch.plan import Launch, write_plan
-from rallypoint.net.messages import Contributed, Updated
 from rallypoint.store.manifest import Manifest
 from rallypoint.testing.contracts.beside import until
 from rallypoint.watch.follow import recorded_losses

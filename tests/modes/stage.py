@@ -16,9 +16,9 @@ from cell_jobs import POLL_S, CellJob, train_cell
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Message
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Message
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.processes import Process, ProcessCluster, aggregator_main, server_main, worker_main

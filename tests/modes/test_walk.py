@@ -12,7 +12,7 @@ import torch
 
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.modes import TABLE, Bytes, Feature, Holder, ModeName, No
-from rallypoint.net.messages import SnapshotWanted
+from rallypoint.core.protocol import SnapshotWanted
 from rallypoint.store.export import average_state
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.processes import ProcessCluster

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rallypoint.core.modes.conflicts import CONFLICTS
-from rallypoint.core.modes.features import Feature
 from rallypoint.core.modes.table import TABLE, Cell, No, Only
-from rallypoint.core.modes.traits import MODES, ModeName
+from rallypoint.core.modes.traits import MODES, Feature, ModeName
 
 DOCS = Path(__file__).parents[2] / "docs" / "modes.md"
 

@@ -26,10 +26,10 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
+from rallypoint.core.protocol import Hello
 from rallypoint.errors import RallypointError
 from rallypoint.net.handshake import COORDINATOR, introduce, new_token
 from rallypoint.net.keys import role_token
-from rallypoint.net.messages import Hello
 from rallypoint.net.tcp import TcpTransport, split_address
 from rallypoint.net.tls.files import TlsFiles
 from rallypoint.net.tls.making import make_certificates

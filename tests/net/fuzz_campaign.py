@@ -19,9 +19,9 @@ from fuzz_strangers import Liar, Stranger
 from fuzz_witness import Witness
 
 from rallypoint.core.job import JobRecord
+from rallypoint.core.protocol import NewView, Propose, decode
 from rallypoint.core.view import View
 from rallypoint.errors import RallypointError
-from rallypoint.net.messages import NewView, Propose, decode
 
 FROM_A_SERVER = "server after, from a server"
 OUTSIDE = ("coordinator before", "server before", "coordinator after", "server after, from a worker", FROM_A_SERVER)

@@ -16,9 +16,9 @@ from rallypoint.codec.shards import ShardCodecs
 from rallypoint.codec.state import ShardCodecStates, load
 from rallypoint.config import codec_of, parse
 from rallypoint.core.layout import Shard
+from rallypoint.core.protocol import decode
 from rallypoint.errors import RallypointError
 from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
-from rallypoint.net.messages import decode
 from rallypoint.observe.recording import pack as packed
 from rallypoint.observe.recording import unpack as unpacked
 from rallypoint.server.intake import FrameChecks

@@ -11,6 +11,7 @@ from fuzz_jobs import TOKEN, join_links
 
 from rallypoint.config import parse
 from rallypoint.core.job import JobRecord
+from rallypoint.core.protocol import Welcome
 from rallypoint.core.view import Member, View
 from rallypoint.core.worker import slots as machine
 from rallypoint.errors import LinkError, RallypointError
@@ -18,7 +19,6 @@ from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import Credentials, Identity, greet
 from rallypoint.net.inproc import InprocConnection, InprocListener, InprocTransport
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import Welcome
 from rallypoint.net.seal import Sealer
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.exchange import Exchange

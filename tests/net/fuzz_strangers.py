@@ -11,9 +11,9 @@ import msgspec
 from fuzz_frames import Corpus, Frame, Mutator
 from fuzz_jobs import TOKEN, Cluster
 
+from rallypoint.core import protocol as messages
 from rallypoint.core.view import Member
 from rallypoint.errors import AccessDenied, LinkError, RallypointError
-from rallypoint.net import messages
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, pack
 from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, _Transcript, introduce

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from rallypoint.core.protocol import Admitted, Done, Message, NewView, Refused, Say, decode, encode, expect
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import CorruptFrame, LinkError, ProtocolError
 from rallypoint.net.channel import Backlog, Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.keys import dialers_keys, token_keys
-from rallypoint.net.messages import Admitted, Done, Message, NewView, Refused, Say, decode, encode, expect
 from rallypoint.net.seal import SEALED_BYTES, Sealer
 from rallypoint.net.transport import FIRST_PIECE, PLAIN
 from rallypoint.testing.contracts.transports import Beside

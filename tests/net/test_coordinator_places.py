@@ -11,13 +11,13 @@ import pytest
 
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Message, Welcome
 from rallypoint.errors import AccessDenied, LinkError, RallypointError
 from rallypoint.net import member
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Message, Welcome
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection
 from rallypoint.server.service import ServerService

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net import dialer
@@ -21,7 +22,6 @@ from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Listener, Transport
 from rallypoint.observe.trace import Tracer

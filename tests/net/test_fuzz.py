@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from rallypoint.coordinator.service import CoordinatorService
+from rallypoint.core import protocol as messages
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
+from rallypoint.core.protocol import encode
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError
-from rallypoint.net import messages
 from rallypoint.net.frames import HEADER_BYTES, PROTOCOL, SKIP, Header, Kind, pack, unpack
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.keys import LinkKeys, ticket
-from rallypoint.net.messages import encode
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpConnection, TcpTransport
 from rallypoint.server.service import ServerService

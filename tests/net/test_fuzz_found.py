@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from fuzz_jobs import POLICIES, running
 
+from rallypoint.core.protocol import Welcome, decode, encode
 from rallypoint.errors import ProtocolError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.messages import Welcome, decode, encode
 from rallypoint.net.pool import Buffer
 from rallypoint.server.intake import Intake
 

@@ -12,9 +12,9 @@ from fuzz_frames import Frame
 from fuzz_jobs import Net
 from fuzz_witness import Witness
 
+from rallypoint.core.protocol import NewView, encode
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.messages import NewView, encode
 
 TO_SOMEBODY = SimpleNamespace(name="worker0")
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from rallypoint.core.protocol import Hello, Welcome, encode
 from rallypoint.errors import AccessDenied, LinkError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, pack
 from rallypoint.net.gate import Gate, Unproven
 from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, Identity, introduce
 from rallypoint.net.keys import LinkKeys
-from rallypoint.net.messages import Hello, Welcome, encode
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpConnection, TcpListener, TcpTransport, split_address
 from rallypoint.net.transport import PLAIN, Connection, Listener

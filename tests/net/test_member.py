@@ -11,17 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from rallypoint.core.view import View, ViewNumber
-from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
-from rallypoint.net import member
-from rallypoint.net.channel import Channel
-from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack
-from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Identity
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import ticket
-from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Admitted,
     Beat,
     Challenge,
@@ -39,6 +29,16 @@ from rallypoint.net.messages import (
     decode,
     encode,
 )
+from rallypoint.core.view import View, ViewNumber
+from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
+from rallypoint.net import member
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack
+from rallypoint.net.gate import Gate
+from rallypoint.net.handshake import Identity
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.keys import ticket
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Listener, Transport
 from rallypoint.testing.contracts.beside import until

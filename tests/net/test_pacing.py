@@ -9,9 +9,9 @@ import threading
 import msgspec
 import pytest
 
+from rallypoint.core.protocol import MOST_PACED, Beat, decode, encode
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.net.messages import MOST_PACED, Beat, decode, encode
 from rallypoint.net.sampling import Pacing
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.usage import Pace, Traffic

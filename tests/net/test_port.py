@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.tuning.port import PACE, PortPacer, Sent
+from rallypoint.core.plan.port import PACE, PortPacer, Sent
 from rallypoint.errors import LinkError
 from rallypoint.net.kernel import SO_MAX_PACING_RATE, sent_of
 from rallypoint.net.sampling import Port

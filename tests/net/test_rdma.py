@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.errors import LinkError, UsageError
 from rallypoint.net.handshake import COORDINATOR, Identity, greet, introduce
-from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.rdma import agent as agents
 from rallypoint.net.rdma import connection as nixl
 from rallypoint.net.rdma.choice import chosen, environment_of, rdma_devices

@@ -7,10 +7,10 @@ import math
 import msgspec
 import pytest
 
-from rallypoint.coordinator.recording.samples import Samples
+from rallypoint.coordinator.announcer import Samples
+from rallypoint.core.protocol import MOST_LINKS, LinkSample, Sampled, decode, encode
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.net.messages import MOST_LINKS, LinkSample, Sampled, decode, encode
 from rallypoint.net.sampling import EVERY_S, Sampler, sampler_for
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.usage import Gpu, Link, Usage, usage

@@ -138,7 +138,7 @@ def test_a_frame_is_byte_for_byte_what_the_docstring_says() -> None:
         ).digest()
         assert sealer.seal(header, memoryview(payload)) == begin + tag
     assert gmac.tag.hex() == "36f767972d70e409451fc25cc8c0e982"
-    assert tag.hex() == "b74c44d79ee6826607f7c8e3737664ae"
+    assert tag.hex() == "4cc3a7923dd6d9880a6279cca56d4539"
 
 
 def test_the_mac_is_that_of_the_gcm_specification() -> None:

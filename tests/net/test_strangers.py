@@ -19,15 +19,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import BoundedStaleness, Mode, Sync
-from rallypoint.core.shard.events import EVERYTHING
-from rallypoint.core.view import ViewNumber
-from rallypoint.errors import AccessDenied, LinkError, RallypointError, UnprovenPeer
-from rallypoint.net.channel import Channel
-from rallypoint.net.frames import Header, Kind, wants
-from rallypoint.net.handshake import COORDINATOR, introduce
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import job_secret, ticket
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     Admitted,
     Beat,
@@ -45,6 +37,14 @@ from rallypoint.net.messages import (
     encode,
     expect,
 )
+from rallypoint.core.shard.events import EVERYTHING
+from rallypoint.core.view import ViewNumber
+from rallypoint.errors import AccessDenied, LinkError, RallypointError, UnprovenPeer
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind, wants
+from rallypoint.net.handshake import COORDINATOR, introduce
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.keys import job_secret, ticket
 from rallypoint.net.seal import Sealer
 from rallypoint.server.reducer.inbox import Gone, Linked, Wake
 from rallypoint.server.reducer.reducer import Reducer

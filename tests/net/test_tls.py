@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
+from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, RallypointError, UnprovenPeer, UsageError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate, Unproven
 from rallypoint.net.handshake import Identity, check_exposure, introduce
 from rallypoint.net.keys import LinkKeys
-from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
 from rallypoint.net.tls.connection import TlsConnection

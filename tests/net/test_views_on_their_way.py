@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.coordinator.joining.tickets import Tickets
+from rallypoint.core.protocol import Caches, NewView, OfViews, ViewChange, decode, encode
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.core.views.difference import WrongBase, apply, canonical, difference
+from rallypoint.core.view_difference import WrongBase, apply, canonical, difference
 from rallypoint.errors import CorruptFrame
 from rallypoint.net.keys import ticket
 from rallypoint.net.member import ViewReceiver
-from rallypoint.net.messages import Caches, NewView, OfViews, ViewChange, decode, encode
 
 SECRET = b"s" * 32
 ALL = ("s0", "s1", "s2", "g0", "w0", "w1", "w2")

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.core.cluster.events import CaughtUp
+from rallypoint.core.cluster.events import From
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import BoundedStaleness, Sync
+from rallypoint.core.protocol import CaughtUp
 from rallypoint.core.shard.effects import Take
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import On
@@ -30,7 +31,7 @@ def _there_and_back(data: Any) -> Any:
 @pytest.mark.parametrize("value", [
     None, True, 7, -1, 2.5, float("inf"), "text", b"bytes", [1, [2]], (1, (2, ())), {1, 2}, frozenset({"a"}),
     {1: (2,), "k": [3]}, {(1, 2): "pair"}, Counter({3: 2}), deque([1, 2], maxlen=4), Slot.LANDED, Sync(quorum=2),
-    BoundedStaleness(3), ViewNumber(2, 5), CaughtUp("server0", {3: ViewNumber(1, 1)}), On(4, Take(9, 0.5)),
+    BoundedStaleness(3), ViewNumber(2, 5), From("server0", CaughtUp({3: ViewNumber(1, 1)})), On(4, Take(9, 0.5)),
     Arriving(1, 2, ViewNumber(1, 4), whole=False), Terms(servers=3),
 ], ids=repr)  # fmt: skip
 def test_a_value_comes_back_as_what_it_was(value: Any) -> None:

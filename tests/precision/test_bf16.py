@@ -17,12 +17,12 @@ from gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference
 from rallypoint.codec.spec import Bf16, Raw
 from rallypoint.config import resolve
 from rallypoint.core.policy import AllReduce, LocalSteps
+from rallypoint.core.protocol import Finished, Metrics
 from rallypoint.core.schedule import rate_at
 from rallypoint.data.loader import MicroBatches
 from rallypoint.errors import ConfigError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.messages import Finished, Metrics
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import plain_optimizer, tree_sum
 from rallypoint.worker.loop.session import Job

@@ -21,13 +21,12 @@ from rallypoint.codec.spec import Bf16, Fp16, Int8
 from rallypoint.config import resolve
 from rallypoint.config.changes import changed_record
 from rallypoint.config.resolve import record_of
-from rallypoint.core.loss_scale import ENTRY, LossScaling, is_power_of_two
-from rallypoint.core.optimizer import SGD
+from rallypoint.core.optimizer import ENTRY, SGD, LossScaling, is_power_of_two
 from rallypoint.core.policy import Async
+from rallypoint.core.protocol import Finished, Skipped
 from rallypoint.core.shard.clip import Measure, Rule
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ConfigError, JobAborted, NonFiniteLoss
-from rallypoint.net.messages import Finished, Skipped
 from rallypoint.store.export import model_state
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.contracts.beside import until

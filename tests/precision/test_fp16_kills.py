@@ -15,8 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rallypoint.config import resolve
-from rallypoint.core.loss_scale import LossScaling
-from rallypoint.core.optimizer import AdamW
+from rallypoint.core.optimizer import AdamW, LossScaling
 from rallypoint.testing.reference import loss_scales
 from rallypoint.worker.tensors import weights_hash
 from test_survival import SCRIPT, STEPS, Cluster

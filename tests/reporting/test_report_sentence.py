@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.core.protocol import Aborted, Finished, Snapshotted, StepDone, Waiting
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import REPORTS
 from rallypoint.launch.observing.picture import Picture, sentence_of
 from rallypoint.launch.observing.redaction import KeptLines
 from rallypoint.launch.observing.reports import MOST, AutomaticReports
 from rallypoint.launch.observing.stacks import Owner, Process
-from rallypoint.net.messages import Aborted, Finished, Snapshotted, StepDone, Waiting
 
 STOPPED = Process(Owner("worker1", "worker", 4711, "node3"), True, "stopped", "", "", "the process is stopped")
 CRASHED = Process(Owner("worker0", "worker", 12, "node3"), False, "", "Fatal Python error: Aborted", "...")

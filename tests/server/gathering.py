@@ -15,10 +15,10 @@ import torch
 from rallypoint.config import resolve
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Message, Say
 from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Message, Say
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference

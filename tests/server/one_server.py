@@ -9,10 +9,10 @@ import pytest
 
 from rallypoint.config import JobConfig, record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.protocol import Message, Say
 from rallypoint.core.shard import clip
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.messages import Message, Say
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer import inbox

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import rallypoint as rp
 from rallypoint.codec.base import Scratch
 from rallypoint.config import JobConfig, resolve
-from rallypoint.core.average import Average
 from rallypoint.core.layout import Shard
+from rallypoint.core.optimizer import Average
 from rallypoint.core.shard.effects import Apply
 from rallypoint.errors import ConfigError
 from rallypoint.net.pool import BufferPool

@@ -10,12 +10,12 @@ import pytest
 from one_server import FIRST, OneServer
 
 from rallypoint.aggregator.service import AggregatorService
+from rallypoint.core.protocol import GiveUp, Hello, Message
 from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.view import Member
 from rallypoint.errors import LinkError, ProtocolError, RallypointError
 from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.messages import GiveUp, Hello, Message
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.member import Views
 from rallypoint.server.peers import Peers

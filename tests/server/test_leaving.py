@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.net.messages import Leaving, Message, Welcome
+from rallypoint.core.protocol import Leaving, Message, Welcome
 from rallypoint.server import member
 from rallypoint.server.service import ServerService
 

@@ -15,10 +15,10 @@ from gathering import DATA, SETTINGS, Gathering, Once, Worker, build, gathering,
 from rallypoint.codec.spec import Bf16, Int8, TopK
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps
+from rallypoint.core.protocol import Aborted, Applied, Finished, Members, Report, Skipped, Snapshotted, SnapshotWanted
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import JobAborted, LinkError
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.messages import Aborted, Applied, Finished, Members, Report, Skipped, Snapshotted, SnapshotWanted
 from rallypoint.server.service import ServerService, run_servers
 from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.store import retry

@@ -16,8 +16,8 @@ from gathering import DATA, SETTINGS, build, gathering, loss_of
 from rallypoint.config import resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
+from rallypoint.core.protocol import Accounted, Finished, Skipped
 from rallypoint.errors import JobAborted
-from rallypoint.net.messages import Accounted, Finished, Skipped
 from rallypoint.server.shards.gradient import FloatRange, first_not_finite, first_that_became, float_ranges, norm_of
 from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.store.snapshots import SnapshotStore

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from one_server import FIRST, LAYOUT, OneServer
 
+from rallypoint.core.protocol import Applied
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.net.messages import Applied
 from rallypoint.server.reducer import inbox
 from rallypoint.store.record import ShardRecord
 

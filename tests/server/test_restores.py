@@ -15,10 +15,10 @@ from one_server import FIRST, LAYOUT, SECOND, OneServer
 
 from rallypoint.codec.spec import Int8
 from rallypoint.config import resolve
+from rallypoint.core.protocol import Unrestored
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DamagedSnapshot
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.messages import Unrestored
 from rallypoint.server.reducer import inbox
 from rallypoint.server.restores import READ_AHEAD, Restores
 from rallypoint.store import closing, retry

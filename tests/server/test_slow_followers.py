@@ -13,12 +13,12 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import AllReduce, Async, Mode, Sync
+from rallypoint.core.protocol import Hello, NewView, Propose
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.handshake import COORDINATOR, FIRST_VIEW, introduce
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import Hello, NewView, Propose
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.server.reducer.reducer import Reducer
 from rallypoint.server.service import ServerService

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.net.messages import NotStored, Stored
+from rallypoint.core.protocol import NotStored, Stored
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.capture import Capture
 from rallypoint.store import closing

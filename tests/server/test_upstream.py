@@ -9,6 +9,7 @@ from one_server import CONFIG, LAYOUT
 
 from rallypoint.aggregator.upstream import Event, ServerUp, Upstream
 from rallypoint.config import record_of
+from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
@@ -16,7 +17,6 @@ from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import Hello, Welcome
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.job import ServerJob
 from rallypoint.server.member import Views

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.codec.base import gradient_bytes
-from rallypoint.core.layout import Layout, TensorSpec, build_layout, first_difference
-from rallypoint.core.table import PART_BYTES
+from rallypoint.core.layout import PART_BYTES, Layout, TensorSpec, build_layout, first_difference
 from rallypoint.errors import ModelError
 from rallypoint.net.frames import Header, Kind, pack, unpack
 

@@ -10,8 +10,8 @@ from test_watch_state import PLAN, line, members, steps
 from typer.testing import CliRunner
 
 from rallypoint import cli
+from rallypoint.core.protocol import Finished, Metrics
 from rallypoint.errors import UsageError
-from rallypoint.net.messages import Finished, Metrics
 from rallypoint.watch.app import HEADER, Comparison
 from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.serve import compared

@@ -11,11 +11,7 @@ from test_watch_state import PLAN, members, steps
 
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import Sync
-from rallypoint.core.shard.clip import Rule
-from rallypoint.core.shard.plan import Plan
-from rallypoint.core.shard.server import ServerMachine
-from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     Applied,
     Finished,
@@ -27,6 +23,9 @@ from rallypoint.net.messages import (
     Snapshotted,
     StepDone,
 )
+from rallypoint.core.shard.clip import Rule
+from rallypoint.core.shard.server import Plan, ServerMachine
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.observe.trace import Tracer
 from rallypoint.watch.exposition import Exposition
 from rallypoint.watch.metrics import MEASURES, JobFigures, Reading, Several, of_aggregator, of_server, of_worker

@@ -23,13 +23,13 @@ from starlette.testclient import TestClient
 from test_watch_state import PLAN, line, members, steps
 
 from rallypoint.config import JobConfig, record_of
+from rallypoint.coordinator.fingerprints import FINGERPRINTS, FingerprintLog
 from rallypoint.coordinator.journal import Journal
-from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, FingerprintLog
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.protocol import Updated
 from rallypoint.errors import UsageError
 from rallypoint.launch.observing.page import facts_of, resolved_of
-from rallypoint.net.messages import Updated
 from rallypoint.watch.app import HEADER, Operator, Page, Wish
 from rallypoint.watch.follow import EVENTS, Follower
 from rallypoint.watch.serve import served

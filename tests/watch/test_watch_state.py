@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     Accounted,
     Applied,

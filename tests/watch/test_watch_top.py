@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 from test_watch_state import PLAN, line, members, run_of, steps
 
-from rallypoint.errors import UsageError
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     Applied,
     Finished,
@@ -22,6 +21,7 @@ from rallypoint.net.messages import (
     Snapshotted,
     StepDone,
 )
+from rallypoint.errors import UsageError
 from rallypoint.watch.app import Reader
 from rallypoint.watch.follow import EVENTS
 from rallypoint.watch.state import RunState

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from test_watch_state import PLAN, line, members, steps
 
+from rallypoint.core.protocol import Aborted, Finished, Metrics, Skipped, StepDone
 from rallypoint.errors import UsageError
-from rallypoint.net.messages import Aborted, Finished, Metrics, Skipped, StepDone
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.trackers import TRACKER_CONTRACT, Make, Read, Shown
 from rallypoint.watch import tracking

@@ -12,12 +12,12 @@ import torch
 from rallypoint.codec.base import digest_of
 from rallypoint.config import resolve
 from rallypoint.coordinator.claims import Claims
-from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints
-from rallypoint.core.sums.digests import DIGEST_BYTES, pieces_of
+from rallypoint.coordinator.fingerprints import FINGERPRINTS, FingerprintLog, KeptFingerprints
+from rallypoint.core.protocol import Contributed, Updated
+from rallypoint.core.sums import DIGEST_BYTES, pieces_of
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.net.messages import Contributed, Updated
 from rallypoint.testing.reference import _Reference
 from rallypoint.worker.exchange.replica import ReplicaPushes
 from rallypoint.worker.tensors import ModelTensors

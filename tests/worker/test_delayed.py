@@ -13,9 +13,9 @@ from test_rewind import Cluster, Once, loss_of
 
 import rallypoint as rp
 from rallypoint.config import resolve
+from rallypoint.core.protocol import Finished
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.net.messages import Finished
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 from support.reference_local import train_local_reference
 

@@ -15,6 +15,7 @@ import torch
 
 from rallypoint.config import resolve
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.errors import JobAborted, LinkError, ProtocolError
@@ -24,7 +25,6 @@ from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import Hello, Welcome
 from rallypoint.observe.trace import Tracer
 from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange import locked as module

@@ -15,16 +15,7 @@ import msgspec
 import pytest
 
 from rallypoint.coordinator import connections
-from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.errors import JobAborted, RallypointError
-from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.net import handshake
-from rallypoint.net.channel import Channel
-from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Identity
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import ticket
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     Admitted,
     Done,
@@ -40,6 +31,15 @@ from rallypoint.net.messages import (
     Welcome,
     decode,
 )
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.errors import JobAborted, RallypointError
+from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.net import handshake
+from rallypoint.net.channel import Channel
+from rallypoint.net.gate import Gate
+from rallypoint.net.handshake import Identity
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.keys import ticket
 from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop import session

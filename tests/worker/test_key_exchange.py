@@ -176,8 +176,7 @@ def test_a_version_that_no_frame_can_name_is_refused_where_so_many_pushes_may_co
 
 def test_servers_take_no_first_value_where_a_generation_begins_from_a_snapshot() -> None:
     from rallypoint.core.policy import Sync
-    from rallypoint.core.shard.plan import Plan
-    from rallypoint.core.shard.server import ServerMachine
+    from rallypoint.core.shard.server import Plan, ServerMachine
     from rallypoint.core.shard.shell import ServerShell
 
     plan = Plan(policy=Sync(), expected=[1], measured=frozenset({0}), decides=frozenset(), keyed=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.protocol import Evaluated, Evaluates, Message
 from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.handover import NoCodecStates
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import Evaluate
 from rallypoint.core.worker.snapshots import Snapshots
-from rallypoint.net.messages import Evaluated, Evaluates, Message
 from rallypoint.worker.evaluations import EvaluationReports
 
 FIRST = ViewNumber(1, 1)

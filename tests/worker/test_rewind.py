@@ -17,9 +17,9 @@ import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Finished
 from rallypoint.errors import JobAborted
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.messages import Finished
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference

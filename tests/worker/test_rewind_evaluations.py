@@ -12,8 +12,8 @@ from test_rewind import AT, SETTINGS, Cluster, Once, Trap, build, loss_of
 
 import rallypoint as rp
 from rallypoint.config import resolve
+from rallypoint.core.protocol import Evaluated
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
-from rallypoint.net.messages import Evaluated
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash

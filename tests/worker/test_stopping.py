@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from rallypoint.core.protocol import Stop
 from rallypoint.core.view import ViewNumber
-from rallypoint.net.messages import Stop
 from rallypoint.worker.stopping import Stopping
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.core.assignment.pinned import lost_place, lost_step, pinned_assignments, pins_after
+from rallypoint.core.placing.pinned import lost_place, lost_step, pinned_assignments, pins_after
 from rallypoint.core.view import Assignment, View, ViewNumber
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rallypoint.aggregator.upstream import Arrived, Event, ServerLost, ServerUp, Ticked, Upstream
 from rallypoint.core.aggregator import effects as machine
 from rallypoint.core.aggregator.shell import AggregatorShell
-from rallypoint.core.sums.tree import Block
+from rallypoint.core.sums import Block
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, Header, Kind
 from rallypoint.net.pool import Buffer

@@ -9,9 +9,9 @@ from rallypoint.aggregator.relay import Relay
 from rallypoint.aggregator.upstream import Ticked, Upstream
 from rallypoint.core.aggregator.machine import AggregatorMachine
 from rallypoint.core.aggregator.shell import AggregatorShell
+from rallypoint.core.protocol import Hello, Say
 from rallypoint.errors import ProtocolError
 from rallypoint.net.channel import Channel
-from rallypoint.net.messages import Hello, Say
 from rallypoint.observe.observed import observed
 from rallypoint.server.intake import Intake
 from rallypoint.server.job import ServerJob

@@ -10,7 +10,7 @@ import typer
 
 from rallypoint.cli.app import BY_HAND, PASS_ON, app
 from rallypoint.cli.given import refuse_option
-from rallypoint.core.topology.told import MOST_MBIT
+from rallypoint.core.plan.topology import MOST_MBIT
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of

@@ -18,8 +18,8 @@ def pause(run: RunFolder) -> None:
 
     Example: [bold]rallypoint pause runs/20260131-235959[/bold]
     """
+    from rallypoint.core.protocol import Pause
     from rallypoint.launch.ask import order
-    from rallypoint.net.messages import Pause
 
     print(order(run, Pause(), print))
 
@@ -27,8 +27,8 @@ def pause(run: RunFolder) -> None:
 @app.command("continue", rich_help_panel=RUNNING)
 def go_on(run: RunFolder) -> None:
     """Let a job go on that is paused."""
+    from rallypoint.core.protocol import Pause
     from rallypoint.launch.ask import order
-    from rallypoint.net.messages import Pause
 
     print(order(run, Pause(on=False), print))
 
@@ -42,10 +42,9 @@ def stop(
 
     Example: [bold]rallypoint stop runs/20260131-235959 --reason 'good enough'[/bold]
     """
-    from rallypoint.core.typed import LONGEST_NAME
+    from rallypoint.core.protocol import StopWanted
+    from rallypoint.core.typed import LONGEST_NAME, printable
     from rallypoint.launch.ask import order
-    from rallypoint.net.messages import StopWanted
-    from rallypoint.observe.lines import printable
 
     print(order(run, StopWanted(printable(reason, LONGEST_NAME)), print))
 
@@ -58,10 +57,10 @@ def drain(run: RunFolder, member: Annotated[str, typer.Argument(help="A worker o
 
     Example: [bold]rallypoint drain runs/20260131-235959 worker3[/bold]
     """
+    from rallypoint.core.protocol import Drain
     from rallypoint.core.typed import can_name
     from rallypoint.errors import UsageError
     from rallypoint.launch.ask import order
-    from rallypoint.net.messages import Drain
 
     if not can_name(member):
         raise UsageError("that is no name of a member")

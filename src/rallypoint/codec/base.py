@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rallypoint.core.sums.digests import leaf_digest
+from rallypoint.core.sums import leaf_digest
 from rallypoint.errors import ProtocolError, RallypointError, UsageError
 
 # ---- The interface of every codec ----

@@ -7,10 +7,8 @@ from typing import Literal, TypedDict
 
 from rallypoint.codec.spec import CodecSpec
 from rallypoint.config.tree import DownSpec, Group
-from rallypoint.core.average import EMA, SWA
-from rallypoint.core.deciding.decisions import ReduceOnPlateau
-from rallypoint.core.loss_scale import LossScaling
-from rallypoint.core.optimizer import Optimizer
+from rallypoint.core.decisions import ReduceOnPlateau
+from rallypoint.core.optimizer import EMA, SWA, LossScaling, Optimizer
 from rallypoint.core.policy import Mode
 
 

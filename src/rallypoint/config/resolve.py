@@ -17,9 +17,9 @@ from rallypoint.config.values import wrong_value
 from rallypoint.core.job import DataIdentity, JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
-from rallypoint.core.modes.refusals import of_another_mode
+from rallypoint.core.modes.table import of_another_mode
 from rallypoint.core.policy import AllReduce
-from rallypoint.core.settings import written
+from rallypoint.core.typed import written
 from rallypoint.errors import ConfigError, meant
 
 

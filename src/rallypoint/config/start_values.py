@@ -10,8 +10,8 @@ import msgspec
 from rallypoint.codec.spec import Bf16, Fp16, Raw
 from rallypoint.config.tree import JobConfig
 from rallypoint.core.optimizer import Muon, Sum
+from rallypoint.core.plan.tuning import shards_for
 from rallypoint.core.policy import AllReduce, Sync
-from rallypoint.core.tuning.shards import shards_for
 
 _BY_WORD = Raw | Fp16 | Bf16  # each word by itself, wherever its shard begins
 

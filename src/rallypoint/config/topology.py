@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from rallypoint.core.topology.told import Topology
+from rallypoint.core.plan.topology import Topology
 from rallypoint.errors import ConfigError
 
 

@@ -9,13 +9,11 @@ from typing import Literal
 import msgspec
 
 from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, has_state
-from rallypoint.core.audits.choice import Audits
-from rallypoint.core.average import EMA, SWA
-from rallypoint.core.deciding.decisions import ReduceOnPlateau
+from rallypoint.core.audits import Audits
+from rallypoint.core.decisions import ReduceOnPlateau
 from rallypoint.core.layout import SHARD_BYTES, Role
-from rallypoint.core.loss_scale import LossScaling
 from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
-from rallypoint.core.optimizer import AdamW, Muon, Optimizer, Sum
+from rallypoint.core.optimizer import EMA, SWA, AdamW, LossScaling, Muon, Optimizer, Sum
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule, rate_at
 from rallypoint.core.typed import build_now

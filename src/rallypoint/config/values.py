@@ -17,27 +17,28 @@ import msgspec
 
 from rallypoint.codec.spec import DGC, PowerSGD, RandomK, TopK
 from rallypoint.config.tree import Group, JobConfig
-from rallypoint.core.average import EMA, SWA
-from rallypoint.core.deciding.decisions import ReduceOnPlateau
-from rallypoint.core.loss_scale import LossScaling, is_power_of_two
+from rallypoint.core.decisions import ReduceOnPlateau
 from rallypoint.core.optimizer import (
     ASGD,
+    EMA,
     SGD,
+    SWA,
     Adadelta,
     Adagrad,
     Adam,
     Adamax,
     AdamW,
+    LossScaling,
     Muon,
     NAdam,
     RAdam,
     RMSprop,
     Sum,
+    is_power_of_two,
 )
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.schedule import Constant, Cosine, Linear, StepDecay
-from rallypoint.core.settings import EXAMPLES, written
-from rallypoint.core.typed import hints_of
+from rallypoint.core.typed import EXAMPLES, hints_of, written
 from rallypoint.errors import ConfigError
 
 _MODES = (Sync, BoundedStaleness, Async, LocalSteps, AllReduce)

@@ -11,10 +11,10 @@ from rallypoint.coordinator.inbox import Connection
 from rallypoint.core.cluster import effects
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.deciding.decisions import Decided
+from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
+from rallypoint.core.protocol import Aborted, Fingerprint, Finished, Held, Message, Say, SnapshotEvery, Stored
 from rallypoint.core.view import Stop
-from rallypoint.net.messages import Aborted, Fingerprint, Finished, Held, Message, Say, SnapshotEvery, Stored
 
 
 @dataclass(frozen=True, slots=True)

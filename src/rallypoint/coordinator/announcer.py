@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -13,17 +14,11 @@ from rallypoint.coordinator.acts import Act, Log, Record, Send
 from rallypoint.coordinator.claims import Early
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, tally_for
-from rallypoint.coordinator.recording.comparable import Comparable, of_threads
-from rallypoint.coordinator.recording.samples import Samples
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.deciding.decisions import reductions_at
+from rallypoint.core.decisions import reductions_at
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
-from rallypoint.core.schedule import rate_at
-from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards, pieces_of
-from rallypoint.core.view import View
-from rallypoint.net.handshake import LAUNCHER
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     Accounted,
     Applied,
@@ -32,11 +27,13 @@ from rallypoint.net.messages import (
     Finished,
     Held,
     Hello,
+    LinkSample,
     Members,
     Message,
     Metrics,
     Ordered,
     Planned,
+    Propose,
     Report,
     Sampled,
     Say,
@@ -46,7 +43,114 @@ from rallypoint.net.messages import (
     Updated,
     Waiting,
 )
+from rallypoint.core.schedule import rate_at
+from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
+from rallypoint.core.view import View
+from rallypoint.net.handshake import LAUNCHER
 from rallypoint.observe.lines import Allowance, Once
+
+# Says what makes a run's bytes comparable with another's: the hash of its first weights, and its intra-op threads.
+
+
+_NAMED = 3  # workers that a sentence names
+
+
+@dataclass(slots=True)
+class Comparable:
+    """Keeps what workers propose until they are in a view, and says then, once of each, what is not as in the job."""
+
+    _proposed: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # digest of the first weights, threads
+    _compared: set[str] = field(default_factory=set)
+    _first: bytes = b""  # the digest of version 0, once it was said
+
+    def propose(self, worker: str, proposal: Propose) -> None:
+        """A worker proposes the job's record."""
+        self._proposed[worker] = (proposal.first, proposal.record.threads)
+
+    def taken_over(self, view: View) -> None:
+        """An earlier coordinator has compared the workers of its last view."""
+        self._compared.update(member.id for member in view.workers)
+
+    def said(self, record: JobRecord, view: View, connected: Container[str], *, first: bool) -> list[str]:
+        """Return what is to be said when `view` is published. `first`: it begins with version 0."""
+        sentences = []
+        uploaded = self._proposed.get(view.uploader, (b"", 0))[0]
+        if first and uploaded and uploaded != self._first:
+            self._first = uploaded
+            sentences.append(f"version 0, the first weights, has the hash {uploaded.hex()}")
+        here = {member.id for member in view.workers}
+        new = {worker: self._proposed[worker] for worker in sorted(here - self._compared) if worker in self._proposed}
+        self._compared = self._compared & here | new.keys()
+        others = [worker for worker, (digest, _) in new.items() if self._first and digest not in (b"", self._first)]
+        if others:
+            sentences.append(
+                f"{_names(others)} made other first weights than the job begins with (those of the worker that uploads "
+                "them count): the script does not seed them, so each run has others, and ends with other bytes. Call "
+                "torch.manual_seed(0) before the model is made"
+            )
+        usual = (0, record.threads)
+        apart = [worker for worker, (_, threads) in new.items() if record.threads and threads not in usual]
+        if apart:
+            sentences.append(
+                f"{_names(apart)} computes with {new[apart[0]][1]} intra-op threads, the job with {record.threads}: "
+                "its bytes depend on who computes what. Leave torch.set_num_threads out of the script; give --threads"
+            )
+        kept = (worker for worker in self._proposed if worker in connected or worker == view.uploader)
+        self._proposed = {worker: self._proposed[worker] for worker in kept}
+        return sentences
+
+
+def of_threads(record: JobRecord) -> list[str]:
+    """Return what is said of a job's intra-op threads when it begins: nothing of the usual one."""
+    if record.threads < 2:
+        return []
+    return [
+        f"{record.threads} intra-op threads: the bytes are those of other runs with so many, not of runs with 1 (the "
+        "default of --threads)"
+    ]
+
+
+def _names(workers: Sequence[str]) -> str:
+    more = len(workers) - _NAMED
+    return f"{', '.join(workers[:_NAMED])}{f' and {more} more' if more > 0 else ''}"
+
+
+# Which samples of members' machines and links are kept in the event log, and under which names.
+
+
+_EVERY_S = 4.0  # of a member: a little less than members' own period
+_MOST_A_SECOND = 20.0  # of all members together: in a large job each is kept less often
+
+
+@dataclass(slots=True)
+class Samples:
+    """Decides which samples count. Its size has a bound: that of the view's members."""
+
+    _kept: dict[str, float] = field(default_factory=dict)  # member -> when its last sample was kept
+
+    def take(self, member: str, sample: Sampled, view: View | None, now: float) -> Sampled | None:
+        """Return the sample as it is logged: with its member, its host, and links by member. None: it is not kept.
+
+        `now` in seconds. A member that has no part in the view is not kept; nor are links to who is not in it.
+        """
+        if view is None:
+            return None
+        everybody = {one.id: one for one in (*view.workers, *view.servers, *view.aggregators)}
+        if member not in everybody:
+            return None
+        every = max(_EVERY_S, len(everybody) / _MOST_A_SECOND)
+        if now - self._kept.get(member, float("-inf")) < every:
+            return None
+        self._kept = {one: when for one, when in self._kept.items() if one in everybody}
+        self._kept[member] = now
+        names = {one.address: one.id for one in (*view.servers, *view.aggregators)}
+        links = _named(sample.links, names)
+        return msgspec.structs.replace(sample, member=member, host=everybody[member].host[:200], links=links)
+
+
+def _named(links: Mapping[str, LinkSample], names: Mapping[str, str]) -> dict[str, LinkSample]:
+    return {names[address]: link for address, link in links.items() if address in names}
+
 
 _EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the others
 _FAR = 1 << 60  # a step behind every job's end

@@ -8,8 +8,7 @@ from typing import get_args
 import msgspec
 
 from rallypoint.config import JobConfig, parse, record_of
-from rallypoint.errors import ConfigError, ProtocolError
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Accounted,
     AnyOrder,
     Applied,
@@ -43,6 +42,7 @@ from rallypoint.net.messages import (
     Unrestored,
     Updated,
 )
+from rallypoint.errors import ConfigError, ProtocolError
 
 MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
 MOST_THREADS = 1 << 16  # as in `Welcome`

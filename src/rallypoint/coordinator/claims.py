@@ -2,7 +2,7 @@
 
 A claim that its sender could not know is ignored, not refused: an honest member may say it late, after a roll-back, a
 reassignment or a restart of the coordinator. Values that no honest member sends at all end the connection: their ranges
-stand in `net.messages` and `coordinator.checks`.
+stand in `core.protocol` and `coordinator.checks`.
 """
 
 from __future__ import annotations
@@ -13,28 +13,17 @@ from typing import Generic, TypeVar
 
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.messages import (
-    AuditFound,
+from rallypoint.core.protocol import (
     Capture,
-    CaughtUp,
     Contributed,
-    Disproved,
-    Done,
     Evaluated,
-    Evaluates,
-    GiveUp,
-    Leaving,
     Message,
     NotStored,
-    Propose,
-    Reached,
     Report,
-    Stop,
     Stored,
-    Unrestored,
     Updated,
 )
+from rallypoint.core.view import View, ViewNumber
 
 
 @dataclass(slots=True)
@@ -149,37 +138,55 @@ def own_part(part: Stored, shards: Container[int]) -> Stored:
     return Stored(part.snapshot, {file: size for file, size in part.files.items() if file in files}, own)
 
 
-def claim_of(sender: str, message: Message) -> cluster_events.Event:
-    """The machine's event for a member's message."""
+def event_of(sender: str, message: Message) -> cluster_events.Event:
+    """The machine's event for a member's message: the message, but for what concerns a snapshot."""
     match message:
-        case Propose(record=record, kernels=kernels):
-            return cluster_events.Proposed(sender, record, kernels)
-        case CaughtUp(backups=backups):
-            return cluster_events.CaughtUp(sender, backups)
-        case Disproved(shard=shard, version=version, paired=paired):
-            return cluster_events.Disproved(sender, shard, version, paired)
-        case AuditFound():
-            named = (message.step, message.replica, message.shard)
-            return cluster_events.AuditFound(sender, *named, message.agreed, message.others, message.generation)
-        case Reached(version=version, generation=generation):
-            return cluster_events.Reached(sender, version, generation)
-        case Unrestored(reason=reason, generation=generation):
-            return cluster_events.Unrestored(sender, reason, generation)
-        case Leaving():
-            return cluster_events.Leaving(sender)
         case Stored(snapshot=snapshot, shards=shards):
             return cluster_events.Captured(sender, snapshot, tuple(shards))
         case NotStored(snapshot=snapshot, reason=reason, passed=passed):
             return cluster_events.SnapshotLost(snapshot, f"{sender}: {reason}", passed)
-        case Stop(version=version, reason=reason, left=left, generation=generation):
-            return cluster_events.Stopped(sender, version, reason, left, generation)
-        case Evaluates(periods=periods, stops=stops):
-            return cluster_events.Evaluates(sender, periods, stops)
-        case Evaluated(version=version, generation=generation, values=values):
-            return cluster_events.Evaluated(sender, version, generation, values)
-        case Done(generation=generation, version=version):
-            return cluster_events.Done(sender, generation, version)
-        case GiveUp(reason=reason, version=version, generation=generation, sent=sent):
-            return cluster_events.Failed(sender, reason, version, generation, sent)
         case _:
-            raise AssertionError(f"a message that nobody takes: {message}")
+            return cluster_events.From(sender, message)
+
+
+# Checks that the workers' own optimizers have the same settings: each report carries a digest of them (AllReduce).
+
+
+_KEPT = 4  # steps: a report may arrive after another worker's report of the next step
+
+
+class Agreement:
+    """Compares the reports of each step, for the last few steps of the newest generation."""
+
+    def __init__(self) -> None:
+        self._generation = ViewNumber()
+        self._first: dict[int, tuple[str, str]] = {}  # step -> the worker that reported it first, its digest
+
+    def difference(self, worker: str, report: Report, *, own_loop: bool = False) -> str | None:
+        """The sentence that says which workers had different settings at the report's step; None if all agree.
+
+        `own_loop`: the loop is the script's (`rp.wrap`), so what to do is another thing.
+        """
+        if not report.settings or report.generation < self._generation:
+            return None
+        if report.generation > self._generation:
+            self._generation = report.generation
+            self._first.clear()
+        other, settings = self._first.setdefault(report.step, (worker, report.settings))
+        for old in sorted(self._first)[:-_KEPT]:
+            del self._first[old]
+        if settings == report.settings:
+            return None
+        who = f"{worker} and {other} do" if other != worker else f"two replicas on {worker} do"
+        if own_loop:
+            return (
+                f"{who} not have the same learning rate, or another setting of their optimizers, by step "
+                f"{report.step}, so their models would no longer be the same. A scheduler begins anew in a process "
+                "that is started again: give it to rp.wrap(model, optimizer, schedule=scheduler, ...), which steps it "
+                "up to the job's step; or set the rate from the step: group[\"lr\"] = rate(optimizer.position)"
+            )
+        return (
+            f"{who} not have the same settings in own_optimizer or own_schedule by step {report.step}, so the workers' "
+            "models would no longer be the same. What run.every calls runs on one worker alone, and the loop only "
+            "where there are replicas to compute: change settings by own_schedule, or in the optimizer's own step()"
+        )

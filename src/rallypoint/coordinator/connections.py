@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.checks import Checks
+from rallypoint.core.protocol import Hello, Refused, Welcome, expect
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkClosed, LinkError, LinkReset, ProtocolError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
 from rallypoint.net.keys import ROLES
-from rallypoint.net.messages import Hello, Refused, Welcome, expect
 from rallypoint.net.transport import Transport
 
 MOST_WAITING = 64  # messages of one connection that wait for the owner: then it is not read until they are handled

@@ -6,9 +6,9 @@ import enum
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from rallypoint.core.deciding.decisions import Decided
+from rallypoint.core.decisions import Decided
+from rallypoint.core.protocol import Hello, Message
 from rallypoint.core.view import Stop
-from rallypoint.net.messages import Hello, Message
 
 Connection = Hashable  # a channel, or a simulated wire: the shell only compares it
 

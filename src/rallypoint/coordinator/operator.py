@@ -9,7 +9,7 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.operator import may_pause
 from rallypoint.core.modes import Feature
-from rallypoint.net.messages import AnyOrder, Drain, Message, Ordered, Pause, Resize, StopWanted
+from rallypoint.core.protocol import AnyOrder, Drain, Message, Ordered, Pause, Resize, StopWanted
 from rallypoint.observe.lines import Allowance
 
 _BURST, _EVERY_S = 16, 2.0  # orders that are followed at once; then one in so many seconds

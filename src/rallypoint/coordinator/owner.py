@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rallypoint.coordinator import inbox
 from rallypoint.core.cluster.terms import Terms
@@ -88,3 +89,27 @@ class Owner:
         except Exception as error:
             why = str(error) if isinstance(error, RallypointError) else f"{type(error).__name__}: {error}"
             self._handle(inbox.Ended(f"the coordinator failed: {why}"))
+
+
+# The time without pauses of this process.
+
+
+_LATE_TICK = 2  # time between two ticks beyond so many tick intervals was a pause of this process
+
+
+@dataclass(slots=True)
+class AwakeTime:
+    """Counts seconds, without the pauses of this process (stopped, or a slow disk): nobody is silent in those.
+
+    It begins at `seconds`, and was looked at last at the time `looked_at`. Members beat every `heartbeat` seconds.
+    """
+
+    seconds: float
+    looked_at: float
+    heartbeat: float
+
+    def at(self, now: float) -> float:
+        """What it shows at the time `now`. Ask often: what is longer than usual counts as a pause."""
+        self.seconds += min(now - self.looked_at, _LATE_TICK * self.heartbeat / TICKS)
+        self.looked_at = now
+        return self.seconds

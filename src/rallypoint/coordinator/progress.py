@@ -13,9 +13,9 @@ from rallypoint.config import JobConfig
 from rallypoint.coordinator.acts import Judge
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.modes import Pace
+from rallypoint.core.protocol import Report, StepDone
 from rallypoint.core.typed import MOST_METRICS
 from rallypoint.core.view import ViewNumber
-from rallypoint.net.messages import Report, StepDone
 
 
 class StepTally:

@@ -17,20 +17,20 @@ import msgspec
 from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.connections import Connections
 from rallypoint.coordinator.events import EventLog
+from rallypoint.coordinator.fingerprints import FingerprintLog
 from rallypoint.coordinator.joining.newcomers import taken
 from rallypoint.coordinator.journal import Journal, Persistence
 from rallypoint.coordinator.owner import Owner, tick_seconds
-from rallypoint.coordinator.recording.fingerprints import FingerprintLog
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.cluster.effects import Abort
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Hello, Welcome
 from rallypoint.errors import AddressInUse
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import Identity
 from rallypoint.net.keys import job_secret, role_token
-from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.places import advertised
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport

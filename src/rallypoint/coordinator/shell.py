@@ -23,23 +23,21 @@ from rallypoint.coordinator.acts import (
     last_message,
     sentence_of,
 )
-from rallypoint.coordinator.agreement import Agreement
 from rallypoint.coordinator.announcer import Announcer, Told
-from rallypoint.coordinator.awake import AwakeTime
-from rallypoint.coordinator.claims import Claims, Early, claim_of, own_part
+from rallypoint.coordinator.claims import Agreement, Claims, Early, event_of, own_part
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.joining.newcomers import Newcomers, taken
 from rallypoint.coordinator.joining.take_over import TakeOver, has_begun, late_view, needed
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.coordinator.operator import Orders, Sizes
+from rallypoint.coordinator.owner import AwakeTime
 from rallypoint.coordinator.progress import EVALUATED, Evaluations, agree
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.view import Member, View
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     AnyOrder,
     Applied,
@@ -47,6 +45,7 @@ from rallypoint.net.messages import (
     AuditFound,
     Beat,
     Capture,
+    CaughtUp,
     Evaluated,
     Finished,
     Hello,
@@ -63,6 +62,7 @@ from rallypoint.net.messages import (
     Snapshotted,
     Stored,
 )
+from rallypoint.core.view import Member, View
 from rallypoint.observe.lines import Once
 
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
@@ -240,7 +240,7 @@ class CoordinatorShell:
                 if values and (known is None or agree(known, values)):  # the first figures count (I2)
                     step = self.announcer.config.steps_at(version)
                     self._early.keep(step, Metrics(step, values, generation), EVALUATED)
-                return [*acts, *self._count_early(), *self._drive(claim_of(hello.id, message))]
+                return [*acts, *self._count_early(), *self._drive(event_of(hello.id, message))]
             case Applied():
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]
@@ -250,10 +250,10 @@ class CoordinatorShell:
                 return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():
                 part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))
-                return [*acts, AddPart(part), *self._drive(claim_of(hello.id, part))]
+                return [*acts, AddPart(part), *self._drive(event_of(hello.id, part))]
             case _:
                 logged = [Log(message)] if isinstance(message, AuditFound) else []
-                return [*acts, *logged, *self._drive(claim_of(hello.id, message))]
+                return [*acts, *logged, *self._drive(event_of(hello.id, message))]
 
     def _resized(self, size: Resize | None) -> list[Act]:
         resized = self._drive(cluster_events.Resized(size.workers)) if size is not None and size.workers > 0 else []
@@ -291,7 +291,8 @@ class CoordinatorShell:
         effects = self.machine.handle(event)
         acts = [*self._save(), *self._count_early()]
         acts += [act for effect in effects for act in self._acts_of(effect)]
-        if isinstance(event, cluster_events.CaughtUp) and self.machine.view is not None:
+        caught_up = isinstance(event, cluster_events.From) and isinstance(event.message, CaughtUp)
+        if caught_up and self.machine.view is not None:
             acts += self.announcer.members(self.machine.view, self._now)
         for newcomer in self._newcomers.due(self.machine.course.members):
             acts += self._opened(newcomer)

@@ -12,8 +12,8 @@ import msgspec
 
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.acts import Act, AddPart, BeginSnapshot, CommitSnapshot, FindSnapshot, Judge
+from rallypoint.core.protocol import Stored
 from rallypoint.errors import RallypointError
-from rallypoint.net.messages import Stored
 from rallypoint.store import closing
 from rallypoint.store.manifest import Manifest, ShardEntry
 from rallypoint.store.retry import patiently

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.core.cadence import Cadence
-from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules
+from rallypoint.core.decisions import KeepBest, ReduceOnPlateau, Rules
 from rallypoint.core.layout import Layout, first_difference
 from rallypoint.core.modes import Feature, ModeName, ModeTraits, Pace, refusal, why_not
 
@@ -42,7 +42,7 @@ class JobRecord(msgspec.Struct, frozen=True):
         data: identifies the data set.
         tied: other names of tensors that are in the layout once: other name -> name in the layout.
         threads: the intra-op threads of its workers: torch cuts sums by them, so another number is another rounding.
-            0: not known (an older record). Workers that have others may join: see `coordinator.recording.comparable`.
+            0: not known (an older record). Workers that have others may join: see `coordinator.announcer.Comparable`.
     """
 
     config: dict[str, Any]

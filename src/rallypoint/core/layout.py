@@ -10,12 +10,45 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Literal
 
 import msgspec
 
-from rallypoint.core.table import Part, parts_of
 from rallypoint.errors import ModelError
+
+# Tables: embeddings whose rows are on the servers only. A table is cut into parts, each on one server.
+#
+# Row r is in part r modulo the number of parts, so that frequently used rows are spread evenly.
+
+
+PART_BYTES = 16 << 20  # quick to move; with an optimizer's two moments far below the limit of a frame
+_SPREAD = 8  # the least number of parts, where each has at least a shard's bytes: every server should have some
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Every `parts`-th row of a table, beginning with row `part`: `rows` rows in all.
+
+    `table` is the table's index in the layout. Row r of the table is row ``r // parts`` of part ``r % parts``.
+    Example: parts = 8; row 19 of the table is row 2 of part 3.
+    """
+
+    table: int
+    part: int
+    parts: int
+    rows: int
+
+
+def parts_of(table: int, rows: int, columns: int, shard_bytes: int) -> list[Part]:
+    """Cut table number `table` (`rows` x `columns`, fp32) into parts of at most about PART_BYTES.
+
+    A small table has up to 8 parts, so that several servers share it. The result does not depend on the number of
+    servers: it may change during the job.
+    """
+    nbytes = rows * columns * 4
+    parts = min(rows, max(-(-nbytes // PART_BYTES), min(_SPREAD, -(-nbytes // shard_bytes))))
+    return [Part(table, part, parts, len(range(part, rows, parts))) for part in range(parts)]
+
 
 WORD_BYTES = 4
 SHARD_BYTES = 1 << 20
@@ -58,8 +91,10 @@ class Entry(msgspec.Struct, frozen=True):
     stop: int
 
 
-class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
+class Shard(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """Words [start, stop) of the flat vector, inside one optimizer group; or a part of a table.
+
+    What follows from its fields is computed once (I13): it is asked at each step.
 
     Attributes:
         index: the shard's number.
@@ -76,16 +111,16 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
     columns: int = 0
     part: Part | None = None
 
-    @property
+    @cached_property
     def words(self) -> int:
         """The fp32 words that a server keeps for one version of it."""
         return self.stop - self.start if self.part is None else self.part.rows * self.columns
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.words * WORD_BYTES
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Its bytes in the flat vector; 0 for a part of a table."""
         return (self.stop - self.start) * WORD_BYTES
@@ -100,7 +135,7 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
         """The replica that carries it from step to step, and alone contributes to it; None: it is no such state."""
         return -2 - self.group if self.group < -1 else None
 
-    @property
+    @cached_property
     def role(self) -> Role:
         """What it is for servers. The state that a replica carries is to them like buffers."""
         return "buffers" if self.group < 0 else "parameters" if self.part is None else "rows"

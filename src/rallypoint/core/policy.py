@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from rallypoint.core.optimizer import SGD
-from rallypoint.core.settings import Settings
+from rallypoint.core.typed import Settings
 
 
 class Verdict(enum.Enum):
@@ -134,7 +134,7 @@ class Sync(msgspec.Struct, metaclass=Settings, frozen=True, tag="sync", forbid_u
         return Verdict.ADD  # without a quorum, the tree knows which blocks are repeats
 
     def complete(self, ledger: Ledger) -> bool:
-        return ledger.added == self._needed(ledger)
+        return ledger.added == (ledger.expected if self.quorum is None else self._needed(ledger))
 
     def serve(self, ledger: Ledger, clock: int) -> bool:
         return True

@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from rallypoint.errors import ConfigError, meant
+
 LONGEST_NAME, LONGEST_TEXT = 200, 4000  # characters
+LONGEST_LINE = 500  # characters of a text of somebody else in a log line
 MOST_METRICS, MOST_MEMBERS = 1000, 10_000
 
 _CONTROLS = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"  # also what ends a line or changes its direction
@@ -26,6 +29,15 @@ HasSent = Literal["none", "some", "all"]  # which shards have all that a worker 
 def can_name(text: str) -> bool:
     """May this be a name in a message? It has no control characters, and is not long."""
     return len(text) <= LONGEST_NAME and text.isprintable()
+
+
+def printable(text: str, longest: int = LONGEST_LINE) -> str:
+    """The text as one line for a console: what is not printable is escaped, what is too long is cut.
+
+    Example: ``printable("\\x1b[2J")`` is ``\\\\x1b[2J``. Text that changes its direction (U+202E) is escaped too.
+    """
+    cut = text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 def unnamed(figures: Mapping[Any, object]) -> str:
@@ -54,3 +66,29 @@ def build_now(*types: Any) -> None:
     """
     for kind in types:
         msgspec.msgpack.Decoder(kind)
+
+
+# The type of settings that scripts make: a wrong call is answered by a sentence.
+
+
+EXAMPLES = {"steps": 16, "staleness": 2}  # of what modes need
+
+
+class Settings(type(msgspec.Struct)):  # type: ignore[misc]
+    """The type of modes and optimizers. A call with unknown settings, or without a needed one, raises ConfigError."""
+
+    def __call__(cls, *values: Any, **settings: Any) -> Any:
+        fields = cls.__struct_fields__
+        if unknown := [name for name in settings if name not in fields]:
+            hint = meant(unknown[0], fields) or (f": there are {', '.join(fields)}" if fields else "")
+            raise ConfigError(f"rp.{cls.__name__} has no setting {unknown[0]!r}{hint}")
+        needed = fields[len(values) : len(fields) - len(cls.__struct_defaults__)]
+        if missing := [name for name in needed if name not in settings]:
+            raise ConfigError(f"rp.{cls.__name__} needs {missing[0]}: write {written(cls)}")
+        return super().__call__(*values, **settings)
+
+
+def written(kind: type[msgspec.Struct]) -> str:
+    """How a script writes an object of this class, with what it needs: ``rp.LocalSteps(steps=16)``."""
+    needed = kind.__struct_fields__[: len(kind.__struct_fields__) - len(kind.__struct_defaults__)]
+    return f"rp.{kind.__name__}({', '.join(f'{name}={EXAMPLES[name]}' for name in needed if name in EXAMPLES)})"

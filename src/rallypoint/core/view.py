@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from rallypoint.core.sums.tree import blocks_of
+from rallypoint.core.sums import blocks_of
 
 _SEVERAL = 4  # shards for each server
 
@@ -32,7 +32,7 @@ class Member(msgspec.Struct, frozen=True):
     that is near the same place, and backups are elsewhere. `link_mbit` is what its link carries in each direction, as
     it was told (0: not told). `incarnation` is a new number that the coordinator gives at every joining. If a process
     joins again after it was given up, or another process joins with the same id, what the old incarnation held does not
-    count any more. `kernels` is the digest of a worker's probe, in a job with audits: see `core.audits.choice.alike`.
+    count any more. `kernels` is the digest of a worker's probe, in a job with audits: see `core.audits.alike`.
     """
 
     id: str
@@ -137,9 +137,9 @@ class View(msgspec.Struct, frozen=True):
         paused: the operator has paused the job: no replica of this step or a later one is computed; None: it is not.
         reductions: the versions from which on the learning rate is reduced once more (`ReduceOnPlateau`), ascending.
         speeds: server -> how fast its link was measured to be, compared with the median one. Where it was not, what was
-            told of it counts: `core.topology.weights`.
+            told of it counts: `core.plan.topology`.
         disputes: audited contributions on which workers do not agree (`audit=`).
-        tuned: setting -> its value in place of the job's, where it is tuned (`tune="auto"`): see `core.tuning.knob`.
+        tuned: setting -> its value in place of the job's, where it is tuned (`tune="auto"`): see `core.plan.tuning`.
         handover: shards move to other servers before this step: no replica of it or of a later one is computed before
             another view; None: none move. A worker that holds this version says so (`core.worker.ending`).
         warming: workers that are to compute, and do not yet: they fetch versions, and say when they hold one.
@@ -199,7 +199,7 @@ class View(msgspec.Struct, frozen=True):
     def port_parts(self) -> dict[str, float]:
         """The part of a worker's port that its link to each server gets: that of the bytes which go there, and at least
         an equal one. Where a link was slow, and its server has few shards for that, what the link carries now must show
-        (`core.topology.measured`)."""
+        (`core.plan.measured`)."""
         shards, equal = Counter(self.primary.values()), 1 / max(1, len(self.servers))
         return {one.id: max(equal, shards[one.id] / max(1, len(self.primary))) for one in self.servers}
 

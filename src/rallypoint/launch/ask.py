@@ -9,14 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointError, UsageError
-from rallypoint.launch.access import transport_of
-from rallypoint.launch.folder import read_where
-from rallypoint.launch.plan import read_plan
-from rallypoint.net.handshake import Identity
-from rallypoint.net.keys import role_token
-from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     AnyOrder,
     Finished,
@@ -27,6 +20,13 @@ from rallypoint.net.messages import (
     Snapshotted,
     SnapshotWanted,
 )
+from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointError, UsageError
+from rallypoint.launch.access import transport_of
+from rallypoint.launch.folder import read_where
+from rallypoint.launch.plan import read_plan
+from rallypoint.net.handshake import Identity
+from rallypoint.net.keys import role_token
+from rallypoint.net.member import CoordinatorLink, Handlers
 
 _PATIENCE_S, _ORDER_S = 600.0, 30.0
 

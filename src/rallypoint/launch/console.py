@@ -17,10 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Column
 from rich.text import Text
 
-from rallypoint.core.shard.clip import phrase
-from rallypoint.launch.output import Line
-from rallypoint.launch.plan import Launch
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Accounted,
     Drain,
     Held,
@@ -37,6 +34,9 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
+from rallypoint.core.shard.clip import phrase
+from rallypoint.launch.output import Line
+from rallypoint.launch.plan import Launch
 from rallypoint.observe.lenient import Lenient, Unhurried
 from rallypoint.store.manifest import age
 from rallypoint.watch.state import RunState

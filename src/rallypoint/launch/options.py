@@ -19,7 +19,7 @@ from rallypoint.config.keys import check_keys
 from rallypoint.config.resolve import merged
 from rallypoint.config.topology import read_topology
 from rallypoint.config.values import check_values
-from rallypoint.core.topology.told import Topology
+from rallypoint.core.plan.topology import Topology
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.cluster import CLUSTER, FILES, LAUNCHER, ON_LOOPBACK, SNAPSHOTS, ClusterConfig, option

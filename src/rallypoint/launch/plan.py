@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.topology.told import Topology
+from rallypoint.core.plan.topology import Topology
 from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.cluster import ClusterConfig

@@ -12,6 +12,8 @@ from pathlib import Path
 from rich.markup import escape
 
 from rallypoint.core.cluster.terms import LIVING_S
+from rallypoint.core.protocol import Drain as SendAway
+from rallypoint.core.protocol import Finished, Release, Resize, SnapshotWanted
 from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import transport_of
@@ -37,8 +39,6 @@ from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Lim
 from rallypoint.net.handshake import LAUNCHER, Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Drain as SendAway
-from rallypoint.net.messages import Finished, Release, Resize, SnapshotWanted
 
 LIMITS = Limits()
 _GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by itself

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, NoReturn
 
+from rallypoint.core.protocol import Message, Refused, decode, encode, with_secrets
 from rallypoint.errors import LinkError, ProtocolError
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.keys import LinkKeys
-from rallypoint.net.messages import Message, Refused, decode, encode, with_secrets
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer, Secrets
 from rallypoint.net.transport import Connection, receive_bytes
 from rallypoint.observe.trace import Tracer

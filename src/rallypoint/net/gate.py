@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from rallypoint.core.typed import LONGEST_NAME, can_name
+from rallypoint.core.protocol import Hello, Welcome
+from rallypoint.core.typed import LONGEST_NAME, can_name, printable
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Backlog, Channel
 from rallypoint.net.handshake import Identity, check_exposure, greet
-from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.transport import Connection, Transport
-from rallypoint.observe.lines import Sparingly, printable
+from rallypoint.observe.lines import Sparingly
 from rallypoint.observe.trace import Tracer
 
 log = logging.getLogger("rallypoint")

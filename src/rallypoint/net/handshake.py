@@ -30,14 +30,14 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from rallypoint.core.protocol import Challenge, Hello, Message, Refused, Welcome, encode, expect
+from rallypoint.core.typed import printable
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, UnprovenPeer, UsageError
 from rallypoint.net.frames import GREETING_LIMIT, HEADER_BYTES, Header, Kind, pack, unpack
 from rallypoint.net.keys import ROLES, LinkKeys, TokenKeys, dialers_keys, role_of, role_token, token_keys
 from rallypoint.net.keys import ticket as ticket_for
-from rallypoint.net.messages import Challenge, Hello, Message, Refused, Welcome, encode, expect
 from rallypoint.net.transport import Connection, Secured, Transport, Upgradable, receive_bytes
-from rallypoint.observe.lines import printable
 
 GREETING_TIMEOUT_S = 10.0  # for the whole handshake: a peer that sends slowly cannot hold a connection
 FIRST_VIEW = ViewNumber()

@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 
-from rallypoint.core.tuning.port import Sent
+from rallypoint.core.plan.port import Sent
 from rallypoint.observe.usage import Pace
 
 DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost

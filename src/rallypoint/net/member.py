@@ -13,13 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rallypoint.core.view import Member, View
-from rallypoint.core.views.difference import WrongBase, apply, canonical
-from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
-from rallypoint.net.channel import Backlog, Channel
-from rallypoint.net.frames import Kind
-from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introduce
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Admitted,
     Beat,
     GiveUp,
@@ -32,6 +26,12 @@ from rallypoint.net.messages import (
     Report,
     ViewChange,
 )
+from rallypoint.core.view import Member, View
+from rallypoint.core.view_difference import WrongBase, apply, canonical
+from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
+from rallypoint.net.channel import Backlog, Channel
+from rallypoint.net.frames import Kind
+from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introduce
 from rallypoint.net.places import Whereabouts, advertised
 from rallypoint.net.sampling import Pacing, sampler_for, traffic_of
 from rallypoint.net.transport import Transport

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
 
-from rallypoint.core.tuning.port import PortPacer, Sent
+from rallypoint.core.plan.port import PortPacer, Sent
+from rallypoint.core.protocol import MOST_LINKS, GpuSample, LinkSample, Sampled
 from rallypoint.core.view import View
-from rallypoint.net.messages import MOST_LINKS, GpuSample, LinkSample, Sampled
 from rallypoint.net.transport import LEAST_PACE, Transport
 from rallypoint.observe.usage import Flow, Link, Pace, Traffic, Usage, can_read, nvidia_library, usage
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-from rallypoint.core.tuning.port import Sent
+from rallypoint.core.plan.port import Sent
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
 from rallypoint.net.kernel import (
     ENDED,

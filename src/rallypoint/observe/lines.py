@@ -9,20 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 
+from rallypoint.core.typed import printable
+
 log = logging.getLogger("rallypoint")
 
 _SAME_S = 60.0
 _MOST_KEYS = 64
-LONGEST = 500  # characters of a text of somebody else in a log line
-
-
-def printable(text: str, longest: int = LONGEST) -> str:
-    """The text as one line for a console: what is not printable is escaped, what is too long is cut.
-
-    Example: ``printable("\\x1b[2J")`` is ``\\\\x1b[2J``. Text that changes its direction (U+202E) is escaped too.
-    """
-    cut = text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 def printable_lines(text: str) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-MOST_GPUS = 16
+from rallypoint.core.protocol import MOST_GPUS
+
 _LOOPBACK = "lo"
 
 

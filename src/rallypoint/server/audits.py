@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from rallypoint.core.protocol import AuditFound, Message
 from rallypoint.core.shard.effects import Accepted, Disputed
 from rallypoint.core.shard.links import Fence
 from rallypoint.core.view import ViewNumber
-from rallypoint.net.messages import AuditFound, Message
 
 _KEPT = 1024  # the last findings, to tell them to a restarted coordinator
 

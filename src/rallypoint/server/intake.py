@@ -17,11 +17,10 @@ from rallypoint.codec.base import check_gradient, decode_ids, gradient_bytes
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.codec.state import ShardCodecStates
 from rallypoint.config import of_group
-from rallypoint.core.audits.choice import Audits
+from rallypoint.core.audits import Audits
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.clip import Measure
-from rallypoint.core.sums.digests import leaf_digest
-from rallypoint.core.sums.tree import Block, is_block
+from rallypoint.core.sums import Block, is_block, leaf_digest
 from rallypoint.errors import DamagedSnapshot, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, SKIP, Header, Kind

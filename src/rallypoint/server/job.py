@@ -10,7 +10,7 @@ from rallypoint.codec.state import ShardCodecStates
 from rallypoint.config import JobConfig
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Shard
-from rallypoint.core.shard.plan import Plan
+from rallypoint.core.shard.server import Plan
 from rallypoint.net.pool import BufferPool, BufferPools
 from rallypoint.server.plan import FirstValues, beginning_of, plan_of
 

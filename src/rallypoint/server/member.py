@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from rallypoint.config import parse
+from rallypoint.core.protocol import Aborted, Beat, Finished, Hello, Message, NewView, Prepare, Refused, Welcome
 from rallypoint.core.shard.links import Fence
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
@@ -22,7 +23,6 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Aborted, Beat, Finished, Hello, Message, NewView, Prepare, Refused, Welcome
 from rallypoint.net.places import wanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport

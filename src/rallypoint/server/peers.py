@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rallypoint.core.protocol import Refused, expect
 from rallypoint.core.shard.events import Acked
 from rallypoint.core.shard.links import Key, PeerLinks
 from rallypoint.core.view import Member, View
@@ -12,7 +13,6 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import Credentials
-from rallypoint.net.messages import Refused, expect
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.member import Views

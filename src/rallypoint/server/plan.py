@@ -9,7 +9,7 @@ from rallypoint.core.layout import Shard, carried_in
 from rallypoint.core.modes import Holder
 from rallypoint.core.policy import Sync
 from rallypoint.core.shard.clip import Rule
-from rallypoint.core.shard.plan import Plan
+from rallypoint.core.shard.server import Plan
 
 
 def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:

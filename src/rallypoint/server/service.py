@@ -8,13 +8,13 @@ from typing import cast
 
 import torch
 
+from rallypoint.core.protocol import Capture, GiveUp, Hello, Leaving, Message, Skipped
 from rallypoint.core.shard import clip
 from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.shard.server import ServerMachine
-from rallypoint.core.typed import LONGEST_NAME
+from rallypoint.core.typed import LONGEST_NAME, printable
 from rallypoint.errors import ProtocolError
-from rallypoint.net.messages import Capture, GiveUp, Hello, Leaving, Message, Skipped
-from rallypoint.observe.lines import Once, printable
+from rallypoint.observe.lines import Once
 from rallypoint.optim.flat import import_for_optimizers
 from rallypoint.server.intake import Intake
 from rallypoint.server.job import ServerJob

@@ -13,7 +13,7 @@ import torch
 
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Shard, TensorSpec
-from rallypoint.core.loss_scale import ENTRY
+from rallypoint.core.optimizer import ENTRY
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError
 from rallypoint.store.checkpoints.format import Format
 from rallypoint.store.checkpoints.writing import WRITERS, Content, OptimizerState

@@ -12,7 +12,7 @@ import msgspec
 import xxhash
 
 from rallypoint.config.changes import kept_record
-from rallypoint.core.deciding.decisions import Decided
+from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import build_now
 from rallypoint.core.view import Stop

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from rallypoint.core.protocol import NotStored, Stored
 from rallypoint.errors import RallypointError
-from rallypoint.net.messages import NotStored, Stored
 from rallypoint.store import closing
 from rallypoint.store.manifest import Compression
 from rallypoint.store.record import ShardRecord

@@ -17,8 +17,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rallypoint.config import JobConfig, settings_of
-from rallypoint.core.average import EMA, takes
-from rallypoint.core.optimizer import Optimizer
+from rallypoint.core.optimizer import EMA, Optimizer, takes
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.shard.clip import clip_scale, total_norm

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.core.protocol import Message
 from rallypoint.errors import DataError, UsageError
-from rallypoint.net.messages import Message
 from rallypoint.watch.state import RunState
 
 EVENTS = "events.jsonl"

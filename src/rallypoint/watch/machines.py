@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from rallypoint.net.messages import LinkSample, Sampled
+from rallypoint.core.protocol import LinkSample, Sampled
 
 _HISTORY = 40  # looks at a machine
 _APART_S = 4.0  # between two of them: each member of a machine tells of it

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from rallypoint.core.audits.shard import AuditedShard
 from rallypoint.core.cluster.terms import Terms, copies_of
+from rallypoint.core.shard.audited import AuditedShard
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.view import View
 from rallypoint.watch.state import RunState

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     Accounted,
     Applied,

@@ -17,8 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rallypoint.core.typed import LONGEST_TEXT
-from rallypoint.observe.lines import printable
+from rallypoint.core.typed import LONGEST_TEXT, printable
 from rallypoint.watch.follow import Follower, check_log
 from rallypoint.watch.series import Series
 from rallypoint.watch.state import RunState

@@ -22,11 +22,11 @@ import torch
 from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.core.optimizer import Sum as SumOfAll
-from rallypoint.core.sums.scripts import EndedScripts
+from rallypoint.core.protocol import ScriptAt
+from rallypoint.core.sums import EndedScripts
 from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.slots import Effect, Filled
 from rallypoint.errors import ConfigError, JobAborted, UsageError
-from rallypoint.net.messages import ScriptAt
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.session import Job
 

@@ -11,13 +11,13 @@ from itertools import islice
 
 import torch
 
-from rallypoint.core.deciding.decisions import StopWhen, is_due
+from rallypoint.core.decisions import StopWhen, is_due
 from rallypoint.core.order import derive_seed
+from rallypoint.core.protocol import Evaluated, Evaluates, Message
 from rallypoint.core.typed import MOST_METRICS, unnamed
 from rallypoint.core.view import ViewNumber
 from rallypoint.data.randomness import seeded
 from rallypoint.errors import UsageError
-from rallypoint.net.messages import Evaluated, Evaluates, Message
 from rallypoint.worker.ranks.figures import is_number
 
 _REPEATED = 64  # results

@@ -1,6 +1,6 @@
 """A probe of this process's kernels: a small computation whose digest is the same wherever kernels give the same bytes.
 
-Two workers with another digest cannot audit each other (`core.audits.choice.alike`). An equal digest is a strong hint
+Two workers with another digest cannot audit each other (`core.audits.alike`). An equal digest is a strong hint
 and no proof: a model may use a kernel that the probe does not.
 """
 

@@ -8,11 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import View
-from rallypoint.core.worker.slots import Store
-from rallypoint.errors import JobAborted, ProtocolError, RallypointError
-from rallypoint.net.member import CoordinatorLink
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Aborted,
     Assist,
     Beat,
@@ -28,6 +24,10 @@ from rallypoint.net.messages import (
     ScriptAt,
     StopWanted,
 )
+from rallypoint.core.view import View
+from rallypoint.core.worker.slots import Store
+from rallypoint.errors import JobAborted, ProtocolError, RallypointError
+from rallypoint.net.member import CoordinatorLink
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.sharing import Sharing

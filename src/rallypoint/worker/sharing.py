@@ -7,13 +7,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from rallypoint.core.protocol import Caches, Message, Offers
 from rallypoint.data.cache.answering import Answering
 from rallypoint.data.cache.asking import Asking, Known, Roster
 from rallypoint.data.sources.remote import File, Files
 from rallypoint.data.sources.shards import ShardedDataset
 from rallypoint.errors import RallypointError
 from rallypoint.net.member import CoordinatorLink
-from rallypoint.net.messages import Caches, Message, Offers
 from rallypoint.net.places import advertised
 from rallypoint.net.tcp import is_ipv6, split_address
 from rallypoint.net.transport import Transport

@@ -11,8 +11,8 @@ import torch
 
 from rallypoint.config import JobConfig, group_of, matrices_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
-from rallypoint.core.loss_scale import ENTRY
 from rallypoint.core.modes import Feature, why_not
+from rallypoint.core.optimizer import ENTRY
 from rallypoint.errors import ModelError
 from rallypoint.optim.rows import refusal
 from rallypoint.worker.carried import Carried, Carry

@@ -13,12 +13,12 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from rallypoint.config.tree import rate_of
-from rallypoint.core.assignment.pinned import lost_place, lost_step
 from rallypoint.core.order import derive_seed
+from rallypoint.core.placing.pinned import lost_place, lost_step
+from rallypoint.core.protocol import GiveUp
 from rallypoint.core.view import View
 from rallypoint.data.randomness import seed_everything, seeded, untouched
 from rallypoint.errors import ConfigError, StartAgain, UsageError
-from rallypoint.net.messages import GiveUp
 from rallypoint.observe.lenient import say
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts

@@ -7,7 +7,7 @@ of a link, times in seconds.
 
 from __future__ import annotations
 
-from rallypoint.core.cost.peers import ring_bytes
+from rallypoint.core.plan.peers import ring_bytes
 
 
 def ring_seconds(nbytes: float, members: int, rate: float, latency: float = 0.0) -> float:

@@ -14,7 +14,7 @@ from closed import (
     star_seconds,
 )
 
-from rallypoint.core.cost.peers import fsdp_bytes, ring_bytes
+from rallypoint.core.plan.peers import fsdp_bytes, ring_bytes
 
 MB, GB, MS = 1e6, 1e9, 1e-3
 GRADIENTS, PCIE = 160 * MB, 16 * GB  # d2l.ai, chapter 13.7: a server with four GPUs

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rallypoint.core.cost.failures import NEVER, daly_period, elastic_goodput, goodput, young_period
+from rallypoint.core.plan.failures import NEVER, daly_period, elastic_goodput, goodput, young_period
 
 HOUR, DAY = 3600.0, 86400.0
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rallypoint.core.cost.fluid import Network
+from rallypoint.core.plan.pipeline import Network
 
 
 def test_two_transfers_share_a_link_and_the_second_gets_all_of_it_when_the_first_ends() -> None:

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from closed import ring_seconds
 
-from rallypoint.core.cost.peers import Ring, ddp_cost, fsdp_bytes, fsdp_cost
-from rallypoint.core.cost.site import PAYLOAD, Speeds, Workers
-from rallypoint.core.cost.workload import Layer, Workload, transformer
+from rallypoint.core.plan.peers import Ring, ddp_cost, fsdp_bytes, fsdp_cost
+from rallypoint.core.plan.site import PAYLOAD, Speeds, Workers
+from rallypoint.core.plan.workload import Layer, Workload, transformer
 
 RATE = 125e6
 WORKERS = Workers(4, RATE)

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 from closed import servers_seconds
 
-from rallypoint.core.cost.bundles import bundles_of, split
-from rallypoint.core.cost.pipeline import step_cost
-from rallypoint.core.cost.site import (
+from rallypoint.core.plan.pipeline import bundles_of, split, step_cost
+from rallypoint.core.plan.site import (
     ACKNOWLEDGED,
     PACED,
     PAYLOAD,
@@ -21,7 +20,7 @@ from rallypoint.core.cost.site import (
     paced,
     paced_by_port,
 )  # fmt: skip
-from rallypoint.core.cost.workload import Layer, Workload, layers_of, transformer
+from rallypoint.core.plan.workload import Layer, Workload, layers_of, transformer
 
 MBIT = 1e6 / 8
 NETLAB_QUEUE = 512 * 1024.0  # what `tests/support/netlab.py` lets wait at a port

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rallypoint.core.cost.sites import EXCHANGES, ONE_SITE, Sites, sites_seconds, uplink_bytes
-from rallypoint.core.cost.workload import Workload, transformer
+from rallypoint.core.plan.site import EXCHANGES, ONE_SITE, Sites, sites_seconds, uplink_bytes
+from rallypoint.core.plan.workload import Workload, transformer
 
 MODEL = Workload(layers=transformer(1e9, 2.0))
 INT8 = msgspec.structs.replace(MODEL, up=1.0, down=1.0)

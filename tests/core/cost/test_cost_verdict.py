@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rallypoint.core.cost.candidates import Encoding, Machines, candidates_for
-from rallypoint.core.cost.verdict import verdict_of
-from rallypoint.core.cost.workload import Workload, transformer
+from rallypoint.core.plan.candidates import Encoding, Machines, candidates_for
+from rallypoint.core.plan.verdict import verdict_of
+from rallypoint.core.plan.workload import Workload, transformer
 
 GBIT = 1e9 / 8
 MACHINES = Machines(gpus=8, rate=GBIT / 8)

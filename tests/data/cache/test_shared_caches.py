@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from rallypoint.core.protocol import Caches, Found, Hello, Holder, NotFound, Wanted, Welcome
 from rallypoint.data.cache import answering as answering_module
 from rallypoint.data.cache import asking as asking_module
 from rallypoint.data.cache.answering import Answering, BoundedConnections
@@ -23,7 +24,6 @@ from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity, introduce
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import Caches, Found, Hello, Holder, NotFound, Wanted, Welcome
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from rallypoint.coordinator import inbox
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.net.messages import Hello
+from rallypoint.core.protocol import Hello
 from rallypoint.observe.lines import Allowance
 
 _JOINS, _JOINS_EACH, _JOIN_S = 1024, 4, 0.25  # so many may join, and more for each member wanted; then one each 0.25 s

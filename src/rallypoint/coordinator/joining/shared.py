@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from rallypoint.core.protocol import Caches, Holder, Offers
 from rallypoint.core.view import View
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import Caches, Holder, Offers
 from rallypoint.observe.lines import Allowance
 
 MOST_OF_ONE_CACHE = 2  # workers that are named for it

@@ -15,9 +15,9 @@ from rallypoint.coordinator import inbox
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.events import Outrun
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.cluster.view_change import still_caught_up
+from rallypoint.core.placing.view_change import still_caught_up
+from rallypoint.core.protocol import Hello, Knows, Release, Resize, Say, SnapshotWanted
 from rallypoint.core.view import Member, View
-from rallypoint.net.messages import Hello, Knows, Release, Resize, Say, SnapshotWanted
 
 
 def needed(recovered: ClusterState | None) -> bool:

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from rallypoint.coordinator.joining.shared import Shared
+from rallypoint.core.protocol import Admitted, Caches, Knows, NewView, Offers, OfViews, ViewChange
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.core.views.difference import ViewDifference, canonical, difference
+from rallypoint.core.view_difference import ViewDifference, canonical, difference
 from rallypoint.net.keys import proof_of_view, ticket
-from rallypoint.net.messages import Admitted, Caches, Knows, NewView, Offers, OfViews, ViewChange
 
 
 class Tickets:

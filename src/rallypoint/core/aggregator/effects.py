@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rallypoint.core.sums.tree import Block
+from rallypoint.core.sums import Block
 
 
 @dataclass(frozen=True, slots=True)

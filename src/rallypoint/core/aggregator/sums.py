@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rallypoint.core.aggregator.effects import Contribution, Drop, Effect, Forget, Keep, Merge
-from rallypoint.core.sums.tree import Block, blocks_of, is_block, parent, sibling
+from rallypoint.core.sums import Block, blocks_of, is_block, parent, sibling
 
 
 @dataclass(slots=True)

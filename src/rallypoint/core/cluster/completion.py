@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rallypoint.core.cluster import events
+from rallypoint.core import protocol
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Note, Say
 from rallypoint.core.cluster.evaluations import awaits_evaluation, lost_evaluations
@@ -38,32 +38,32 @@ class Completion:
     snapshots: Snapshots
     succession: Succession
 
-    def handle(self, event: events.Done | events.Stopped) -> list[Effect]:
-        """Take one event; return the effects."""
-        return self._stop(event) if isinstance(event, events.Stopped) else self._said(event)
+    def handle(self, worker: str, said: protocol.Done | protocol.Stop) -> list[Effect]:
+        """Take a worker's message; return the effects."""
+        return self._stop(worker, said) if isinstance(said, protocol.Stop) else self._done(worker, said)
 
-    def _stop(self, event: events.Stopped) -> list[Effect]:
+    def _stop(self, worker: str, said: protocol.Stop) -> list[Effect]:
         """The script on a worker stops the job.
 
         Of two versions the lower counts, unless a version after it is known to exist already. The worker says it again
         to the next coordinator and in each new generation, until a view says it.
         """
         course = self.course
-        if course.phase is not Phase.RUNNING or course.record is None or event.worker not in course.members.present:
+        if course.phase is not Phase.RUNNING or course.record is None or worker not in course.members.present:
             return []
-        if not course.is_current(event.generation) or not course.record.supports(Feature.STOP):
+        if not course.is_current(said.generation) or not course.record.supports(Feature.STOP):
             return []
-        if event.left >= 0:
-            course.members.left[event.worker] = event.left
-        version, before = self._possible(event.version), course.views.stop
+        if said.left >= 0:
+            course.members.left[worker] = said.left
+        version, before = self._possible(said.version), course.views.stop
         if not 0 <= version < course.last:
             return [*self.advance(), *self.succession.advance()]  # others compute what it does not
-        who, why = (event.worker, event.reason) if before is None else (before.worker, before.reason)
+        who, why = (worker, said.reason) if before is None else (before.worker, before.reason)
         at = course.record.steps_at(version)
         # (Where scripts have sums, each says that it has ended, and there are no steps)
-        shown = event.left < 0 and Feature.SUMS not in course.record.features
-        said = [Say(f"the job ends with step {at}: {why} ({who})")] if shown else []
-        return [*said, *self._ends_with(Stop(version, why, who))]
+        shown = said.left < 0 and Feature.SUMS not in course.record.features
+        news = [Say(f"the job ends with step {at}: {why} ({who})")] if shown else []
+        return [*news, *self._ends_with(Stop(version, why, who))]
 
     def decided(self, stop: Stop) -> list[Effect]:
         """An evaluation has decided that the job ends early."""
@@ -112,11 +112,11 @@ class Completion:
         noted = Note(f"the job ends with version {stop.version}: {stop.reason} ({stop.worker})")
         return [noted, *self.succession.advance(), *self.advance()]
 
-    def _said(self, event: events.Done) -> list[Effect]:
+    def _done(self, worker: str, said: protocol.Done) -> list[Effect]:
         """A worker says that it holds the last version."""
         course = self.course
-        if course.phase is Phase.RUNNING and event.worker in course.members.present:
-            course.members.says_done[event.worker] = (event.generation, event.version)
+        if course.phase is Phase.RUNNING and worker in course.members.present:
+            course.members.says_done[worker] = (said.generation, said.version)
         return self.advance()
 
     def advance(self) -> list[Effect]:

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rallypoint.core.cluster.effects import Abort, Effect, Note, Refuse, Say
-from rallypoint.core.cluster.events import Evaluated, Evaluates
 from rallypoint.core.cluster.state import ClusterState, Phase
-from rallypoint.core.deciding.decisions import Decided, Rules, StopWhen, is_due
+from rallypoint.core.decisions import Decided, Rules, StopWhen, is_due
 from rallypoint.core.modes import Feature
+from rallypoint.core.protocol import Evaluated, Evaluates
 from rallypoint.core.view import Lease, View
 
 if TYPE_CHECKING:
@@ -71,26 +71,26 @@ class EvaluationLedger:
 
     # ---- what the script evaluates ----
 
-    def agrees(self, said: Evaluates, *, fixed: bool) -> bool:
+    def agrees(self, worker: str, said: Evaluates, *, fixed: bool) -> bool:
         """True if this worker's script has the evaluations and rules of the job, or may say which those are.
 
         The first one may, and who is alone. `fixed`: no more, for what the job has computed depends on them.
         """
         none = not self.periods and not self.stops
-        if not self.registered or (none and not (fixed and said.stops)) or (self.able <= {said.worker} and not fixed):
+        if not self.registered or (none and not (fixed and said.stops)) or (self.able <= {worker} and not fixed):
             return True
         return said.periods == self.periods and said.stops == self.stops
 
-    def register(self, said: Evaluates, *, same: bool) -> bool:
+    def register(self, worker: str, said: Evaluates, *, same: bool) -> bool:
         """A worker says which evaluations its script has. Who has others than the job (`same`) is not able.
 
         Returns True if those of the job are others now.
         """
         before = (self.periods, self.stops)
-        if same and ((said.periods, said.stops) != before or self.able <= {said.worker}):
+        if same and ((said.periods, said.stops) != before or self.able <= {worker}):
             self.periods, self.stops = said.periods, said.stops
         self.registered = True
-        (self.able.add if same and said.periods else self.able.discard)(said.worker)
+        (self.able.add if same and said.periods else self.able.discard)(worker)
         return (self.periods, self.stops) != before
 
     def recovered(self, state: ClusterState) -> None:
@@ -297,41 +297,43 @@ class Decisions:
     completion: Completion
     _told: int = 0  # the best version that was shown last
 
-    def handle(self, event: Evaluates | Evaluated, left: Callable[[str, str], list[Effect]]) -> list[Effect]:
-        """Take one event; return the effects. `left(member, why)` is what happens when a member is gone."""
+    def handle(
+        self, worker: str, said: Evaluates | Evaluated, left: Callable[[str, str], list[Effect]]
+    ) -> list[Effect]:
+        """Take a worker's message; return the effects. `left(member, why)` is what happens when a member is gone."""
         course, ledger, view = self.course, self.course.evaluations, self.course.view
-        if event.worker not in course.members.present or course.record is None:
+        if worker not in course.members.present or course.record is None:
             return []
-        if isinstance(event, Evaluates):
-            return self._evaluates(event, course.record, left)
-        if view is None or not course.is_current(event.generation) or event.version > course.last:
+        if isinstance(said, Evaluates):
+            return self._evaluates(worker, said, course.record, left)
+        if view is None or not course.is_current(said.generation) or said.version > course.last:
             return []
-        if event.figures is None and (view.lease is None or view.lease.version != event.version):
+        if said.values is None and (view.lease is None or view.lease.version != said.version):
             return []
-        if not ledger.is_due(course.record, event.version, course.last):
+        if not ledger.is_due(course.record, said.version, course.last):
             return []
-        if ledger.add(event.version, event.figures, known_version(course)):
+        if ledger.add(said.version, said.values, known_version(course)):
             course.changed()  # it must not be leased again, or shown again, by the next coordinator
         return [*self.advance(), *self.completion.advance()]
 
     def _evaluates(
-        self, event: Evaluates, record: JobRecord, left: Callable[[str, str], list[Effect]]
+        self, worker: str, said: Evaluates, record: JobRecord, left: Callable[[str, str], list[Effect]]
     ) -> list[Effect]:
         course, ledger = self.course, self.course.evaluations
-        if wrong := next((rule.problem for rule in event.stops if rule.problem), ""):
-            return self._refuse(event.worker, f"it brought a rule of run.stop_when that is none: {wrong}", left)
-        if event.stops and (why := record.refusal_of({Feature.STOP_WHEN})):
-            return self._cannot(event.worker, why, left)
-        steers = course.rules.steers or bool(event.stops)
-        same = ledger.agrees(event, fixed=course.begun and steers)
+        if wrong := next((rule.problem for rule in said.stops if rule.problem), ""):
+            return self._refuse(worker, f"it brought a rule of run.stop_when that is none: {wrong}", left)
+        if said.stops and (why := record.refusal_of({Feature.STOP_WHEN})):
+            return self._cannot(worker, why, left)
+        steers = course.rules.steers or bool(said.stops)
+        same = ledger.agrees(worker, said, fixed=course.begun and steers)
         if not same and steers:
-            return self._refuse(event.worker, (
+            return self._refuse(worker, (
                 "its script has other evaluations or other rules than the job (run.every, run.stop_when): all workers "
                 "need the same ones, because what the job computes depends on them"
             ), left)  # fmt: skip
-        if not event.periods and (event.stops or course.rules.plateau):
-            return self._cannot(event.worker, _NO_EVALUATION, left)
-        if ledger.register(event, same=same):
+        if not said.periods and (said.stops or course.rules.plateau):
+            return self._cannot(worker, _NO_EVALUATION, left)
+        if ledger.register(worker, said, same=same):
             if not steers:  # a script that says it late, in its loop, evaluates no earlier version
                 passed = max(ledger.decided.version, course.known - 1)
                 ledger.decided = msgspec.structs.replace(ledger.decided, version=passed)

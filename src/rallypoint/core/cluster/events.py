@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.deciding.decisions import Decided, StopWhen
-from rallypoint.core.job import JobRecord
-from rallypoint.core.typed import HasSent
+from rallypoint.core.decisions import Decided
+from rallypoint.core.protocol import Message
 from rallypoint.core.view import Member, Stop, ViewNumber
 
 
@@ -45,15 +44,11 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposed:
-    """A worker proposes the job's record: its model's layout and its settings.
+class From:
+    """A member's message: it is the machine's event as it stands, once `coordinator.claims` has believed it."""
 
-    `kernels` is the digest of its probe (`core.audits.choice.alike`), in a job with audits.
-    """
-
-    worker: str
-    record: JobRecord
-    kernels: bytes = b""
+    member: str
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,96 +73,6 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class CaughtUp:
-    """A primary says that the backups of these shards hold all that it has published (they have caught up).
-
-    `backups`: shard -> the view in which the primary and that backup were paired (`View.paired`).
-    """
-
-    server: str
-    backups: Mapping[int, ViewNumber]
-
-
-@dataclass(frozen=True, slots=True)
-class Disproved:
-    """The primary `server` says that the shard's backup does not hold `version`, which it has acknowledged.
-
-    `paired` is the view in which the two became primary and backup.
-    """
-
-    server: str
-    shard: int
-    version: int
-    paired: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
-class AuditFound:
-    """A server says what an audit of (step, replica) has found, first in that shard: see `net.messages`."""
-
-    server: str
-    step: int
-    replica: int
-    shard: int
-    agreed: tuple[str, ...]
-    others: tuple[str, ...]
-    generation: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """A member was told to leave: the next view moves its replicas or shards to others."""
-
-    member: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The script on a worker says that the job is to end with `version`, and why.
-
-    `left`: it has left its loop, and the worker computes nothing any more: this is the version that needs nothing of
-    it; -1: its loop goes on. `generation` is the one in which it was said.
-    """
-
-    worker: str
-    version: int
-    reason: str
-    left: int
-    generation: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A worker has installed `version`, which is the last one, in that generation; -1: the job's last round."""
-
-    worker: str
-    generation: ViewNumber
-    version: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluates:
-    """The script on a worker has evaluations with these periods, in steps, and rules by which they end the job."""
-
-    worker: str
-    periods: tuple[int, ...]
-    stops: tuple[StopWhen, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """A worker has run all evaluations that are due with `version`, in that generation, with these figures.
-
-    None in their place: it was to do so, and no server has that version any more.
-    """
-
-    worker: str
-    version: int
-    generation: ViewNumber
-    figures: Mapping[str, float] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Left:
     """A member's process closed its connection, or has ended; `reason` says why, as far as known."""
 
@@ -183,18 +88,6 @@ class Unlinked:
     member: str
     reason: str
     reset: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A member cannot go on and says why: the job ends, if the member has a part in it. In `generation` it has got
-    `version`, if that is not 0. `sent`: the shards to which a worker has contributed all that it owes at that step."""
-
-    member: str
-    reason: str
-    version: int = 0
-    generation: ViewNumber = field(default_factory=ViewNumber)
-    sent: HasSent = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,29 +193,9 @@ class Found:
     decided: Decided = field(default_factory=Decided)
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """A worker says that it holds `version`, because a view has asked for that: see `placing.handover`."""
-
-    worker: str
-    version: int
-    generation: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
-class Unrestored:
-    """The server cannot load its shards from the snapshot with which `generation` begins: it is damaged."""
-
-    server: str
-    reason: str
-    generation: ViewNumber
-
-
 Event = (
-    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked
-    | Failed | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver
-    | Outrun | Released | Paused | Stopped | Evaluates | Evaluated
-    | AuditFound | Reached | Unrestored
+    From | Joined | Progress | Applied | Left | Unlinked | Heard | Beat | Tick | Resized | SnapshotWanted | Captured
+    | SnapshotLost | Committed | Found | TookOver | Outrun | Released | Paused
 )  # fmt: skip
 
 OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time

@@ -18,20 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
+from rallypoint.core.cluster.auditing import Auditing, probed
 from rallypoint.core.cluster.completion import Completion
-from rallypoint.core.cluster.course import Course, uploads
+from rallypoint.core.cluster.course import Course, check_course, uploads
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.evaluations import Decisions
-from rallypoint.core.cluster.health.apart import disagrees, disproved, set_apart
-from rallypoint.core.cluster.health.auditing import Auditing, probed
-from rallypoint.core.cluster.health.beats import take_beat
-from rallypoint.core.cluster.health.reach import Reach
-from rallypoint.core.cluster.health.silence import Silence
-from rallypoint.core.cluster.health.waiting import waiting_for
-from rallypoint.core.cluster.invariants import check_course
-from rallypoint.core.cluster.operator import follow
+from rallypoint.core.cluster.operator import follow, waiting_for
+from rallypoint.core.cluster.reach import Reach, Silence, disagrees, disproved, set_apart, take_beat
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
@@ -40,6 +34,22 @@ from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.job import JobRecord, disagreement
+from rallypoint.core.placing.assigner import Assigner
+from rallypoint.core.protocol import (
+    AuditFound,
+    CaughtUp,
+    Disproved,
+    Done,
+    Evaluated,
+    Evaluates,
+    GiveUp,
+    Leaving,
+    Message,
+    Propose,
+    Reached,
+    Stop,
+    Unrestored,
+)
 from rallypoint.core.view import Member, View
 
 
@@ -200,25 +210,10 @@ class ClusterMachine:
                 return self._tick(now, replaced)
             case events.Joined():
                 return self._joined(event)
-            case events.Proposed():
-                return self._proposal(event)
-            case events.Disproved():
-                return disproved(event, course, self._left)
-            case events.AuditFound():
-                return self._auditing.handle(event, self._left)
-            case events.CaughtUp() | events.Reached():
-                return self._succession.noted(event)
-            case events.Leaving(member=member):
-                course.members.leaving |= {member} & (course.members.workers.keys() | course.members.servers.keys())
-                return [*self._succession.advance(), *self._succession.dismiss()]
-            case events.Done() | events.Stopped():
-                return self._completion.handle(event)
-            case events.Evaluates() | events.Evaluated():
-                return self._decisions.handle(event, self._left)
+            case events.From(member=member, message=message):
+                return self._told(member, message)
             case events.Resized() | events.Paused():
                 return self._succession.advance() if follow(course, event) else []
-            case events.Failed():
-                return self._failed(event)
             case events.Left(member=member, reason=reason):
                 return self._left(member, reason)
             case events.Unlinked(member=member, reason=reason, reset=reset):
@@ -232,11 +227,37 @@ class ClusterMachine:
                     course.views.epoch = self._snapshots.duty.epoch = max(course.views.epoch, state.epoch + 1)
                     self._recover(state)
                 return []
-            case events.Outrun() | events.Unrestored():
-                return self._succession.gone_wrong(event)
+            case events.Outrun():
+                return self._succession.outrun(event)
             case _:
                 return self._snapshot_event(event)
         return []
+
+    def _told(self, member: str, message: Message) -> list[Effect]:
+        """A member's message."""
+        course = self.course
+        match message:
+            case Propose():
+                return self._proposal(member, message)
+            case Disproved():
+                return disproved(member, message, course, self._left)
+            case AuditFound():
+                return self._auditing.handle(member, message, self._left)
+            case CaughtUp() | Reached():
+                return self._succession.noted(member, message)
+            case Leaving():
+                course.members.leaving |= {member} & (course.members.workers.keys() | course.members.servers.keys())
+                return [*self._succession.advance(), *self._succession.dismiss()]
+            case Done() | Stop():
+                return self._completion.handle(member, message)
+            case Evaluates() | Evaluated():
+                return self._decisions.handle(member, message, self._left)
+            case GiveUp():
+                return self._failed(member, message)
+            case Unrestored():
+                return self._succession.unrestored(member, message)
+            case _:
+                raise AssertionError(f"a message that nobody takes: {message}")
 
     # ---- members ----
 
@@ -278,8 +299,8 @@ class ClusterMachine:
             effects += self._succession.advance()  # while it was away, nothing moved
         return effects
 
-    def _proposal(self, event: events.Proposed) -> list[Effect]:
-        course, members, worker, record = self.course, self.course.members, event.worker, event.record
+    def _proposal(self, worker: str, said: Propose) -> list[Effect]:
+        course, members, record = self.course, self.course.members, said.record
         if worker not in members.workers:
             return []
         if course.record is None:
@@ -291,10 +312,10 @@ class ClusterMachine:
             return course.end(Abort(refused))
         if worker in members.proposed:
             return []
-        said = probed(worker, event.kernels, course)
+        news = probed(worker, said.kernels, course)
         members.propose(worker)
         gathering = course.phase is Phase.GATHERING
-        return [*said, *(self._begin_when_gathered() if gathering else self._succession.advance())]
+        return [*news, *(self._begin_when_gathered() if gathering else self._succession.advance())]
 
     def _begin_when_gathered(self) -> list[Effect]:
         course, members = self.course, self.course.members
@@ -333,14 +354,14 @@ class ClusterMachine:
                 return [said, *self._succession.recover(ending=course.view.ending)]
         return [said, *self._succession.advance(), *self._completion.advance()]
 
-    def _failed(self, event: events.Failed) -> list[Effect]:
+    def _failed(self, member: str, said: GiveUp) -> list[Effect]:
         """A member says that it cannot go on. If the job can go on without it, it fails alone."""
-        if event.member not in self.course.members:
+        if member not in self.course.members:
             return []
-        if self.course.has_a_part(event.member):
-            return self._ending.begin(event)
-        why = f"it has failed: {event.reason}"
-        return [Refuse(event.member, why, final=True), *self._left(event.member, why)]
+        if self.course.has_a_part(member):
+            return self._ending.begin(member, said)
+        why = f"it has failed: {said.reason}"
+        return [Refuse(member, why, final=True), *self._left(member, why)]
 
     # ---- progress and time ----
 
@@ -355,7 +376,8 @@ class ClusterMachine:
             course.changed()
         course.has_state(event.worker, event.step)
         reached = course.reached_by(event.step)
-        self._assigner.computed(event, course.replicas, max(course.now, event.now))
+        now = max(course.now, event.now)
+        self._assigner.computed(event.worker, event.step, event.replica, event.seconds, course.replicas, now)
         course.furthest = max(course.furthest, reached)
         course.tuning.reached(course.furthest, max(course.now, event.now))
         self._reach.computed(event.worker, event.step)

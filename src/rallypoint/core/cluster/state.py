@@ -9,7 +9,7 @@ import msgspec
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.deciding.decisions import Decided, StopWhen
+from rallypoint.core.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import HasSent
 from rallypoint.core.view import Stop, View

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rallypoint.core.cluster.recovery import Recovery, ServersHoldState, WorkersHoldState
 from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, VersionRule, a_little_ahead, slowest_clock
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.deciding.decisions import Rules
+from rallypoint.core.decisions import Rules
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature, Holder, Pace
 
@@ -33,7 +33,7 @@ class Strategies:
         aggregates: workers may use aggregators.
         hands_over: shards move between two steps. Else each of them at once, and steps may be computed again.
         warms: a worker that joins fetches a version before it gets replicas.
-        pinned: each replica stays with its worker, also while that is away: see `core.assignment.pinned`.
+        pinned: each replica stays with its worker, also while that is away: see `core.placing.pinned`.
         workers_have_codec_states: a snapshot needs the workers' codec states.
         in_rounds: servers report each round, once.
         anybody_begins: any worker may upload first values, so nothing is half done if one of them dies.

@@ -6,20 +6,67 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rallypoint.core.assignment.assigner import Assigner
-from rallypoint.core.assignment.pinned import pinned_assignments, pins_after
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
 from rallypoint.core.cluster.evaluations import lease_noted, rolled_back, wanted_lease
-from rallypoint.core.cluster.placing.between import moves_before, ready
-from rallypoint.core.cluster.placing.between import settled as settled_now
-from rallypoint.core.cluster.placing.links import said_of
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
-from rallypoint.core.cluster.view_change import says_nothing_new
+from rallypoint.core.placing.assigner import Assigner
+from rallypoint.core.placing.links import said_of
+from rallypoint.core.placing.pinned import pinned_assignments, pins_after
+from rallypoint.core.placing.view_change import says_nothing_new
+from rallypoint.core.protocol import CaughtUp, Reached, Unrestored
 from rallypoint.core.view import Assignment, View, holds
+
+# What follows for the next view from what workers say of the versions that they hold: see `placing.handover`.
+
+
+def ready(course: Course) -> tuple[list[str], list[str]]:
+    """The active workers that compute, and those that fetch a version first."""
+    view, active = course.view, course.active()
+    if view is None or course.phase is not Phase.RUNNING or not course.strategies.warms:
+        return active, []
+    if course.storing_first_weights:
+        return active, []
+    cold = course.handover.cold(active, view.assigned(course.furthest + 1), course.known)
+    left = set(cold)
+    return [worker for worker in active if worker not in left] if cold else active, cold
+
+
+def moves_before(course: Course) -> int | None:
+    """The step before which shards that have caught up change their primaries; None: they do now."""
+    view = course.view
+    if view is None or course.record is None or not course.strategies.hands_over or not course.begun:
+        return None
+    stuck = not course.members.apart.isdisjoint(view.primary.values())  # no step ends before these shards move
+    computing = _computing(course, view)
+    if view.ending or stuck or not computing or course.handover.hurries(view, course.members.leaving, course.now):
+        return None
+    return course.handover.before(view, course.known, computing, _ends(course), course.now)
+
+
+def nothing_on_its_way(course: Course) -> bool:
+    """True if no update can be on its way: the primary and the backup of each shard are at the same version, or will
+    be when the backup has got what was sent to it."""
+    view = course.view
+    if view is None or course.record is None or not course.strategies.hands_over or not course.begun:
+        return False
+    computing = _computing(course, view)
+    return view.ending or not computing or course.handover.all_there(view, computing, _ends(course))
+
+
+def _computing(course: Course, view: View) -> list[str]:
+    """The workers that compute the next step."""
+    here = course.members.workers
+    return [worker for worker, own in view.assigned(course.known + 1).items() if own and worker in here]
+
+
+def _ends(course: Course) -> tuple[int | None, int | None]:
+    """Steps that will not be computed for now: a pause, the job's end."""
+    return course.views.paused, course.last
+
 
 _UNDAMAGED = ("", -1, "")
 
@@ -55,7 +102,7 @@ class Succession:
         course.views.lease = wanted_lease(course)
         view = course.views.following(
             course.record.layout.shards, course.members, assignments, ending=ending, moves_before=moves_before(course),
-            warming=ready(course)[1], settled=settled_now(course),
+            warming=ready(course)[1], settled=nothing_on_its_way(course),
         )
         if view is None:  # shards are lost
             return self.recover()
@@ -97,18 +144,18 @@ class Succession:
         wanted = (wanted_lease(course), course.views.reductions)
         return self.advance() if wanted != (view.lease, view.reductions) else []
 
-    def noted(self, event: events.CaughtUp | events.Reached) -> list[Effect]:
+    def noted(self, member: str, said: CaughtUp | Reached) -> list[Effect]:
         """A primary says that the backups of some shards have caught up (see `ViewSequence.backups_caught_up`), or a
         worker that it holds a version."""
         course = self.course
         if course.view is None or course.phase is not Phase.RUNNING:
             return []
-        if isinstance(event, events.CaughtUp):
-            if not course.views.backups_caught_up(event.server, event.backups):
+        if isinstance(said, CaughtUp):
+            if not course.views.backups_caught_up(member, said.backups):
                 return []
             course.changed()
-        elif event.worker in course.members.present and course.is_current(event.generation):
-            course.handover.says(event.worker, event.version, course.view)
+        elif member in course.members.present and course.is_current(said.generation):
+            course.handover.says(member, said.version, course.view)
         return self.advance()
 
     # ---- assignments ----
@@ -226,26 +273,26 @@ class Succession:
                 course.phase, course.furthest = Phase.RUNNING, version - 1
                 return self.new_generation("", uploader=uploader, ending=ending)
 
-    def gone_wrong(self, event: events.Outrun | events.Unrestored) -> list[Effect]:
-        """A member acted on a view that nobody knew when this coordinator took over, or cannot load the snapshot with
-        which the generation begins: begin a new one."""
+    def outrun(self, event: events.Outrun) -> list[Effect]:
+        """A member acted on a view that nobody knew when this coordinator took over: begin a new generation."""
         if self.course.phase is not Phase.RUNNING:
             return []
-        if isinstance(event, events.Unrestored):
-            return self._unrestored(event)
         said = Say(
             f"{event.member} comes back with view {event.number}, which the journal had no room for and no other "
             "member knew: what the servers hold is not certain"
         )
         return [said, *self.recover()]
 
-    def _unrestored(self, event: events.Unrestored) -> list[Effect]:
-        """The snapshot was damaged after it was verified. Search again, which verifies all anew."""
+    def unrestored(self, server: str, said: Unrestored) -> list[Effect]:
+        """The server cannot load the snapshot with which the generation begins: that was damaged after it was verified.
+        Search again, which verifies all anew."""
         view = self.course.view
-        if view is None or view.generation != event.generation or not view.origin or not holds(view, event.server):
+        if view is None or self.course.phase is not Phase.RUNNING or view.generation != said.generation:
+            return []
+        if not view.origin or not holds(view, server):
             return []  # another server has said so before, or it does not load any
-        self._damaged = (view.origin, self.course.furthest + 1, f"{event.server} cannot go on: {event.reason}")
-        return self.recover(why=f"{event.server} cannot go on from snapshot {view.origin}: {event.reason}")
+        self._damaged = (view.origin, self.course.furthest + 1, f"{server} cannot go on: {said.reason}")
+        return self.recover(why=f"{server} cannot go on from snapshot {view.origin}: {said.reason}")
 
     def found(self, event: events.Found) -> list[Effect]:
         """Begin a new generation from the snapshot that was found; end the job if there is none."""

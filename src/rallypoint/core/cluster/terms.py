@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from rallypoint.core.modes import Feature
-from rallypoint.core.topology.told import Topology
+from rallypoint.core.plan.topology import Topology
 
 LIVING_S = 60.0  # seconds for which members go on without a coordinator, if nobody says otherwise
 

@@ -9,10 +9,12 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 
-from rallypoint.core.assignment.nearby import nearest_aggregators
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.placing.uplinks import Situation, Uplinks
-from rallypoint.core.cluster.view_change import (
+from rallypoint.core.layout import Shard
+from rallypoint.core.placing.pinned import nearest_aggregators
+from rallypoint.core.placing.placement import place, place_backups
+from rallypoint.core.placing.uplinks import Situation, Uplinks
+from rallypoint.core.placing.view_change import (
     Placing,
     carried,
     contributing,
@@ -25,8 +27,6 @@ from rallypoint.core.cluster.view_change import (
     still_caught_up,
     surviving_primaries,
 )
-from rallypoint.core.layout import Shard
-from rallypoint.core.placement import place, place_backups
 from rallypoint.core.view import Assignment, Dispute, Lease, Member, Stop, Tried, View, ViewNumber
 
 Aggregation: TypeAlias = Callable[..., dict[str, str]]

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from rallypoint.core.modes.conflicts import CONFLICTS, Conflict
-from rallypoint.core.modes.features import Feature
-from rallypoint.core.modes.refusals import refusal, why_not
-from rallypoint.core.modes.table import TABLE, YES, No, Only
-from rallypoint.core.modes.traits import Bytes, Clock, Contribution, Holder, ModeName, ModeTraits, Pace, describe
+from rallypoint.core.modes.table import TABLE, YES, No, Only, refusal, why_not
+from rallypoint.core.modes.traits import (
+    Bytes,
+    Clock,
+    Contribution,
+    Feature,
+    Holder,
+    ModeName,
+    ModeTraits,
+    Pace,
+    describe,
+)
 
 __all__ = [
     "CONFLICTS",

@@ -2,13 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rallypoint.core.modes.features import Feature
-from rallypoint.core.modes.keyed import WITH_KEYS
-from rallypoint.core.modes.own_loop import OWN_LOOP
-from rallypoint.core.modes.sums import NOT_WITH_SUMS
-from rallypoint.core.modes.traits import ModeName
+from rallypoint.core.modes.traits import Feature, ModeName
+
+# The features that a key-value store (`job.store`) does not work with, and why.
+
+
+_OF_LOOPS = "it is for the steps of a training loop, and a store has keys that go on by themselves; leave it out"
+_OF_PAYLOADS = "a store's payloads are raw; leave it out"
+
+WITH_KEYS = {
+    **dict.fromkeys((Feature.AVERAGE, Feature.PLATEAU, Feature.ACCUMULATE), _OF_LOOPS),
+    **dict.fromkeys((Feature.FP16, Feature.HOLD, Feature.STREAMED), _OF_LOOPS),
+    **dict.fromkeys((Feature.FINGERPRINTS, Feature.AUDIT, Feature.BUFFERS, Feature.STOP, Feature.STOP_WHEN), _OF_LOOPS),
+    **dict.fromkeys((Feature.CODEC, Feature.CODEC_STATE, Feature.DOWN), _OF_PAYLOADS),
+    Feature.CLIP: "a norm is of all gradients of a step, and keys are pushed one by one; clip before you push",
+    Feature.MUON: "it needs each matrix as one shard; use another optimizer",
+    Feature.FOLD: "each push is an update of its own; use fold=1",
+    Feature.COMPENSATION: "a push does not say which version it was computed from; set it to 0",
+    Feature.BACKUP_TASKS: "only the script knows how to compute a push; leave it out",
+    Feature.BY_SPEED: "a store has no step times to measure; contributors are assigned evenly",
+    Feature.AGGREGATORS: "pushes and pulls go straight to the servers; leave it out",
+    Feature.CARRY: _OF_LOOPS,
+    Feature.RANKS: "use workers of one process; leave it out",
+}  # fmt: skip
+
+
+# What a loop of the script's own (`rp.wrap`) does not go together with, and why.
+
+
+OWN_LOOP = {
+    Feature.BY_SPEED: "a replica's batches are in its own process; replicas do not move",
+    Feature.BACKUP_TASKS: "no other process has the replica's batches; leave --backup-tasks out",
+    Feature.AUDIT: "no other process has the replica's batches; leave audit out",
+    Feature.FINGERPRINTS: "a replay would need the loop's own batches; leave fingerprints out",
+    Feature.STREAMED: "the script's own passes need whole parameters; leave parameters out",
+    Feature.FP16: "the script scales its own losses; use bf16 in its own autocast",
+    Feature.TABLES: "rows are pulled in the job's own loop; use sparse=False, or job.train",
+    Feature.AGGREGATORS: "it is not tested together; leave --aggregators out",
+    Feature.RANKS: "each process is one replica; leave --ranks out, or use job.train",
+    Feature.STOP_WHEN: "evaluations are the script's own; use optimizer.finish()",
+    Feature.PLATEAU: "evaluations are the script's own; use a schedule, or change the rate in the loop",
+    Feature.ACCUMULATE: "the script adds up its own micro-batches; leave accumulate out",
+}
+
+
+# What does not go together with sums for a script's own loop, and why: a part of the table's conflicts.
+
+
+_ALONE = "nobody else can compute what a worker of the script's own loop does; use job.train"
+NOT_WITH_SUMS: Mapping[Feature, str] = {
+    Feature.CLIP: "servers do not know what is summed; use torch.nn.utils.clip_grad_norm_ in the script",
+    Feature.SKIP: "servers do not know what is summed; use torch.amp.GradScaler in the script",
+    Feature.AVERAGE: "the script holds the parameters; use torch.optim.swa_utils.AveragedModel there",
+    Feature.PLATEAU: "the script steps; use torch.optim.lr_scheduler.ReduceLROnPlateau there",
+    Feature.CODEC: "sums are exact, of whatever the script sums; use the raw codec",
+    Feature.DOWN: "sums are exact, of whatever the script sums; leave down= out",
+    Feature.FP16: "the script scales its own loss; use torch.amp.GradScaler there",
+    Feature.STREAMED: "the script holds the parameters; use parameters=local",
+    Feature.AUDIT: _ALONE,
+    Feature.AGGREGATORS: "each sum is a round of its own, of some of the shards; use servers near the workers",
+    Feature.BACKUP_TASKS: _ALONE,
+}
+
 
 _F = Feature
 _STREAMING = frozenset({ModeName.SSP, ModeName.ASYNC, ModeName.LOCAL_ASYNC})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rallypoint.core.sums.tree import Block
+from rallypoint.core.sums import Block
 
 Ticket = int  # names a payload; the shell maps it to a buffer
 EVERYTHING = -1  # in place of a replica: the follower wants the last version of the job

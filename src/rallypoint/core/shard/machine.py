@@ -3,7 +3,7 @@
 The machine only decides; `server/reducer/effects.py` runs the effects. It has no lock: one thread calls it, its owner.
 
 A shard has one primary, which sums contributions and publishes versions. It may have one backup, which applies the same
-updates and acknowledges them. `core/shard/copies/replication.py` shows a backup's states and what is published when.
+updates and acknowledges them. `core/shard/replication.py` shows a backup's states and what is published when.
 
 The path of a contribution through a primary:
 
@@ -19,7 +19,7 @@ acknowledged. If it is promoted in the middle of the round, it takes the same co
 sum has the same norm.
 
 Under a streaming policy each replica has a clock: the step of its next contribution. Versions count updates. A follower
-asks for the parameters for one replica's next step (`core/shard/wants.py`). The primary answers when three things are
+asks for the parameters for one replica's next step (`core/shard/pulls.py`). The primary answers when three things are
 true: the parameters contain that replica's last contribution, they are durable, and the policy lets the replica go on.
 
 A `Ticket` names a payload here: a number that the shell maps to a buffer. Every ticket that comes in with an event goes
@@ -32,14 +32,11 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.policy import Policy, Verdict
 from rallypoint.core.shard import events
-from rallypoint.core.shard.capturing import CapturePoint
-from rallypoint.core.shard.clocks import Clocks
-from rallypoint.core.shard.copies.choice import Choice
-from rallypoint.core.shard.copies.replication import Copies
 from rallypoint.core.shard.effects import (
     Abandon,
     Acknowledge,
     Apply,
+    Capture,
     CaughtUp,
     Choose,
     Drop,
@@ -54,9 +51,42 @@ from rallypoint.core.shard.effects import (
     Take,
 )
 from rallypoint.core.shard.invariants import check_shard
-from rallypoint.core.shard.summing import Chain, SumInProgress, TreeSum
-from rallypoint.core.shard.tally import Tally
-from rallypoint.core.shard.wants import Wants
+from rallypoint.core.shard.pulls import Wants
+from rallypoint.core.shard.replication import Copies
+from rallypoint.core.shard.summing import Chain, Choice, SumInProgress, TreeSum
+from rallypoint.core.shard.tally import Clocks, Tally
+
+# Chooses the version at which a shard's state is kept for a snapshot.
+
+
+@dataclass(slots=True)
+class CapturePoint:
+    """The version that a snapshot waits for; -1 if there is none. `any_version`: the first one that is here will do."""
+
+    at: int = -1
+    any_version: bool = False
+
+    def ask(self, at: int, now: int, *, primary: bool, any_version: bool) -> list[Capture]:
+        """A snapshot wants version `at`; the shard is at version `now`.
+
+        With `any_version` (streaming policies, where no version is common to all shards) the current version is
+        captured; if the shard is still being restored, the version that it is restored to.
+        """
+        if primary and any_version:
+            self.any_version = True
+            return self.reached(now)
+        if not primary or now > at:
+            return [Capture(max(now, at + 1), missed=True)]
+        self.at = at
+        return self.reached(now)
+
+    def reached(self, version: int) -> list[Capture]:
+        """The shard is now at `version`. Returns a Capture if the snapshot waits for it."""
+        if version < 0 or not (self.any_version or version == self.at):
+            return []
+        self.at, self.any_version = -1, False
+        return [Capture(version)]
+
 
 VERSIONS_KEPT = 2  # I5: a worker can fetch the version of the step in progress
 
@@ -197,7 +227,9 @@ class ShardMachine:
                 return [Hold(event.ticket, credit=bool(self.chosen)), *finished]
             case _:
                 before = self._finish() if alone and self._sum.added else []
-                return [*before, *self._add(event), *self._take_held(), *self._finish_when_complete()]
+                added = self._add(event)
+                held = self._take_held() if self._held else []
+                return [*before, *added, *held, *self._finish_when_complete()]
 
     def _add(self, event: events.Contribute) -> list[Effect]:
         for replica in range(event.replica, event.replica + event.count):
@@ -221,8 +253,7 @@ class ShardMachine:
     def _finish_when_complete(self) -> list[Effect]:
         if not self._sum.added or self.awaiting or self._choice.pending:
             return []
-        bad = self._sum.losses or self._sum.gradients
-        alone = self.clocked and (self.copies.replicating or (self.skips and bad))
+        alone = self.clocked and (self.copies.replicating or (self.skips and (self._sum.losses or self._sum.gradients)))
         if alone or self.policy.complete(self):
             if not (self.chooses and self.copies.limits):
                 return self._finish()
@@ -233,7 +264,7 @@ class ShardMachine:
     def _finish(self) -> list[Effect]:
         self._choice.pending = False
         losses, gradients = self._sum.losses, self._sum.gradients
-        finish = Finish(self.version, self._sum.weight, self.decides, losses, self.added, gradients)
+        finish = Finish(self.version, self._sum.weight, self.decides, losses, self._sum.added, gradients)
         if not self.decides:
             return [finish, *self._advance(None if self.skips and (losses or gradients) else 1.0)]
         if self._decision is not None and self._decision.step == self.version:
@@ -273,7 +304,7 @@ class ShardMachine:
     def _count(self, *, skipped: bool) -> float:
         """Count the finished sum in the tally. Returns its factor on the learning rate."""
         if not self.clocked:
-            self.tally.round(self.added, self.expected, skipped=skipped)
+            self.tally.round(self._sum.added, self.expected, skipped=skipped)
             return 1.0
         self.tally.update([max(0, self.version - c.base) for c in self._sum.contributions], skipped=skipped)
         return sum(self.policy.rate(self, self.version - contribution.base) for contribution in self._sum.contributions)

@@ -6,20 +6,127 @@ in order. `server/reducer/` runs them on tensors, `testing/simulation/` on names
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from rallypoint.core.audits.shard import AuditedShard
+from rallypoint.core.audits import Audits
+from rallypoint.core.cadence import TOGETHER, Cadence
+from rallypoint.core.policy import Policy
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
-from rallypoint.core.shard.clip import ClipMachine, Measure, Tell, Verdict
-from rallypoint.core.shard.copies.pairs import Pairs
+from rallypoint.core.shard.audited import AuditedShard
+from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, Tell, Verdict
 from rallypoint.core.shard.invariants import check_server
 from rallypoint.core.shard.machine import ShardMachine, summed
-from rallypoint.core.shard.plan import Plan
 from rallypoint.core.view import View, ViewNumber
+
+# The servers that have copies of this server's shards, and which of them are being filled.
+
+
+Copy = tuple[int, bool]  # a shard, and whether its backup is meant or its third server
+Pair = tuple[str, ViewNumber, ViewNumber]  # the other server, and in which views we became a pair, and we the primary
+
+
+@dataclass(slots=True)
+class Pairs:
+    """Of each shard that is primary here: its backup, and the third server (`View.incoming`).
+
+    `filling`: to whom the whole state is on its way.
+    """
+
+    known: dict[Copy, Pair] = field(default_factory=dict)
+    filling: set[Copy] = field(default_factory=set)
+
+    def adopt(self, index: int, view: View, *, primary: bool) -> tuple[bool, bool, bool]:
+        """Note the shard's pairs in `view`; none if it is not `primary` here.
+
+        Returns whether the backup is new, whether it was the third server, and whether there is a new third server.
+        """
+        homed, third = view.homed.get(index, view.generation), view.incoming.get(index)
+        backup = (view.backup[index], view.paired[index], homed) if primary and index in view.backup else None
+        other = (third.server, third.paired, homed) if primary and third is not None else None
+        if (backup, other) == (self.known.get((index, False)), self.known.get((index, True))):
+            return False, False, False
+        new: dict[Copy, Pair | None] = {
+            (index, False): backup, (index, True): other,
+        }  # fmt: skip
+        before = {copy: self.known.pop(copy, None) for copy in new}
+        self.known |= {copy: pair for copy, pair in new.items() if pair is not None}
+        arrived = backup is not None and before[index, True] == backup
+        still = {copy for copy in self.filling & new.keys() if new[copy] == before[copy]}
+        if arrived and (index, True) in self.filling:
+            still = {(index, False)}
+        self.filling = (self.filling - new.keys()) | still
+        fresh, third_fresh = (new[copy] is not None and new[copy] != before[copy] for copy in new)
+        return fresh and not arrived, arrived, third_fresh
+
+    def forget(self, index: int) -> None:
+        """The shard is not here any more."""
+        for copy in ((index, False), (index, True)):
+            self.known.pop(copy, None)
+            self.filling.discard(copy)
+
+    def server(self, index: int, *, incoming: bool) -> str:
+        """The shard's backup, or its third server."""
+        return self.known[index, incoming][0]
+
+    def replicating(self, index: int, machine: ShardMachine) -> list[str]:
+        """The servers to which each update of the shard is sent."""
+        return [self.known[index, i][0] for i in (False, True) if machine.copies.of(i).replicating]
+
+    def caught_up(self, machines: Mapping[int, ShardMachine], *, incoming: bool) -> dict[int, ViewNumber]:
+        """The shards whose backup (or third server) may be promoted, and for each the view that paired the two."""
+        of = sorted(machines.items())
+        return {index: self.known[index, incoming][1] for index, one in of if one.copies.of(incoming).caught_up}
+
+
+# What a server's machine needs to know of the job.
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the machine needs to know of the job.
+
+    `expected[i]` replicas contribute to shard i, `rounds` times each; staggered, as often as `cadence` says. To the
+    `carried` (shards of carried state) only the named one does. `measured` shards count in the global norm
+    (parameters), `decides` wait for a decision that all servers take together. Where the `rule` examines, every other
+    shard is decided by its own server.
+    """
+
+    policy: Policy
+    expected: Sequence[int]
+    measured: frozenset[int]
+    decides: frozenset[int]
+    rule: Rule = field(default_factory=Rule)
+    rounds: int = 0
+    buffer_policy: Policy | None = None  # None: the same as for the parameters
+    compensates: bool = False
+    cadence: Cadence = TOGETHER
+    audits: Audits | None = None
+    carried: Mapping[int, int] = field(default_factory=dict)
+    keyed: bool = False  # each shard counts its own updates, and any worker may begin it
+
+    def rounds_of(self, index: int) -> int:
+        """The shard's own version at the end of the job."""
+        return self.rounds if self.cadence.together else self.cadence.updates(index)
+
+    def clip(self, generation: ViewNumber) -> ClipMachine | None:
+        """A new machine for what all servers decide together in this generation; None if they decide nothing."""
+        decided = sorted(self.decides)
+        return ClipMachine(decided, frozenset(), self.rule, generation) if decided else None
+
+    def machine(self, index: int, *, primary: bool) -> ShardMachine:
+        """A new machine for the shard."""
+        policy = self.policy if self.buffer_policy is None or index in self.measured else self.buffer_policy
+        kind = ShardMachine if self.audits is None else AuditedShard
+        return kind(
+            policy, self.expected[index], index in self.decides or self.rule.examines, primary=primary,
+            rounds=self.rounds_of(index), chooses=policy.chooses and index in self.decides, skips=self.rule.examines,
+            compensates=self.compensates and index in self.measured, lowest=self.carried.get(index, 0),
+        )  # fmt: skip
+
 
 FILLS_AT_ONCE = 2  # whole states in transit to backups at a time: limits their share of bandwidth and memory
 
@@ -175,17 +282,21 @@ class ServerMachine:
 
         A shard that does not wait for a decision of all servers is decided here and now.
         """
-        machine = self._machines.get(measure.shard)
+        machine, rule = self._machines.get(measure.shard), self.plan.rule
+        alone, good = measure.shard not in self.plan.decides, measure.at < 0 and not measure.not_finite
+        if alone and good and not measure.gradients and not rule.scaled and rule.clip is None:
+            waits = machine is not None and machine.awaiting and self.view is not None
+            return self.handle(measure.shard, shard_events.Decide(step, 1.0)) if waits else []
         contributions = [] if machine is None else summed(machine)
         if measure.at >= 0 and not measure.gradients and len(contributions) == 1:
             measure = msgspec.structs.replace(measure, gradients=(contributions[0][1],))
-        if measure.shard in self.plan.decides:
+        if not alone:
             return [] if self._clip is None else self._remember(self._clip.measured(step, measure))
         if machine is None or not machine.awaiting or self.view is None:
             return []
         begun = contributions[0][0] if contributions else machine.version
         round = self.plan.cadence.round_of(measure.shard, begun)
-        verdict = self.plan.rule.verdict(round, [measure], self.view.generation)
+        verdict = rule.verdict(round, [measure], self.view.generation)
         report: list[Effect] = [] if verdict.whole else [Report(verdict)]
         if verdict.stops:
             self._refused = verdict

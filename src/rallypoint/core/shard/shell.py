@@ -14,8 +14,8 @@ from typing import Generic, Protocol, TypeVar
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events
 from rallypoint.core.shard.clip import Measure, Verdict
-from rallypoint.core.shard.copies.proofs import Digest, Proofs
 from rallypoint.core.shard.links import Fence
+from rallypoint.core.shard.replication import Digest, Proofs
 from rallypoint.core.shard.server import Disproved, Effect, On, ServerMachine
 from rallypoint.core.view import Member, View, ViewNumber
 

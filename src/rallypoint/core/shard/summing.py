@@ -1,18 +1,18 @@
 """The sum in progress of a shard: which contributions are in it, and which effects add one more.
 
-Where each round has all R contributions, the sum is a tree over replica numbers (I3, `core/sums/tree.py`). Otherwise
+Where each round has all R contributions, the sum is a tree over replica numbers (I3, `core/sums.py`). Otherwise
 (under a quorum, and under streaming policies) contributions are added in the order in which they arrive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from rallypoint.core.shard.effects import Add, Discard, Effect, Merge, OnTime, Take
-from rallypoint.core.shard.events import Contribute
-from rallypoint.core.sums.tree import Block, Forest, is_block
+from rallypoint.core.shard.effects import Acknowledge, Add, Choose, Discard, Effect, Merge, OnTime, Take
+from rallypoint.core.shard.events import Chosen, Contribute
+from rallypoint.core.sums import Block, Forest, is_block
 
 
 class SumInProgress(Protocol):
@@ -142,16 +142,13 @@ class TreeSum:
 
     replicas: int
     lowest: int = 0
+    added: int = 0  # replicas
     _forest: Forest = field(init=False)
     _nodes: dict[int, _Node] = field(default_factory=dict)  # by the block's start
     _early: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._forest = Forest(self.replicas)
-
-    @property
-    def added(self) -> int:
-        return self._forest.count
 
     @property
     def weight(self) -> float:
@@ -193,6 +190,7 @@ class TreeSum:
         while (halves := self._forest.merge(block)) is not None:
             block = Block(halves[0].start, halves[1].stop)
             effects += self._merge(*halves)
+        self.added = self._forest.count
         if not self._early:
             return effects
         prefix = self._forest.prefix
@@ -217,6 +215,7 @@ class TreeSum:
 
     def clear(self) -> None:
         self._forest.clear()
+        self.added = 0
         self._nodes.clear()
         self._early.clear()
 
@@ -243,3 +242,44 @@ def _stranger(contribution: Contribute, replicas: int, lowest: int = 0) -> str:
         return ""
     has = f"only replica {lowest}" if lowest else str(replicas)
     return f"replica {contribution.replica} does not contribute to this shard (it has {has})"
+
+
+# Which contributions a round's update takes, where the first to come are taken and servers decide by the sum's norm.
+#
+# ```
+#    primary: the sum has all that it takes --Choose--> backup: learns the choice
+#    primary: finishes the sum, tells the norm <--Acknowledge-- backup
+# ```
+#
+# Example: a quorum of 2 of 3. Server a takes replicas 2 and 0 of step 7 and tells some servers the norm of their mean.
+# Then it dies. Its backup takes 2 and 0 too, although 1 may come first now. So all servers get the same norm, whoever
+# tells it.
+
+
+@dataclass(slots=True)
+class Choice:
+    """One shard's choice for the round in progress.
+
+    `pending`: this primary's sum has all of its contributions, and waits until the backup knows which. A backup may
+    hear of the choice before it has the version that the choice is for: with a state the choice goes first, and on a
+    link urgent frames overtake updates.
+    """
+
+    pending: bool = False
+    _learnt: Chosen | None = None  # on a backup: the newest choice that the primary has told
+
+    def tell(self, step: int, taken: Iterable[Contribute]) -> Choose:
+        """Tell the backup which contributions to `step` are taken, in the order of adding."""
+        return Choose(step, tuple(contribution.replica for contribution in taken))
+
+    def learn(self, chosen: Chosen) -> None:
+        """The primary has told this backup its choice."""
+        self._learnt = chosen
+
+    def acknowledge(self, version: int) -> Acknowledge:
+        """This backup has `version`, and perhaps the choice for the next one too."""
+        return Acknowledge(version, chosen=bool(self.known(version)))
+
+    def known(self, step: int) -> tuple[int, ...]:
+        """The replicas that the primary has chosen for `step`, in its order; empty if it has told none."""
+        return self._learnt.replicas if self._learnt is not None and self._learnt.step == step else ()

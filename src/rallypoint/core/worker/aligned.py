@@ -18,15 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from rallypoint.core.audits.choice import Audits
-from rallypoint.core.audits.duties import AuditDuties, Duties
+from rallypoint.core.audits import AuditDuties, Audits, Duties
 from rallypoint.core.cadence import TOGETHER, Cadence
-from rallypoint.core.sums.presum import Part
-from rallypoint.core.sums.tree import leaf
+from rallypoint.core.sums import Part, leaf
 from rallypoint.core.typed import HasSent
 from rallypoint.core.view import View
 from rallypoint.core.worker.machine import SlotMachine
-from rallypoint.core.worker.scan import Unanimity
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
@@ -53,7 +50,7 @@ from rallypoint.core.worker.slots import (
     ToWait,
     Viewed,
 )
-from rallypoint.core.worker.versions import Versions
+from rallypoint.core.worker.versions import Unanimity, Versions
 
 
 @dataclass(slots=True)
@@ -112,8 +109,7 @@ class WorkerMachine(SlotMachine):
     @property
     def complete(self) -> bool:
         """True when every shard of `target` is here and the main thread can install it."""
-        target = self.target
-        if target < 0 or self._computing is not None:
+        if self._computing is not None or (target := self.target) < 0:
             return False
         return self._here.holds(partial(self._in_place, target=target))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rallypoint.core.audits.choice import Audits
+from rallypoint.core.audits import Audits
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.modes import Holder, ModeTraits, Pace
-from rallypoint.core.sums.presum import Presum
+from rallypoint.core.sums import Presum
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.handover import CodecStateCustody, NoCodecStates
 from rallypoint.core.worker.overlap import OverlapMachine
@@ -42,7 +42,7 @@ class WorkerPlan:
     mode: ModeTraits
     cadence: Cadence = TOGETHER
     codec_state_shards: tuple[int, ...] = ()
-    presum: tuple[frozenset[int], int, int] = (frozenset(), 1, 1)  # see `core/sums/presum.py`: Presum
+    presum: tuple[frozenset[int], int, int] = (frozenset(), 1, 1)  # see `core/sums.py`: Presum
     overlaps: bool = False
     audits: Audits | None = None
     carried: Mapping[int, int] = field(default_factory=dict)

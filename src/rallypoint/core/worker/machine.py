@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rallypoint.core.sums.presum import Presum
+from rallypoint.core.sums import Presum
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Action, Compute, Initialise, Install, Slot, Slots
 

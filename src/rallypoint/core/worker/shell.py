@@ -18,9 +18,8 @@ from collections.abc import Iterable
 
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine, is_between
-from rallypoint.core.worker.ending import Ending, Reaching
+from rallypoint.core.worker.ending import Ending, LeasedVersion, Reaching
 from rallypoint.core.worker.handover import NoCodecStates, Paths
-from rallypoint.core.worker.leased import LeasedVersion
 from rallypoint.core.worker.links import LinkTable, Route
 from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.slots import (

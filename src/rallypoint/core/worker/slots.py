@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from rallypoint.core.sums.presum import Part
+from rallypoint.core.sums import Part
 from rallypoint.core.view import View, ViewNumber
 
 

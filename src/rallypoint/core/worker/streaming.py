@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.view import View
 from rallypoint.core.worker.machine import SlotMachine
-from rallypoint.core.worker.scan import Unanimity
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
@@ -46,6 +45,7 @@ from rallypoint.core.worker.slots import (
     Viewed,
     Want,
 )
+from rallypoint.core.worker.versions import Unanimity
 
 
 @dataclass(slots=True)

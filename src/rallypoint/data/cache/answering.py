@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+from rallypoint.core.protocol import MOST_PIECE, Found, Hello, NotFound, Wanted, Welcome
 from rallypoint.data.cache.cache import Cache, Piece
 from rallypoint.data.cache.entries import checksum
 from rallypoint.data.sources.remote import File, Files
@@ -16,7 +17,6 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
-from rallypoint.net.messages import MOST_PIECE, Found, Hello, NotFound, Wanted, Welcome
 from rallypoint.net.transport import Connection, Transport
 
 log = logging.getLogger("rallypoint")

@@ -15,7 +15,8 @@ from contextlib import suppress
 import msgspec
 import xxhash
 
-from rallypoint.core.placement import ranking
+from rallypoint.core.placing.placement import ranking
+from rallypoint.core.protocol import MOST_PIECE, Caches, Found, Hello, Holder, NotFound, Wanted
 from rallypoint.core.typed import build_now
 from rallypoint.data.cache.cache import Piece
 from rallypoint.data.cache.entries import checksum
@@ -23,7 +24,6 @@ from rallypoint.errors import CorruptFrame, DataError, LinkError, ProtocolError,
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import introduce
-from rallypoint.net.messages import MOST_PIECE, Caches, Found, Hello, Holder, NotFound, Wanted
 from rallypoint.net.transport import Transport
 
 log = logging.getLogger("rallypoint")

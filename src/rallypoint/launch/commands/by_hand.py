@@ -18,6 +18,7 @@ import msgspec
 
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Aborted, Finished, Message
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
@@ -35,7 +36,6 @@ from rallypoint.launch.plan import Launch, join_info_of, terms_of
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Aborted, Finished, Message
 from rallypoint.net.places import Whereabouts
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import flush_output, say

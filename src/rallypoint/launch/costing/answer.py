@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from rallypoint.core.cost.candidates import Candidate, as_paced, candidates_for
-from rallypoint.core.cost.pipeline import step_cost
-from rallypoint.core.cost.site import PACED, Servers, Site, Workers
-from rallypoint.core.cost.verdict import Verdict, called, verdict_of
+from rallypoint.core.plan.candidates import Candidate, as_paced, candidates_for
+from rallypoint.core.plan.pipeline import step_cost
+from rallypoint.core.plan.site import PACED, Servers, Site, Workers
+from rallypoint.core.plan.verdict import Verdict, called, verdict_of
 from rallypoint.launch.costing.measured import MeasuredRun, measured_run
 from rallypoint.launch.costing.question import CostOptions, Question, question_of
 from rallypoint.launch.costing.shown import as_json, check_chart, compared, draw, shown, told

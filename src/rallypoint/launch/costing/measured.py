@@ -10,10 +10,10 @@ from typing import Any
 
 from rallypoint.coordinator.journal import kept_state
 from rallypoint.core.cluster.terms import copies_of
-from rallypoint.core.cost.workload import SENT_BYTES, Layer, Workload
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Layout
 from rallypoint.core.modes import Feature
+from rallypoint.core.plan.workload import SENT_BYTES, Layer, Workload
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.plan import read_plan
 from rallypoint.watch.follow import Follower, check_log

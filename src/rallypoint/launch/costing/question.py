@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rallypoint.core.cost.candidates import Encoding, Machines
-from rallypoint.core.cost.failures import NEVER
-from rallypoint.core.cost.workload import SENT_BYTES, Workload, layers_of, transformer
+from rallypoint.core.plan.candidates import Encoding, Machines
+from rallypoint.core.plan.failures import NEVER
+from rallypoint.core.plan.workload import SENT_BYTES, Workload, layers_of, transformer
 from rallypoint.errors import ConfigError, UsageError, meant
 from rallypoint.launch.cluster import option
 from rallypoint.launch.costing.measured import MeasuredRun
@@ -112,7 +112,7 @@ class CostOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What `core.cost` is asked: the job, the machines, other codecs, the replicas of each worker; notes for people."""
+    """What `core.plan` is asked: the job, the machines, other codecs, the replicas of each worker; notes for people."""
 
     workload: Workload
     machines: Machines

@@ -13,9 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rallypoint.core.cost.candidates import Candidate
-from rallypoint.core.cost.failures import NEVER
-from rallypoint.core.cost.verdict import Verdict, called, is_priced
+from rallypoint.core.plan.candidates import Candidate
+from rallypoint.core.plan.failures import NEVER
+from rallypoint.core.plan.verdict import Verdict, called, is_priced
 from rallypoint.errors import UsageError, to_install
 from rallypoint.launch.costing.measured import MeasuredRun
 from rallypoint.launch.costing.question import Question

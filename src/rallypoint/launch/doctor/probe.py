@@ -16,7 +16,8 @@ from typing import TypeVar
 
 import msgspec
 
-from rallypoint.core.typed import Count, Name, Seconds
+from rallypoint.core.protocol import Hello, Welcome
+from rallypoint.core.typed import Count, Name, Seconds, printable
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.launch.access import Access
 from rallypoint.launch.doctor.facts import Facts
@@ -25,8 +26,6 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
-from rallypoint.net.messages import Hello, Welcome
-from rallypoint.observe.lines import printable
 
 NAME = "doctor"
 _ROUNDS = 20  # round trips; their median counts

@@ -10,12 +10,12 @@ import msgspec
 import torch
 
 from rallypoint.config import record_of, resolve
+from rallypoint.core.typed import printable
 from rallypoint.data.identity import identity_of
 from rallypoint.data.spec import Collate, Data, Loader, given
 from rallypoint.errors import ConfigError, DataError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.importing.task import Answer, Task
-from rallypoint.observe.lines import printable
 from rallypoint.parallel.holdings import Parallel
 from rallypoint.store.checkpoints.beginning import begin_from
 from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
+from rallypoint.coordinator.fingerprints import KeptFingerprints
 from rallypoint.coordinator.journal import JOURNAL, kept_state
-from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
 from rallypoint.core import layout as layouts
 from rallypoint.core.layout import Layout
-from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards, pieces_of
+from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
+from rallypoint.core.typed import printable
 from rallypoint.errors import DataError, UsageError
-from rallypoint.observe.lines import printable
 
 _UNKNOWN = bytes(DIGEST_BYTES)
 

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rallypoint.coordinator.fingerprints import KeptFingerprints
 from rallypoint.coordinator.journal import kept_state
-from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
 from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.job import JobRecord
+from rallypoint.core.protocol import AnyOrder, Drain, Pause, StopWanted
 from rallypoint.errors import DataError, RallypointError, UsageError
 from rallypoint.launch import ask
 from rallypoint.launch.plan import Launch, read_plan
-from rallypoint.net.messages import AnyOrder, Drain, Pause, StopWanted
 
 _NEWEST = 8  # of so many versions one is looked for of which all shards have told their digests
 

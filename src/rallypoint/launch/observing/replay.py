@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rallypoint.coordinator.fingerprints import KeptFingerprints
 from rallypoint.coordinator.journal import JOURNAL, kept_state
-from rallypoint.coordinator.recording.fingerprints import KeptFingerprints
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
+from rallypoint.core.typed import printable
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.code.kept import CODE, worker_argv
 from rallypoint.launch.code.trusted import refuse_others_script, refuse_others_words
 from rallypoint.launch.observing import digests
 from rallypoint.launch.plan import Launch, read_plan
-from rallypoint.observe.lines import printable
 from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.watch.follow import recorded_losses

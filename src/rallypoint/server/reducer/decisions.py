@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from rallypoint.core.protocol import Message
 from rallypoint.core.shard import clip
 from rallypoint.core.shard.effects import Finish
 from rallypoint.core.shard.server import Effect
@@ -16,7 +17,6 @@ from rallypoint.core.shard.shell import ServerShell
 from rallypoint.core.typed import MOST_NORM
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.messages import Message
 from rallypoint.server.reducer.inbox import Decided, Event
 from rallypoint.server.shards.held import HeldShard
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rallypoint.core.deciding.decisions import reductions_at
+from rallypoint.core.decisions import reductions_at
+from rallypoint.core.protocol import CaughtUp, Disproved, NotStored
 from rallypoint.core.shard import clip, server
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
-from rallypoint.net.messages import CaughtUp, Disproved, NotStored
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.audits import AuditReports
 from rallypoint.server.capture import Capture

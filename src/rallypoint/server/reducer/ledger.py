@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from rallypoint.codec.base import digest_of
 from rallypoint.core.layout import Layout
+from rallypoint.core.protocol import Accounted, Applied, Message, Updated
 from rallypoint.core.shard.links import Fence
 from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.core.sums.digests import pieces_of
-from rallypoint.net.messages import Accounted, Applied, Message, Updated
+from rallypoint.core.sums import pieces_of
 from rallypoint.server.shards.held import HeldShard
 from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.server.shards.rows import OwnedRows

@@ -12,13 +12,13 @@ from typing import Any
 
 from rallypoint.config import paces_by_port
 from rallypoint.core.layout import forward_ranks
+from rallypoint.core.protocol import CaughtUp, Say, Unrestored
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import ServerShell, applied_in
 from rallypoint.errors import DamagedSnapshot
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header
-from rallypoint.net.messages import CaughtUp, Say, Unrestored
 from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Limits
 from rallypoint.observe.observed import observed

@@ -8,8 +8,8 @@ import torch
 
 from rallypoint.codec.base import Scratch
 from rallypoint.config import JobConfig
-from rallypoint.core.average import EMA, Average, takes
 from rallypoint.core.layout import Shard
+from rallypoint.core.optimizer import EMA, Average, takes
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool

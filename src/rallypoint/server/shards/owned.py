@@ -11,8 +11,7 @@ import xxhash
 from rallypoint.codec.base import Scratch
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Entry, Shard
-from rallypoint.core.loss_scale import ENTRY
-from rallypoint.core.optimizer import SGD, Sum, of_shard
+from rallypoint.core.optimizer import ENTRY, SGD, Sum, of_shard
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool

@@ -1,7 +1,7 @@
 """The real coordinator's machine with as many members as one likes: none of them is there, what they say is made up.
 
 `core.cluster.machine.ClusterMachine` handles each event as in a real coordinator, and the caller's clock times it; what
-goes over the network is what `coordinator.joining.tickets` and `net.messages` make of it.
+goes over the network is what `coordinator.joining.tickets` and `core.protocol` make of it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.protocol import CaughtUp, Leaving, Propose, ViewChange, encode
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.core.views.difference import canonical, difference
-from rallypoint.net.messages import ViewChange, encode
+from rallypoint.core.view_difference import canonical, difference
 
 _STEPS = 1_000_000
 
@@ -88,8 +88,9 @@ class BigCluster:
     # ---- what happens ----
 
     def handle(self, event: events.Event, kind: str = "") -> list[Effect]:
-        """Let the machine handle an event; its time counts for `kind`, by default the event's own name."""
-        return self._handle((event,), kind or type(event).__name__)
+        """Let the machine handle an event; its time counts for `kind`, by default the name of the event or message."""
+        told = event.message if isinstance(event, events.From) else event
+        return self._handle((event,), kind or type(told).__name__)
 
     def _handle(self, several: Iterable[events.Event], kind: str) -> list[Effect]:
         """Let the machine handle these events, which are made before its time counts."""
@@ -109,8 +110,8 @@ class BigCluster:
             self.handle(events.Joined(self._member(name, role), role), f"{role} joins")
         workers = [name for name, role in self.members() if role == "worker"]
         for name in workers[:-1]:
-            self.handle(events.Proposed(name, self.record))
-        self.handle(events.Proposed(workers[-1], self.record), "the job begins")
+            self.handle(events.From(name, Propose(self.record)))
+        self.handle(events.From(workers[-1], Propose(self.record)), "the job begins")
         if size.replication > 1:
             self.catch_up()
         return self.view
@@ -119,7 +120,7 @@ class BigCluster:
         """Worker `number` joins and proposes the job."""
         name = named("worker", number)
         joined = self.handle(events.Joined(self._member(name, "worker"), "worker"), "a worker joins late")
-        return [*joined, *self.handle(events.Proposed(name, self.record), "a worker joins late")]
+        return [*joined, *self.handle(events.From(name, Propose(self.record)), "a worker joins late")]
 
     def die(self, name: str) -> list[Effect]:
         """The member's process ends."""
@@ -127,7 +128,7 @@ class BigCluster:
 
     def leave(self, name: str) -> list[Effect]:
         """The member is told to leave, and its process ends when it has handed over what it had."""
-        told = self.handle(events.Leaving(name), "a worker is told to leave")
+        told = self.handle(events.From(name, Leaving()), "a worker is told to leave")
         return [*told, *self.handle(events.Left(name, "it has left"), "a worker leaves")]
 
     def serve(self, number: int) -> list[Effect]:
@@ -162,7 +163,7 @@ class BigCluster:
             for shard, paired in among.items():
                 said.setdefault(view.primary[shard], {})[shard] = paired
             for server, backups in said.items():
-                self.handle(events.CaughtUp(server, backups))
+                self.handle(events.From(server, CaughtUp(backups)))
 
     # ---- what there is ----
 

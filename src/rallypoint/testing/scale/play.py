@@ -1,4 +1,4 @@
-"""Steps of a large job, with failures: the real coordinator's machine decides, `core.cost` says how long a step takes.
+"""Steps of a large job, with failures: the real coordinator's machine decides, `core.plan` says how long a step takes.
 
 Things happen one after the other: a machine fails, another comes in its place, a step ends. A loss is answered as in a
 real job: its machine is silent for a heartbeat, the coordinator's machine makes a view, the view goes out to everybody
@@ -22,12 +22,11 @@ import msgspec
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.effects import Effect, FindSnapshot, Publish
-from rallypoint.core.cost.failures import NEVER
-from rallypoint.core.cost.pipeline import step_cost
-from rallypoint.core.cost.site import Servers, Site, Workers
-from rallypoint.core.cost.sites import ONE_SITE, Sites, sites_seconds
-from rallypoint.core.cost.workload import Workload
-from rallypoint.core.sums.tree import blocks_of
+from rallypoint.core.plan.failures import NEVER
+from rallypoint.core.plan.pipeline import step_cost
+from rallypoint.core.plan.site import ONE_SITE, Servers, Site, Sites, Workers, sites_seconds
+from rallypoint.core.plan.workload import Workload
+from rallypoint.core.sums import blocks_of
 from rallypoint.core.view import View
 from rallypoint.testing.scale.cluster import BigCluster, Messages, Size, change_bytes, messages_of, named, named_role
 
@@ -77,7 +76,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def round_seconds(scenario: Scenario, groups: Mapping[Group, int], servers: int, blocks: float = 1.0) -> float:
-    """Seconds of a step (of a round of local steps) that nothing disturbs: `core.cost` alone, without a coordinator.
+    """Seconds of a step (of a round of local steps) that nothing disturbs: `core.plan` alone, without a coordinator.
 
     `groups`: how many workers are alike; `blocks`: how many blocks of replicas a sender pushes of each shard.
     """

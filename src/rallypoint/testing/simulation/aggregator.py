@@ -9,10 +9,10 @@ from typing import Any
 from rallypoint.core.aggregator import effects as machine
 from rallypoint.core.aggregator.machine import AggregatorMachine
 from rallypoint.core.aggregator.shell import AggregatorShell
+from rallypoint.core.protocol import Beat, Finished
 from rallypoint.core.shard.links import PeerLinks
-from rallypoint.core.sums.tree import Block
+from rallypoint.core.sums import Block
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.messages import Beat, Finished
 from rallypoint.server.plan import plan_of
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import Membership

@@ -13,12 +13,12 @@ from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.protocol import Aborted, Finished, Hello, Message, Metrics, Report, Say
 from rallypoint.core.view import ViewNumber
-from rallypoint.net.messages import Aborted, Finished, Hello, Message, Metrics, Report, Say
-from rallypoint.testing.simulation.failures.copies import CopiesWatch
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.network import Node, Wire, World, watch
+from rallypoint.testing.simulation.operating.copies import CopiesWatch
 from rallypoint.testing.simulation.operating.links import quick
 from rallypoint.testing.simulation.store import SimulatedStore
 

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rallypoint.core.sums.presum import Part
+from rallypoint.core.sums import Part
 from rallypoint.core.view import View
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
-from rallypoint.testing.simulation.codec_states import SimulatedEncoder
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import Node, SimulatedLink, Wire, watch
 from rallypoint.testing.simulation.pulls import RowPulls
+from rallypoint.testing.simulation.replicas.codec_states import SimulatedEncoder
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean
 from rallypoint.worker.exchange.plan import worker_plan
 

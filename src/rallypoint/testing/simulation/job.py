@@ -13,19 +13,26 @@ import msgspec
 from rallypoint.codec.spec import CodecSpec, Raw, has_state
 from rallypoint.config import Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
-from rallypoint.core.deciding.decisions import Rules
+from rallypoint.core.decisions import Rules
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Holder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.testing.simulation.replicas import scale as loss_scale
-from rallypoint.testing.simulation.replicas.audited import AuditedJob
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, combine, tree
-from rallypoint.testing.simulation.replicas.decided import Undisturbed
-from rallypoint.testing.simulation.replicas.layouts import layout_of
-from rallypoint.testing.simulation.replicas.rounds import Names, Rounds, Trained
-from rallypoint.testing.simulation.replicas.script import ScriptStops
+from rallypoint.testing.simulation.replicas.contents import (
+    AuditedJob,
+    Content,
+    Mean,
+    Names,
+    Rounds,
+    State,
+    Trained,
+    combine,
+    layout_of,
+    tree,
+)
+from rallypoint.testing.simulation.replicas.script import ScriptStops, Undisturbed
 
 
 @dataclass(frozen=True)

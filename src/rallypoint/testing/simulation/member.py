@@ -7,9 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rallypoint.core.view import View
-from rallypoint.net.member import LastReports, ViewReceiver
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Admitted,
     Assist,
     Beat,
@@ -31,6 +29,8 @@ from rallypoint.net.messages import (
     decode,
     encode,
 )
+from rallypoint.core.view import View
+from rallypoint.net.member import LastReports, ViewReceiver
 from rallypoint.testing.simulation.network import Node, Wire
 from rallypoint.testing.simulation.operating.links import with_paces
 

@@ -11,11 +11,11 @@ import msgspec
 
 from rallypoint.codec.spec import TopK, has_state
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.deciding.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
+from rallypoint.core.decisions import KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.keys.plan import as_store
+from rallypoint.testing.simulation.keys import as_store
 from rallypoint.testing.simulation.operating import links
 from rallypoint.testing.simulation.operating.pauses import PAUSE, pauses
 from rallypoint.testing.simulation.operating.resuming import RESUME, resumed
@@ -38,7 +38,7 @@ from rallypoint.testing.simulation.policies import (
     Tables,
     Uneven,
 )
-from rallypoint.testing.simulation.replicas.audited import AuditedJob
+from rallypoint.testing.simulation.replicas.contents import AuditedJob
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes

@@ -11,18 +11,16 @@ import msgspec
 
 from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
+from rallypoint.core.protocol import Resize
 from rallypoint.core.view import View
-from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
-from rallypoint.testing.simulation.failures.played import played_by
-from rallypoint.testing.simulation.failures.stuck import stuck
-from rallypoint.testing.simulation.keys.job import KeyedJob
-from rallypoint.testing.simulation.keys.worker import LEFT, KeyedWorker
+from rallypoint.testing.simulation.keys import LEFT, KeyedJob, KeyedWorker
 from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.operating.pauses import PAUSE, Operators
+from rallypoint.testing.simulation.operating.played import played_by, stuck
 from rallypoint.testing.simulation.operating.resuming import KEEP, RESUME, Resuming
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, replay_line

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rallypoint.core.protocol import Beat, Disproved, Finished
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard import server as machine
@@ -14,20 +15,18 @@ from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.messages import Beat, Disproved, Finished
 from rallypoint.server.audits import AuditReports
 from rallypoint.server.plan import plan_of
 from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
-from rallypoint.testing.simulation.codec_states import Coded, Residual, ServerCodecStates, States
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, PeerWires, Wire, World, watch
 from rallypoint.testing.simulation.pulls import ServerPulls
 from rallypoint.testing.simulation.replicas import scale as loss_scale
-from rallypoint.testing.simulation.replicas.audited import with_digest
-from rallypoint.testing.simulation.replicas.contents import Content, Mean, State
-from rallypoint.testing.simulation.replicas.decided import rate_in
+from rallypoint.testing.simulation.replicas.codec_states import Coded, Residual, ServerCodecStates, States
+from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, with_digest
+from rallypoint.testing.simulation.replicas.script import rate_in
 from rallypoint.testing.simulation.server_checks import Held
 from rallypoint.testing.simulation.store import SimulatedStore
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.core.policy import BoundedStaleness, LocalSteps
+from rallypoint.core.protocol import Applied, GiveUp
 from rallypoint.core.shard.clip import Verdict, phrase
 from rallypoint.core.shard.effects import Reply
 from rallypoint.core.shard.shell import applied_in
 from rallypoint.core.view import ViewNumber
-from rallypoint.net.messages import Applied, GiveUp
 from rallypoint.server.reducer.ledger import ENTRIES
-from rallypoint.testing.simulation.codec_states import Coded
 from rallypoint.testing.simulation.member import COORDINATOR
+from rallypoint.testing.simulation.replicas.codec_states import Coded
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean, State
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rallypoint.core.deciding.decisions import Decided
+from rallypoint.core.decisions import Decided
 from rallypoint.core.view import Stop
 from rallypoint.testing.simulation.replicas.contents import Content
 

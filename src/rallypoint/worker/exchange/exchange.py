@@ -21,10 +21,10 @@ import torch
 from rallypoint.codec.state import ShardCodecStates
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Layout, Shard
+from rallypoint.core.protocol import Beat
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
-from rallypoint.net.messages import Beat
 from rallypoint.observe.observed import observed
 from rallypoint.worker.exchange.arrivals import Arrivals
 from rallypoint.worker.exchange.effects import CodecStates, LinkEffects

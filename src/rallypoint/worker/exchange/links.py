@@ -11,13 +11,13 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from rallypoint.config import JobConfig, audits_of, paces_by_port
+from rallypoint.core.protocol import Refused, expect
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel, Rank
 from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.handshake import Credentials
-from rallypoint.net.messages import Refused, expect
 from rallypoint.net.transport import Limits, Transport
 from rallypoint.observe.trace import Tracer
 

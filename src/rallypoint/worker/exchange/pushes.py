@@ -12,7 +12,7 @@ import torch
 
 from rallypoint.codec.base import all_finite, decode_gradient
 from rallypoint.core.layout import Layout
-from rallypoint.core.sums.presum import Part
+from rallypoint.core.sums import Part
 from rallypoint.core.worker import slots as machine
 from rallypoint.net.channel import Rank
 from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, Header, Kind, wants

@@ -6,7 +6,7 @@ import torch
 
 from rallypoint.codec.base import digest_of
 from rallypoint.core.layout import Layout, Shard
-from rallypoint.core.sums.digests import DIGEST_BYTES, dense_shards
+from rallypoint.core.sums import DIGEST_BYTES, dense_shards
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.slots import Filled
 from rallypoint.worker.exchange.links import Links

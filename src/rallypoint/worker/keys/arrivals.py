@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rallypoint.config import JobConfig
-from rallypoint.core.keys import machine
+from rallypoint.core import keys as machine
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.view import Member
 from rallypoint.core.worker.links import LinkTable

@@ -1,4 +1,4 @@
-"""The data plane of a store: runs `core.keys.machine` on links, and keeps what has to be sent again."""
+"""The data plane of a store: runs `core.keys` on links, and keeps what has to be sent again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rallypoint.config import JobConfig
-from rallypoint.core.keys import machine
+from rallypoint.core import keys as machine
 from rallypoint.core.layout import Layout
+from rallypoint.core.protocol import Beat, Message
 from rallypoint.core.view import View
 from rallypoint.core.worker.links import LinkTable
 from rallypoint.core.worker.slots import Store
 from rallypoint.errors import JobAborted, StoreRolledBack
-from rallypoint.net.messages import Beat, Message
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.exchange.links import Context, Links
 from rallypoint.worker.keys.answers import Answers, Asked

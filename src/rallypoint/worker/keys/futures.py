@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from rallypoint.core.keys.machine import Effect
+from rallypoint.core.keys import Effect
 from rallypoint.errors import StoreRolledBack, UsageError
 from rallypoint.worker.keys.answers import Asked
 from rallypoint.worker.keys.dense import Reading

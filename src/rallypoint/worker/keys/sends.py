@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rallypoint.core.keys import machine
+from rallypoint.core import keys as machine
+from rallypoint.core.protocol import Report
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import LATEST, NEWEST, Header, Kind, wants
-from rallypoint.net.messages import Report
 from rallypoint.worker.exchange.links import Receiver
 from rallypoint.worker.keys.answers import Answers
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from rallypoint.core.keys.machine import NEWEST, Effect, holder
+from rallypoint.core.keys import NEWEST, Effect, holder
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import StoreRolledBack, UsageError
 from rallypoint.net.frames import LATEST

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from rallypoint.core.deciding.decisions import StopWhen, checked
+from rallypoint.core.decisions import StopWhen, checked
+from rallypoint.core.protocol import MOST_RULES
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import UsageError
-from rallypoint.net.messages import MOST_RULES
 from rallypoint.worker.evaluations import Evaluations, Registered
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.loop.parts import Parts

@@ -12,11 +12,11 @@ from typing import Literal, TypeVar
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.core.deciding.decisions import StopWhen
+from rallypoint.core.decisions import StopWhen
+from rallypoint.core.protocol import Contributed, Report, Say
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local import GoneAhead
 from rallypoint.errors import UsageError
-from rallypoint.net.messages import Contributed, Report, Say
 from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward

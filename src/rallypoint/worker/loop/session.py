@@ -19,14 +19,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.modes import Feature
 from rallypoint.core.order import stream_reads
-from rallypoint.core.view import View, ViewNumber
-from rallypoint.data.identity import identity_of
-from rallypoint.data.loader import MicroBatches
-from rallypoint.data.spec import Collate, Data, Loader, given
-from rallypoint.errors import ConfigError, JobAborted, RallypointError, StartAgain, UsageError
-from rallypoint.net.handshake import Identity
-from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import (
+from rallypoint.core.protocol import (
     Capture,
     GiveUp,
     Leaving,
@@ -34,6 +27,13 @@ from rallypoint.net.messages import (
     Reached,
     Welcome,
 )
+from rallypoint.core.view import View, ViewNumber
+from rallypoint.data.identity import identity_of
+from rallypoint.data.loader import MicroBatches
+from rallypoint.data.spec import Collate, Data, Loader, given
+from rallypoint.errors import ConfigError, JobAborted, RallypointError, StartAgain, UsageError
+from rallypoint.net.handshake import Identity
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import say

@@ -9,10 +9,10 @@ from typing import cast
 import torch
 
 from rallypoint.codec.spec import Raw
+from rallypoint.core.protocol import NotStored
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.errors import NO_SNAPSHOT, JobAborted
-from rallypoint.net.messages import NotStored
 from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 from rallypoint.worker.loop.parts import Parts

@@ -12,6 +12,7 @@ from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
+from rallypoint.core.protocol import GiveUp
 
 # So many seconds, and at least the patience of every other snapshot, it is waited for one more file. In the first of
 # them the last contributions have to be applied too.
@@ -44,14 +45,14 @@ class LastSnapshot:
     _until: float = 0.0  # the time (s) up to which a new coordinator waits for the members of a failing job
     _news: float = 0.0  # the time (s) of the last file, or of the failure
 
-    def begin(self, failed: events.Failed) -> list[Effect]:
+    def begin(self, member: str, failed: GiveUp) -> list[Effect]:
         """A member has failed: take the last snapshot, or end the job at once if there is none to take."""
         course = self.course
         if course.failing is not None:
             return self.again()  # the job fails already: an earlier coordinator said so
-        holds = failed.version > 0 and failed.member in course.members.servers
+        holds = failed.version > 0 and member in course.members.servers
         step = -1 if failed.sent == "none" else failed.version
-        course.failing = Failing(failed.member, failed.reason, self._newest(failed), holds, step, failed.sent)
+        course.failing = Failing(member, failed.reason, self._newest(failed), holds, step, failed.sent)
         return self._begin(course.failing)
 
     def _begin(self, failing: Failing) -> list[Effect]:
@@ -111,11 +112,11 @@ class LastSnapshot:
                 return []
             case events.Left(member=member) if member in self._writers:
                 return self._without(f"{member}, which held it, has ended too")
-            case events.Failed(member=member, sent="all"):
+            case events.From(member=member, message=GiveUp(sent="all")):
                 self._whole.add(member)
                 return []
-            case events.Failed(member=member) | events.Left(member=member) if member in course.members.workers:
-                self._lost.add(member)
+            case events.From(member=member, message=GiveUp()) | events.Left(member=member):
+                self._lost |= {member} & course.members.workers.keys()
                 return self._without_lost() if self._differ else []
             case _:
                 return []
@@ -169,7 +170,7 @@ class LastSnapshot:
     def _patience(self) -> float:
         return max(PATIENCE_S, SNAPSHOT_PATIENCE * self.course.terms.heartbeat)
 
-    def _newest(self, failed: events.Failed) -> int:
+    def _newest(self, failed: GiveUp) -> int:
         """The newest version that is known to exist.
 
         The failed member may have got one whose servers' word of it is still on its way, over another connection. As a

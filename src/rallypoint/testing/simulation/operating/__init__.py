@@ -1,1 +1,1 @@
-"""Who gives orders to a simulated job."""
+"""What happens to a simulated job: orders, resumes, links that change; and what a run that failed says."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.placing.links import Links
-from rallypoint.core.topology.measured import LinkSpeeds
-from rallypoint.net.messages import Beat
+from rallypoint.core.placing.links import Links
+from rallypoint.core.plan.measured import LinkSpeeds
+from rallypoint.core.protocol import Beat
 from rallypoint.testing.simulation.network import Node
 from rallypoint.testing.simulation.policies import Played, Resumed, Uneven
 

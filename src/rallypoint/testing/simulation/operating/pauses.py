@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rallypoint.net.messages import AnyOrder, Hello, Ordered, Pause
+from rallypoint.core.protocol import AnyOrder, Hello, Ordered, Pause
 from rallypoint.testing.simulation.member import COORDINATOR, RETRY_S
 from rallypoint.testing.simulation.network import Node, Wire
 

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rallypoint.config import audits_of
+from rallypoint.core.cadence import Cadence
+from rallypoint.core.layout import Layout, Part, Shard, TensorSpec, carried_by
+from rallypoint.core.shard.events import Contribute
+
+if TYPE_CHECKING:
+    from rallypoint.testing.simulation.job import SimulatedJob
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
@@ -29,8 +39,123 @@ def combine(*parts: int) -> int:
 
 
 def tree(contents: list[int]) -> int:
-    """What the sum of all replicas' contributions is: see core/sums/tree.py, which this does not use."""
+    """What the sum of all replicas' contributions is: see core/sums.py, which this does not use."""
     if len(contents) == 1:
         return contents[0]
     middle = 1 << (len(contents) - 1).bit_length() - 1
     return combine(tree(contents[:middle]), tree(contents[middle:]))
+
+
+# What a replica computes in a round of local steps with a delay: a pure function of what it had and the version.
+
+
+Names = tuple[int, ...]  # of a replica's parameters, or of a version, by shard
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A replica's own parameters, and its optimizer's state. 0: a new optimizer."""
+
+    values: Names
+    state: int = 0
+
+    def stepped(self, round: int, replica: int, steps: int) -> Trained:
+        """After so many steps of the round."""
+        if not steps:
+            return self
+        made = combine(round, replica, steps, self.state, *self.values, 71)
+        return Trained(tuple(combine(made, shard, 72) for shard in range(len(self.values))), combine(made, 73))
+
+    def mixed(self, version: Names, shards: Sequence[int]) -> Trained:
+        """The version of these shards is mixed in."""
+        return replace(self, values=tuple(
+            combine(own, new, 74) if shard in shards else own
+            for shard, (own, new) in enumerate(zip(self.values, version, strict=True))
+        ))  # fmt: skip
+
+    def contributions(self, round: int, replica: int, version: Names) -> Names:
+        """The version minus the replica's own parameters, by shard."""
+        return tuple(
+            combine(shard, round, replica, own, start, 75)
+            for shard, (own, start) in enumerate(zip(self.values, version, strict=True))
+        )
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of one job. Each has `steps` steps; after the first `ahead` of them its version is mixed in."""
+
+    cadence: Cadence
+    steps: int
+    ahead: int
+
+    def first_steps(self, trained: Trained, round: int, replica: int) -> Trained:
+        """What the replica comes to before the version is mixed in."""
+        return trained.stepped(round, replica, self.ahead)
+
+    def other_steps(self, trained: Trained, round: int, replica: int, version: Names, *, mixes: bool) -> Trained:
+        """What it comes to after that. `mixes`: it did not start from this version."""
+        due = [shard for shard in range(len(version)) if self.cadence.due(shard, round - 1)] if mixes else []
+        return trained.mixed(version, due).stepped(round, replica, self.steps - self.ahead)
+
+    def undisturbed(self, trained: Trained | None, round: int, replica: int, version: Names) -> Trained:
+        """The replica's round from beginning to end, without any cluster. None: it starts from the version."""
+        began = self.first_steps(Trained(version) if trained is None else trained, round, replica)
+        return self.other_steps(began, round, replica, version, mixes=trained is not None)
+
+
+# Audits in a simulated job: what a worker that computes wrong contributes, and what servers compare.
+
+
+@dataclass(frozen=True)
+class AuditedJob:
+    """A share of the steps is audited. The worker `wrong` computes something else from step `first` on."""
+
+    share: float = 1.0
+    wrong: str = ""
+    first: int = 0
+
+    def computed(self, worker: str, step: int, content: Content) -> Content:
+        """What this worker's computation gives where `content` is right."""
+        return combine(content, 97) if worker == self.wrong and step >= self.first else content
+
+    def check(self, said: list[str], aborted: str) -> bool:
+        """Has the job ended well although it was aborted? AssertionError if somebody was blamed who is right."""
+        lost = [sentence for sentence in said if "has computed something else" in sentence]
+        blamed = rf"and {self.wrong or '?'}( on host)? has computed"
+        honest = [sentence for sentence in lost if not re.search(blamed, sentence)]
+        assert not honest, f"an honest worker has lost: {honest[0]}"
+        assert self.wrong or not any("different bytes" in sentence for sentence in said), f"a mismatch: {said}"
+        return bool(self.wrong) and "nobody can decide" in aborted
+
+
+def with_digest(job: SimulatedJob, event: Contribute, worker: str, content: Content) -> Contribute:
+    """The contribution as a server's machine gets it: with a digest, if it is audited."""
+    audits = audits_of(job.config)
+    if audits is None or not audits.audited(event.step):
+        return event
+    assert event.count == 1, f"{event} has an audited replica"
+    return replace(event, sender=worker, digest=str(content).encode())
+
+
+# The layout of a simulated job.
+
+
+def layout_of(
+    count: int, buffers: Collection[int], tables: Sequence[int], groups: Sequence[int], carried: int = 0
+) -> Layout:
+    """Return a layout of `count` shards of 16 words, those of parameters in these optimizer groups, one after another.
+
+    `buffers` and `tables` are shards: buffers, and the parts of a table. The last of them are what so many replicas
+    carry, a shard each.
+    """
+    of = [-1 if i in buffers else groups[i % len(groups)] for i in range(count)]
+    for replica in range(carried):
+        of[count - carried + replica] = carried_by(replica)
+    parts = {i: Part(0, part, len(tables), 1) for part, i in enumerate(tables)}
+    shards = tuple(
+        Shard(i, group, 16 * i, 16 * i + 16) if i not in parts else Shard(i, group, 0, 0, 16, parts[i])
+        for i, group in enumerate(of)
+    )
+    specs = (TensorSpec("table", (len(tables), 16), "float32", 0),) if tables else ()
+    return Layout((), shards, 16 * count, "simulated", specs)

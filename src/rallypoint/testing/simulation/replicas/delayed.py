@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local import Drift, GoneAhead, InnerStates, OwnParameters
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
+from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Names, Trained
 from rallypoint.testing.simulation.replicas.inner import Inner, InnerOptimizers
-from rallypoint.testing.simulation.replicas.rounds import Names, Trained
 
 
 @dataclass(slots=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from rallypoint.core.deciding.decisions import is_due
+from rallypoint.core.decisions import is_due
+from rallypoint.core.protocol import Evaluated, Evaluates, Message
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.slots import Evaluate
-from rallypoint.net.messages import Evaluated, Evaluates, Message
 from rallypoint.testing.simulation.coordinator import Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.replicas.contents import Content
-from rallypoint.testing.simulation.replicas.decided import figure_of
+from rallypoint.testing.simulation.replicas.script import figure_of
 
 
 class SimulatedEvaluations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rallypoint.core.loss_scale import LossScaling
+from rallypoint.core.optimizer import LossScaling
 
 SCALING = LossScaling(init_scale=1024.0, growth_interval=3)
 _APART = 100  # the content is this times the scale's exponent (of two, counted from -500), plus the steps applied

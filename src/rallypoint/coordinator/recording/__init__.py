@@ -1,1 +1,0 @@
-"""The record of a run for replays: digests of contributions and of versions."""

@@ -1,1 +1,0 @@
-"""Assigns replicas to workers: evenly, or by measured speed (pure)."""

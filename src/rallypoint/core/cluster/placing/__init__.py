@@ -1,1 +1,0 @@
-"""Where the coordinator places shards anew, while the members stay."""

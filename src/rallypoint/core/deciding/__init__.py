@@ -1,1 +1,0 @@
-"""What a job decides from the results of its evaluations."""

@@ -1,1 +1,0 @@
-"""The copies of a shard: what its primary knows of them, and how they prove what they hold (pure)."""

@@ -1,1 +1,0 @@
-"""Views on their way: what one says that the one before did not."""

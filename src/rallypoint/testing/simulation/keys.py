@@ -1,0 +1,389 @@
+"""A simulated worker of a store: the real exchange, and a script that pulls, computes and pushes what is due."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from rallypoint.config import JobConfig
+from rallypoint.core.keys import NEWEST
+from rallypoint.core.protocol import Beat, GiveUp
+from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.net import frames
+from rallypoint.net.frames import Header, Kind
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.member import Membership
+from rallypoint.testing.simulation.network import Node, SimulatedLink, World
+from rallypoint.testing.simulation.replicas.contents import Content
+from rallypoint.worker.exchange.links import Context, Receiver
+from rallypoint.worker.keys.answers import Asked
+from rallypoint.worker.keys.arrivals import KeysHeard
+from rallypoint.worker.keys.exchange import KeyExchange
+from rallypoint.worker.keys.futures import LOOK_AGAIN_S
+
+if TYPE_CHECKING:
+    from rallypoint.testing.simulation.plan import Plan
+
+
+# A simulated store: keys of one shard or several, each of which goes on by itself.
+
+
+@dataclass(frozen=True)
+class KeyedJob(SimulatedJob):
+    """Like SimulatedJob; shard i is a piece of key i modulo `keys`.
+
+    What is pushed to a piece depends on that piece alone: after a roll-back the pieces of a key have versions of their
+    own.
+    """
+
+    keys: int = 1
+
+    @cached_property
+    def config(self) -> JobConfig:
+        """The settings that a real job of this kind has."""
+        return msgspec.structs.replace(super().config, keyed=True)
+
+    def shards_of(self, key: int) -> list[int]:
+        """The shards of a key."""
+        return list(range(key, self.shards, self.keys))
+
+    def pushed(self, shard: int, step: int, contributor: int, pulled: Content) -> Content:
+        """What a contributor pushes to a shard, when `pulled` is its value."""
+        return self.gradient(shard, step, contributor, (pulled,))
+
+    def _finished(
+        self, shard: int, step: int, model: Iterable[Content], residuals: dict[tuple[int, int], int],
+        inner: dict[int, int],
+    ) -> Content:  # fmt: skip
+        pulled = list(model)[shard]
+        return self._summed([self.pushed(shard, step, one, pulled) for one in range(self.replicas)])
+
+
+def with_keys(job: SimulatedJob, keys: int) -> KeyedJob:
+    """The same job as a store of so many keys."""
+    given = {field.name: getattr(job, field.name) for field in fields(job) if field.init}
+    return KeyedJob(**given, keys=keys)
+
+
+# A store's links in the simulation: frames of the real exchange become messages with names in place of bytes.
+
+
+class Named(bytearray):
+    """A name in place of bytes."""
+
+    content: Content = None
+
+    @classmethod
+    def of(cls, content: Content) -> Named:
+        """No bytes, with this name."""
+        named = cls()
+        named.content = content
+        return named
+
+
+class _Link:
+    """What the exchange sends to one server. Pushes leave one after the other; wants keep their place among them."""
+
+    def __init__(self, node: Node, link: SimulatedLink, number: Callable[[], ViewNumber]) -> None:
+        self.link, self._node, self._number, self._leaves = link, node, number, 0.0
+
+    def push(self, header: Header, payload: Any, sent: Callable[[], None]) -> None:
+        content = getattr(payload, "content", None)
+        if header.kind is Kind.INITIAL:
+            self._queue(("initial", header.view, header.shard, content, 0))
+            return
+        wanted = header.wanted if header.wants else None
+        name = (header.shard, header.step, header.replica, 1)
+        for _ in range(2 if self._node.world.random.random() < 0.02 else 1):
+            self._queue(("push", header.view, *name, content, header.base, wanted))
+
+    def want(self, shard: int, replica: int, number: ViewNumber) -> None:
+        self._queue(("want", number, shard, replica))
+
+    def pull(self, header: Header, payload: memoryview | None = None) -> None:
+        newest = bool(header.flags & frames.NEWEST)
+        self.link.send(("pull", header.view, header.shard, header.step, newest, header.base, 0, -1))
+
+    def _queue(self, message: Any) -> None:
+        world, wire = self._node.world, self.link.wire
+        if wire is not None:
+            self._leaves = max(self._leaves, world.now + world.latency() / 4)
+            self._node.later(self._leaves - world.now, lambda: wire.send(0, message))
+
+
+class SimulatedKeyLinks:
+    """The links of one worker; `heard` takes what arrives."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.heard: KeysHeard
+        self.number: Callable[[], ViewNumber]
+        self._links: dict[str, _Link] = {}
+
+    # ---- see `worker.keys.sends.KeyLinks` ----
+
+    def get(self, server: str) -> _Link | None:
+        return self._links.get(server)
+
+    def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
+        for member in servers:
+            self._links[member.id] = _Link(self._node, SimulatedLink(self._node, member, self), self.number)
+
+    def end(self, servers: Iterable[str]) -> None:
+        for server in servers:
+            self._links.pop(server).link.close()
+
+    def close(self) -> None:
+        self.end(list(self._links))
+
+    def unreachable(self) -> dict[str, float]:
+        missed = {server: link.link.unreachable() for server, link in self._links.items()}
+        return {server: seconds for server, seconds in missed.items() if seconds > 0}
+
+    # ---- see `testing.simulation.link.Receiver` ----
+
+    def hello(self) -> Any:
+        return ("worker", self._node.name, self.number())
+
+    def link_up(self, link: SimulatedLink) -> None:
+        self.heard.link_up(link.peer.id)
+
+    def link_lost(self, link: SimulatedLink) -> None:
+        self.heard.link_lost(link.peer.id)
+
+    def receive(self, link: SimulatedLink, message: Any) -> None:
+        match message:
+            case ("version", _, shard, version, content, contributor, clock):
+                self.heard.valued(shard, contributor, clock, version, Named.of(content))
+            case ("rows", shard, number, content, outdated, version):
+                self.heard.answered(shard, number, version, None if outdated else Named.of(content))
+            case ("wait", _, contributor, _):
+                self.heard.to_wait(contributor)
+
+
+GIVES_UP_S = 1.0  # from a script's error to the end of its process
+LEFT = "went back to a snapshot after its script had ended"
+_NO_ROWS = memoryview(b"")
+
+
+class SimulatedKeys(KeyExchange):
+    """`poke` is called after every change."""
+
+    def __init__(self, node: Node, job: KeyedJob, links: SimulatedKeyLinks, send: Any, poke: Any) -> None:
+        context = cast(Context, SimpleNamespace(me=node.name, say=lambda said: None))
+        super().__init__(job.layout, job.config, context, send, links)
+        links.heard, links.number, self._poke = self.heard, lambda: self.machine.number, poke
+
+    def apply(self, change: Any) -> None:
+        super().apply(change)
+        self.machine.validate()
+        self._poke()
+
+
+class KeyedWorker:
+    """One worker process.
+
+    Its script does `store.due`, `pull(step=)` and `push(step=)` for all keys, in any order, one push at a time.
+    """
+
+    fetched = 0
+    model: list[Content]
+
+    def __init__(self, world: World, name: str, job: KeyedJob, speed: float = 1.0) -> None:
+        self.node, self.job, self.speed = Node(world, name), job, speed
+        self.exchange: SimulatedKeys | None = None
+        self.model, self.done = [], False
+        self._claim: tuple[int, Any] | None = None  # the roll-backs before it said that it is done, and its claim
+        self._view: View | None = None
+        self._leaving = self._acting = False
+        self._due: tuple[int, int, int] | None = None  # the key, step and contributor in progress
+        self._asked: dict[int, Asked] = {}
+        self._generation, self._last = 0, False
+        self._watches = False  # it has asked how far others are, and waits as `store.due` does
+        self.membership = Membership(
+            self.node, "worker", self._on_message, self._on_admitted,
+            beat=lambda: Beat() if self.exchange is None else self.exchange.beat(),
+        )  # fmt: skip
+        self._look_again()
+
+    # ---- the coordinator's words ----
+
+    def _on_admitted(self, new: bool) -> None:
+        self.membership.send(("propose", self.job.record))
+        if self._claim is not None and self.exchange is not None and self._claim[0] == self.exchange.rolled_back:
+            self.membership.send(("done", *self._claim[1]))
+        if self._leaving:
+            self.membership.send(("leaving",))
+
+    def leave(self) -> None:
+        """SIGTERM."""
+        self._leaving = True
+        self.membership.send(("leaving",))
+        if self.exchange is not None:
+            self.exchange.leave()
+            self._poke()
+
+    def _on_message(self, message: Any) -> None:
+        match message:
+            case ("view", View() as view):
+                self._viewed(view)
+            case ("finish",):
+                if self.exchange is not None:
+                    self.exchange.finish()
+
+    def _viewed(self, view: View) -> None:
+        if self.exchange is None:  # `job.store` returns
+            links = SimulatedKeyLinks(self.node)
+            self.exchange = SimulatedKeys(self.node, self.job, links, self.membership.send, self._poke)
+            self.exchange.adopt(view)
+            for shard in range(self.job.shards):
+                self.exchange.begin(shard, cast(memoryview, Named.of(self.job.first(shard))))
+            if self._leaving:
+                self.exchange.leave()
+        else:
+            self.exchange.adopt(view)
+        self._poke()
+
+    # ---- the script ----
+
+    def _poke(self) -> None:
+        if not self._acting:
+            self._acting = True
+            self.node.later(0.0, self._act)
+
+    def _look_again(self) -> None:
+        if self.exchange is not None and not self.done:
+            for key in range(self.job.keys):
+                self.exchange.watch(self.job.shards_of(key), self._unfinished(key))
+        self.node.later(LOOK_AGAIN_S, self._look_again)
+
+    def _act(self) -> None:
+        self._acting = False
+        exchange = self.exchange
+        if exchange is None or exchange.finished:
+            return
+        if exchange._gone:
+            self._ends()
+        elif self._claim is not None:
+            self._wait_for_the_end(exchange)
+        elif self._generation != exchange.rolled_back:
+            self._due, self._asked, self._last = None, {}, False  # StoreRolledBack: it goes on with what is due
+            self._watches = False
+            self._generation = exchange.rolled_back
+            self._poke()
+        elif self._due is None and not self._last:
+            self._begin(exchange)
+        elif self._asked and all(asked.value is not None for asked in self._asked.values()):
+            self._pulled()
+
+    def _wait_for_the_end(self, exchange: SimulatedKeys) -> None:
+        assert self._claim is not None
+        if self._claim[0] != exchange.rolled_back and self._claim[1] is not None:
+            self._claim = (self._claim[0], None)
+            self.membership.send(GiveUp(LEFT, max(0, exchange.step), exchange.view.generation))
+            self.node.later(GIVES_UP_S, self._ends)  # the coordinator may be away: the process ends all the same
+
+    def _ends(self) -> None:
+        self.membership.close()
+        self.node.kill()
+
+    def _begin(self, exchange: SimulatedKeys) -> None:
+        """Pull for the next push that is due; when none is left, all keys once more."""
+        random, found = self.node.world.random, [due for key in range(self.job.keys) for due in self._found(key)]
+        if found:
+            self._watches = False
+            self._due = key, step, _ = random.choice(found)
+            streaming = exchange.machine.by_clocks
+            version = NEWEST if streaming or not step or random.random() < 0.1 else step
+            self._pull(exchange, self.job.shards_of(key), version)
+        elif not any(self._unfinished(key) for key in range(self.job.keys)):
+            self._last = True
+            self._pull(exchange, list(range(self.job.shards)), NEWEST)
+        elif not self._watches:  # each answer pokes: asking after each would be a question and an answer without end
+            self._watches = self._acting = True  # what follows at once pokes nobody
+            for key in range(self.job.keys):
+                exchange.watch(self.job.shards_of(key), self._unfinished(key))
+            self._acting = False
+
+    def _pull(self, exchange: SimulatedKeys, shards: list[int], version: int) -> None:
+        self._asked, generation = exchange.need(dict.fromkeys(shards, (_NO_ROWS, 0)), version)
+        assert generation == self._generation
+
+    def _found(self, key: int) -> list[tuple[int, int, int]]:
+        assert self.exchange is not None
+        machine, shards = self.exchange.machine, self.job.shards_of(key)
+        nexts = {one: machine.next_of(shards, one) for one in machine.contributors if machine.counts(shards, one)}
+        return [(key, step, one) for one, step in nexts.items() if step is not None and step < self.job.steps]
+
+    def _unfinished(self, key: int) -> list[int]:
+        assert self.exchange is not None
+        shards = self.job.shards_of(key)
+        nexts = {one: self.exchange.machine.next_of(shards, one) for one in range(self.job.replicas)}
+        return [one for one, step in nexts.items() if step is None or step < self.job.steps]
+
+    def _pulled(self) -> None:
+        values = {shard: cast(Named, asked.value[1]).content for shard, asked in self._asked.items() if asked.value}
+        self._asked = {}
+        if self._last:
+            self._end(values)
+            return
+        generation = self._generation
+        seconds = self.job.compute_s / self.job.keys / self.speed * self.node.world.random.uniform(0.5, 1.5)
+        self.node.later(seconds, lambda: self._computed(values, generation))
+
+    def _computed(self, values: dict[int, Content], generation: int) -> None:
+        """`store.push`: it raises StoreRolledBack if there was a roll-back since the step was due."""
+        exchange = self.exchange
+        assert exchange is not None
+        if self._due is None or generation != exchange.rolled_back:
+            self._poke()
+            return
+        (key, step, one), self._due = self._due, None
+        self._check_read(key, step, one, values)
+        pushed = {s: self.job.pushed(s, step, one, value) for s, value in values.items()}
+        parts = {shard: cast(memoryview, Named.of(content)) for shard, content in pushed.items()}
+        if exchange.machine.counts(values, one):
+            exchange.apply(lambda: exchange.push(parts, one, step))
+
+    def _check_read(self, key: int, step: int, one: int, values: dict[int, Content]) -> None:
+        """A contributor reads what it has written."""
+        if not self.job.same_bytes:
+            for shard, content in values.items():
+                missing = self.job.written(shard, one, step) - content
+                assert not missing, f"contributor {one} pulls shard {shard} for step {step} without {sorted(missing)}"
+
+    def _end(self, values: dict[int, Content]) -> None:
+        """The script has ended: see `KeyStore.finish`."""
+        exchange = self.exchange
+        assert exchange is not None
+        self.model = [values[shard] for shard in range(self.job.shards)]
+        for shard, content in enumerate(self.model):
+            self.job.check_end(shard, content)
+        assert not exchange.machine.unfinished(), "it leaves while a push is on its way"
+        self.done, self._claim = True, (exchange.rolled_back, (exchange.view.generation, -1))
+        self.membership.send(("done", *self._claim[1]))
+
+    def story(self) -> str:
+        """What it waits for, where the job is stuck."""
+        machine = None if self.exchange is None else self.exchange.machine
+        return f"{self.node.name}: due {self._due}, asked {self._asked}, claim {self._claim}, {machine}"
+
+
+# What a seed plays where the job is a store.
+
+
+def as_store(plan: Plan) -> Plan:
+    """The plan for a store of one key or several; some of the shards may be parts of a table."""
+    rng = random.Random(plan.seed * 7919 + 17)
+    tables = rng.choice([0, 0, rng.randint(1, plan.job.shards)])
+    job = replace(plan.job, buffers=0, clip=None, skip=False, tables=tables)
+    faults = tuple(fault for fault in plan.faults if fault.role != "aggregator")
+    terms = msgspec.structs.replace(plan.terms, backup_tasks=False, aggregators=0)
+    keyed = with_keys(job, rng.randint(1, job.shards))
+    return replace(plan, job=keyed, terms=terms, faults=faults, aggregators=0)
