@@ -15,11 +15,28 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 
-GONE = {  # commands and options that earlier versions had: what to do instead
+_PRICES = "multiply: GPUs and servers by what an hour of each costs, and by the seconds of a step"
+GONE = {  # commands and options ("--tensorboard" of any command, "plan --clip") of earlier versions: what to do instead
     "learning-rate": "end the run (Ctrl-C), then go on with rallypoint resume RUN --set optimizer.lr=1e-4",
     "snapshot-every": "say it at the start (--snapshot-steps, --snapshot-seconds), or ask for one: rallypoint snapshot",
     "simulate": "it is a script of the source now: python benchmarks/simulate.py",
     "--tensorboard": "--track tensorboard:FOLDER writes the run's figures for TensorBoard",
+    "plan --clip": "--set clip=1.0",
+    "plan --depth": "the planner takes as many blocks as is usual; for another model name the folder of a run of it",
+    "plan --gpu-price": _PRICES,
+    "plan --gpus-per-host": "--gpus 8x4 for 4 on each of 8 hosts",
+    "plan --local-steps": "--set sync.type=local-steps --set sync.steps=16",
+    "plan --pace": "--set pace_mbit=1000",
+    "plan --replicas": "--set replicas=64",
+    "plan --restart": "the planner takes two minutes",
+    "plan --rows": "--json tells all layouts",
+    "plan --server-link": "the planner takes the workers' link",
+    "plan --server-price": _PRICES,
+    "plan --shard-kib": "--set shard_bytes=262144",
+    "plan --tflops": "--compute TIME: 6 x parameters x tokens / operations a second",
+    "plan --tokens": "--compute TIME: 6 x parameters x tokens / operations a second",
+    "plan --unpaced": "--set pacing=off",
+    **dict.fromkeys(("plan --rack", "plan --uplink"), "the planner knows no racks; python benchmarks/simulate.py does"),
     "train finetune": "it is a script now: rallypoint run examples/finetune.py --model gpt2 --data texts",
     "train gan": "it is a script now, with job.store in place of job.train: rallypoint run examples/gan.py",
 }
