@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.kubernetes.names import check_label, check_name
+from rallypoint.launch.kubernetes.names import check_name
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.tls.files import CA, CERTIFICATE, KEY
@@ -14,18 +14,18 @@ from rallypoint.net.tls.files import CA, CERTIFICATE, KEY
 _ROLES = ("coordinator", "server", "worker")
 
 
-def new_secret(name: str, namespace: str = "") -> dict[str, Any]:
+def new_secret(name: str) -> dict[str, Any]:
     """Return a Secret with a new token for each role. UsageError if it cannot be called so."""
     token = new_token()
-    return _secret(name, namespace, {role: role_token(token, role) for role in _ROLES})
+    return _secret(name, {role: role_token(token, role) for role in _ROLES})
 
 
-def certificates(name: str, folder: Path, namespace: str = "") -> dict[str, Any]:
+def certificates(name: str, folder: Path) -> dict[str, Any]:
     """Return a Secret with each role's certificate, from a folder of `rallypoint certs`. UsageError if one is missing.
 
     Its keys are ``server-cert.pem`` and so on; the CA's certificate is everybody's.
     """
-    secret = _secret(name, namespace, {})
+    secret = _secret(name, {})
     for role in _ROLES:
         for file in (CA, CERTIFICATE, KEY):
             try:
@@ -36,9 +36,6 @@ def certificates(name: str, folder: Path, namespace: str = "") -> dict[str, Any]
     return secret
 
 
-def _secret(name: str, namespace: str, data: dict[str, str]) -> dict[str, Any]:
+def _secret(name: str, data: dict[str, str]) -> dict[str, Any]:
     check_name(name, "the Secret")
-    if namespace:
-        check_label(namespace, "--namespace")
-    about = {"name": name, **({"namespace": namespace} if namespace else {})}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": about, "type": "Opaque", "stringData": data}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "type": "Opaque", "stringData": data}
