@@ -43,7 +43,7 @@ LONG_SIGNATURES = {
 }
 BUDGETS = {
     "commands": 30,
-    "distinct options": 112,
+    "distinct options": 95,
     "settings of job.train": 42,
     "rows of the feature table": 43,
     "refused pairs": 88,

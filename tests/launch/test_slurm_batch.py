@@ -158,7 +158,7 @@ def test_a_python_in_an_odd_place_is_started_by_ssh_s_shell(tmp_path: Path) -> N
     python = place / "python"
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
-    command = ssh_command("ssh", Host("n1", python=str(python)))
+    command = ssh_command(Host("n1", python=str(python)))
     assert command[-2] == "n1"  # sshd has the user's shell run the rest
     done = subprocess.run(["sh", "-c", command[-1]], text=True, timeout=120, check=True, capture_output=True)
     assert done.stdout == f"-P -m {FAR_END}\n"

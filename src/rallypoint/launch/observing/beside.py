@@ -163,7 +163,7 @@ class Beside:
             for to in plan.track
         ]
         self._lines = KeptLines(folder, [*secrets_among(os.environ), *secrets_in(plan.worker)])
-        self._reports = AutomaticReports(folder, plan.report_after)
+        self._reports = AutomaticReports(folder)
         here = {environment.STACKS: str(folder.resolve() / STACKS)} if plan.engine == "local" else {}
         self.environment = {**self._targets.environment, **here}
 
