@@ -23,7 +23,7 @@ from rallypoint.cli import (  # noqa: F401
     slurm,
     start,
     tokens,
-    track,
+    watching,
 )
 from rallypoint.cli.app import FIRST, GONE, PANELS, app
 from rallypoint.errors import RallypointError, UsageError

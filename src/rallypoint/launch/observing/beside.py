@@ -159,7 +159,7 @@ class Beside:
         self._targets = Targets(folder, plan.metrics)
         self._page = Companion("watch", plan.folder, what="the page cannot be served", wanted=bool(plan.watch))
         self._trackers = [
-            Companion("track", plan.folder, "--track", to, what=f"nothing goes to {to}", end_s=_TRACKER_S)
+            Companion("watch", plan.folder, "--track", to, what=f"nothing goes to {to}", end_s=_TRACKER_S)
             for to in plan.track
         ]
         self._lines = KeptLines(folder, [*secrets_among(os.environ), *secrets_in(plan.worker)])
