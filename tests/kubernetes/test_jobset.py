@@ -157,7 +157,7 @@ def test_each_role_gets_its_own_token_and_none_stands_in_the_manifest(manifests:
 
 
 def test_each_role_gets_its_own_certificate_and_not_the_cas_key(tmp_path: Path) -> None:
-    make_certificates(tmp_path, hosts=[], days=1)
+    make_certificates(tmp_path)
     made = certificates("gpt-tls", tmp_path)
     check_core(made)
     assert not [key for key in made["stringData"] if key.startswith("ca-")]

@@ -12,11 +12,9 @@ from typer.models import CommandInfo
 # They register their commands:
 from rallypoint.cli import (  # noqa: F401
     by_hand,
-    certs,
     doctor,
     kubernetes,
     looking,
-    operator,
     planner,
     report,
     running,

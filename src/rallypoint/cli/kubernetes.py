@@ -44,7 +44,7 @@ def render(
 def secret(
     name: Annotated[str, typer.Argument(help="The Secret's name: NAME-token for the job NAME.")],
     tls: Annotated[Path | None, typer.Option(
-        metavar="FOLDER", help="Print the roles' certificates instead, from a folder of `rallypoint certs`.",
+        metavar="FOLDER", help="Print the roles' certificates instead, from a folder of `rallypoint token --tls`.",
     )] = None,
 ) -> None:  # fmt: skip
     """Print a Secret with a new token for each role of one job. Pipe it into kubectl: it belongs in no file.

@@ -1,4 +1,4 @@
-"""Commands for a job that runs, or has run: resize, snapshot, export."""
+"""Commands for a job that runs, or has run: resize, snapshot, pause, stop, drain, export."""
 
 from __future__ import annotations
 
@@ -40,6 +40,57 @@ def snapshot(run: RunFolder) -> None:
     from rallypoint.launch.ask import take_snapshot
 
     print(take_snapshot(run, print))
+
+
+@app.command(rich_help_panel=RUNNING)
+def pause(
+    run: RunFolder,
+    off: Annotated[bool, typer.Option("--off", help="Let a job go on that is paused.")] = False,
+) -> None:  # fmt: skip
+    """Compute no further step of a running job until `pause --off`. It outlives any process, and costs no step.
+
+    Processes keep running, with what they hold in memory. A resumed run goes on.
+
+    Example: [bold]rallypoint pause runs/20260131-235959[/bold]
+    """
+    from rallypoint.launch.ask import order
+    from rallypoint.net.messages import Pause
+
+    print(order(run, Pause(on=not off), print))
+
+
+@app.command(rich_help_panel=RUNNING)
+def stop(
+    run: RunFolder,
+    reason: Annotated[str, typer.Argument(help="Why, for the log and everybody who looks.", show_default=False)] = "",
+) -> None:
+    """End a running job well, with the step that is computed now: as `run.stop()` in its script does.
+
+    Example: [bold]rallypoint stop runs/20260131-235959 'good enough'[/bold]
+    """
+    from rallypoint.core.typed import LONGEST_NAME
+    from rallypoint.launch.ask import order
+    from rallypoint.net.messages import StopWanted
+    from rallypoint.observe.lines import printable
+
+    print(order(run, StopWanted(printable(reason, LONGEST_NAME)), print))
+
+
+@app.command(rich_help_panel=RUNNING)
+def drain(run: RunFolder, member: Annotated[str, typer.Argument(help="A worker or a server, as worker3.")]) -> None:
+    """Send a worker or a server of a running job away: what it has goes to others, then its process ends.
+
+    No other is started in its place. Only for jobs with a launcher; a process that was started by hand gets a SIGTERM.
+
+    Example: [bold]rallypoint drain runs/20260131-235959 worker3[/bold]
+    """
+    from rallypoint.core.typed import can_name
+    from rallypoint.launch.ask import order
+    from rallypoint.net.messages import Drain
+
+    if not can_name(member):
+        raise UsageError("that is no name of a member")
+    print(order(run, Drain(member), print))
 
 
 @app.command(rich_help_panel=AFTER)

@@ -39,10 +39,10 @@ def watch(
         "--buttons", help="With buttons (pause, stop, resize, ...) for who has the token that is printed then.",
     )] = False,
 ) -> None:  # fmt: skip
-    """Show a run, while it goes on or afterwards, as a page in the browser; Ctrl-C ends the page, not the run.
+    """Show a run, or several over each other, while they go on or afterwards, as a page in the browser.
 
     It is served on this machine alone, to who has the printed address. From elsewhere: ssh -L PORT:127.0.0.1:PORT.
-    Several runs are laid over each other, with the settings that differ.
+    Ctrl-C ends the page, not the run. With several runs the settings that differ are shown too.
 
     Example: [bold]rallypoint watch runs/20260131-235959[/bold]
     """

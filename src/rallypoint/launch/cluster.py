@@ -91,7 +91,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ), LAUNCHER] = 0.0  # fmt: skip
     tls: Annotated[str, option(
         metavar="FOLDER|auto", panel=CLUSTER,
-        help="Use TLS for every link, with the certificates of `rallypoint certs`; auto makes some for the run.",
+        help="Use TLS for every link, with the certificates of `rallypoint token --tls`; auto makes some for the run.",
     ), LAUNCHER, PRIVATE] = ""  # fmt: skip
     transport: Annotated[str, option(
         metavar="WORD", panel=CLUSTER,

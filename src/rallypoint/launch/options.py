@@ -52,7 +52,7 @@ HealthAt = Annotated[str, typer.Option(
     metavar="HOST:PORT", help="Answer GET /healthz and /readyz here: for the probes of whoever runs this process.",
 )]  # fmt: skip
 Tls = Annotated[str, typer.Option(
-    metavar="FOLDER", help="Use TLS, with this role's certificate in a folder of `rallypoint certs`; by default "
+    metavar="FOLDER", help="Use TLS, with this role's certificate in a folder of `rallypoint token --tls`; by default "
     "RALLYPOINT_TLS.",
 )]  # fmt: skip
 HowPayloadsGo = Annotated[str, typer.Option(
@@ -139,8 +139,8 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
         given = self.tls or os.environ.get(environment.TLS, "")
         if given == AUTO and (self.hosts or self.engine != "local"):
             raise UsageError(
-                "--tls auto makes certificates on this machine alone: make some with `rallypoint certs FOLDER`, copy "
-                "them to the same place on each machine, and give --tls FOLDER"
+                "--tls auto makes certificates on this machine alone: make some with `rallypoint token --tls FOLDER`, "
+                "copy them to the same place on each machine, and give --tls FOLDER"
             )
         return given if given in ("", AUTO) else str(Path(given).resolve())
 

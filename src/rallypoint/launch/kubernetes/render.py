@@ -22,7 +22,7 @@ _HEADER = """\
 # How it gets on:    kubectl logs -f -l app.kubernetes.io/instance={name},app.kubernetes.io/component=coordinator
 """
 _TLS_HEADER = """\
-# For TLS, once:     rallypoint certs certificates
+# For TLS, once:     rallypoint token --tls certificates
 #                    rallypoint k8s secret {tls} --tls certificates | kubectl apply -f -
 """
 _MEMORY_HEADER = """\

@@ -21,9 +21,9 @@ def new_secret(name: str) -> dict[str, Any]:
 
 
 def certificates(name: str, folder: Path) -> dict[str, Any]:
-    """Return a Secret with each role's certificate, from a folder of `rallypoint certs`. UsageError if one is missing.
+    """Return a Secret with each role's certificate, from a folder of `rallypoint token --tls`.
 
-    Its keys are ``server-cert.pem`` and so on; the CA's certificate is everybody's.
+    UsageError if one is missing. Its keys are ``server-cert.pem`` and so on; the CA's certificate is everybody's.
     """
     secret = _secret(name, {})
     for role in _ROLES:
@@ -31,8 +31,8 @@ def certificates(name: str, folder: Path) -> dict[str, Any]:
             try:
                 secret["stringData"][file if file == CA else f"{role}-{file}"] = (folder / role / file).read_text()
             except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"{folder / role / file} cannot be read ({error}): `rallypoint certs {folder}` makes "
-                                 "the certificates") from None
+                raise UsageError(f"{folder / role / file} cannot be read ({error}): `rallypoint token --tls "
+                                 f"{folder}` makes the certificates") from None
     return secret
 
 

@@ -85,7 +85,7 @@ class TlsFiles:
         if role != self._role:
             raise UsageError(
                 f"{self.folder / CERTIFICATE} is the certificate of a {role}, and this is a {self._role}: give --tls "
-                f"the folder {self._role} of `rallypoint certs`, or the one above it"
+                f"the folder {self._role} of `rallypoint token --tls`, or the one above it"
             )
         return Loaded(dialing, listening, certificate)
 
@@ -127,7 +127,7 @@ def _check_readable(path: Path) -> None:
             return
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be read: {error.strerror}; `rallypoint certs FOLDER` makes certificates"
+            f"{path} cannot be read: {error.strerror}; `rallypoint token --tls FOLDER` makes certificates"
         ) from None
 
 
