@@ -43,7 +43,7 @@ LONG_SIGNATURES = {
 }
 BUDGETS = {
     "commands": 24,
-    "distinct options": 92,
+    "distinct options": 89,
     "settings of job.train": 42,
     "rows of the feature table": 43,
     "refused pairs": 88,

@@ -20,9 +20,6 @@ def report(
         "--out", metavar="FILE.zip|FOLDER", help="Where; by default a new file in the run's folder reports/.",
         show_default=False,
     )] = None,
-    doctor: Annotated[bool, typer.Option(
-        "--doctor/--no-doctor", help="Examine this machine too; it imports torch, which takes seconds.",
-    )] = True,
 ) -> None:  # fmt: skip
     """Say what has happened to a run, and write a report of it for others: without tokens, keys and environments.
 
@@ -37,7 +34,7 @@ def report(
     if not run.is_dir():
         raise UsageError(f"there is no folder {run}: name that of a run, as runs/20260131-235959")
     picture = picture_of(run, ask=True)
-    made = write_report(picture, out or place_in(run, "report"), _examined() if doctor else "")
+    made = write_report(picture, out or place_in(run, "report"), _examined())
     print(f"{made.sentence}\n{made.path}")
 
 
