@@ -45,9 +45,6 @@ TokenFile = Annotated[str, typer.Option(
     metavar="FILE", help="The file that holds the job's token, or that of this role; by default RALLYPOINT_TOKEN_FILE "
     "or RALLYPOINT_TOKEN. `rallypoint token` makes them.",
 )]  # fmt: skip
-Interface = Annotated[str, typer.Option(
-    metavar="NAME", help="Listen at the address of this network interface, as eth0, in place of the host in --bind.",
-)]  # fmt: skip
 HealthAt = Annotated[str, typer.Option(
     metavar="HOST:PORT", help="Answer GET /healthz and /readyz here: for the probes of whoever runs this process.",
 )]  # fmt: skip
