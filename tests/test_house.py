@@ -19,6 +19,7 @@ import pytest
 import typer
 
 import rallypoint
+from rallypoint.cli.app import GONE
 from rallypoint.config.tree import JobConfig
 from rallypoint.core.modes import conflicts
 from rallypoint.core.modes.table import TABLE
@@ -42,13 +43,13 @@ LONG_SIGNATURES = {
 }
 BUDGETS = {
     "commands": 24,
-    "distinct options": 87,
+    "distinct options": 88,
     "settings of job.train": 42,
     "rows of the feature table": 43,
     "refused pairs": 88,
     "fields of View": 26,
     "lines": 84_860,
-    "files": 595,
+    "files": 594,
     "folders": 72,
     "classes that share their name": 363,
 }  # what a stranger has to learn: whoever needs more says here why
@@ -290,6 +291,12 @@ def command_line() -> tuple[set[str], set[str]]:
 
     look(typer.main.get_command(app), "rallypoint")
     return names, options
+
+
+def test_commands_and_options_that_are_gone_are_not_there() -> None:
+    commands, options = command_line()
+    assert not {f"rallypoint {name}" for name in GONE} & commands
+    assert not GONE.keys() & options
 
 
 def test_there_is_no_more_to_learn_than_the_budgets_say() -> None:

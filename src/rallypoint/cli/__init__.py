@@ -16,7 +16,6 @@ from rallypoint.cli import (  # noqa: F401
     kubernetes,
     looking,
     planner,
-    report,
     running,
     slurm,
     start,

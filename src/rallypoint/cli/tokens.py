@@ -25,6 +25,7 @@ def token(
         metavar="FOLDER", show_default=False,
         help="Make certificates in this folder instead: a CA of the job's own, and one certificate for each role.",
     )] = None,
+    days: Annotated[int, typer.Option(min=1, metavar="N", help="With --tls: how long they are valid.")] = 365,
 ) -> None:  # fmt: skip
     """Print a new token for a job, with --role the one of a role, or make its members' certificates (--tls).
 
@@ -42,7 +43,7 @@ def token(
     if tls is not None:
         if role or token_file:
             raise UsageError("--tls makes certificates of all roles, and no token: give it alone")
-        _certify(tls)
+        _certify(tls, days)
         return
     from rallypoint.launch.access import keep_private, token_for
 
@@ -51,8 +52,8 @@ def token(
     print(found)
 
 
-def _certify(folder: Path) -> None:
+def _certify(folder: Path, days: int) -> None:
     from rallypoint.net.tls.making import make_certificates
 
-    until = make_certificates(folder)
+    until = make_certificates(folder, days=days)
     print(f"certificates for every role are in {folder}; they are valid until {until:%Y-%m-%d %H:%M} UTC")
