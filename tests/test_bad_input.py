@@ -122,6 +122,7 @@ def events(tmp_path: Path) -> list[dict[str, object]]:
         (("top", "run"), "error: rallypoint top is gone: rallypoint watch RUN --terminal"),
         (("plan", "--model", "7B", "--clip"), "error: rallypoint plan has no --clip any more: --set clip=1.0"),
         (("slurm", "--lead=60", "here.py"), "error: there is no option --lead: edit the seconds"),
+        (("k8s", "secret", "x", "--namespace=ml"), "error: rallypoint k8s secret has no --namespace any more"),
         (("token", "--tls", "certificates", "--role", "worker"), "error: --tls makes certificates of all roles"),
         (("watch", "a", "b", "--terminal"), "error: --terminal is for one run: name one folder"),
         (("replay", "a", "b", "--replica", "1"), "error: two runs are compared by what they have recorded"),

@@ -48,7 +48,7 @@ BUDGETS = {
     "rows of the feature table": 43,
     "refused pairs": 88,
     "fields of View": 26,
-    "lines": 84_860,
+    "lines": 84_660,
     "files": 594,
     "folders": 72,
     "classes that share their name": 363,

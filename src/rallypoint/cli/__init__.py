@@ -57,7 +57,7 @@ def _refuse_gone(words: list[str]) -> None:
 
     Where the words after ours are a script's own, `given.refuse_option` does it for options.
     """
-    command = "".join(words[:1])
+    command = " ".join(words[: 2 if words[:1] == ["k8s"] else 1])
     if command in GONE:
         raise UsageError(f"rallypoint {command} is gone: {GONE[command]}")
     for name in [word.partition("=")[0] for word in words[1:] if word.startswith("--")]:

@@ -57,6 +57,7 @@ GONE = {  # commands and options ("--tensorboard" of any command, "plan --clip")
     "aggregator --interface": "--bind eth0:0",
     "aggregator --near": _NEAR,
     "coordinator --interface": "--bind eth0:4700",
+    "k8s secret --namespace": "kubectl apply -n NAMESPACE",
     "plan --clip": "--set clip=1.0",
     "plan --depth": "the planner takes as many blocks as is usual; for another model name the folder of a run of it",
     "plan --gpu-price": _PRICES,
