@@ -196,8 +196,8 @@ class Members:
     def start_aggregators(self, places: Sequence[Place]) -> None:
         """Start an aggregator at each place, near the workers with the same number of their rack."""
         for index, place in enumerate(places):
-            argv = ["-m", "rallypoint.cli", "aggregator", "--bind", f"{place.address}:0", "--near", f"rack{index}"]
-            self.start(place, f"aggregator{index}", argv, {})
+            argv = ["-m", "rallypoint.cli", "aggregator", "--bind", f"{place.address}:0"]
+            self.start(place, f"aggregator{index}", argv, {environment.NEAR: f"rack{index}"})
 
     def start_rallypoint(
         self, at: Site, *, replication: int = 1, snapshot_seconds: float = 0.0, snapshot_steps: int = 0,

@@ -55,7 +55,7 @@ class ByHand:
         self.tls = ["--tls", str(home / "certs")] if tls else []
         if tls:
             status, said = run_program(
-                ["-m", "rallypoint.cli", "certs", str(home / "certs")], home / "certs.out", env=os.environ
+                ["-m", "rallypoint.cli", "token", "--tls", str(home / "certs")], home / "certs.out", env=os.environ
             )
             assert status == 0, said
 

@@ -195,7 +195,7 @@ def test_a_script_of_ones_own_trains_on_a_cluster_and_alone(tmp_path: Path) -> N
 def test_the_trace_of_a_step_shows_pushes_that_leave_during_backward(tmp_path: Path) -> None:
     script, trace = tmp_path / "script.py", tmp_path / "trace.json"
     script.write_text(WIDE_RUN)
-    options = ("--folder", str(tmp_path / "run"), "--trace", str(trace), "--trace-steps", "3:6")
+    options = ("--folder", str(tmp_path / "run"), "--trace", f"{trace}@3:6")
     argv = ["-m", "rallypoint.cli", "run", *options, str(script)]
     status, said = run_program(argv, tmp_path / "output", env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240)
     assert status == 0, said

@@ -42,7 +42,7 @@ class DecidingCluster(EvaluatingCluster):
         return self.hash, best.read_bytes(), sorted(self.figures())
 
 
-KEEP = ("--servers", "2", "--keep-best", "loss", "--best-is", "max", "--keep-last", "1")
+KEEP = ("--servers", "2", "--set", "keep_best=loss", "--set", "best_is=max", "--keep-last", "1")
 
 
 @pytest.fixture

@@ -43,8 +43,8 @@ def members(tmp_path: Path) -> Iterator[Members]:
         yield made
 
 
-def certs(folder: Path, *options: str) -> str:
-    arguments = ["-m", "rallypoint.cli", "certs", str(folder), *options]
+def certs(folder: Path) -> str:
+    arguments = ["-m", "rallypoint.cli", "token", "--tls", str(folder)]
     status, text = run_program(arguments, folder.parent / "said", env=BARE)
     assert status == 0, text
     return text
@@ -80,7 +80,7 @@ def test_with_neither_token_nor_tls_nobody_listens_where_others_can_connect(tmp_
     status, text = run_program(arguments, tmp_path / "said", env=BARE)
     assert status == 1
     assert "set a job token of at least 16 characters" in text
-    assert "or give each TLS (--tls; `rallypoint certs` makes certificates)" in text
+    assert "or give each TLS (--tls; `rallypoint token --tls FOLDER` makes certificates)" in text
 
 
 def test_a_role_with_another_roles_certificate_does_not_start(tmp_path: Path) -> None:

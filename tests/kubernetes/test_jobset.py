@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from odd_words import WORDS
 
 EVERYTHING: dict[str, Any] = {
-    "workers": "2:8", "servers": 3, "replication": 2, "namespace": "ml", "threads": 2, "cpu": "4", "memory": "16Gi",
-    "gpus": 1, "server_cpu": "500m", "server_memory": "4Gi", "spot": "cloud.google.com/gke-spot=true", "grace": 120,
-    "save": 900, "pull_policy": "Always", "storage": "50Gi", "storage_class": "fast", "secret": "other",
+    "workers": "2:8", "servers": 3, "replication": 2, "threads": 2, "cpu": "4", "memory": "16Gi",
+    "gpus": 1, "server_memory": "4Gi", "spot": "cloud.google.com/gke-spot=true",
+    "save": 900, "storage": "50Gi", "secret": "other",
     "sets": ["steps=50"], "heartbeat": 5.0, "backup_tasks": True,
 }  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
@@ -149,7 +149,7 @@ def test_each_role_gets_its_own_token_and_none_stands_in_the_manifest(manifests:
         assert mount["readOnly"]
         assert f"--token-file={mount['mountPath']}/token" in container_of(job)["command"]
         assert not [item for item in container_of(job)["env"] if "TOKEN" in item["name"]]
-    made = new_secret("gpt-token", "ml")
+    made = new_secret("gpt-token")
     check_core(made)
     assert made["stringData"].keys() == {"coordinator", "server", "worker"}
     assert len(set(made["stringData"].values())) == 3
@@ -157,7 +157,7 @@ def test_each_role_gets_its_own_token_and_none_stands_in_the_manifest(manifests:
 
 
 def test_each_role_gets_its_own_certificate_and_not_the_cas_key(tmp_path: Path) -> None:
-    make_certificates(tmp_path, hosts=[], days=1)
+    make_certificates(tmp_path)
     made = certificates("gpt-tls", tmp_path)
     check_core(made)
     assert not [key for key in made["stringData"] if key.startswith("ca-")]
@@ -227,7 +227,7 @@ def test_resources_are_asked_for_and_memory_and_gpus_are_limited() -> None:
         "requests": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"},
         "limits": {"memory": "16Gi", "nvidia.com/gpu": "1"},
     }
-    assert container_of(jobs["server"])["resources"]["requests"] == {"cpu": "500m", "memory": "4Gi"}
+    assert container_of(jobs["server"])["resources"]["requests"] == {"cpu": "1", "memory": "4Gi"}
 
 
 def test_every_pod_asks_for_processor_time_and_what_memory_is_for_is_said() -> None:
@@ -241,21 +241,21 @@ def test_every_pod_asks_for_processor_time_and_what_memory_is_for_is_said() -> N
 
 def test_what_the_user_writes_is_not_replaced_by_kubernetes() -> None:
     """In commands and arguments $(NAME) is a variable of the pod, and $$(NAME) is not."""
-    manifests = rendered("train.py", "--cost", "$(POD_IP) $$ $5", keep_best="$(POD_IP)")
+    manifests = rendered("train.py", "--cost", "$(POD_IP) $$ $5", sets=["item=$(POD_IP)"])
     jobs = jobs_of(the("JobSet", manifests)["spec"])
     assert container_of(jobs["worker"])["args"] == ["train.py", "--cost", "$$(POD_IP) $$$$ $$5"]
-    assert "--keep-best=$$(POD_IP)" in container_of(jobs["coordinator"])["command"]
+    assert "--set=item=$$(POD_IP)" in container_of(jobs["coordinator"])["command"]
     assert "--advertise=[$(POD_IP)]:4701" in container_of(jobs["server"])["command"]
 
 
 def test_a_script_gets_odd_words_as_they_are_written() -> None:
     """From the command line, through the YAML and what the kubelet replaces, to the container's arguments."""
-    manifests = rendered("my train.py", *WORDS, keep_best="$(POD_IP) `x`")
+    manifests = rendered("my train.py", *WORDS, sets=["item=$(POD_IP) `x`"])
     jobs = jobs_of(the("JobSet", manifests)["spec"])
     env = {"POD_IP": "10.0.0.7", "HOME": "/root"}
     assert [expanded(word, env) for word in container_of(jobs["worker"])["args"]] == ["my train.py", *WORDS]
     command = [expanded(word, env) for word in container_of(jobs["coordinator"])["command"]]
-    assert "--keep-best=$(POD_IP) `x`" in command
+    assert "--set=item=$(POD_IP) `x`" in command
 
 
 def test_a_script_that_is_sent_has_odd_words_in_it_as_they_are_written(tmp_path: Path) -> None:
@@ -345,14 +345,11 @@ def test_a_script_can_travel_in_the_manifest(tmp_path: Any) -> None:
         ({"resume": "../gpt/step-00000120-10003"}, "write JOB/SNAPSHOT"),
         ({"resume": "$(POD_IP)/latest"}, "write JOB/SNAPSHOT"),
         ({"name": "gpt\nx"}, r"--name 'gpt\nx': a name has small letters"),
-        ({"namespace": "ml\nx: y"}, r"--namespace 'ml\nx: y': a name has small letters"),
         ({"secret": "a\n# b"}, r"--secret 'a\n# b': a name has small letters, digits, '-' and '.'"),
         ({"tls": "a\nkubectl"}, "--tls 'a"),
         ({"tls": "My_Secret"}, "--tls My_Secret"),
         ({"claim": "a b"}, "--claim a b"),
-        ({"storage_class": "a/b"}, "--storage-class a/b"),
         ({"image": "me/train:1\nx: y"}, "an image's name has no spaces"),
-        ({"pull_policy": "always"}, "--pull-policy 'always': choose of Always"),
         ({"spot": "a b=true"}, "--spot 'a b=true' is no label of a node"),
         ({"spot": "gke-spot=tr ue"}, "is no label of a node"),
         ({"workers": "4:2"}, "the least number comes first"),
@@ -369,7 +366,7 @@ def test_what_cannot_work_is_refused_with_a_sentence(options: dict[str, Any], se
 @pytest.mark.parametrize(
     "options",
     [
-        {"secret": "0.my-secrets.example", "tls": "tls.1", "claim": "claim-7", "storage_class": "csi.example.org"},
+        {"secret": "0.my-secrets.example", "tls": "tls.1", "claim": "claim-7"},
         {"spot": "cloud.google.com/gke-spot=true"}, {"spot": "Spot_1=Yes.1"}, {"image": "host:5000/me/t@sha256:0a1b"},
         {"resume": "gpt/latest"}, {"resume": "gpt-2/step-00000120-10003"},
         {"resume": "s3://bucket/gpt/step-00000120-10003", "snapshots": "s3://bucket/gpt2"},
@@ -381,7 +378,7 @@ def test_names_that_kubernetes_takes_are_taken(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["a\nb", "A", "", "a_b", "-a", "a..b"])
 def test_a_secret_s_name_is_checked_before_it_is_printed(name: str, tmp_path: Path) -> None:
-    for make in (lambda: new_secret(name), lambda: certificates(name, tmp_path), lambda: new_secret("a", "b\nc")):
+    for make in (lambda: new_secret(name), lambda: certificates(name, tmp_path)):
         with pytest.raises(UsageError, match="a name has small letters"):
             make()
 

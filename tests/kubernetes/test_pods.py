@@ -93,7 +93,7 @@ def test_the_pods_of_a_jobset_make_the_same_bytes_as_a_run_on_this_machine(clust
 
 @pytest.mark.slow
 def test_the_pods_of_a_jobset_with_tls_make_the_same_bytes(tmp_path: Path, wanted: str) -> None:
-    make_certificates(tmp_path / "certificates", hosts=[], days=1)
+    make_certificates(tmp_path / "certificates")
     data = {**secrets(), "gpt-tls": certificates("gpt-tls", tmp_path / "certificates")["stringData"]}
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "gate").touch()

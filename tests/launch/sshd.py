@@ -36,11 +36,12 @@ def require_sshd() -> str:
 class Shell:
     """A folder with keys and a configuration of ssh, and the sshds that it leads to.
 
-    ssh: the client's command. python: a program there that has this package, wherever pytest found it.
+    path: for the environment: its `ssh` is one with this configuration. python: a program
+    there that has this package, wherever pytest found it.
     """
 
     folder: Path
-    ssh: str = ""
+    path: str = ""
     python: str = ""
     started: list[subprocess.Popen[Any]] = field(default_factory=list)
 
@@ -56,8 +57,17 @@ class Shell:
         }  # fmt: skip
         config = self.folder / "config"
         config.write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
-        self.ssh = f"ssh -F {config}"
+        self.path = self.client(config)
         self.python = self.program("python", "exec")
+
+    def client(self, config: Path) -> str:
+        """Write an `ssh` that has this configuration. Returns a PATH on which it is the first."""
+        folder = self.folder / f"client-{config.name}"
+        folder.mkdir()
+        ssh = folder / "ssh"
+        ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F "{config}" "$@"\n')
+        ssh.chmod(0o755)
+        return f"{folder}:{os.environ['PATH']}"
 
     def program(self, name: str, start: str) -> str:
         """Write a program that is this Python, with this package, started by `start` (``exec``)."""

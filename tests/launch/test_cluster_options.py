@@ -16,8 +16,8 @@ from rallypoint.launch.plan import Launch, read_plan, terms_of, write_plan
 OTHERS: dict[str, Any] = {
     "servers": 3, "replication": 2, "heartbeat": 5.0, "hang_after": 7.0, "backup_tasks": True, "measure_links": True,
     "threads": 2, "bind": "10.0.0.7:0", "advertise": "host", "aggregators": 1, "standby": 1, "ranks": 2,
-    "engine": "ray", "ssh": "ssh -v", "address": "auto", "gpus": 1.0, "transport": "auto", "snapshot_seconds": 9.0,
-    "snapshot_steps": 4, "snapshots": "memory://x", "compression": "zstd", "watch": False, "report_after": 1.0,
+    "engine": "ray", "address": "auto", "gpus": 1.0, "transport": "auto", "snapshot_seconds": 9.0,
+    "snapshot_steps": 4, "snapshots": "memory://x", "compression": "zstd", "watch": False,
 }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_a_coordinator_by_hand_has_no_options_of_a_launcher() -> None:
 
 def test_a_report_does_not_tell_where_things_are() -> None:
     private = set(ClusterConfig.__struct_fields__) - set(options_of(ClusterConfig, without=PRIVATE))
-    assert private == {"bind", "advertise", "ssh", "address", "tls", "folder", "metrics", "trace"}
+    assert private == {"bind", "advertise", "address", "tls", "folder", "metrics", "trace"}
 
 
 @pytest.mark.parametrize("replication", [3, -1])

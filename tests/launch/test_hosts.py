@@ -111,10 +111,10 @@ def test_a_host_that_is_gone_gets_nothing_while_others_are_there() -> None:
 
 
 def test_the_command_of_the_client_has_no_secret_and_asks_nobody() -> None:
-    argv = ssh_command("ssh -F 'my config'", Host("me@b", 2222, python="/opt/my python"))
+    argv = ssh_command(Host("me@b", 2222, python="/opt/my python"))
     options = [word for option in OPTIONS for word in ("-o", option)]
     assert argv == [
-        *("ssh", "-F", "my config", "-T"), *options, *("-p", "2222", "--", "me@b"),
+        "ssh", "-T", *options, *("-p", "2222", "--", "me@b"),
         "exec '/opt/my python' -P -m rallypoint.launch.engines.remote.far_end",
     ]  # fmt: skip
     assert "BatchMode=yes" in OPTIONS

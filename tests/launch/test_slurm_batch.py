@@ -106,12 +106,12 @@ def directives(text: str) -> list[list[str]]:
 
 
 def test_the_script_asks_for_servers_and_workers_apart() -> None:
-    batch = Batch(name="job", workers=8, servers=3, aggregators=1, gpus=1, worker_cpus=4, time="4:00:00", partition="g",
-                  server_partition="c", lines=["--account=me"])  # fmt: skip
+    batch = Batch(name="job", workers=8, servers=3, aggregators=1, gpus=1, worker_cpus=4, time="4:00:00",
+                  lines=["--account=me"])  # fmt: skip
     servers, workers = directives(script_of(batch, ["rallypoint"], ["run"]))
     assert {"--job-name=job", "--requeue", "--open-mode=append", "--signal=B:USR1@120"} <= set(servers)
-    assert {"--ntasks=4", "--cpus-per-task=2", "--partition=c"} <= set(servers)
-    assert {"--ntasks=8", "--cpus-per-task=4", "--gpus-per-task=1", "--partition=g"} <= set(workers)
+    assert {"--ntasks=4", "--cpus-per-task=2"} <= set(servers)
+    assert {"--ntasks=8", "--cpus-per-task=4", "--gpus-per-task=1"} <= set(workers)
     for component in (servers, workers):
         assert {"--no-kill", "--time=4:00:00", "--account=me"} <= set(component)
     assert not any("gpus" in option for option in servers)
@@ -126,12 +126,11 @@ def test_together_is_one_component() -> None:
 
 def test_words_are_quoted_for_the_shell_but_the_folder_has_the_jobs_number() -> None:
     text = script_of(
-        Batch(name="j", workers=1, servers=1, setup=["module load cuda"]), ["rallypoint", "a b"],
+        Batch(name="j", workers=1, servers=1), ["rallypoint", "a b"],
         ["rallypoint", "--folder", "runs/slurm-$SLURM_JOB_ID", "my script.py", "$HOME"],
     )  # fmt: skip
     assert "# Written by: rallypoint 'a b'" in text
     assert text.splitlines()[-1] == "exec rallypoint --folder \"runs/slurm-$SLURM_JOB_ID\" 'my script.py' '$HOME'"
-    assert text.index("module load cuda") < text.index("exec ")
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=120, check=False).returncode == 0
 
 
@@ -159,7 +158,7 @@ def test_a_python_in_an_odd_place_is_started_by_ssh_s_shell(tmp_path: Path) -> N
     python = place / "python"
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
-    command = ssh_command("ssh", Host("n1", python=str(python)))
+    command = ssh_command(Host("n1", python=str(python)))
     assert command[-2] == "n1"  # sshd has the user's shell run the rest
     done = subprocess.run(["sh", "-c", command[-1]], text=True, timeout=120, check=True, capture_output=True)
     assert done.stdout == f"-P -m {FAR_END}\n"
@@ -181,7 +180,7 @@ def test_what_slurm_reads_is_quoted_where_it_must_be() -> None:
 
 
 @pytest.mark.parametrize("wrong", [
-    {"time": "tomorrow"}, {"lines": ["account=me"]}, {"lines": ["--account=me\n#SBATCH"]}, {"partition": "account\n"},
+    {"time": "tomorrow"}, {"lines": ["account=me"]}, {"lines": ["--account=me\n#SBATCH"]},
 ])  # fmt: skip
 def test_what_slurm_would_not_take_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=r"tomorrow|account"):
@@ -218,6 +217,9 @@ def test_the_command_writes_a_script_from_options_on_both_sides_of_the_users(tmp
     assert command.startswith(f"exec {sys.executable} -P -m rallypoint.cli run --workers 2:8 --servers 3 ")
     assert " --engine slurm " in command
     assert command.endswith(" --or-resume train.py --lr 0.1")
+    gone = ["-m", "rallypoint.cli", "slurm", "train.py", "--lead", "60"]
+    status, text = run_program(gone, tmp_path / "output", env=dict(os.environ), cwd=tmp_path)
+    assert "hint: --lead goes to train.py: edit the seconds in #SBATCH --signal" in text
     misspelt = ["-m", "rallypoint.cli", "slurm", "train.py", "--worker", "8"]
     status, text = run_program(misspelt, tmp_path / "output", env=dict(os.environ), cwd=tmp_path)
     assert "hint: --worker goes to train.py: did you mean --workers?" in text

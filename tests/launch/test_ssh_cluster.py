@@ -37,8 +37,9 @@ def host(shells: Shell) -> Host:
 
 
 @pytest.fixture
-def plan(shells: Shell, host: Host, tmp_path: Path) -> Launch:
-    return Launch(worker=(), engine="ssh", hosts=(host,), ssh=shells.ssh, folder=str(tmp_path / "run"))
+def plan(shells: Shell, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setenv("PATH", shells.path)
+    return Launch(worker=(), engine="ssh", hosts=(host,), folder=str(tmp_path / "run"))
 
 
 @pytest.mark.slow
@@ -112,13 +113,16 @@ def test_a_host_that_does_not_answer_is_left_out_with_a_sentence(plan: Launch, s
     assert "Connection refused" in sentence
 
 
-def test_a_connection_is_the_runs_own_and_leaves_no_master_behind(plan: Launch, shells: Shell, tmp_path: Path) -> None:
+def test_a_connection_is_the_runs_own_and_leaves_no_master_behind(
+    plan: Launch, shells: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others' connections (ControlMaster in the user's configuration) have other signs of life, and outlive the run."""
     config = shells.folder / "shared-config"
     master = tmp_path / "master"
     ours = (shells.folder / "config").read_text()
     config.write_text(f"ControlMaster auto\nControlPath {master}\nControlPersist 30\n{ours}")
-    with SshCluster(msgspec.structs.replace(plan, ssh=f"ssh -F {config}"), pytest.fail) as cluster:
+    monkeypatch.setenv("PATH", shells.client(config))
+    with SshCluster(plan, pytest.fail) as cluster:
         assert Started(cluster, "print('here')", name="worker0").exit().status == 0
         assert not master.exists()
 

@@ -45,11 +45,12 @@ class Launched:
         self.folder, self.gate, self.output = folder, folder / "gate", folder / "output"
         (folder / "train.py").write_text(SCRIPT)
         shells, file = hosts
-        run = ["run", "--hosts", file, "--ssh", shells.ssh, "--folder", "run", "--workers", "4", "--servers", "2"]
+        run = ["run", "--hosts", file, "--folder", "run", "--workers", "4", "--servers", "2"]
         with self.output.open("w") as output:
             self.process = lab.hosts[0].popen(
                 [sys.executable, "-m", "rallypoint.cli", *run, *options, "train.py", str(self.gate)],
-                cwd=folder, env=ENV, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                cwd=folder, env={**ENV, "PATH": shells.path}, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT,
             )  # fmt: skip
 
     def __enter__(self) -> Launched:

@@ -41,7 +41,7 @@ def run_of(tmp_path: Path) -> Iterator[tuple[Program, Path]]:
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text(SCRIPT)
     argv = [
-        "-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "1", "--heartbeat", "60", "--report-after", "1",
+        "-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "1", "--heartbeat", "60",
         "--snapshots", f"memory://user:{IN_OVERRIDES}@host/run", "--folder", str(folder), str(script),
         "--api-key", IN_ARGUMENTS,
     ]  # fmt: skip

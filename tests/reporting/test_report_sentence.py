@@ -50,7 +50,7 @@ def test_it_says_what_happened_to_whom_and_what_to_do(
 
 def test_a_stall_leaves_one_report_and_there_are_only_so_many(tmp_path: Path) -> None:
     now = [0.0]
-    reports = AutomaticReports(tmp_path, 30.0, lambda: now[0])
+    reports = AutomaticReports(tmp_path, lambda: now[0])
 
     def made() -> int:
         reports.close()
@@ -72,10 +72,8 @@ def test_a_stall_leaves_one_report_and_there_are_only_so_many(tmp_path: Path) ->
     assert any("no step for" in line for line in reports.said())
 
 
-def test_without_a_threshold_there_are_none_and_a_kill_is_no_crash(tmp_path: Path) -> None:
-    never, reports = AutomaticReports(tmp_path, 0.0), AutomaticReports(tmp_path, 30.0)
-    never.ended("worker0", Exit(139, "SIGSEGV"))
-    never.failed()
+def test_a_kill_is_no_crash(tmp_path: Path) -> None:
+    reports = AutomaticReports(tmp_path)
     reports.ended("worker0", Exit(137, "SIGKILL"))
     assert not (tmp_path / REPORTS).exists()
     reports.ended("worker0", Exit(139, "SIGSEGV"))

@@ -203,7 +203,7 @@ def test_the_best_snapshot_is_the_first_with_the_best_figure(tmp_path: Path, bes
 
 def test_a_job_that_keeps_no_best_snapshot_is_told_how(tmp_path: Path) -> None:
     take(SnapshotStore(str(tmp_path)), 3)
-    with pytest.raises(SnapshotError, match="train it with --keep-best val_loss"):
+    with pytest.raises(SnapshotError, match="train it with --set keep_best=val_loss"):
         export_snapshot(str(tmp_path), tmp_path / "best.safetensors", best=True)
 
 

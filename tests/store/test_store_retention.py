@@ -29,7 +29,6 @@ def folders(store: SnapshotStore) -> list[int]:
         (Retention(keep_last=1), [], [60]),
         (Retention(keep_last=0), [], [60]),
         (Retention(keep_last=99), [], [10, 20, 30, 40, 50, 60]),
-        (Retention(keep_last=1, keep_every=20), [], [20, 40, 60]),
         (Retention(keep_last=1, keep_best="loss"), [], [30, 60]),
         (Retention(keep_last=1, keep_best="loss", best_is="max"), [], [10, 60]),
         (Retention(keep_last=1, keep_best="accuracy"), [], [60]),

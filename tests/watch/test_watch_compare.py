@@ -61,6 +61,6 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="name the folder of a run"), compared({"a": tmp_path}, {}):
         pass
     one = run(tmp_path / "a", 3)
-    for given, why in (([str(one)], "name two folders"), ([str(one), str(one)], "named twice")):
-        result = CliRunner().invoke(cli.app, ["compare", *given])
+    for options, why in (([], "named twice"), (["--terminal"], "--terminal is for one run")):
+        result = CliRunner().invoke(cli.app, ["watch", str(one), str(one), *options])
         assert why in str(result.exception)

@@ -105,7 +105,7 @@ def test_a_log_is_followed_from_where_it_was_left(tmp_path: Path) -> None:
 
 
 def test_two_processes_never_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rallypoint track` beside a run that tracks itself: one waits for the other to end, and then there is no more."""
+    """Beside a run that tracks itself: one waits for the other to end, and then there is no more."""
     monkeypatch.setattr(tracking, "PREDECESSOR_S", 0.0)
     (tmp_path / EVENTS).write_bytes(b"".join(line(n, message) for n, message in enumerate([PLAN, *steps(0, 4)])))
     tracker, place, over = Remembering(), place_of(tmp_path, "kind:target"), threading.Event()
@@ -172,6 +172,6 @@ def test_tensorboard_shows_a_run_with_a_killed_worker(tmp_path: Path) -> None:
     assert curves["figure"] == [(step, step) for step in range(30)]
     assert curves["evaluation/loss"] == [(10, 5.0), (20, 10.0), (30, 15.0)]
 
-    again = ["-m", "rallypoint.cli", "track", str(run), "--track", f"tensorboard:{tmp_path}/logs"]
+    again = ["-m", "rallypoint.cli", "watch", str(run), "--track", f"tensorboard:{tmp_path}/logs"]
     assert run_program(again, tmp_path / "again", env={**os.environ})[0] == 0
     assert shown_by_tensorboard(tmp_path / "logs" / "run") == curves

@@ -12,18 +12,15 @@ from typer.models import CommandInfo
 # They register their commands:
 from rallypoint.cli import (  # noqa: F401
     by_hand,
-    certs,
     doctor,
     kubernetes,
     looking,
-    operator,
     planner,
-    report,
     running,
     slurm,
     start,
     tokens,
-    track,
+    watching,
 )
 from rallypoint.cli.app import FIRST, GONE, PANELS, app
 from rallypoint.errors import RallypointError, UsageError
@@ -40,8 +37,7 @@ def main() -> None:
         command.help = _unwrapped(inspect.getdoc(command.callback) or "")
     try:
         _check_current_folder()
-        if (word := "".join(sys.argv[1:2])) in GONE:
-            raise UsageError(f"rallypoint {word} is gone: {GONE[word]}")
+        _refuse_gone(sys.argv[1:])
         app(prog_name="rallypoint")
     except RallypointError as error:
         say(f"error: {printable_lines(str(error))}", error=True)  # names in it come from the network
@@ -54,6 +50,20 @@ def _check_current_folder() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise UsageError("the current folder has been deleted: change to another one (cd)") from None
+
+
+def _refuse_gone(words: list[str]) -> None:
+    """Raise UsageError for a command or an option that an earlier version had, with what to do instead.
+
+    Where the words after ours are a script's own, `given.refuse_option` does it for options.
+    """
+    command = " ".join(words[: 2 if words[:1] == ["k8s"] else 1])
+    if command in GONE:
+        raise UsageError(f"rallypoint {command} is gone: {GONE[command]}")
+    for name in [word.partition("=")[0] for word in words[1:] if word.startswith("--")]:
+        shared = GONE.get(name) if command == "coordinator" else None  # it has the options of a run, but no script
+        if why := GONE.get(f"{command} {name}", shared):
+            raise UsageError(f"rallypoint {command} has no {name} any more: {why}")
 
 
 def _place(command: CommandInfo) -> tuple[int, int]:

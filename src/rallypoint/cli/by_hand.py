@@ -18,7 +18,6 @@ from rallypoint.launch.cluster import FILES, LAUNCHER, Advertise, option
 from rallypoint.launch.options import (
     HealthAt,
     HowPayloadsGo,
-    Interface,
     JobAddress,
     RunOptions,
     Tls,
@@ -30,7 +29,6 @@ from rallypoint.launch.options import (
 class Alone(RunOptions, frozen=True, kw_only=True):
     """The options of a coordinator that was started by hand."""
 
-    interface: Interface = ""
     folder: Annotated[str, option(
         metavar="FOLDER", panel=FILES,
         help="For the journal and the event log; without it there are none, and scripts save where each runs.",
@@ -43,8 +41,9 @@ _START = Alone(workers="1", servers=1, snapshots="none")
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a member that listens."""
 
-    bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0"
-    interface: Interface = ""
+    bind: Annotated[str, typer.Option(
+        help="Where workers connect; port 0 is any free one; eth0:0 is at that interface.",
+    )] = "127.0.0.1:0"  # fmt: skip
     advertise: Advertise = ""
     health: HealthAt = ""
     transport: HowPayloadsGo = ""
@@ -54,7 +53,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
         """Where it listens, "host:port"."""
         from rallypoint.net.places import at_interface
 
-        return at_interface(self.bind, self.interface)
+        return at_interface(self.bind)
 
 
 @app.command(rich_help_panel=BY_HAND)
@@ -98,7 +97,7 @@ def coordinator(
     with answering(health or health_at()) as told:
         status = run_coordinator(
             known, about, access_of(token_file, "coordinator", tls), told, resume=resume, linger=linger,
-            bind=at_interface(options.bind, options.interface), advertise=options.advertise,
+            bind=at_interface(options.bind), advertise=options.advertise,
         )  # fmt: skip
     end_process(status)
 
@@ -109,9 +108,6 @@ def server(
     options: Listening,
     coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This server's name; by default RALLYPOINT_ID, or server-PID.")] = "",
-    near: Annotated[str, typer.Option(
-        metavar="PLACE", help="Its rack, by any name; by default RALLYPOINT_NEAR. Backups are in another one.",
-    )] = "",
     link_mbit: Annotated[float, typer.Option(
         min=0, max=MOST_MBIT, metavar="MBIT/S",
         help="What its link carries: it gets shards in proportion (0: like most others).",
@@ -121,7 +117,7 @@ def server(
 
     Start as many as the coordinator was told to wait for, at any time, before it or after it; later ones take their
     share too. One that has died is replaced by another, under any name. At --bind 0.0.0.0:0 it tells others the address
-    of the interface that leads to the coordinator.
+    of the interface that leads to the coordinator. RALLYPOINT_NEAR is its rack, by any name: backups are in another.
 
     Example: [bold]rallypoint server --coordinator 10.0.0.7:4700 --bind 10.0.0.8:0 --token-file server.token[/bold]
 
@@ -136,7 +132,7 @@ def server(
     service = ServerService(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
         token=access.token, bind=options.at, advertise=options.advertise, transport=access.transport,
-        near=near or os.environ.get(environment.NEAR, ""), link_mbit=link_mbit,
+        near=os.environ.get(environment.NEAR, ""), link_mbit=link_mbit,
     )  # fmt: skip
     with answering(options.health or health_at()) as told:
         status = run_server(service, address, told, access.transport)
@@ -188,16 +184,13 @@ def aggregator(
     options: Listening,
     coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This aggregator's name; by default RALLYPOINT_ID, or aggregator-PID.")] = "",
-    near: Annotated[str, typer.Option(
-        metavar="PLACE", help="A host or a rack, by any name: for workers whose RALLYPOINT_NEAR is the same.",
-    )] = "",
 ) -> None:  # fmt: skip
     """Run one aggregator of one job: it adds up the contributions of workers near it.
 
-    No job needs one. It may be started and ended at any time: its workers go to the servers then.
+    No job needs one. It may be started and ended at any time: its workers go to the servers then. It is for workers
+    whose RALLYPOINT_NEAR is the same as its own: a host or a rack, by any name.
 
-    Example: [bold]rallypoint aggregator --coordinator 10.0.0.7:4700 --bind 10.0.0.9:0 --near rack2[/bold], and its
-    workers with RALLYPOINT_NEAR=rack2
+    Example: [bold]RALLYPOINT_NEAR=rack2 rallypoint aggregator --coordinator 10.0.0.7:4700 --bind 10.0.0.9:0[/bold]
     """
     from rallypoint.aggregator import AggregatorService
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
@@ -207,7 +200,7 @@ def aggregator(
     address = address_of(coordinator)
     service = AggregatorService(
         id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,
-        token=access.token, near=near or os.environ.get(environment.NEAR, ""), bind=options.at,
+        token=access.token, near=os.environ.get(environment.NEAR, ""), bind=options.at,
         advertise=options.advertise, transport=access.transport,
     )  # fmt: skip
     with answering(options.health or health_at()) as told:

@@ -129,7 +129,7 @@ def hint_at_misspelt(context: typer.Context, first: str) -> None:
     """Say which options that we do not have look like one of ours, where those may stand after the script too."""
     known = {option for parameter in context.command.params for option in parameter.opts if option.startswith("--")}
     for name in [argument.partition("=")[0] for argument in context.args if argument.startswith("--")]:
-        if guess := meant(name, known):
+        if guess := f": {GONE[name]}" if name in GONE else meant(name, known):
             print(f"hint: {name} goes to {first}{guess}", file=sys.stderr)
 
 

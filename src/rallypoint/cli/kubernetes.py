@@ -28,6 +28,9 @@ def render(
 ) -> None:
     """Print the manifests of a job: pods of every role with probes, storage, a disruption budget.
 
+    What has no option is yours to edit in what is printed: the storage class, servers' processors, when to pull. The
+    namespace is that of kubectl apply.
+
     Example: [bold]rallypoint k8s render --image me/train:1 --workers 2:8 --servers 2 train.py > job.yaml[/bold]
     """
     from rallypoint.launch.kubernetes.render import render as rendered
@@ -40,9 +43,8 @@ def render(
 @k8s.command()
 def secret(
     name: Annotated[str, typer.Argument(help="The Secret's name: NAME-token for the job NAME.")],
-    namespace: Annotated[str, typer.Option(metavar="NAME", help="Its namespace; by default that of kubectl.")] = "",
     tls: Annotated[Path | None, typer.Option(
-        metavar="FOLDER", help="Print the roles' certificates instead, from a folder of `rallypoint certs`.",
+        metavar="FOLDER", help="Print the roles' certificates instead, from a folder of `rallypoint token --tls`.",
     )] = None,
 ) -> None:  # fmt: skip
     """Print a Secret with a new token for each role of one job. Pipe it into kubectl: it belongs in no file.
@@ -54,5 +56,5 @@ def secret(
     from rallypoint.launch.kubernetes.render import yaml_of
     from rallypoint.launch.kubernetes.secrets import certificates, new_secret
 
-    made = new_secret(name, namespace) if tls is None else certificates(name, tls, namespace)
+    made = new_secret(name) if tls is None else certificates(name, tls)
     print(yaml_of([made]), end="")

@@ -23,14 +23,12 @@ def plan(
     """Say what a job would cost on some machines: how long a step takes, with how many servers, and would they pay?
 
     For each layout: seconds a step and the part of it in which GPUs wait, memory, traffic; with --mtbf also what
-    failures leave of the time and how often to take snapshots, with prices the cost of a thousand steps. The last line
-    recommends one, DDP or FSDP included.
+    failures leave of the time and how often to take snapshots. The last line recommends one, DDP or FSDP included.
 
-    64 GPUs on hosts of 8, 16,384 tokens on each: [bold]rallypoint plan --model 7B --gpus 64 --gpus-per-host 8
-    --link 100Gbit --tokens 16384 --tflops 400[/bold]
+    64 GPUs on 8 hosts: [bold]rallypoint plan --model 7B --gpus 8x8 --link 100Gbit --compute 1.7s[/bold]
 
-    Eight workers on slow links, with failures and prices: [bold]rallypoint plan --model 350M --gpus 8 --link 10Gbit
-    --compute 600ms --mtbf 30d --gpu-price 2 --server-price 0.2[/bold]
+    Eight workers on slow links, with failures: [bold]rallypoint plan --model 350M --gpus 8 --link 10Gbit
+    --compute 600ms --mtbf 30d[/bold]
 
     What would a finished run, or one that goes on, gain from more servers or bf16? [bold]rallypoint plan
     runs/20260131-235959 --link 10Gbit --codec bf16[/bold]

@@ -1,25 +1,16 @@
-"""Commands for a job that runs, or has run: resize, snapshot, export."""
+"""Commands for a job that runs, or has run: resize, snapshot, pause, stop, drain, export."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
-import secrets
-import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rallypoint.cli.app import AFTER, RUNNING, app
-from rallypoint.errors import UsageError, to_install
-from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.page import facts_of, follow, resolved_of
+from rallypoint.errors import UsageError
 from rallypoint.launch.options import RunFolder
 from rallypoint.store.checkpoints.format import Format
-
-_NICE = 10  # so much behind the run's own processes, where processors are short
 
 
 @app.command(rich_help_panel=RUNNING)
@@ -52,92 +43,53 @@ def snapshot(run: RunFolder) -> None:
 
 
 @app.command(rich_help_panel=RUNNING)
-def watch(
+def pause(
     run: RunFolder,
-    port: Annotated[int, typer.Option(
-        "--port", min=0, max=65535, help="Its port on this machine; by default any free one.", show_default=False,
-    )] = 0,
-    browser: Annotated[bool, typer.Option("--browser", help="Open the page in the browser.")] = False,
-    buttons: Annotated[bool, typer.Option(
-        "--buttons", help="With buttons (pause, stop, resize, ...) for who has the token that is printed then.",
-    )] = False,
+    off: Annotated[bool, typer.Option("--off", help="Let a job go on that is paused.")] = False,
 ) -> None:  # fmt: skip
-    """Show a run, while it goes on or afterwards, as a page in the browser; Ctrl-C ends the page, not the run.
+    """Compute no further step of a running job until `pause --off`. It outlives any process, and costs no step.
 
-    It is served on this machine alone, to who has the printed address. From elsewhere: ssh -L PORT:127.0.0.1:PORT.
+    Processes keep running, with what they hold in memory. A resumed run goes on.
 
-    Example: [bold]rallypoint watch runs/20260131-235959 --browser[/bold]
+    Example: [bold]rallypoint pause runs/20260131-235959[/bold]
     """
-    try:
-        from rallypoint.watch.app import Operator
-        from rallypoint.watch.serve import served
-    except ModuleNotFoundError as error:
-        raise UsageError(f"the page needs {error.name}: {to_install('watch')}") from None
+    from rallypoint.core.protocol import Pause
+    from rallypoint.launch.ask import order
 
-    if hold_lifeline():  # of a run that serves its own page
-        os.nice(_NICE)
-
-    operator = Operator(secrets.token_urlsafe(16), functools.partial(follow, run)) if buttons else None
-    if operator is not None:
-        print(f"the operator's token, for its buttons: {operator.token}", flush=True)
-    with served(run, facts_of(run), port, operator, functools.partial(resolved_of, run)) as (address, server):
-        _opened(str(run), address, browser=browser)
-        server.run()
+    print(order(run, Pause(on=not off), print))
 
 
 @app.command(rich_help_panel=RUNNING)
-def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="The folders of two or more runs.")],
-    port: Annotated[int, typer.Option(
-        "--port", min=0, max=65535, help="Its port on this machine; by default any free one.", show_default=False,
-    )] = 0,
-    browser: Annotated[bool, typer.Option("--browser", help="Open the page in the browser.")] = False,
-) -> None:  # fmt: skip
-    """Lay the curves of runs over each other, as a page in the browser, with the settings that differ.
-
-    Example: [bold]rallypoint compare runs/20260131-235959 runs/20260201-120000 --browser[/bold]
-    """
-    if len(runs) < 2:
-        raise UsageError("compare with which run? name two folders")
-    try:
-        from rallypoint.watch.serve import compared
-    except ModuleNotFoundError as error:
-        raise UsageError(f"the page needs {error.name}: {to_install('watch')}") from None
-
-    names = [run.resolve().name for run in runs]
-    if len(set(names)) < len(names):
-        names = [str(run) for run in runs]
-    folders = dict(zip(names, runs, strict=True))
-    if len(folders) < len(runs):
-        raise UsageError("the same run is named twice")
-
-    settings = {name: facts_of(run)["settings"] for name, run in folders.items()}
-    with compared(folders, settings, port) as (address, server):
-        _opened(", ".join(folders), address, browser=browser)
-        server.run()
-
-
-def _opened(what: str, address: str, *, browser: bool) -> None:
-    print(f"the page of {what}: {address}", flush=True)
-    if browser:
-        webbrowser.open(address)
-
-
-@app.command(rich_help_panel=RUNNING)
-def top(
+def stop(
     run: RunFolder,
-    once: Annotated[bool, typer.Option("--once", help="Print it as it is now, and end.")] = False,
+    reason: Annotated[str, typer.Argument(help="Why, for the log and everybody who looks.", show_default=False)] = "",
 ) -> None:
-    """Show a run in the terminal, while it goes on or afterwards; Ctrl-C ends the view, not the run.
+    """End a running job well, with the step that is computed now: as `run.stop()` in its script does.
 
-    Example: [bold]rallypoint top runs/20260131-235959[/bold]
+    Example: [bold]rallypoint stop runs/20260131-235959 'good enough'[/bold]
     """
-    from rich.console import Console
+    from rallypoint.core.protocol import StopWanted
+    from rallypoint.core.typed import LONGEST_NAME, printable
+    from rallypoint.launch.ask import order
 
-    from rallypoint.watch.top import top as show
+    print(order(run, StopWanted(printable(reason, LONGEST_NAME)), print))
 
-    with contextlib.suppress(KeyboardInterrupt):
-        show(run, Console(highlight=False), once=once)
+
+@app.command(rich_help_panel=RUNNING)
+def drain(run: RunFolder, member: Annotated[str, typer.Argument(help="A worker or a server, as worker3.")]) -> None:
+    """Send a worker or a server of a running job away: what it has goes to others, then its process ends.
+
+    No other is started in its place. Only for jobs with a launcher; a process that was started by hand gets a SIGTERM.
+
+    Example: [bold]rallypoint drain runs/20260131-235959 worker3[/bold]
+    """
+    from rallypoint.core.protocol import Drain
+    from rallypoint.core.typed import can_name
+    from rallypoint.launch.ask import order
+
+    if not can_name(member):
+        raise UsageError("that is no name of a member")
+    print(order(run, Drain(member), print))
 
 
 @app.command(rich_help_panel=AFTER)

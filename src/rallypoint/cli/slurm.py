@@ -25,25 +25,17 @@ _ANYWHERE = {"allow_extra_args": True, "ignore_unknown_options": True}  # our op
 class SlurmOptions(RunOptions, frozen=True, kw_only=True):
     """The options of a run, and what Slurm is asked for."""
 
-    job_name: Annotated[str, option(metavar="NAME", panel=_SLURM, help="By default the script's.")] = ""
     time: Annotated[str, option(metavar="TIME", panel=_SLURM, help="The job's limit, as 4:00:00.")] = ""
-    partition: Annotated[str, option(metavar="NAME", panel=_SLURM, help="Of the workers, and of servers too,")] = ""
-    server_partition: Annotated[str, option(metavar="NAME", panel=_SLURM, help="... unless they have their own.")] = ""
-    worker_cpus: Annotated[int, option(min=1, metavar="N", panel=_SLURM, help="Cores of each worker,")] = 1
-    server_cpus: Annotated[int, option(min=1, metavar="N", panel=_SLURM, help="... and of each server.")] = 2
+    worker_cpus: Annotated[int, option(
+        min=1, metavar="N", panel=_SLURM, help="Cores of each worker; each server gets two.",
+    )] = 1  # fmt: skip
     together: Annotated[bool, option(
         "--together", metavar=None, panel=_SLURM,
         help="Servers on the workers' nodes: a plain job. Otherwise it is a heterogeneous one.",
     )] = False  # fmt: skip
-    lead: Annotated[int, option(
-        min=60, metavar="S", panel=_SLURM,
-        help="Seconds before the limit at which it stores all and asks to be run again.",
-    )] = 120  # fmt: skip
     sbatch: Annotated[list[str] | None, option(
-        metavar="OPTION", panel=_SLURM, help="Another option of sbatch, as --sbatch=--account=me; may be repeated.",
-    )] = None  # fmt: skip
-    setup: Annotated[list[str] | None, option(
-        metavar="LINE", panel=_SLURM, help="A line of shell before the job, as 'module load cuda'; may be repeated.",
+        metavar="OPTION", panel=_SLURM,
+        help="Another option of sbatch, for servers and workers, as --sbatch=--partition=gpu; may be repeated.",
     )] = None  # fmt: skip
 
 
@@ -58,7 +50,8 @@ def slurm(
 
     The job asks for the coordinator and servers, and for workers, as two components of one heterogeneous job. The
     folder it is submitted from must be seen by all nodes. Before its time limit it stores the last version and asks to
-    be run again; run again it goes on from there, as after a preemption or a lost node.
+    be run again; run again it goes on from there, as after a preemption or a lost node. What is printed is short, and
+    yours to edit: module load, another partition for servers, the seconds before the limit.
 
     Example: [bold]rallypoint slurm train.py --workers 8 --servers 4 --gpus 1 --time 4:00:00 > job.sbatch[/bold]
     """
@@ -73,11 +66,9 @@ def slurm(
     ours.run([], script=str(script))  # its options can be used
     words = arguments_of(ours)
     batch = Batch(
-        name=options.job_name or script.stem, workers=parse_workers(options.workers)[0][1], servers=options.servers,
-        aggregators=options.aggregators, together=options.together, server_cpus=options.server_cpus,
-        worker_cpus=options.worker_cpus, gpus=math.ceil(options.gpus), time=options.time, partition=options.partition,
-        server_partition=options.server_partition, lead=options.lead, lines=options.sbatch or (),
-        setup=options.setup or (),
+        name=script.stem, workers=parse_workers(options.workers)[0][1], servers=options.servers,
+        aggregators=options.aggregators, together=options.together, worker_cpus=options.worker_cpus,
+        gpus=math.ceil(options.gpus), time=options.time, lines=options.sbatch or (),
     )  # fmt: skip
     command = [sys.executable, "-P", "-m", "rallypoint.cli", "run", *words, str(script), *context.args]
     print(script_of(batch, ["rallypoint", *sys.argv[1:]], command), end="")

@@ -80,22 +80,17 @@ def chaos(
     context: typer.Context, options: RunOptions,
     recipe: Annotated[str, typer.Argument(help="gpt, resnet; all after it is passed on to it.")] = "gpt",
     kills: Annotated[int, typer.Option(
-        min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGKILLs, spread over all roles.",
+        min=0, metavar="N", rich_help_panel=_FAULTS,
+        help="SIGKILLs, spread over all roles; a worker is stopped (SIGSTOP) for a while too.",
     )] = 10,
-    stops: Annotated[int, typer.Option(
-        min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGSTOPs of a worker, for twice the heartbeat.",
-    )] = 1,
     resizes: Annotated[str, typer.Option(
         metavar="N,N,..", rich_help_panel=_FAULTS, help="Numbers of workers to change to on the way, as 4,1,3.",
     )] = "",
     everything: Annotated[bool, typer.Option(
         "--everything", rich_help_panel=_FAULTS, help="Kill every process at once in the middle, and resume.",
     )] = False,
-    schedule: Annotated[str, typer.Option(
-        metavar="LIST", rich_help_panel=_FAULTS, help="Your own: kill worker, stop server, resize 4, everything, ...",
-    )] = "",
     seed: Annotated[int, typer.Option(
-        metavar="N", rich_help_panel=_FAULTS, help="Of the random schedule and of who is hit.",
+        metavar="N", rich_help_panel=_FAULTS, help="Of the order of faults and of who is hit.",
     )] = 0,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report to this file too.")] = None,
 ) -> None:  # fmt: skip
@@ -104,13 +99,11 @@ def chaos(
     Example: [bold]rallypoint chaos --kills 40 --resizes 4,1,3 gpt --steps 1500[/bold]
     """
     from rallypoint.launch.chaos.chaos import chaos as play
-    from rallypoint.launch.chaos.chaos import parse_faults, random_faults
+    from rallypoint.launch.chaos.chaos import random_faults
     from rallypoint.launch.console import Screen
 
     refuse_option(context, recipe, "recipe")
-    faults = parse_faults(schedule) or random_faults(
-        kills, sizes(resizes), stops, everything, seed, options.servers, options.aggregators
-    )
+    faults = random_faults(kills, sizes(resizes), everything, seed, options.servers, options.aggregators)
     arguments, settings = without_settings(context.args)
     argv = recipe_argv(recipe, arguments)
     check_recipe(recipe, arguments)

@@ -100,7 +100,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         keyed: the job is a store (`job.store`): keys that are pushed and pulled one by one.
         item, items_per_sample: what the progress line counts ("tokens", 128).
         fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
-            run's folder, for `rallypoint replay` and `rallypoint diff`; 0: never.
+            run's folder, for `rallypoint replay`; 0: never.
         audit: the share of steps (0 to 1) whose contributions a second worker computes too. Servers use none of those
             before two workers agree on its bytes.
         audit_action: what happens to a worker whose contribution two others have proved wrong: "drain" gives it up,

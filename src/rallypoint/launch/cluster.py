@@ -82,9 +82,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         metavar="NAME", panel=CLUSTER,
         help="What starts the processes: local (this machine), ray, ssh, or slurm (inside of its job).",
     ), LAUNCHER] = "local"  # fmt: skip
-    ssh: Annotated[str, option(
-        metavar="COMMAND", panel=CLUSTER, help="The ssh client, with its options: 'ssh -F my_config'.",
-    ), LAUNCHER, PRIVATE] = "ssh"  # fmt: skip
     address: Annotated[str, option(
         metavar="ADDRESS", panel=CLUSTER, show_default=False,
         help="The Ray cluster: auto, of this machine (the default); local, a new one here; or HOST:PORT.",
@@ -94,7 +91,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ), LAUNCHER] = 0.0  # fmt: skip
     tls: Annotated[str, option(
         metavar="FOLDER|auto", panel=CLUSTER,
-        help="Use TLS for every link, with the certificates of `rallypoint certs`; auto makes some for the run.",
+        help="Use TLS for every link, with the certificates of `rallypoint token --tls`; auto makes some for the run.",
     ), LAUNCHER, PRIVATE] = ""  # fmt: skip
     transport: Annotated[str, option(
         metavar="WORD", panel=CLUSTER,
@@ -125,12 +122,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         metavar="FOLDER", panel=FILES,
         help="Let Prometheus on this machine scrape every process: a file in this folder tells it where.",
     ), LAUNCHER, PRIVATE] = ""  # fmt: skip
-    report_after: Annotated[float, option(
-        min=0, metavar="S", panel=FILES,
-        help="Leave a report in the folder after so many seconds without a step, and after a crash (0: never).",
-    ), LAUNCHER] = 30.0  # fmt: skip
     trace: Annotated[str, option(
-        metavar="FILE", panel=FILES, help="Write a Chrome trace (Perfetto) of a few steps to this file.",
+        metavar="FILE[@A:B]", panel=FILES,
+        help="Write a Chrome trace (Perfetto) of steps 5 and 6 to this file, or of those from A to before B.",
     ), LAUNCHER, PRIVATE] = ""  # fmt: skip
 
     def check(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -16,11 +17,10 @@ import typer
 
 from rallypoint.config import overrides_from
 from rallypoint.config.keys import check_keys
-from rallypoint.config.resolve import merged
 from rallypoint.config.topology import read_topology
 from rallypoint.config.values import check_values
 from rallypoint.core.plan.topology import Topology
-from rallypoint.errors import ConfigError, UsageError
+from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.cluster import CLUSTER, FILES, LAUNCHER, ON_LOOPBACK, SNAPSHOTS, ClusterConfig, option
 from rallypoint.launch.engines.choice import check_engine
@@ -45,14 +45,11 @@ TokenFile = Annotated[str, typer.Option(
     metavar="FILE", help="The file that holds the job's token, or that of this role; by default RALLYPOINT_TOKEN_FILE "
     "or RALLYPOINT_TOKEN. `rallypoint token` makes them.",
 )]  # fmt: skip
-Interface = Annotated[str, typer.Option(
-    metavar="NAME", help="Listen at the address of this network interface, as eth0, in place of the host in --bind.",
-)]  # fmt: skip
 HealthAt = Annotated[str, typer.Option(
     metavar="HOST:PORT", help="Answer GET /healthz and /readyz here: for the probes of whoever runs this process.",
 )]  # fmt: skip
 Tls = Annotated[str, typer.Option(
-    metavar="FOLDER", help="Use TLS, with this role's certificate in a folder of `rallypoint certs`; by default "
+    metavar="FOLDER", help="Use TLS, with this role's certificate in a folder of `rallypoint token --tls`; by default "
     "RALLYPOINT_TLS.",
 )]  # fmt: skip
 HowPayloadsGo = Annotated[str, typer.Option(
@@ -88,27 +85,15 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
         metavar="FILE|A,B", panel=CLUSTER, help="Run on these machines over ssh: a file with one a line, or a list.",
     ), LAUNCHER] = ""  # fmt: skip
     keep_last: Annotated[int, option(
-        min=1, metavar="N", panel=SNAPSHOTS, help="Snapshots to keep: the last so many,",
+        min=1, metavar="N", panel=SNAPSHOTS,
+        help="Snapshots to keep: the last so many (and the best, with --set keep_best=loss).",
     )] = 3  # fmt: skip
-    keep_every: Annotated[int, option(
-        min=0, metavar="N", panel=SNAPSHOTS, help="... those of a version that is a multiple of this (0: none),",
-    )] = 0  # fmt: skip
-    keep_best: Annotated[str, option(
-        metavar="NAME", panel=SNAPSHOTS,
-        help="... and the one with the best value of this figure; each version that is evaluated gets a snapshot.",
-    )] = ""  # fmt: skip
-    best_is: Annotated[str, option(
-        metavar="min|max", panel=SNAPSHOTS, help="With --keep-best: whether the lowest or the highest is the best.",
-    )] = "min"  # fmt: skip
     config: ConfigFile = None
     sets: Sets = None
     track: Annotated[list[str] | None, option(
         metavar="KIND:FOLDER", panel=FILES,
         help="Write the run's figures for a tracker: tensorboard, wandb (offline) or mlflow. Can be repeated.",
     ), LAUNCHER] = None  # fmt: skip
-    trace_steps: Annotated[str, option(
-        metavar="A:B", panel=FILES, help="Which steps to trace, from A to before B.",
-    ), LAUNCHER] = "5:7"  # fmt: skip
     or_resume: Annotated[bool, option(
         "--or-resume", metavar=None, panel=FILES,
         help="If --folder holds a run already, go on with it from its newest snapshot (without one: anew).",
@@ -124,11 +109,7 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
         """
         limits, start = parse_workers(self.workers)
         self.check()
-        if self.best_is not in ("min", "max"):
-            raise ConfigError(f"--best-is {self.best_is}: it must be min or max")
         overrides = overrides_from(self.config, self.sets or [])
-        if self.keep_best:
-            overrides = merged({"keep_best": self.keep_best, "best_is": self.best_is}, overrides)
         check_keys(overrides)
         check_values(overrides)
         topology = Topology() if self.topology is None else read_topology(self.topology)
@@ -138,19 +119,15 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
         kept |= {"folder": folder, "snapshots": "" if where == "none" else where}
         return Launch(
             **kept, worker=tuple(worker), workers=limits, workers_start=start, overrides=overrides, topology=topology,
-            retention=Retention(
-                keep_last=self.keep_last, keep_every=self.keep_every, keep_best=self.keep_best,
-                best_is="max" if self.best_is == "max" else "min",
-            ),
+            retention=Retention(keep_last=self.keep_last),
         )  # fmt: skip
 
     def run(self, worker: list[str], *, script: str = "", more_settings: list[str] | None = None) -> Launch:
         """Return the plan of a run with workers of this argv: see `plan`. `more_settings` come after the options'."""
         both = msgspec.structs.replace(self, sets=[*(self.sets or []), *(more_settings or [])])
         own = {
-            "script": script, "trace_steps": _steps(self.trace_steps),
-            "tls": self._certificates(), "transport": self._transport(), "metrics": self._targets(),
-            "watch": self._page(), "track": self._tracked(), **self._machines(),
+            "script": script, **self._traced(), "tls": self._certificates(), "transport": self._transport(),
+            "metrics": self._targets(), "watch": self._page(), "track": self._tracked(), **self._machines(),
         }  # fmt: skip
         return with_whole_paths(msgspec.structs.replace(both.plan(worker), **own))
 
@@ -159,8 +136,8 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
         given = self.tls or os.environ.get(environment.TLS, "")
         if given == AUTO and (self.hosts or self.engine != "local"):
             raise UsageError(
-                "--tls auto makes certificates on this machine alone: make some with `rallypoint certs FOLDER`, copy "
-                "them to the same place on each machine, and give --tls FOLDER"
+                "--tls auto makes certificates on this machine alone: make some with `rallypoint token --tls FOLDER`, "
+                "copy them to the same place on each machine, and give --tls FOLDER"
             )
         return given if given in ("", AUTO) else str(Path(given).resolve())
 
@@ -186,6 +163,12 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
 
         return parse_targets(self.track or ())
 
+    def _traced(self) -> dict[str, Any]:
+        """Return where a trace goes and of which steps it is, for the plan: ``FILE`` or ``FILE@A:B``."""
+        if (found := re.fullmatch(r"(.+)@(\d+):(\d+)", self.trace, re.ASCII)) is None:
+            return {"trace": self.trace}
+        return {"trace": found[1], "trace_steps": (int(found[2]), int(found[3]))}
+
     def _targets(self) -> str:
         """Return where the file with the places of metrics belongs, for the plan."""
         if not self.metrics:
@@ -209,7 +192,7 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
             return {"bind": bind} if self.engine in ("ray", "slurm") else {}
         if self.engine not in ("local", "ssh"):
             raise UsageError(f"--hosts is for ssh, not for --engine {self.engine}")
-        return {"engine": "ssh", "hosts": hosts_of(self.hosts), "ssh": self.ssh, "bind": bind}
+        return {"engine": "ssh", "hosts": hosts_of(self.hosts), "bind": bind}
 
 
 def options_of(kind: type[msgspec.Struct], *, without: str = "") -> dict[str, Any]:
@@ -281,10 +264,3 @@ def arguments_of(options: RunOptions) -> list[str]:
         else:
             words += [part for one in (value if isinstance(value, list) else [value]) for part in (word, str(one))]
     return words
-
-
-def _steps(text: str) -> tuple[int, int]:
-    first, colon, last = text.partition(":")
-    if not (colon and first.isdigit() and last.isdigit()):
-        raise ConfigError(f"'{text}' is not a range of steps: write it as 5:7")
-    return int(first), int(last)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import ssl
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -98,7 +96,7 @@ class TlsFiles:
         if role != self._role:
             raise UsageError(
                 f"{self.folder / CERTIFICATE} is the certificate of a {role}, and this is a {self._role}: give --tls "
-                f"the folder {self._role} of `rallypoint certs`, or the one above it"
+                f"the folder {self._role} of `rallypoint token --tls`, or the one above it"
             )
         return Loaded(dialing, listening, certificate)
 
@@ -140,7 +138,7 @@ def _check_readable(path: Path) -> None:
             return
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be read: {error.strerror}; `rallypoint certs FOLDER` makes certificates"
+            f"{path} cannot be read: {error.strerror}; `rallypoint token --tls FOLDER` makes certificates"
         ) from None
 
 
@@ -158,14 +156,14 @@ _CA_DAYS = 3650
 _EARLIER = timedelta(days=1)  # clocks differ
 
 
-def make_certificates(folder: Path, *, hosts: Sequence[str] = (), days: float = 365.0) -> datetime:
+def make_certificates(folder: Path, *, days: float = 365.0) -> datetime:
     """Make a CA, if `folder` has none, and a new certificate for each role. Returns until when they are valid.
 
         folder/ca/ca.pem, key.pem                        the CA's key stays here
         folder/ROLE/ca.pem, cert.pem, key.pem            what a member of this role needs
 
-    `hosts` are names and addresses for other programs that check them; members do not. Keys are P-256, files of keys
-    are for this user only. Each file is replaced at once. UsageError if the CA cannot be used, or files not written.
+    Keys are P-256, files of keys are for this user only. Each file is replaced at once.
+    UsageError if the CA cannot be used, or files not written.
     """
     try:
         authority, key = _authority(folder / CA_FOLDER)
@@ -175,7 +173,7 @@ def make_certificates(folder: Path, *, hosts: Sequence[str] = (), days: float = 
         until = min(now + timedelta(days=days), authority.not_valid_after_utc)
         for role in ROLES:
             own = ec.generate_private_key(ec.SECP256R1())
-            certificate = _certificate(role, own.public_key(), authority, key, hosts=hosts, until=until)
+            certificate = _certificate(role, own.public_key(), authority, key, until)
             (folder / role).mkdir(mode=0o700, parents=True, exist_ok=True)
             _write(folder / role / CA, _pem(authority))
             _write(folder / role / KEY, _pem_of_key(own))
@@ -215,7 +213,7 @@ def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
 
 def _certificate(
     role: str, public: ec.EllipticCurvePublicKey, authority: x509.Certificate, key: ec.EllipticCurvePrivateKey,
-    *, hosts: Sequence[str], until: datetime,
+    until: datetime,
 ) -> x509.Certificate:  # fmt: skip
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, role)])
     builder = _builder(name, authority.subject, public, datetime.now(UTC) - _EARLIER, until)
@@ -228,8 +226,6 @@ def _certificate(
     builder = builder.add_extension(
         x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
     )
-    if hosts:
-        builder = builder.add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=False)
     return builder.sign(key, hashes.SHA256())
 
 
@@ -254,17 +250,6 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
         content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
         encipher_only=False, decipher_only=False,
     )  # fmt: skip
-
-
-def _host(text: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(text))
-    except ValueError:
-        pass
-    try:
-        return x509.DNSName(text)
-    except ValueError:
-        raise UsageError(f"'{text}' is neither a host's name nor an address") from None
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

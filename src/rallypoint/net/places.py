@@ -107,22 +107,20 @@ _IFREQ = 40  # bytes of a struct ifreq: 16 of name, then a sockaddr
 _IPV6 = Path("/proc/net/if_inet6")
 
 
-def at_interface(bind: str, interface: str) -> str:
-    """Return `bind` ("host:port") with the address of `interface` in place of its host; without one, `bind` itself.
+def at_interface(bind: str) -> str:
+    """Return `bind` ("host:port") with an address in place of its host if that is a network interface: ``eth0:4700``.
 
-    It is the interface's IPv4 address, or its first IPv6 address that others can reach, if it has no other or if the
-    host of `bind` is an IPv6 address. UsageError if there is no such interface, or no such address.
+    It is the interface's IPv4 address, or its first IPv6 address that others can reach, if it has no other or if its
+    name stands in brackets: ``[eth0]:4700``. UsageError if there is no such address.
     """
-    if not interface:
-        return bind
     host, _, port = bind.rpartition(":")
-    names = [name for _, name in socket.if_nameindex()]
-    if interface not in names:
-        raise UsageError(f"there is no interface {interface}: this machine has {', '.join(names)}")
-    wanted = [_ipv6] if ":" in host else [_ipv4, _ipv6]
+    interface, only_ipv6 = host.strip("[]"), host.startswith("[")
+    if interface not in [name for _, name in socket.if_nameindex()]:
+        return bind
+    wanted = [_ipv6] if only_ipv6 else [_ipv4, _ipv6]
     found = next((address for of in wanted if (address := of(interface))), "")
     if not found:
-        what = "IPv6 address" if ":" in host else "address"
+        what = "IPv6 address" if only_ipv6 else "address"
         raise UsageError(f"the interface {interface} has no {what} that others can reach: is it up?")
     return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
 

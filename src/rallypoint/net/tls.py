@@ -150,7 +150,7 @@ _ALERTS = {  # what the other side says of our certificate
     "CERTIFICATE_UNKNOWN": "it cannot be checked",
 }
 _EXPIRED, _NOT_YET = 10, 9  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED, X509_V_ERR_CERT_NOT_YET_VALID
-_RENEW = "`rallypoint certs FOLDER` renews it"
+_RENEW = "`rallypoint token --tls FOLDER` renews it"
 
 
 class TlsConnection:

@@ -73,7 +73,7 @@ def export_snapshot(
       left out where it is not one of plain training (see `steps_plainly`).
 
     With `average` the model's parameters are their average (rp.EMA, rp.SWA). With `best` it is the snapshot with the
-    best figure, of those that are there (`keep_best`, or --keep-best).
+    best figure, of those that are there (`keep_best`).
 
     Raises ConfigError for another ending, SnapshotError when nothing has been averaged, when no figure says
     which is the best, or when there is no usable snapshot, SnapshotFailed when `to` cannot be written.
@@ -112,7 +112,7 @@ def best_of(store: SnapshotStore, newest: Manifest) -> tuple[Manifest, str]:
     """
     rule = newest.job.rules.best
     if rule is None:
-        raise SnapshotError(f"the job of {newest.id} keeps no best snapshot: train it with --keep-best val_loss")
+        raise SnapshotError(f"the job of {newest.id} keeps no best snapshot: train it with --set keep_best=val_loss")
     judged = [manifest for manifest in store.manifests() if rule.metric in manifest.metrics]
     if not judged:
         raise SnapshotError(f"no snapshot has a {rule.metric}: does an evaluation (run.every) return that figure?")

@@ -45,21 +45,17 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         keep_last: keep this many of the newest.
-        keep_every: keep those whose version is a multiple of this number; 0 for none.
         keep_best: keep the one with the best value of this metric; "" for none.
         best_is: whether the smallest or the largest value is the best.
     """
 
     keep_last: int = 3
-    keep_every: int = 0
     keep_best: str = ""
     best_is: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        if self.keep_last < 0 or self.keep_every < 0:
-            raise ConfigError(
-                f"keep_last={self.keep_last}, keep_every={self.keep_every}: neither can be negative; 0 keeps none"
-            )
+        if self.keep_last < 0:
+            raise ConfigError(f"keep_last={self.keep_last}: it cannot be negative; 0 keeps none")
 
 
 def newest_first(identifiers: Iterable[str], latest: str | None) -> list[str]:
@@ -74,8 +70,6 @@ def newest_first(identifiers: Iterable[str], latest: str | None) -> list[str]:
 def wanted(newest: Sequence[Manifest], retention: Retention) -> set[str]:
     """Return the names of the snapshots (given newest first) that the retention keeps."""
     names = {manifest.id for manifest in newest[: retention.keep_last]}
-    if retention.keep_every:
-        names |= {manifest.id for manifest in newest if manifest.version % retention.keep_every == 0}
     metric = retention.keep_best
     scored = [manifest for manifest in newest if metric in manifest.metrics]
     if metric and scored:

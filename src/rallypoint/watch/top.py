@@ -30,15 +30,15 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def top(folder: Path, console: Console, *, once: bool = False) -> None:
-    """Show the run in `folder` until Ctrl-C, or (`once`, and where the console is no terminal) as it is now.
+def top(folder: Path, console: Console) -> None:
+    """Show the run in `folder` until Ctrl-C, or as it is now where the console is no terminal.
 
     Raises UsageError if there is no log.
     """
     check_log(folder)
     follower, name = Follower(folder), folder.resolve().name
     follower.look()
-    if once or not console.is_terminal:
+    if not console.is_terminal:
         console.print(shown(follower.run, name, console.width))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:

@@ -17,7 +17,7 @@ from rallypoint.config import parse
 from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Bytes, Feature
-from rallypoint.errors import ConfigError, JobAborted
+from rallypoint.errors import JobAborted
 from rallypoint.launch.chaos.report import Event, Report, ledger_of, measure, show
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Handle
@@ -30,7 +30,6 @@ from rallypoint.store.snapshots import SnapshotStore
 
 _SETTLE_S = 15.0  # seconds after which the next fault comes, even if the cluster has not recovered from the last one
 _SPREAD_S = 0.6  # seconds: each fault comes at a random time within so long of when it could
-_ROLES = ("worker", "server", "aggregator", "coordinator")
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -53,35 +52,18 @@ class _EverythingDied(Exception):
     """We have killed all processes at once."""
 
 
-def parse_faults(text: str) -> list[Fault]:
-    """Parse a schedule such as ``kill worker, resize 4, kill server``. Raises ConfigError when it is invalid."""
-    faults = [Fault(" ".join(part.split())) for part in text.split(",") if part.strip()]
-    for fault in faults:
-        fits = (
-            (fault.kind in ("kill", "stop") and fault.object in _ROLES)
-            or (fault.kind == "resize" and fault.object.isdigit() and int(fault.object) > 0)
-            or fault.what == "everything"
-        )
-        if not fits:
-            raise ConfigError(
-                f"'{fault.what}' is nothing that chaos can do: say kill or stop worker, server, aggregator or "
-                "coordinator, resize 4, or everything"
-            )
-    return faults
-
-
 def random_faults(
-    kills: int, resizes: Sequence[int], stops: int, everything: bool, seed: int, servers: int, aggregators: int = 0
+    kills: int, resizes: Sequence[int], everything: bool, seed: int, servers: int, aggregators: int
 ) -> list[Fault]:
-    """Return a schedule: kills spread over workers, servers (if there are two), aggregators and coordinator, the rest
-    between them."""
+    """Return a schedule: kills spread over workers, servers (if there are two), aggregators and coordinator; one stop
+    of a worker, and the rest, between them."""
     rng = random.Random(seed)
     shares = [("worker", 5), ("coordinator", 1), *([("server", 4)] if servers > 1 else [])]
     shares += [("aggregator", 2)] if aggregators else []
     total = sum(share for _, share in shares)
     faults = [Fault(f"kill {role}") for role, share in shares for _ in range(kills * share // total)]
     faults += [Fault("kill worker") for _ in range(kills - len(faults))]
-    faults += [Fault("stop worker") for _ in range(stops)]
+    faults.append(Fault("stop worker"))
     rng.shuffle(faults)
     for index, size in enumerate(resizes):
         faults.insert((index + 1) * len(faults) // (len(resizes) + 1), Fault(f"resize {size}"))

@@ -33,9 +33,9 @@ def answer(options: CostOptions, folder: Path | None, console: Console) -> None:
     if options.json:
         sys.stdout.write(as_json(question, candidates, verdict).decode() + "\n")
     else:
-        console.print(told(question, candidates, verdict, options.rows))
+        console.print(told(question, candidates, verdict))
     if options.plot is not None:
-        draw(shown(candidates, verdict, options.rows), verdict.why.partition(":")[0], options.plot)
+        draw(shown(candidates, verdict), verdict.why.partition(":")[0], options.plot)
 
 
 def _quicker(question: Question, verdict: Verdict) -> list[str]:
@@ -47,9 +47,9 @@ def _quicker(question: Question, verdict: Verdict) -> list[str]:
     workload, machines = question.workload, question.machines
     size, pace = workload.shard_bytes // 4, round(PACED * machines.rate * 8 / 1e6)
     tried = [
-        (f"shards of {size >> 10} KiB (shard_bytes, --shard-kib)", size >= _LEAST_SHARD,
+        (f"shards of {size >> 10} KiB (shard_bytes={size})", size >= _LEAST_SHARD,
          msgspec.structs.replace(workload, shard_bytes=size), machines),
-        (f"pace_mbit={pace} (--pace)", not machines.paced, workload, msgspec.structs.replace(machines, paced=True)),
+        (f"pace_mbit={pace}", not machines.paced, workload, msgspec.structs.replace(machines, paced=True)),
     ]  # fmt: skip
     notes = []
     for words, possible, other, there in tried:
@@ -71,7 +71,7 @@ def _own_seconds(question: Question, run: MeasuredRun) -> float:
     machines = question.machines
     workers = Workers(run.workers, machines.rate, replicas=question.replicas)
     site = Site(
-        workers=(workers,), servers=(Servers(run.servers, machines.server_rate or machines.rate),),
+        workers=(workers,), servers=(Servers(run.servers, machines.rate),),
         replication=min(run.replication, run.servers), speeds=machines.speeds,
     )  # fmt: skip
     return step_cost(question.workload, as_paced(site, question.workload, machines)).seconds

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from rallypoint.codec.spec import CodecSpec
+from rallypoint.config import JobConfig
 from rallypoint.coordinator.journal import kept_state
 from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.job import JobRecord
@@ -29,27 +33,22 @@ class MeasuredRun:
     Attributes:
         name: of its folder.
         sizes: words of each module, in the order of the forward pass.
-        workload: the run's settings; its layers compute nothing yet.
-        replicas, workers, servers, replication: of the job, the members at the most.
+        config: the job's settings, as data.
+        workers, servers, replication: of the job, the members at the most.
         step: the median step, in seconds; 0 before there are enough.
         computed: seconds that the slowest replica of a step computed, the median; 0: not recorded.
-        paced: the job sets `pace_mbit`.
-        by_port: its members pace by what their ports carry (`pacing`); jobs of older versions did not.
         busiest: bytes a second that a machine has sent, or received, at the most; 0: unknown, or one machine only.
         losses: members that were lost, and `seconds_long` of what the run has lasted.
     """
 
     name: str
     sizes: tuple[int, ...]
-    workload: Workload
-    replicas: int
+    config: Mapping[str, Any]
     workers: int
     servers: int
     replication: int
     step: float
     computed: float
-    paced: bool
-    by_port: bool
     busiest: float
     losses: int
     seconds_long: float
@@ -71,11 +70,9 @@ def measured_run(folder: Path) -> MeasuredRun:
     seen, record = follower.run, state.record
     counts = {kind: _most(seen, kind) for kind in ("computing", "server")}
     return MeasuredRun(
-        name=folder.resolve().name, sizes=sizes_of(record.layout), workload=_workload_of(record),
-        replicas=int(record.config.get("replicas", 1)), workers=counts["computing"] or 1,
-        servers=counts["server"] or 1, replication=_replication_of(folder, record), step=seen.times.quantile(0.5),
-        computed=statistics.median(seen.computed) if seen.computed else 0.0,
-        paced=bool(record.config.get("pace_mbit")), by_port=record.config.get("pacing") == "auto",
+        name=folder.resolve().name, sizes=sizes_of(record.layout), config=record.config,
+        workers=counts["computing"] or 1, servers=counts["server"] or 1, replication=_replication_of(folder, record),
+        step=seen.times.quantile(0.5), computed=statistics.median(seen.computed) if seen.computed else 0.0,
         busiest=_busiest(seen),
         losses=sum(mark["kind"] == "loss" for mark in seen.marks), seconds_long=seen.now,
     )  # fmt: skip
@@ -105,23 +102,18 @@ def sizes_of(layout: Layout) -> tuple[int, ...]:
     return tuple(sum(entry.spec.numel for entry in own) for own in sorted(modules.values(), key=depth))
 
 
-def _workload_of(record: JobRecord) -> Workload:
-    config = record.config
+def workload_of(config: JobConfig, layers: Sequence[Layer]) -> Workload:
+    """What a job with these settings does in a step."""
     return Workload(
-        layers=(Layer(1),), shard_bytes=int(config.get("shard_bytes", 1 << 20)), up=_bytes_of(config.get("codec")),
-        down=_bytes_of(config.get("down")), clip=config.get("clip") is not None or config.get("nonfinite") == "skip",
-        steps=record.steps_per_round, early=bool(config.get("overlap", True)),
+        layers=tuple(layers), shard_bytes=config.shard_bytes, up=_bytes_of(config.codec), down=_bytes_of(config.down),
+        clip=config.clip is not None or config.nonfinite == "skip", steps=config.steps_per_round, early=config.overlap,
     )  # fmt: skip
 
 
-def _bytes_of(codec: Any) -> float:
-    """What a word takes with this codec, as the configuration has it; 4 for one that the planner does not know."""
-    if not isinstance(codec, Mapping):
-        return 4.0
-    kind = str(codec.get("type", "raw"))
-    if "ratio" in codec:
-        return _SPARSE_BYTES * float(codec["ratio"])
-    return SENT_BYTES.get(kind, 4.0)
+def _bytes_of(codec: CodecSpec) -> float:
+    """What a word takes with this codec; 4 for one that the planner does not know."""
+    told = msgspec.to_builtins(codec)
+    return _SPARSE_BYTES * told["ratio"] if "ratio" in told else SENT_BYTES.get(told["type"], 4.0)
 
 
 def _replication_of(folder: Path, record: JobRecord) -> int:

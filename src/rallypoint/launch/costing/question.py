@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
+from rallypoint.config.keys import check_keys
+from rallypoint.config.resolve import merged, overrides_from, parse, resolve
+from rallypoint.config.values import check_values
 from rallypoint.core.plan.candidates import Encoding, Machines
 from rallypoint.core.plan.failures import NEVER
-from rallypoint.core.plan.workload import SENT_BYTES, Workload, layers_of, transformer
+from rallypoint.core.plan.workload import SENT_BYTES, Layer, Workload, layers_of, transformer
 from rallypoint.errors import ConfigError, UsageError, meant
 from rallypoint.launch.cluster import option
-from rallypoint.launch.costing.measured import MeasuredRun
+from rallypoint.launch.costing.measured import MeasuredRun, workload_of
 from rallypoint.launch.costing.quantities import bytes_of, count_of, rate_of, seconds_of
 
-_JOB, _MACHINES, _WORTH, _OUTPUT = "The job", "The machines", "Failures and money", "Output"
-_MOST_WORDS, _MOST_DEPTH = 1e15, 10_000
-_FLOPS = 6.0  # of a parameter and a token, forward and backward (Kaplan et al., 2020)
+_JOB, _MACHINES, _OUTPUT = "The job", "The machines", "Output"
+_MOST_WORDS = 1e15
+_GPUS = re.compile(r"(?:([1-9][0-9]{0,5})x)?([1-9][0-9]{0,6})", re.ASCII)
 ENCODINGS: Mapping[str, Encoding] = {
     "fp16": Encoding("fp16", 2.0, 2.0, True),
     "bf16": Encoding("bf16", 2.0, 2.0, True),
@@ -36,72 +40,37 @@ class CostOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str, option(
         metavar="N", panel=_JOB, help="Its parameters, as 7e9, 7B or 350M: a transformer with as many blocks as usual.",
     )] = ""  # fmt: skip
-    depth: Annotated[int, option(
-        min=0, metavar="N", panel=_JOB, show_default=False, help="Its blocks, if their number is unusual.",
-    )] = 0  # fmt: skip
     compute: Annotated[str, option(
-        metavar="TIME", panel=_JOB, help="How long one GPU computes in a step, forward and backward, as 800ms or 2s;",
+        metavar="TIME", panel=_JOB,
+        help="How long one GPU computes in a step, forward and backward, as 800ms or 2s: 6 operations for each "
+        "parameter and token.",
     )] = ""  # fmt: skip
-    tokens: Annotated[str, option(
-        metavar="N", panel=_JOB, help="... or the tokens of a step on each GPU, which are 6 operations a parameter,",
-    )] = ""  # fmt: skip
-    tflops: Annotated[float, option(
-        min=0, metavar="N", panel=_JOB, show_default=False,
-        help="... and the 10^12 operations a second that one GPU reaches in training.",
-    )] = 0.0  # fmt: skip
-    replicas: Annotated[int, option(
-        min=0, metavar="N", panel=_JOB, show_default=False, help="Replicas of the job; by default as many as GPUs.",
-    )] = 0  # fmt: skip
     codec: Annotated[list[str] | None, option(
         metavar="NAME", panel=_JOB,
-        help=f"Look at this codec too: {', '.join(ENCODINGS)}; it changes the result. Can be repeated.",
+        help=f"Look at this codec too: {', '.join(ENCODINGS)}; it changes the result. May be repeated.",
     )] = None  # fmt: skip
-    local_steps: Annotated[int, option(
-        min=1, metavar="H", panel=_JOB, help="Synchronise every H steps (rp.LocalSteps), which changes the result.",
-    )] = 1  # fmt: skip
-    pace: Annotated[bool, option("--pace", metavar=None, panel=_JOB, help="The job sets pace_mbit.")] = False
-    unpaced: Annotated[bool, option("--unpaced", metavar=None, panel=_JOB, help="The job sets pacing=off.")] = False
-    clip: Annotated[bool, option("--clip", metavar=None, panel=_JOB, help="The job clips the gradient's norm.")] = False
-    shard_kib: Annotated[int, option(min=1, metavar="KIB", panel=_JOB, help="The size of a shard.")] = 1024
-    gpus: Annotated[int, option(
-        min=0, metavar="N", panel=_MACHINES, show_default=False,
-        help="Processes that compute, one for each GPU (or each CPU worker).",
-    )] = 0  # fmt: skip
-    gpus_per_host: Annotated[int, option(
-        min=1, metavar="N", panel=_MACHINES, help="GPUs that share a host and its link.",
-    )] = 1  # fmt: skip
+    sets: Annotated[list[str] | None, option(
+        "--set", metavar="KEY=VALUE", panel=_JOB,
+        help="A setting of the job, as clip=1.0, shard_bytes=262144 or replicas=64; may be repeated.",
+    )] = None  # fmt: skip
+    gpus: Annotated[str, option(
+        metavar="N|HxN", panel=_MACHINES,
+        help="Processes that compute, one for each GPU (or each CPU worker): 8, or 4x8 for 8 on each of 4 hosts, which "
+        "share the host's link.",
+    )] = ""  # fmt: skip
     link: Annotated[str, option(
         metavar="RATE", panel=_MACHINES, help="The link of a host, in one direction, as 25Gbit or 3GB/s.",
     )] = ""  # fmt: skip
-    server_link: Annotated[str, option(
-        metavar="RATE", panel=_MACHINES, help="That of a server, if it is another.",
-    )] = ""  # fmt: skip
     servers: Annotated[list[int] | None, option(
         "--servers", "-s", min=1, metavar="N", panel=_MACHINES,
-        help="Look at so many servers; can be repeated. By default at numbers that suit the workers.",
+        help="Look at so many servers; may be repeated. By default at numbers that suit the workers.",
     )] = None  # fmt: skip
-    rack: Annotated[int, option(
-        min=0, metavar="N", panel=_MACHINES, show_default=False, help="Hosts of a rack that share",
-    )] = 0  # fmt: skip
-    uplink: Annotated[str, option(metavar="RATE", panel=_MACHINES, help="... an uplink of this rate.")] = ""
     memory: Annotated[str, option(
         metavar="SIZE", panel=_MACHINES, help="Of a GPU, as 80GB: what does not fit is not recommended.",
     )] = ""  # fmt: skip
     mtbf: Annotated[str, option(
-        metavar="TIME", panel=_WORTH, help="The mean time between failures of one machine, as 90d or 2000h.",
+        metavar="TIME", panel=_MACHINES, help="The mean time between failures of one machine, as 90d or 2000h.",
     )] = ""  # fmt: skip
-    restart: Annotated[str, option(
-        metavar="TIME", panel=_WORTH, help="Until a job without servers trains again after one.",
-    )] = "120s"  # fmt: skip
-    gpu_price: Annotated[float, option(
-        min=0, metavar="PRICE", panel=_WORTH, show_default=False, help="Of an hour of one GPU, and",
-    )] = 0.0  # fmt: skip
-    server_price: Annotated[float, option(
-        min=0, metavar="PRICE", panel=_WORTH, show_default=False, help="... of one server.",
-    )] = 0.0  # fmt: skip
-    rows: Annotated[int, option(
-        min=1, metavar="N", panel=_OUTPUT, help="Rows of the table: the best so many, DDP and FSDP always.",
-    )] = 12  # fmt: skip
     plot: Annotated[Path | None, option(
         metavar="FILE", panel=_OUTPUT, help="Draw the layouts' steps into this file, as .png or .svg.",
     )] = None  # fmt: skip
@@ -127,69 +96,54 @@ def question_of(options: CostOptions, run: MeasuredRun | None = None) -> Questio
     UsageError says which option is missing; ConfigError which one is impossible.
     """
     notes: list[str] = []
-    workload = _workload_of(options) if run is None else _workload_of_run(options, run)
-    gpus = options.gpus or (run.workers if run else 0)
-    if not gpus:
-        raise UsageError("how many GPUs? give --gpus N")
-    replicas = options.replicas or (run.replicas if run else gpus)
+    overrides = overrides_from(None, options.sets or [])
+    check_keys(overrides)
+    check_values(overrides)
+    config = parse(merged(run.config, overrides)) if run else resolve({}, overrides)
+    layers = _layers_of(options) if run is None else _layers_of_run(options, run)
+    hosts, per_host = _gpus_of(options, run)
+    gpus = hosts * per_host
+    replicas = config.replicas if run or "replicas" in overrides else gpus
     if replicas < gpus:
         raise UsageError(f"{gpus} GPUs and {replicas} replicas: those above it would stand by. Use --gpus {replicas}")
-    if gpus % options.gpus_per_host:
-        raise UsageError(f"{gpus} GPUs on hosts of {options.gpus_per_host}: give a whole number of hosts")
-    if bool(options.rack) != bool(options.uplink):
-        raise UsageError("--rack N and --uplink RATE belong together: N hosts share an uplink of that rate")
-    if options.server_price and not options.gpu_price:
-        raise UsageError("--server-price belongs to --gpu-price: give what an hour of a GPU costs too")
     machines = Machines(
-        gpus=gpus, per_host=options.gpus_per_host, rate=_link_of(options, run, notes),
-        server_rate=rate_of(options.server_link, "--server-link") if options.server_link else 0.0,
-        servers=tuple(sorted(set(options.servers or ()))), rack=options.rack,
-        uplink=rate_of(options.uplink, "--uplink") if options.uplink else 0.0,
+        gpus=gpus, per_host=per_host, rate=_link_of(options, run, notes),
+        servers=tuple(sorted(set(options.servers or ()))),
         memory=bytes_of(options.memory, "--memory") if options.memory else 0.0,
-        restart=seconds_of(options.restart, "--restart"), gpu_price=options.gpu_price,
-        server_price=options.server_price,
-        paced=options.pace or (run is not None and run.paced), mtbf=_mtbf_of(options, run, notes),
-        by_port=not options.unpaced and (run is None or run.by_port),
+        paced=bool(config.pace_mbit), mtbf=_mtbf_of(options, run, notes), by_port=config.pacing == "auto",
     )  # fmt: skip
-    return Question(workload, machines, _encodings_of(options), -(-replicas // gpus), notes)
+    return Question(workload_of(config, layers), machines, _encodings_of(options), -(-replicas // gpus), notes)
 
 
-def _workload_of(options: CostOptions) -> Workload:
+def _gpus_of(options: CostOptions, run: MeasuredRun | None) -> tuple[int, int]:
+    """How many hosts, and how many GPUs on each."""
+    if not options.gpus:
+        if run is None:
+            raise UsageError("how many GPUs? give --gpus N")
+        return run.workers, 1
+    if (found := _GPUS.fullmatch(options.gpus)) is None:
+        raise ConfigError(f"--gpus {options.gpus}: write their number, as 8, or 4x8 for 8 on each of 4 hosts")
+    return (int(found[1]), int(found[2])) if found[1] else (int(found[2]), 1)
+
+
+def _layers_of(options: CostOptions) -> tuple[Layer, ...]:
     if not options.model:
         raise UsageError("what is to be trained? give --model N (its parameters, as 7e9), or the folder of a run")
     words = count_of(options.model, "--model")
-    if not 1000 <= words <= _MOST_WORDS or options.depth > min(_MOST_DEPTH, words / 3):
-        depth = f" of {options.depth:,} blocks" if options.depth else ""
-        raise ConfigError(f"--model {options.model}{depth}: that is no model; write its parameters, as 350M")
-    return _told(options, transformer(words, _compute_of(options, words), depth=options.depth))
+    if not 1000 <= words <= _MOST_WORDS:
+        raise ConfigError(f"--model {options.model}: that is no model; write its parameters, as 350M")
+    if not options.compute:
+        raise UsageError("how long does a GPU compute in a step? give --compute TIME, as 800ms")
+    return transformer(words, seconds_of(options.compute, "--compute"))
 
 
-def _compute_of(options: CostOptions, words: float) -> float:
-    if options.compute:
-        return seconds_of(options.compute, "--compute")
-    if not (options.tokens and options.tflops):
-        raise UsageError("how long does a GPU compute? give --compute TIME, or --tokens N and --tflops N")
-    return _FLOPS * words * count_of(options.tokens, "--tokens") / (options.tflops * 1e12)
-
-
-def _told(options: CostOptions, layers: Any) -> Workload:
-    return Workload(
-        layers=layers, shard_bytes=options.shard_kib << 10, clip=options.clip, steps=options.local_steps
-    )  # fmt: skip
-
-
-def _workload_of_run(options: CostOptions, run: MeasuredRun) -> Workload:
-    if options.model or options.depth:
-        raise UsageError("--model and --depth are the run's own: leave them out, or the run")
+def _layers_of_run(options: CostOptions, run: MeasuredRun) -> tuple[Layer, ...]:
+    if options.model:
+        raise UsageError("--model is the run's own: leave it out, or the run")
     seconds = seconds_of(options.compute, "--compute") if options.compute else run.computed
     if not seconds:
         raise UsageError(f"{run.name} has not recorded how long its replicas computed: give --compute TIME")
-    workload = msgspec.structs.replace(run.workload, layers=layers_of(run.sizes, seconds))
-    if options.local_steps > 1:
-        workload = msgspec.structs.replace(workload, steps=options.local_steps)
-    if options.shard_kib != CostOptions.shard_kib:
-        workload = msgspec.structs.replace(workload, shard_bytes=options.shard_kib << 10)
-    return workload
+    return layers_of(run.sizes, seconds)
 
 
 def _link_of(options: CostOptions, run: MeasuredRun | None, notes: list[str]) -> float:

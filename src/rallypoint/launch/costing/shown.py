@@ -15,56 +15,47 @@ from rich.text import Text
 
 from rallypoint.core.plan.candidates import Candidate
 from rallypoint.core.plan.failures import NEVER
-from rallypoint.core.plan.verdict import Verdict, called, is_priced
+from rallypoint.core.plan.verdict import Verdict, called
 from rallypoint.errors import UsageError, to_install
 from rallypoint.launch.costing.measured import MeasuredRun
 from rallypoint.launch.costing.question import Question
 
 _KINDS = (".png", ".svg", ".pdf")
 _COMPUTING, _WAITING = "#4c78a8", "#f2a45c"
-_LAYOUT_WIDTH = 22
+_LAYOUT_WIDTH, _ROWS = 22, 12
 ASSUMED = (
     "assumed: fp32 gradients and parameters with AdamW, links that nobody else uses, a core for each server, a standby "
     "for each machine that fails"
 )
 
-_AGGREGATORS = (
-    "an aggregator of a rack has the link of its hosts together, or is several, each with some of the hosts: on a link "
-    "as one of theirs it would be what the rack waits for"
-)
 
-
-def told(question: Question, candidates: Sequence[Candidate], verdict: Verdict, rows: int) -> RenderableType:
+def told(question: Question, candidates: Sequence[Candidate], verdict: Verdict) -> RenderableType:
     """What is printed."""
-    failing, priced = question.machines.mtbf < NEVER, is_priced(candidates)
+    failing = question.machines.mtbf < NEVER
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, highlight=False)
     table.add_column("layout", min_width=_LAYOUT_WIDTH)
-    for name in (
-        "s/step", "waits", *(["goodput"] if failing else []), "GB", *(["1000 steps"] if priced else []),
-    ):  # fmt: skip
+    for name in ("s/step", "waits", *(["goodput"] if failing else []), "GB"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in shown(candidates, verdict, rows):
+    for one in shown(candidates, verdict):
         memory = one.memory
         table.add_row(
             called(one), f"{one.step.seconds:.3g}", f"{one.step.waited / one.step.seconds:.0%}",
             *([f"{one.goodput:.1%}"] if failing else []),
             f"{'' if one.fits else '! '}{_gb(memory.device)}/{_gb(memory.host)}/{_gb(memory.server)}",
-            *([f"{one.price:,.2f}"] if priced else []), style="bold" if one is verdict.best else "",
+            style="bold" if one is verdict.best else "",
         )  # fmt: skip
     notes = ["GB: of a GPU, of its host for it, of a server; waits: the part of a step in which a GPU computes nothing"]
     notes += question.notes
-    if any("aggregator a rack" in one.name for one in candidates):
-        notes.append(_AGGREGATORS)
     if not all(one.fits for one in candidates):
         notes.append("! does not fit into a GPU's memory")
     lines = [Text(f"{_sentence(note)}", style="dim") for note in (*notes, ASSUMED)]
     return Group(Text(_title(question)), table, *lines, Text(f"\n{_sentence(verdict.why)}", style="bold"))
 
 
-def shown(candidates: Sequence[Candidate], verdict: Verdict, rows: int) -> list[Candidate]:
-    """The rows of the table, the quickest first: DDP and FSDP always, of the others the best so many."""
+def shown(candidates: Sequence[Candidate], verdict: Verdict) -> list[Candidate]:
+    """The rows of the table, the quickest first: DDP and FSDP always, and what is recommended."""
     ranked = sorted(candidates, key=lambda one: (one.seconds, one.servers))
-    kept = ranked[:rows]
+    kept = ranked[:_ROWS]
     return [one for one in ranked if one in kept or not one.ours or one is verdict.best]
 
 

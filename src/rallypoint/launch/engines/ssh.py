@@ -16,7 +16,7 @@ OPTIONS = (
     "ServerAliveInterval=3",  # a machine that has died is noticed within 9 s
     "ServerAliveCountMax=3",
     "EscapeChar=none",
-    "ControlPath=none",  # a shared connection has others' signs of life; `--ssh 'ssh -S PATH'` shares one all the same
+    "ControlPath=none",  # a shared connection has others' signs of life
 )
 _OWN_FAILURE = 255
 
@@ -27,13 +27,13 @@ class SshCluster(RemoteCluster):
     def __init__(self, plan: Launch, say: Callable[[str], None]) -> None:
         """`say`: see `RemoteCluster`. Raises UsageError without hosts, or when the folders cannot be written."""
         hint = "write python=PATH after the host, if Rallypoint is in another Python there"
-        shell = RemoteShell("ssh", lambda host: ssh_command(plan.ssh, host), _OWN_FAILURE, hint)
+        shell = RemoteShell("ssh", ssh_command, _OWN_FAILURE, hint)
         super().__init__(plan, plan.hosts, shell, say)
 
 
-def ssh_command(ssh: str, host: Host) -> list[str]:
-    """Return the command that starts the far end on a host. `ssh`: the client, as ``ssh -F my_config``."""
+def ssh_command(host: Host) -> list[str]:
+    """Return the command that starts the far end on a host."""
     options = [word for option in OPTIONS for word in ("-o", option)]
     port = ["-p", str(host.port)] if host.port else []
     program = shlex.join([host.python, "-P", "-m", FAR_END])
-    return [*shlex.split(ssh), "-T", *options, *port, "--", host.name, f"exec {program}"]
+    return ["ssh", "-T", *options, *port, "--", host.name, f"exec {program}"]

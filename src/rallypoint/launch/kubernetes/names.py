@@ -16,7 +16,6 @@ _SNAPSHOT = re.compile(rf"({_LABEL.pattern}|[a-z0-9]+://[!-~]+)/(latest|step-\d{
 _FILE = re.compile(r"[-._A-Za-z0-9]{1,253}")  # as a key in a ConfigMap
 _IMAGE = re.compile(r"[!-~]+")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?")
-_PULL_POLICIES = ("", "Always", "IfNotPresent", "Never")
 
 
 def check_label(text: str, option: str) -> None:
@@ -29,7 +28,7 @@ def check_label(text: str, option: str) -> None:
 
 
 def check_name(text: str, option: str) -> None:
-    """Raise UsageError unless `text` is a DNS subdomain (RFC 1123), as names of Secrets, claims and classes are."""
+    """Raise UsageError unless `text` is a DNS subdomain (RFC 1123), as names of Secrets and claims are."""
     if len(text) > _LONGEST_SUBDOMAIN or _SUBDOMAIN.fullmatch(text) is None:
         raise UsageError(
             f"{option} {_shown(text)}: a name has small letters, digits, '-' and '.', begins and ends with a letter or "
@@ -43,14 +42,12 @@ def check_quantity(text: str) -> None:
         raise UsageError(f"'{text}' is no quantity: write 2 or 500m of a processor, 4Gi of memory or storage")
 
 
-def check_image(image: str, pull_policy: str) -> None:
-    """Raise UsageError unless this is an image's name, and a policy when to pull it ("": Kubernetes's)."""
+def check_image(image: str) -> None:
+    """Raise UsageError unless this is an image's name."""
     if not image:
         raise UsageError("which image? give --image NAME:TAG: it needs rallypoint and your script")
     if _IMAGE.fullmatch(image) is None:
         raise UsageError(f"--image {image!r}: an image's name has no spaces: write NAME:TAG")
-    if pull_policy not in _PULL_POLICIES:
-        raise UsageError(f"--pull-policy {pull_policy!r}: choose of {', '.join(_PULL_POLICIES[1:])}")
 
 
 def check_snapshot(text: str) -> None:

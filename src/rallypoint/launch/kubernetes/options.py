@@ -36,9 +36,6 @@ class RenderOptions(RunOptions, frozen=True, kw_only=True):
         help="The image with rallypoint and your script.", panel=_JOB, metavar="IMAGE",
     )] = ""  # fmt: skip
     name: Annotated[str, option(help="The job's name.", panel=_JOB, metavar="NAME")] = "rallypoint"
-    namespace: Annotated[str, option(
-        help="Its namespace; by default that of kubectl.", panel=_JOB, metavar="NAME",
-    )] = ""  # fmt: skip
     secret: Annotated[str, option(
         help="The Secret with the roles' tokens; by default NAME-token. See `rallypoint k8s secret`.", panel=_JOB,
         metavar="NAME",
@@ -56,31 +53,21 @@ class RenderOptions(RunOptions, frozen=True, kw_only=True):
     )] = ""  # fmt: skip
     memory: Annotated[str, option(help="Memory of each worker: 16Gi.", panel=_PODS, metavar="SIZE")] = ""
     gpus: Annotated[int, option(help="GPUs of each worker.", panel=_PODS, metavar="N", min=0)] = 0
-    server_cpu: Annotated[str, option(help="Processors of each server.", panel=_PODS, metavar="N")] = "1"
     server_memory: Annotated[str, option(help="Memory of each server.", panel=_PODS, metavar="SIZE")] = ""
     spot: Annotated[str, option(
         help="Workers go to nodes with this label, which may be taken away: cloud.google.com/gke-spot=true.",
         panel=_PODS, metavar="KEY=VALUE",
     )] = ""  # fmt: skip
-    grace: Annotated[int, option(
-        help="Seconds in which a pod that must go hands over what it holds.", panel=_PODS, metavar="S", min=15,
-    )] = 60  # fmt: skip
     save: Annotated[int, option(
         help="Seconds that workers have to save the model after the last step.", panel=_PODS, metavar="S", min=1,
     )] = 600  # fmt: skip
-    pull_policy: Annotated[str, option(
-        help="Always, IfNotPresent or Never.", panel=_PODS, metavar="WHEN",
-    )] = ""  # fmt: skip
     claim: Annotated[str, option(
         help="A volume claim that is there; by default one is made.", panel=_STORAGE, metavar="NAME",
     )] = ""  # fmt: skip
     storage: Annotated[str, option(
-        help="The size of the volume that is made.", panel=_STORAGE, metavar="SIZE",
+        help="The size of the volume that is made. All pods mount it (ReadWriteMany), unless --snapshots is a URL.",
+        panel=_STORAGE, metavar="SIZE",
     )] = "10Gi"  # fmt: skip
-    storage_class: Annotated[str, option(
-        help="Its storage class. All pods mount it (ReadWriteMany), unless --snapshots is a URL.", panel=_STORAGE,
-        metavar="NAME",
-    )] = ""  # fmt: skip
     resume: Annotated[str, option(
         help="Begin with this snapshot of another job on that volume, or with URL/SNAPSHOT. The other job's are only "
         "read.", panel=_STORAGE, metavar="JOB/SNAPSHOT",
@@ -105,14 +92,12 @@ class RenderOptions(RunOptions, frozen=True, kw_only=True):
         longest = max(len("coordinator-0-0"), len(f"worker-0-{self.most - 1}"), len(f"server-{self.servers - 1}-0"))
         if (over := len(f"{self.name}--abcde") + longest - LONGEST_NAME) > 0:
             raise UsageError(f"the name {self.name} is too long for the names of its pods: take {over} letters off")
-        if self.namespace:
-            check_label(self.namespace, "--namespace")
-        for name in ("secret", "tls", "claim", "storage_class"):
+        for name in ("secret", "tls", "claim"):
             if given := getattr(self, name):
-                check_name(given, f"--{name.replace('_', '-')}")
-        for size in (self.cpu, self.memory, self.server_cpu, self.server_memory, self.storage):
+                check_name(given, f"--{name}")
+        for size in (self.cpu, self.memory, self.server_memory, self.storage):
             check_quantity(size)
-        check_image(self.image, self.pull_policy)
+        check_image(self.image)
         if self.resume:
             check_snapshot(self.resume)
         if self.send_script:

@@ -18,12 +18,12 @@ from rallypoint.launch.kubernetes.options import CODE, FOLDER, RenderOptions
 _COORDINATOR_MIB, _MEMBER_MIB = 512, 1  # of memory: docs/scale.md has what 2,000 members need
 _WORD = re.compile(r"\$([a-z_]+)")
 _HEADER = """\
-# Once, before this: rallypoint k8s secret {secret}{namespace} | kubectl apply -f -
+# Once, before this: rallypoint k8s secret {secret} | kubectl apply -f -
 # How it gets on:    kubectl logs -f -l app.kubernetes.io/instance={name},app.kubernetes.io/component=coordinator
 """
 _TLS_HEADER = """\
-# For TLS, once:     rallypoint certs certificates
-#                    rallypoint k8s secret {tls}{namespace} --tls certificates | kubectl apply -f -
+# For TLS, once:     rallypoint token --tls certificates
+#                    rallypoint k8s secret {tls} --tls certificates | kubectl apply -f -
 """
 _MEMORY_HEADER = """\
 # Without --memory and --server-memory, pods are ended early when a node is short of memory.
@@ -41,8 +41,7 @@ def render(options: RenderOptions, script: Path, arguments: Sequence[str]) -> st
     manifests = [filled(part, values) for part in _yaml().safe_load_all(template)]
     header = _HEADER + _TLS_HEADER * bool(options.tls)
     header += "" if options.memory and options.server_memory else _MEMORY_HEADER
-    named = {**values, "namespace": f" --namespace {options.namespace}" if options.namespace else ""}
-    return header.format_map(named) + yaml_of([manifest for manifest in manifests if manifest])
+    return header.format_map(values) + yaml_of([manifest for manifest in manifests if manifest])
 
 
 def _values(options: RenderOptions, script: Path, arguments: Sequence[str]) -> dict[str, Any]:
@@ -53,14 +52,13 @@ def _values(options: RenderOptions, script: Path, arguments: Sequence[str]) -> d
     roles = ("coordinator", "server", "worker")
     path = str(PurePosixPath(CODE) / script.name) if options.send_script else str(script)
     return {
-        "name": name, "namespace": options.namespace, "labels": labels,
+        "name": name, "labels": labels,
         **{f"{role}_labels": {**labels, "app.kubernetes.io/component": role} for role in roles},
         "host": f"{name}-coordinator-0-0.{name}",  # under which the coordinator is found
-        "image": options.image, "pull_policy": options.pull_policy, "failed_status": FAILED,
+        "image": options.image, "failed_status": FAILED,
         "claim_name": options.claim or name, "makes_claim": not options.claim,
         "access_mode": "ReadWriteMany" if options.shared else "ReadWriteOnce",
-        "storage": options.storage, "storage_class": options.storage_class,
-        "shared": options.shared, "apart": not options.shared,
+        "storage": options.storage, "shared": options.shared, "apart": not options.shared,
         "workers": options.workers, "servers": options.servers, "most": most,
         "servers_that_stay": max(1, options.servers - 1),
         "snapshots": literal(options.snapshots) or f"{FOLDER}/{name}/snapshots",
@@ -70,13 +68,13 @@ def _values(options: RenderOptions, script: Path, arguments: Sequence[str]) -> d
         "code": {script.name: options.text(script)} if options.send_script else None,
         "secret": options.secret or f"{name}-token",
         "tls": options.tls, "tls_option": options.tls and "--tls=/run/rallypoint/tls",
-        "save": options.save, "grace": options.grace, "worker_grace": max(options.grace, options.save),
+        "save": options.save, "worker_grace": max(60, options.save),
         # The coordinator's memory is mostly the views that it sends: twice what was measured with many members.
         "coordinator_memory": f"{_COORDINATOR_MIB + _MEMBER_MIB * (most + options.servers)}Mi",
         # A pod that asks for no processor time is the first to be ended when its node is full.
         "cpu": options.cpu or str(options.threads or 1), "memory": options.memory,
         "gpus": str(options.gpus) if options.gpus else None,
-        "server_cpu": options.server_cpu or "1", "server_memory": options.server_memory,
+        "server_memory": options.server_memory,
         "spot": options.spot, "spot_key": spot_key, "spot_value": spot_value,
         "spot_label": {spot_key: spot_value} if spot_key else None,
     }  # fmt: skip

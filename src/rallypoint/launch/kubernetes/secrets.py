@@ -6,38 +6,35 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.kubernetes.names import check_label, check_name
+from rallypoint.launch.kubernetes.names import check_name
 from rallypoint.net.certificates import CA, CERTIFICATE, KEY
 from rallypoint.net.handshake import new_token, role_token
 
 _ROLES = ("coordinator", "server", "worker")
 
 
-def new_secret(name: str, namespace: str = "") -> dict[str, Any]:
+def new_secret(name: str) -> dict[str, Any]:
     """Return a Secret with a new token for each role. UsageError if it cannot be called so."""
     token = new_token()
-    return _secret(name, namespace, {role: role_token(token, role) for role in _ROLES})
+    return _secret(name, {role: role_token(token, role) for role in _ROLES})
 
 
-def certificates(name: str, folder: Path, namespace: str = "") -> dict[str, Any]:
-    """Return a Secret with each role's certificate, from a folder of `rallypoint certs`. UsageError if one is missing.
+def certificates(name: str, folder: Path) -> dict[str, Any]:
+    """Return a Secret with each role's certificate, from a folder of `rallypoint token --tls`.
 
-    Its keys are ``server-cert.pem`` and so on; the CA's certificate is everybody's.
+    UsageError if one is missing. Its keys are ``server-cert.pem`` and so on; the CA's certificate is everybody's.
     """
-    secret = _secret(name, namespace, {})
+    secret = _secret(name, {})
     for role in _ROLES:
         for file in (CA, CERTIFICATE, KEY):
             try:
                 secret["stringData"][file if file == CA else f"{role}-{file}"] = (folder / role / file).read_text()
             except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"{folder / role / file} cannot be read ({error}): `rallypoint certs {folder}` makes "
-                                 "the certificates") from None
+                raise UsageError(f"{folder / role / file} cannot be read ({error}): `rallypoint token --tls "
+                                 f"{folder}` makes the certificates") from None
     return secret
 
 
-def _secret(name: str, namespace: str, data: dict[str, str]) -> dict[str, Any]:
+def _secret(name: str, data: dict[str, str]) -> dict[str, Any]:
     check_name(name, "the Secret")
-    if namespace:
-        check_label(namespace, "--namespace")
-    about = {"name": name, **({"namespace": namespace} if namespace else {})}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": about, "type": "Opaque", "stringData": data}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "type": "Opaque", "stringData": data}

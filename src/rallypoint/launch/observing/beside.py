@@ -159,11 +159,11 @@ class Beside:
         self._targets = Targets(folder, plan.metrics)
         self._page = Companion("watch", plan.folder, what="the page cannot be served", wanted=bool(plan.watch))
         self._trackers = [
-            Companion("track", plan.folder, "--track", to, what=f"nothing goes to {to}", end_s=_TRACKER_S)
+            Companion("watch", plan.folder, "--track", to, what=f"nothing goes to {to}", end_s=_TRACKER_S)
             for to in plan.track
         ]
         self._lines = KeptLines(folder, [*secrets_among(os.environ), *secrets_in(plan.worker)])
-        self._reports = AutomaticReports(folder, plan.report_after)
+        self._reports = AutomaticReports(folder)
         here = {environment.STACKS: str(folder.resolve() / STACKS)} if plan.engine == "local" else {}
         self.environment = {**self._targets.environment, **here}
 

@@ -1,4 +1,4 @@
-"""Compares digests: of a replay with those of its run, and of two runs (``rallypoint diff``)."""
+"""Compares digests: of a replay with those of its run, and of two runs (``rallypoint replay RUN RUN``)."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def _nearest(plan: Launch, run: Path, step: int) -> Manifest:
     oldest = min(manifest.version for manifest in manifests)
     raise UsageError(
         f"the oldest snapshot of {run} is of step {oldest}, and a replay of step {step} needs an earlier one: "
-        "older ones were deleted (--keep-last, --keep-every)"
+        "older ones were deleted (--keep-last)"
     )
 
 

@@ -32,7 +32,8 @@ from rallypoint.net.frames import PROTOCOL
 MOST_BYTES = 16 << 20  # of all texts together
 MOST_REPORTS = 24  # in one run's folder
 MOST = 8  # reports of one launcher
-_USUAL = 10.0  # a stall takes so many times the longest of the last steps
+_STALL_S = 30.0  # a stall takes so long,
+_USUAL = 10.0  # ... and so many times the longest of the last steps
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 _END_S = 5.0
 _MOST_PROCESSES = 64  # whose stacks are in a report
@@ -196,12 +197,12 @@ def _writer(out: Path) -> Iterator[Any]:
 class AutomaticReports:
     """Makes the reports, each on a thread of its own, so that nothing waits for them.
 
-    A stall is a time without a step: more than `after` seconds (0: there are no reports), and more than ten times the
-    longest of the steps before. Only one thread may call it.
+    A stall is a time without a step: more than 30 s, and more than ten times the longest of the steps before.
+    Only one thread may call it.
     """
 
-    def __init__(self, folder: Path, after: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._after, self._clock = folder, after, clock
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
         self._made = 0
         self._steps, self._stepped = -1, 0.0
         self._longest = 0.0
@@ -216,7 +217,7 @@ class AutomaticReports:
             if self._steps >= 0 and done >= 0 and not self._told:
                 self._longest = max(0.9 * self._longest, now - self._stepped)
             self._steps, self._stepped, self._told = done, now, False
-        if done < 0 or self._told or not self._after or now - self._stepped <= max(self._after, _USUAL * self._longest):
+        if done < 0 or self._told or now - self._stepped <= max(_STALL_S, _USUAL * self._longest):
             return
         self._told = True
         self._begin("stall", f"no step for {now - self._stepped:.0f} s", ask=True)
@@ -244,7 +245,7 @@ class AutomaticReports:
             self._thread.join(_END_S)
 
     def _begin(self, kind: str, why: str, *, ask: bool) -> None:
-        if not self._after or self._made >= MOST or (self._thread is not None and self._thread.is_alive()):
+        if self._made >= MOST or (self._thread is not None and self._thread.is_alive()):
             return
         self._made += 1
         self._thread = threading.Thread(target=self._make, args=(kind, why, ask), name="report", daemon=True)

@@ -66,7 +66,7 @@ async function look() {
     }
     one("status").textContent = "";
   } catch {
-    one("status").textContent = "not connected: is `rallypoint compare` still running? trying again ...";
+    one("status").textContent = "not connected: is `rallypoint watch` still running? trying again ...";
     one("status").className = "bad";
   }
   setTimeout(look, 2000);

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rallypoint.errors import UsageError
 
+_SERVER_CPUS, _LEAD = 2, 120  # cores of a server, and seconds before the limit at which the last version is stored
 FOLDER = "runs/slurm-$SLURM_JOB_ID"  # a job that is requeued keeps its number
 _PLAIN = re.compile(r"[^\s\"'\\#]*")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
@@ -23,13 +24,10 @@ class Batch:
         servers, aggregators, workers: how many processes; of 2:8 workers, 8.
         together: one component, with servers on the workers' nodes (each worker's task has cores for its share of
             them); else a heterogeneous job of two.
-        server_cpus, worker_cpus: cores of each process.
+        worker_cpus: cores of each worker.
         gpus: of each worker.
         time: the job's limit, as Slurm writes it (``4:00:00``); "": the partition's.
-        partition, server_partition: "": Slurm's default; of servers, the workers'.
-        lead: seconds before the limit at which the job stores its last version and asks to be run again.
         lines: more options for ``#SBATCH``, for each component.
-        setup: shell lines before the command: ``module load``, ``source .venv/bin/activate``.
     """
 
     name: str
@@ -37,15 +35,10 @@ class Batch:
     servers: int
     aggregators: int = 0
     together: bool = False
-    server_cpus: int = 2
     worker_cpus: int = 1
     gpus: int = 0
     time: str = ""
-    partition: str = ""
-    server_partition: str = ""
-    lead: int = 120
     lines: Sequence[str] = ()
-    setup: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.time and not _TIME.fullmatch(self.time):
@@ -53,8 +46,8 @@ class Batch:
         if wrong := next((line for line in self.lines if not line.startswith("--")), None):
             raise UsageError(f"--sbatch {wrong}: an option of sbatch, as --sbatch=--account=me")
         if "/" in self.name:
-            raise UsageError(f"--job-name {self.name}: the job's output is NAME-JOBID.out, so no / in it")
-        for text in (self.name, self.partition, self.server_partition, *self.lines):
+            raise UsageError(f"the job's name {self.name}: its output is NAME-JOBID.out, so no / in it")
+        for text in (self.name, *self.lines):
             if not text.isprintable():
                 raise UsageError(f"{text!r} is not one line of text, as Slurm's options are")
 
@@ -66,7 +59,7 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
         "--output=%x-%j.out",
         "--open-mode=append",  # a job that is run again goes on with its log
         "--requeue",
-        f"--signal=B:USR1@{batch.lead}",
+        f"--signal=B:USR1@{_LEAD}",
     ]
     each = [
         "--no-kill",  # a node that dies takes its processes along, not the job
@@ -81,20 +74,21 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
         *_sbatch(general),
     ]
     if batch.together:
-        share = -(-(batch.servers + batch.aggregators) * batch.server_cpus // batch.workers)
-        text += _sbatch(_resources(batch.workers, batch.worker_cpus + share, batch.gpus, batch.partition))
+        share = -(-(batch.servers + batch.aggregators) * _SERVER_CPUS // batch.workers)
+        text += _sbatch(_resources(batch.workers, batch.worker_cpus + share, batch.gpus))
         text += _sbatch(each)
     else:
         servers = batch.servers + batch.aggregators
         text += [f"{comment}The first component: coordinator and servers. They need no GPU."]
-        text += _sbatch(_resources(servers, batch.server_cpus, 0, batch.server_partition or batch.partition))
+        text += _sbatch(_resources(servers, _SERVER_CPUS, 0))
         text += _sbatch(each)
         text += ["#SBATCH hetjob", f"{comment}The second component: workers."]
-        text += _sbatch(_resources(batch.workers, batch.worker_cpus, batch.gpus, batch.partition))
+        text += _sbatch(_resources(batch.workers, batch.worker_cpus, batch.gpus))
         text += _sbatch(each)
-    text += ["", *batch.setup, *([""] if batch.setup else [])]
     text += [
-        f"{comment}Seconds before the limit ({batch.lead}), at `scancel --batch --signal=USR1 JOB`, the launcher takes",
+        "",
+        f"{comment}Here: lines of shell before the job, as module load cuda.",
+        f"{comment}Seconds before the limit ({_LEAD}), at `scancel --batch --signal=USR1 JOB`, the launcher takes",
         f"{comment}a last snapshot and asks Slurm to run the job again; then, and after a node was lost or the job was",
         f"{comment}preempted, this same command goes on from the newest snapshot.",
         f"exec {_quoted(command)}",
@@ -102,9 +96,8 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
     return "\n".join(text) + "\n"
 
 
-def _resources(tasks: int, cpus: int, gpus: int, partition: str) -> list[str]:
+def _resources(tasks: int, cpus: int, gpus: int) -> list[str]:
     return [
-        *([f"--partition={partition}"] if partition else []),
         f"--ntasks={tasks}",
         f"--cpus-per-task={cpus}",
         *([f"--gpus-per-task={gpus}"] if gpus else []),
