@@ -22,11 +22,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rallypoint.launch.chaos.chaos import Chaos, Fault
-from rallypoint.launch.chaos.report import Measured, ledger_of, measure, typical_gap
+from rallypoint.launch.commands.chaos import Chaos, Fault, Measured, ledger_of, measure, typical_gap
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.launcher import launch
 from rallypoint.launch.plan import Launch
+from rallypoint.launch.run import launch
 from recovery_peers import PeerTrial, measure_torchft, measure_torchrun, why_not_torchft
 
 BATCH = 8

@@ -24,10 +24,9 @@ from rallypoint.core.cost.site import Speeds
 from rallypoint.core.cost.sites import ONE_SITE, Sites, sites_seconds
 from rallypoint.core.cost.workload import SENT_BYTES, Workload, transformer
 from rallypoint.errors import ConfigError, RallypointError, UsageError
-from rallypoint.launch.cluster import option
-from rallypoint.launch.costing.quantities import count_of, rate_of, seconds_of
-from rallypoint.launch.costing.shown import check_chart
+from rallypoint.launch.commands.costing import check_chart, count_of, rate_of, seconds_of
 from rallypoint.launch.options import with_options
+from rallypoint.launch.plan import option
 from rallypoint.testing.scale.cluster import Size
 from rallypoint.testing.scale.play import Outcome, Play, Scenario
 

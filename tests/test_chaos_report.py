@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rallypoint.core.view import ViewNumber
-from rallypoint.launch.chaos.report import Event, ledger_of, measure, typical_gap
+from rallypoint.launch.commands.chaos import Event, ledger_of, measure, typical_gap
 from rallypoint.net.messages import Applied, Planned
 
 STEP_S, LATER_S, STALL_S, KILLED = 0.25, 0.008, 0.44, 10

@@ -15,21 +15,26 @@ from rich.console import Console
 
 from rallypoint.errors import AccessDenied, UnprovenPeer, UsageError
 from rallypoint.launch.access import Access, access_of
-from rallypoint.launch.doctor.doctor import Doctor
-from rallypoint.launch.doctor.facts import Facts, Gpu, collect, free_bytes, gpus_of
-from rallypoint.launch.doctor.findings import (
+from rallypoint.launch.commands.doctor import (
     FEWEST_FILES,
     LITTLE_SPACE,
+    Asking,
+    Doctor,
+    Facts,
     Finding,
+    Gpu,
     Level,
     Link,
+    Probe,
     bits,
+    collect,
+    free_bytes,
+    gpus_of,
     of_cluster,
     of_links,
     of_machine,
     of_space,
 )
-from rallypoint.launch.doctor.probe import Asking, Probe
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import COORDINATOR, introduce, new_token
@@ -252,7 +257,7 @@ def test_it_says_whether_snapshots_can_be_written(tmp_path: Path) -> None:
 
 
 def test_it_says_when_there_is_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rallypoint.launch.doctor.doctor._PATIENCE_S", 0.0)
+    monkeypatch.setattr("rallypoint.launch.commands.doctor._PATIENCE_S", 0.0)
     out = io.StringIO()
     doctor = Doctor(Console(file=out, width=200), Access(new_token()))
     doctor.coordinator("127.0.0.1:1")

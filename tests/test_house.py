@@ -78,7 +78,7 @@ MODE_READERS = {
     "worker/loop/own.py": "picks what steps on a worker",
     "worker/tensors.py": "says why a mode does not support a table",
     "bridges/wrap.py": "picks the mode by who steps the optimizer that is given",
-    "launch/chaos/chaos.py": "compares bytes where the mode promises them",
+    "launch/commands/chaos.py": "compares bytes where the mode promises them",
 }  # outside the table, the policies, the configuration and the sources: each reads the description once
 
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}

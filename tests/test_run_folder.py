@@ -31,9 +31,7 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch import folder as folders
-from rallypoint.launch import launcher
-from rallypoint.launch.code.kept import keep
-from rallypoint.launch.code.trusted import refuse_others_script, refuse_others_words
+from rallypoint.launch import run
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.discovery import supervision
 from rallypoint.launch.folder import (
@@ -49,6 +47,7 @@ from rallypoint.launch.folder import (
     token_file,
     write_where,
 )
+from rallypoint.launch.kept_code import keep, refuse_others_script, refuse_others_words
 from rallypoint.launch.observing.replay import Wanted, replay
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
@@ -356,15 +355,15 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, others: tuple[
     console = RunConsole(Console(file=io.StringIO()))
     console.console.print = lambda text, **more: look(text)  # type: ignore[method-assign, assignment, misc]
     with pytest.raises(UsageError, match="nosuch"):
-        launcher.launch(plan, console)
+        run.launch(plan, console)
     assert sorted(path.name for path in folder.iterdir()) == ["mine.txt"] if others else not folder.exists()
     folder.mkdir(exist_ok=True)
     with pytest.raises(UsageError, match="nosuch"):
-        launcher.launch(plan, RunConsole(Console(file=io.StringIO())))
+        run.launch(plan, RunConsole(Console(file=io.StringIO())))
     assert (folder / "run.json").exists()  # it was the user's folder
     made = new_folder(tmp_path / "runs")
     with pytest.raises(UsageError, match="nosuch"):
-        launcher.launch(
+        run.launch(
             msgspec.structs.replace(plan, folder=str(made)), RunConsole(Console(file=io.StringIO())), made=True
         )
     assert not made.exists()
@@ -495,7 +494,7 @@ def test_a_run_is_resumed_in_its_size_unless_another_one_is_asked_for(
         servers=4, replication=2,
     ))  # fmt: skip
     launched: list[Launch] = []
-    monkeypatch.setattr(launcher, "launch", lambda plan, console, **how: launched.append(plan) or 0)
+    monkeypatch.setattr(run, "launch", lambda plan, console, **how: launched.append(plan) or 0)
     result = CliRunner().invoke(cli.app, ["resume", str(tmp_path), *options])
     assert result.exit_code == 0, result.output
     (plan,) = launched

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rallypoint.errors import LinkError
-from rallypoint.launch import ask
+from rallypoint.launch.commands import ask
 from rallypoint.net.messages import Members, Ordered, Pause, Resize, Snapshotted, SnapshotWanted, StepDone
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.environment import ANSWERS_AT, HEALTH, METRICS_TOKEN, METRICS_TOKEN_FILE
-from rallypoint.launch.health import Health, answering, health_at
-from rallypoint.launch.observing.metrics import Targets, of_process
+from rallypoint.launch.observing.health import Health, Targets, answering, health_at, of_process
 from rallypoint.launch.options import RunOptions
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.watch.metrics import Reading

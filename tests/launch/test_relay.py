@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import Output, RunConsole
 from rallypoint.launch.discovery.boards import Found
 from rallypoint.launch.discovery.entry import SUPERVISION, Duties
 from rallypoint.launch.discovery.place import Place
@@ -27,7 +27,6 @@ from rallypoint.launch.engines.local import LocalCluster
 from rallypoint.launch.engines.relay import Relay
 from rallypoint.launch.environment import LISTENS_AT, failure_line
 from rallypoint.launch.observing.beside import Companion
-from rallypoint.launch.output import Output
 from rallypoint.launch.plan import Launch
 from rallypoint.launch.run import ClusterRun
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.code import kept
+from rallypoint.launch import kept_code
 from rallypoint.launch.engines.remote.hosts import Host
 from rallypoint.launch.engines.remote.link import FAR_END
 from rallypoint.launch.engines.slurm.allocation import hosts_of_job, node_and_component, tasks_per_node
@@ -168,8 +168,8 @@ def test_a_python_in_an_odd_place_is_started_by_ssh_s_shell(tmp_path: Path) -> N
 def test_the_kept_copy_of_a_script_gets_odd_words_as_they_are_written(tmp_path: Path) -> None:
     script = tmp_path / "my $(x) train.py"
     script.write_text("import json, sys; print(json.dumps(sys.argv[1:]))\n")
-    kept.keep(str(script), tmp_path / "run")
-    argv = kept.worker_argv([sys.executable, str(script), *WORDS], str(script), tmp_path / "run")
+    kept_code.keep(str(script), tmp_path / "run")
+    argv = kept_code.worker_argv([sys.executable, str(script), *WORDS], str(script), tmp_path / "run")
     done = subprocess.run(argv, text=True, timeout=120, check=True, capture_output=True)
     assert json.loads(done.stdout) == list(WORDS)
 

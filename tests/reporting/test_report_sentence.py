@@ -8,9 +8,8 @@ import pytest
 
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import REPORTS
-from rallypoint.launch.observing.picture import Picture, sentence_of
 from rallypoint.launch.observing.redaction import KeptLines
-from rallypoint.launch.observing.reports import MOST, AutomaticReports
+from rallypoint.launch.observing.reports import MOST, AutomaticReports, Picture, sentence_of
 from rallypoint.launch.observing.stacks import Owner, Process
 from rallypoint.net.messages import Aborted, Finished, Snapshotted, StepDone, Waiting
 

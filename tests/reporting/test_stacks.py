@@ -15,8 +15,7 @@ import pytest
 
 from rallypoint.launch import environment
 from rallypoint.launch.folder import STACKS
-from rallypoint.launch.observing.picture import Picture
-from rallypoint.launch.observing.reports import write_report
+from rallypoint.launch.observing.reports import Picture, write_report
 from rallypoint.launch.observing.stacks import Owner, processes_of
 from rallypoint.testing.contracts.beside import until
 

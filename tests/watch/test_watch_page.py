@@ -28,7 +28,7 @@ from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS, Fingerpr
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import UsageError
-from rallypoint.launch.observing.page import facts_of, resolved_of
+from rallypoint.launch.observing.beside import facts_of, resolved_of
 from rallypoint.net.messages import Updated
 from rallypoint.watch.app import HEADER, Operator, Page, Wish
 from rallypoint.watch.follow import EVENTS, Follower

@@ -9,9 +9,9 @@ import typer
 
 from rallypoint.cli.app import PASS_ON, START, app
 from rallypoint.cli.given import hint_at_misplaced, refuse_option
-from rallypoint.launch.cluster import LAUNCHER
 from rallypoint.launch.kubernetes.options import RenderOptions
 from rallypoint.launch.options import with_options
+from rallypoint.launch.plan import LAUNCHER
 
 k8s = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", help="Write a job as manifests for Kubernetes, for a JobSet.",

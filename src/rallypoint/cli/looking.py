@@ -76,8 +76,8 @@ def diff(
 
     Example: [bold]rallypoint diff runs/20260131-235959 runs/20260201-101500[/bold]
     """
-    from rallypoint.launch.observing.digests import diff as compare
-    from rallypoint.launch.observing.digests import words_of
+    from rallypoint.launch.observing.replay import diff as compare
+    from rallypoint.launch.observing.replay import words_of
 
     found = compare(run, other, -1 if step is None else step)
     print(msgspec.json.encode(found).decode() if json else words_of(found))

@@ -18,7 +18,7 @@ def pause(run: RunFolder) -> None:
 
     Example: [bold]rallypoint pause runs/20260131-235959[/bold]
     """
-    from rallypoint.launch.ask import order
+    from rallypoint.launch.commands.ask import order
     from rallypoint.net.messages import Pause
 
     print(order(run, Pause(), print))
@@ -27,7 +27,7 @@ def pause(run: RunFolder) -> None:
 @app.command("continue", rich_help_panel=RUNNING)
 def go_on(run: RunFolder) -> None:
     """Let a job go on that is paused."""
-    from rallypoint.launch.ask import order
+    from rallypoint.launch.commands.ask import order
     from rallypoint.net.messages import Pause
 
     print(order(run, Pause(on=False), print))
@@ -43,7 +43,7 @@ def stop(
     Example: [bold]rallypoint stop runs/20260131-235959 --reason 'good enough'[/bold]
     """
     from rallypoint.core.typed import LONGEST_NAME
-    from rallypoint.launch.ask import order
+    from rallypoint.launch.commands.ask import order
     from rallypoint.net.messages import StopWanted
     from rallypoint.observe.lines import printable
 
@@ -60,7 +60,7 @@ def drain(run: RunFolder, member: Annotated[str, typer.Argument(help="A worker o
     """
     from rallypoint.core.typed import can_name
     from rallypoint.errors import UsageError
-    from rallypoint.launch.ask import order
+    from rallypoint.launch.commands.ask import order
     from rallypoint.net.messages import Drain
 
     if not can_name(member):

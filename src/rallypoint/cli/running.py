@@ -15,7 +15,7 @@ import typer
 from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import UsageError, to_install
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.page import facts_of, follow, resolved_of
+from rallypoint.launch.observing.beside import facts_of, follow, resolved_of
 from rallypoint.launch.options import RunFolder
 from rallypoint.store.checkpoints.format import Format
 
@@ -36,7 +36,7 @@ def resize(
 
     Example: [bold]rallypoint resize runs/20260131-235959 --workers 4 --servers 3[/bold]
     """
-    from rallypoint.launch.ask import resize as order
+    from rallypoint.launch.commands.ask import resize as order
 
     if not workers and not servers:
         raise UsageError("to what size? give --workers N, --servers N or both")
@@ -46,7 +46,7 @@ def resize(
 @app.command(rich_help_panel=RUNNING)
 def snapshot(run: RunFolder) -> None:
     """Ask a running job for a snapshot now, and wait until it is durable."""
-    from rallypoint.launch.ask import take_snapshot
+    from rallypoint.launch.commands.ask import take_snapshot
 
     print(take_snapshot(run, print))
 

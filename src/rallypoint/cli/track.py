@@ -12,7 +12,7 @@ import typer
 from rallypoint.cli.app import RUNNING, app
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.page import facts_of
+from rallypoint.launch.observing.beside import facts_of
 from rallypoint.launch.options import RunFolder
 
 _NICE = 10  # so much behind the run's own processes, where processors are short
@@ -32,8 +32,8 @@ def track(
 
     Example: [bold]rallypoint track runs/20260131-235959 --track tensorboard:logs[/bold]
     """
-    from rallypoint.launch.observing.picture import is_running
     from rallypoint.launch.observing.redaction import Redaction, secrets_among
+    from rallypoint.launch.observing.reports import is_running
     from rallypoint.watch.trackers import open_tracker
     from rallypoint.watch.tracking import RunFacts, parse_target, place_of
     from rallypoint.watch.tracking import track as follow

@@ -20,7 +20,7 @@ from rallypoint.coordinator.recording.fingerprints import FINGERPRINTS
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError, RallypointError, UsageError
-from rallypoint.launch.code.kept import CODE, remove
+from rallypoint.launch.kept_code import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS_FOLDER, TLS, read_plan
 from rallypoint.observe.lines import printable
 from rallypoint.own_files import opened, read_file

@@ -20,10 +20,9 @@ from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.discovery.entry import enter, place_of
-from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.launch.health import answering, health_at
+from rallypoint.launch.embedded import EmbeddedJob, import_job, replay_job
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.metrics import of_process
+from rallypoint.launch.observing.health import answering, health_at, of_process
 from rallypoint.launch.observing.stacks import keep_stacks
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import flush_output, say
@@ -66,13 +65,9 @@ def join() -> Job | RankJob:
         raise UsageError(IN_A_CHILD)
     coordinator = os.environ.get(environment.COORDINATOR)
     if os.environ.get(environment.REPLAY):
-        from rallypoint.launch.observing.replay_job import replay_job
-
         sys.excepthook = _one_sentence
         return _closed_at_exit(replay_job(os.environ[environment.REPLAY]))
     if os.environ.get(environment.IMPORT):
-        from rallypoint.launch.importing.job import import_job
-
         sys.excepthook = _one_sentence
         return _closed_at_exit(import_job(os.environ[environment.IMPORT]))
     if not coordinator:

@@ -22,11 +22,24 @@ from rallypoint.config.values import check_values
 from rallypoint.core.topology.told import Topology
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.cluster import CLUSTER, FILES, LAUNCHER, ON_LOOPBACK, SNAPSHOTS, ClusterConfig, option
 from rallypoint.launch.engines.choice import check_engine
 from rallypoint.launch.engines.remote.hosts import hosts_of
 from rallypoint.launch.folder import new_folder
-from rallypoint.launch.plan import AUTO, HERE, SNAPSHOTS_FOLDER, Launch, parse_workers, with_whole_paths
+from rallypoint.launch.plan import (
+    AUTO,
+    CLUSTER,
+    FILES,
+    HERE,
+    LAUNCHER,
+    ON_LOOPBACK,
+    SNAPSHOTS,
+    SNAPSHOTS_FOLDER,
+    ClusterConfig,
+    Launch,
+    option,
+    parse_workers,
+    with_whole_paths,
+)
 from rallypoint.net.rdma.choice import TRANSPORTS, chosen
 from rallypoint.store.snapshots import Retention
 
@@ -190,7 +203,7 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
         """Return where the file with the places of metrics belongs, for the plan."""
         if not self.metrics:
             return ""
-        from rallypoint.launch.observing.metrics import check_installed
+        from rallypoint.launch.observing.health import check_installed
 
         check_installed()
         if self.hosts or self.engine != "local":

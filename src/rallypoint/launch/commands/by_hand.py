@@ -21,17 +21,16 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
-from rallypoint.launch.commands.begin import command_of, start_of
+from rallypoint.launch.commands.resume import command_of, start_of
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, coordinated, token_file
-from rallypoint.launch.health import Health, stuck_for
-from rallypoint.launch.launcher import INTERRUPTED
 from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
-from rallypoint.launch.observing.metrics import of_process
+from rallypoint.launch.observing.health import Health, of_process, stuck_for
 from rallypoint.launch.observing.stacks import keep_stacks
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
+from rallypoint.launch.run import INTERRUPTED
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers

@@ -33,11 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.errors import UsageError, to_install
-from rallypoint.launch.code import runner
-from rallypoint.launch.code.kept import CODE
+from rallypoint.launch import runner
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit
 from rallypoint.launch.engines.ray_node import Begun, Driver, More, NodeProcess, pack
 from rallypoint.launch.engines.relay import passed_on
+from rallypoint.launch.kept_code import CODE
 from rallypoint.net.tcp import split_address
 
 GONE, DRAINED, LOST = "its node is gone", "its node is about to go", "its Ray actor is gone"

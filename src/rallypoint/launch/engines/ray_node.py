@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rallypoint.errors import RallypointError
-from rallypoint.launch.code import runner
+from rallypoint.launch import runner
 from rallypoint.launch.engines.cluster import Command, Exit
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 from rallypoint.launch.plan import HERE
@@ -38,7 +38,7 @@ class Driver:
     Attributes:
         node: the Ray node of the driver.
         python: its interpreter.
-        runner: its copy of `rallypoint.launch.code.runner`.
+        runner: its copy of `rallypoint.launch.runner`.
         cwd: its current folder. Where a node has it too, processes run in it.
         code: the folder of the code that the run has kept; "" if there is none.
         marker: a file among the run's snapshots; "" if they are no folder. A node that has it shares that folder.

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.cluster import LAUNCHER, ON_LOOPBACK, option
 from rallypoint.launch.kubernetes.names import (
     LONGEST_NAME,
     check_file,
@@ -20,7 +19,7 @@ from rallypoint.launch.kubernetes.names import (
     node_label,
 )
 from rallypoint.launch.options import RunOptions, check_script, options_of
-from rallypoint.launch.plan import parse_workers
+from rallypoint.launch.plan import LAUNCHER, ON_LOOPBACK, option, parse_workers
 
 FOLDER = "/rallypoint"  # where the shared volume is mounted; each job has a folder in it
 CODE = "/code"  # where a script that travels in the manifest is mounted

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Self
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.code.kept import CODE
 from rallypoint.launch.engines.cluster import Cluster, Command
 from rallypoint.launch.engines.remote.hosts import Host, coordinators_host, place
 from rallypoint.launch.engines.remote.link import HostLink, RemoteProcess, RemoteShell
 from rallypoint.launch.engines.remote.messages import PACKAGE, Begin, Ready, Unpack
+from rallypoint.launch.kept_code import CODE
 from rallypoint.launch.plan import AUTO, HERE, Launch, is_loopback
 
 _CONNECT_S = 30.0  # seconds in which the hosts must be ready when a run begins

@@ -1,4 +1,7 @@
-"""Runs a script until it calls `job.train`, which makes a snapshot of a checkpoint: `rallypoint resume` goes on."""
+"""``rallypoint import``: runs a script until it calls `job.train`, which makes a snapshot of a checkpoint.
+
+`rallypoint resume` goes on from it. Importing this loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,44 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.folder import clear, locked, not_begun, refuse_an_old_run, refuse_used_snapshots
-from rallypoint.launch.importing.task import Answer, Task
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.store.snapshots import SnapshotStore
+
+
+class ImportTask(msgspec.Struct, frozen=True):
+    """What to import, and where to.
+
+    Attributes:
+        checkpoint: see `store.checkpoints.reading`.
+        step: the steps of training in it; -1: as it says itself.
+        snapshots: the store that gets the snapshot.
+        answer: the file that gets an `Answer` when that is done.
+        folder: the run's folder.
+        overrides: the launcher's settings, nested.
+        strict: refuse a checkpoint that has more than the script's model.
+    """
+
+    checkpoint: str
+    step: int
+    snapshots: str
+    answer: str
+    folder: str
+    overrides: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Imported(msgspec.Struct, frozen=True):
+    """What was imported, as a sentence, and what the user is to know about it."""
+
+    said: str
+    warnings: tuple[str, ...] = ()
 
 
 def import_checkpoint(
@@ -52,10 +84,10 @@ def check_checkpoint(checkpoint: Path) -> None:
         raise UsageError(f"there is no checkpoint {checkpoint}")
 
 
-def _imported(plan: Launch, checkpoint: Path, step: int, *, strict: bool) -> Answer:
+def _imported(plan: Launch, checkpoint: Path, step: int, *, strict: bool) -> Imported:
     with tempfile.TemporaryDirectory(prefix="rallypoint-import-") as place:
         task, answer = Path(place) / "task.json", Path(place) / "answer"
-        order = Task(str(checkpoint), step, plan.snapshots, str(answer), plan.folder, plan.overrides, strict)
+        order = ImportTask(str(checkpoint), step, plan.snapshots, str(answer), plan.folder, plan.overrides, strict)
         task.write_bytes(msgspec.json.encode(order))
         ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}
         ours |= {environment.IMPORT: str(task)}
@@ -65,4 +97,4 @@ def _imported(plan: Launch, checkpoint: Path, step: int, *, strict: bool) -> Ans
             raise UsageError(f"the script cannot be started: {plan.worker[0]}: {error.strerror}") from None
         if not answer.exists() or not SnapshotStore(plan.snapshots).holds_any():
             raise UsageError(f"the script ended with status {done.returncode} before it had a snapshot: see above")
-        return msgspec.json.decode(answer.read_bytes(), type=Answer)
+        return msgspec.json.decode(answer.read_bytes(), type=Imported)
