@@ -56,7 +56,7 @@ BUDGETS = {
 FULL_FOLDERS: dict[str, str] = {}
 UNCALLED = {
     "bridges/ray.py: run_shipped": "the script that the driver sends to workers calls it",
-    "launch/kubernetes/render.py: render": "the command imports it under another name",
+    "launch/engines/kubernetes.py: render": "the command imports it under another name",
     "net/channel.py: Channel.waiting_bytes": "tests measure what a peer that does not read makes wait",
     "store/export.py: average_state": "for scripts that read snapshots, beside model_state",
     "watch/serve.py: Bound.in_thread": "tests look at the page while it is served",

@@ -30,8 +30,7 @@ from rallypoint.launch import run as cluster_run
 from rallypoint.launch.commands.ask import resize
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
-from rallypoint.launch.engines.local import LocalCluster
-from rallypoint.launch.engines.relay import Relay
+from rallypoint.launch.engines.local import LocalCluster, Relay
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun

@@ -21,8 +21,7 @@ from rallypoint.data.cache.entries import Entries
 from rallypoint.data.sources import tars
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.discovery.boards import FolderBoard, Found, check_own, look, private_folder
-from rallypoint.launch.discovery.place import Place
+from rallypoint.launch.engines.discovery import FolderBoard, Found, Place, check_own, look, private_folder
 from rallypoint.launch.folder import COORDINATOR_LOCK, Where, coordinated, write_where
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.own_files import is_alone_in_group, not_ours, not_private, opened

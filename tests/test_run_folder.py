@@ -33,7 +33,7 @@ from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch import folder as folders
 from rallypoint.launch import run
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.discovery import supervision
+from rallypoint.launch.engines import supervision
 from rallypoint.launch.folder import (
     TOKEN_FILE,
     Where,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.launch.engines.cluster import Command
-from rallypoint.launch.engines.remote.messages import Run
+from rallypoint.launch.engines.far_end import Run
 from rallypoint.net.handshake import new_token
 
 TOKEN = new_token()

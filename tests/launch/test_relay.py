@@ -19,12 +19,9 @@ import pytest
 from rich.console import Console
 
 from rallypoint.launch.console import Output, RunConsole
-from rallypoint.launch.discovery.boards import Found
-from rallypoint.launch.discovery.entry import SUPERVISION, Duties
-from rallypoint.launch.discovery.place import Place
 from rallypoint.launch.engines.cluster import Command, Exit
-from rallypoint.launch.engines.local import LocalCluster
-from rallypoint.launch.engines.relay import Relay
+from rallypoint.launch.engines.discovery import SUPERVISION, Duties, Found, Place
+from rallypoint.launch.engines.local import LocalCluster, Relay
 from rallypoint.launch.environment import LISTENS_AT, failure_line
 from rallypoint.launch.observing.beside import Companion
 from rallypoint.launch.plan import Launch

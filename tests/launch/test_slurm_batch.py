@@ -13,13 +13,17 @@ import pytest
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import kept_code
-from rallypoint.launch.engines.remote.hosts import Host
-from rallypoint.launch.engines.remote.link import FAR_END
-from rallypoint.launch.engines.slurm.allocation import hosts_of_job, node_and_component, tasks_per_node
-from rallypoint.launch.engines.slurm.batch import Batch, script_of
-from rallypoint.launch.engines.slurm.cluster import srun_command
-from rallypoint.launch.engines.ssh import ssh_command
+from rallypoint.launch.engines.remote import FAR_END, ssh_command
+from rallypoint.launch.engines.slurm import (
+    Batch,
+    hosts_of_job,
+    node_and_component,
+    script_of,
+    srun_command,
+    tasks_per_node,
+)
 from rallypoint.launch.options import RunOptions, arguments_of
+from rallypoint.launch.plan import Host
 from support.programs import run_program
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -73,7 +77,7 @@ def test_the_step_on_a_node_has_all_that_the_job_has_there() -> None:
     argv = srun_command(Host("n2+1", python="/py"), {})
     assert argv[0] == "srun"
     assert {"--het-group=1", "--nodelist=n2", "--nodes=1", "--ntasks=1", "--overlap"} <= set(argv)
-    assert argv[-4:-1] == ["/py", "-P", "-m"]
+    assert argv[-6:-3] == ["/py", "-P", "-m"]
     assert not any(word.startswith("--het-group") for word in srun_command(Host("n2", python="/py"), {}))
 
 

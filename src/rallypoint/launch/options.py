@@ -22,8 +22,7 @@ from rallypoint.config.values import check_values
 from rallypoint.core.topology.told import Topology
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.engines.choice import check_engine
-from rallypoint.launch.engines.remote.hosts import hosts_of
+from rallypoint.launch.engines.cluster import check_engine
 from rallypoint.launch.folder import new_folder
 from rallypoint.launch.plan import (
     AUTO,
@@ -36,6 +35,7 @@ from rallypoint.launch.plan import (
     SNAPSHOTS_FOLDER,
     ClusterConfig,
     Launch,
+    hosts_of,
     option,
     parse_workers,
     with_whole_paths,

@@ -19,10 +19,9 @@ from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageErr
 from rallypoint.launch import environment, kept_code
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.console import Output, OutputClosed, RunConsole, Screen
-from rallypoint.launch.engines.choice import cluster_of, kind_of
-from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
+from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle, cluster_of, kind_of
+from rallypoint.launch.engines.local import Relay
 from rallypoint.launch.engines.ranks import grouped
-from rallypoint.launch.engines.relay import Relay
 from rallypoint.launch.folder import (
     CLUSTER_FILE,
     Where,

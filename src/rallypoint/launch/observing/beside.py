@@ -26,7 +26,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.commands import ask
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.engines.cluster import Command, Exit
-from rallypoint.launch.engines.relay import Lines
+from rallypoint.launch.engines.local import Lines
 from rallypoint.launch.folder import STACKS
 from rallypoint.launch.observing.health import Targets
 from rallypoint.launch.observing.redaction import KeptLines, secrets_among, secrets_in

@@ -4,7 +4,8 @@
 the answer is 503, and its body one sentence. ``GET /metrics`` is Prometheus' text format. There is nothing else to ask,
 and nothing to change.
 
-The first two need no token: a probe has none. Where others can connect, metrics need one of their own. The job's would go over the network as it is.
+The first two need no token: a probe has none. Where others can connect, metrics need one of their own. The
+job's would go over the network as it is.
 """
 
 from __future__ import annotations

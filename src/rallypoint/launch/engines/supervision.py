@@ -1,4 +1,4 @@
-"""The supervisor of one rank: ``python -m rallypoint.launch.discovery.supervision DUTIES``; see `entry`.
+"""The supervisor of one rank: ``python -m rallypoint.launch.engines.supervision DUTIES``; see `discovery.enter`.
 
 Its children are the worker, and beside some ranks servers; rank 0 has the coordinator too. What dies by a signal is
 started again here: servers and workers under new names, the coordinator at its old address. A child that ends with an
@@ -8,7 +8,9 @@ error ends the supervisor with its status. When the supervisor dies, its childre
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import shlex
 import signal
 import sys
 import time
@@ -20,24 +22,89 @@ from typing import IO, cast
 
 import msgspec
 
-from rallypoint.errors import RallypointError, StartAgain
+from rallypoint.errors import LinkError, RallypointError, StartAgain
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.commands.by_hand import shown
 from rallypoint.launch.console import RunConsole, Screen
-from rallypoint.launch.discovery.boards import Found, board_of, listens, private_folder
-from rallypoint.launch.discovery.coordination import again, coordinator_arguments
-from rallypoint.launch.discovery.entry import Duties
 from rallypoint.launch.engines.cluster import Command, Exit
+from rallypoint.launch.engines.discovery import Duties, Found, Place, board_of, listens, private_folder
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 from rallypoint.launch.folder import Where, new_folder
 from rallypoint.launch.lifeline import noted
-from rallypoint.launch.plan import is_loopback
+from rallypoint.launch.plan import SNAPSHOTS_FOLDER, is_loopback
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import role_token
+from rallypoint.net.places import advertised
 from rallypoint.net.tcp import EVERYWHERE
 from rallypoint.observe.lenient import Unhurried, say
 from rallypoint.own_files import opened
+
+_SOMEWHERE = "192.0.2.1:9"  # an address of no machine (RFC 5737): the way to it is the way out of this one
+
+
+def coordinator_arguments(
+    place: Place, servers: int, given: str, fresh_folder: Callable[[], str], threads: int = 0
+) -> tuple[str, ...]:
+    """Return the arguments of ``rallypoint coordinator``: our defaults, then the user's own options, which win.
+
+    `given`: RALLYPOINT_OPTIONS. `threads`: what OMP_NUM_THREADS asks for; 0: it does not. `fresh_folder` makes the
+    run's folder, unless the user names one. There are snapshots if a folder is named, or if all is on one machine:
+    others may not see the folder. It goes on from the newest.
+    """
+    own = _words(given)
+    named = _value(own, "--folder")
+    folder = named or fresh_folder()
+    snapshots = _value(own, "--snapshots")
+    if not snapshots:
+        snapshots = str(Path(folder) / SNAPSHOTS_FOLDER) if named or place.one_machine else "none"
+    bind, host = ("127.0.0.1:0", "") if place.one_machine else (f"{EVERYWHERE}:0", own_address(place))
+    return (
+        "--workers", str(place.world), "--servers", str(servers), "--folder", folder,
+        *(["--threads", str(threads)] if threads else []),
+        "--snapshots", snapshots, *(["--resume", "latest"] if snapshots != "none" else []),
+        "--bind", bind, *(["--advertise", host] if host and not _value(own, "--bind") else []), *own,
+    )  # fmt: skip
+
+
+def again(arguments: tuple[str, ...], address: str) -> tuple[str, ...]:
+    """Return the arguments of a coordinator that takes over from one that members reached at `address`.
+
+    It listens at the same port, and goes on with the journal instead of a snapshot.
+    """
+    words, port = list(arguments), address.rpartition(":")[2]
+    while "--resume" in words:
+        at = words.index("--resume")
+        del words[at : at + 2]
+    last = max(n for n, word in enumerate(words) if word == "--bind")
+    words[last + 1] = f"{words[last + 1].rpartition(':')[0]}:{port}"
+    return tuple(words)
+
+
+def own_address(place: Place) -> str:
+    """Return the address of this machine that the others can connect to: that of its way to torchrun's store, or out.
+    """
+    try:
+        host = advertised(f"{EVERYWHERE}:0", towards=place.master or _SOMEWHERE).rpartition(":")[0]
+    except LinkError:
+        return ""
+    if is_loopback(host) and place.master:  # the store is here: the others know its name
+        return place.master.rpartition(":")[0]
+    return host
+
+
+def _words(given: str) -> list[str]:
+    """Split as a shell does, and ``--folder=x`` into two words."""
+    found: list[str] = []
+    for word in shlex.split(given):
+        found += word.split("=", 1) if word.startswith("--") else [word]
+    return found
+
+
+def _value(words: list[str], option: str) -> str:
+    """Return the value of an option; "" without it."""
+    return next((after for word, after in itertools.pairwise(words) if word == option), "")
+
 
 _PAUSES_S = (0.0, 0.2, 1.0, 3.0)  # seconds before the next start, after the first, second, ... quick death
 _POLL_S = 0.05
