@@ -16,9 +16,8 @@ import msgspec
 import pytest
 
 from rallypoint.bridges import joining
-from rallypoint.data.cache.cache import Cache, Piece
-from rallypoint.data.cache.entries import Entries
-from rallypoint.data.sources import tars
+from rallypoint.data import tars
+from rallypoint.data.cache import Cache, Entries, Piece
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.engines.discovery import FolderBoard, Found, Place, check_own, look, private_folder

@@ -20,9 +20,9 @@ from rallypoint.data.collate import collated, gathered
 from rallypoint.data.dataset import MapDataset, NotASample, check_dataset, fetch, shard_lengths
 from rallypoint.data.order import OrderAhead
 from rallypoint.data.randomness import seed_everything
-from rallypoint.data.sources.tokens import Lanes
 from rallypoint.data.spec import Collate, Loader
 from rallypoint.data.stream import Stream, StreamItems
+from rallypoint.data.tokens import Lanes
 from rallypoint.errors import DataError
 
 log = logging.getLogger("rallypoint")

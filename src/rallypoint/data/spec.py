@@ -20,8 +20,8 @@ from torch.utils.data import (
 )
 
 from rallypoint.data.dataset import MapDataset
-from rallypoint.data.sources.tokens import Lanes
 from rallypoint.data.stream import Stream
+from rallypoint.data.tokens import Lanes
 from rallypoint.errors import DataError, UsageError
 
 Data = MapDataset | DataLoader[Any] | Stream | Iterable[Any] | Callable[..., Iterable[Any]]

@@ -397,7 +397,14 @@ class Host:
 
 
 def hosts_of(given: str) -> tuple[Host, ...]:
-    """Return the hosts of a file, or of a list with commas. Raises UsageError if it is neither, or holds a mistake."""
+    """Return the hosts of a file, or of a list with commas. Raises UsageError if it is neither, or holds a mistake.
+
+    One host a line, with optional words after it; ``#`` begins a comment::
+
+        10.0.0.7                        # the coordinator runs on the first
+        me@10.0.0.8:2222 slots=2        # twice as many processes as on the others
+        gpu1 roles=worker python=/opt/torch/bin/python folder=/scratch/me
+    """
     path = Path(given)
     if path.is_file():
         try:

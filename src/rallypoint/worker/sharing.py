@@ -7,10 +7,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from rallypoint.data.cache.answering import Answering
-from rallypoint.data.cache.asking import Asking, Known, Roster
-from rallypoint.data.sources.remote import File, Files
-from rallypoint.data.sources.shards import ShardedDataset
+from rallypoint.data.files import File, StoredFiles
+from rallypoint.data.peers import Answering, Asking, Known, Roster
+from rallypoint.data.shards import ShardedDataset
 from rallypoint.errors import RallypointError
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Caches, Message, Offers
@@ -93,7 +92,7 @@ class Sharing:
                 one.close()
 
 
-def _sources(dataset: Any) -> Iterator[tuple[Files, list[File]]]:
+def _sources(dataset: Any) -> Iterator[tuple[StoredFiles, list[File]]]:
     """Where a data set reads, or the data sets that it is made of (`Subset`, `ConcatDataset`)."""
     if isinstance(dataset, ShardedDataset):
         yield dataset.source

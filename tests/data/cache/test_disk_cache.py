@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.data.cache import cache as cache_module
-from rallypoint.data.cache.cache import Cache, Piece
-from rallypoint.data.cache.entries import Entries
+from rallypoint.data import cache as cache_module
+from rallypoint.data.cache import Cache, Entries, Piece
 from rallypoint.errors import UsageError
 from rallypoint.own_files import OpenFolder
 

@@ -10,13 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from rallypoint.data.cache import answering as answering_module
-from rallypoint.data.cache import asking as asking_module
-from rallypoint.data.cache.answering import Answering, BoundedConnections
-from rallypoint.data.cache.asking import Asking, Known, Roster
-from rallypoint.data.cache.cache import Cache, Piece
-from rallypoint.data.cache.entries import checksum
-from rallypoint.data.sources.remote import File
+from rallypoint.data import peers as answering_module
+from rallypoint.data import peers as asking_module
+from rallypoint.data.cache import Cache, Piece, checksum
+from rallypoint.data.files import File
+from rallypoint.data.peers import Answering, Asking, BoundedConnections, Known, Roster
 from rallypoint.errors import DataError, LinkError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind

@@ -2,6 +2,7 @@
 
 A probe on each machine tells its facts, which change nothing, and measures the links. It greets as the coordinator of a
 job of its own does, and takes only doctors (observers of this name) that prove that they know the token.
+Nobody else is served, and every answer is bounded: in time, and in bytes.
 """
 
 from __future__ import annotations

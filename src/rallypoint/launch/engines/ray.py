@@ -90,7 +90,10 @@ class More:
 
 
 class NodeProcess:
-    """The actor: one process on this node. The process, and all that it starts, end with the actor at the latest."""
+    """The actor: one process on this node. The process, and all that it starts, end with the actor at the latest.
+
+    Lines and the exit go to the driver when it asks for `more`. It needs no Ray itself.
+    """
 
     def __init__(self, node: str = "", address: str = "127.0.0.1") -> None:
         """`node` and `address`: this node's id and IP address; the actor finds them out by itself."""

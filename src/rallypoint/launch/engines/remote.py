@@ -98,7 +98,16 @@ class RemoteProcess:
 
 
 class HostLink:
-    """The connection to one host. Its methods may be called from any thread."""
+    """The connection to one host. Its methods may be called from any thread.
+
+        idle --connect()--> connecting --Ready, Unpacked--> up --the connection ends--> idle
+                                |                                                        ^
+                                +---------- refused, unreachable, not usable ------------+
+
+    Each host has one connection, whatever runs there. So a host that dies is one event, and many processes need no more
+    logins than one (sshd refuses some of those that come at once). What is to run there while the link is connecting
+    starts when it is up.
+    """
 
     def __init__(
         self, host: Host, shell: RemoteShell, begin: Begin, judge: Callable[[Host, Ready], str | Unpack | None]

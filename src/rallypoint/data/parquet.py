@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from rallypoint.data.cache.cache import Cache, cache_of
-from rallypoint.data.sources.remote import File, Files
-from rallypoint.data.sources.shards import Rows, ShardedDataset, Transform
+from rallypoint.data.cache import Cache, cache_of
+from rallypoint.data.files import File, StoredFiles
+from rallypoint.data.shards import Rows, ShardedDataset, Transform
 from rallypoint.errors import DataError, UsageError, to_install
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Parquet(ShardedDataset):
     ) -> None:  # fmt: skip
         super().__init__(cache_bytes=cache_bytes, threads=threads, transform=transform)
         self._columns = None if columns is None else list(columns)
-        self._store = Files(storage_options, cache=cache_of(cache))
+        self._store = StoredFiles(storage_options, cache=cache_of(cache))
         self._files = self._store.found(urls, ".parquet")
         self._footers: dict[int, Any] = {}
         _parquet()  # with its sentence, if it is not installed

@@ -12,8 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from rallypoint.data.files import File, StoredFiles
 from rallypoint.data.randomness import untouched
-from rallypoint.data.sources.remote import File, Files
 from rallypoint.errors import UsageError
 
 log = logging.getLogger("rallypoint")
@@ -41,7 +41,7 @@ class ShardedDataset(ABC):
     For one thread of each process. It pickles without what it keeps. Who inherits sets `_store` and `_files`.
     """
 
-    _store: Files
+    _store: StoredFiles
     _files: list[File]
 
     def __init__(self, *, cache_bytes: int, threads: int, transform: Transform | None) -> None:
@@ -58,7 +58,7 @@ class ShardedDataset(ABC):
         self._starts = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
 
     @property
-    def source(self) -> tuple[Files, list[File]]:
+    def source(self) -> tuple[StoredFiles, list[File]]:
         """The store, and all files that are read of it."""
         return self._store, self._files
 

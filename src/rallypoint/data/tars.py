@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rallypoint.data.cache.cache import Cache, cache_of
-from rallypoint.data.sources.remote import File, Files
-from rallypoint.data.sources.shards import Rows, ShardedDataset, Transform
+from rallypoint.data.cache import Cache, cache_of
+from rallypoint.data.files import File, StoredFiles
+from rallypoint.data.shards import Rows, ShardedDataset, Transform
 from rallypoint.errors import DataError
 from rallypoint.own_files import opened
 
@@ -84,7 +84,7 @@ class WebDataset(ShardedDataset):
         storage_options: Mapping[str, Any] | None = None, cache: Cache | str | Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(cache_bytes=cache_bytes, threads=threads, transform=transform)
-        self._store = Files(storage_options, cache=cache_of(cache), block=BLOCK_BYTES)
+        self._store = StoredFiles(storage_options, cache=cache_of(cache), block=BLOCK_BYTES)
         self._files = self._store.found(urls, ".tar")
         with ThreadPoolExecutor(threads, "reading tars") as pool:
             tars = [(str(file), file.size, file.mark) for file in self._files]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.data.sources.shards import Recent
+from rallypoint.data.shards import Recent
 from rallypoint.errors import DataError, UsageError
 
 Sample = tuple[torch.Tensor, torch.Tensor]
