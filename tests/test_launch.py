@@ -38,7 +38,7 @@ from rallypoint.launch.supervisor import Limits
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.messages import Finished, Hello, Members, Message, SnapshotWanted
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.store import closing
+from rallypoint.store.files import END_PATIENCE_S
 from rallypoint.testing.contracts.beside import until as until_true
 from support.programs import run_program
 
@@ -662,7 +662,7 @@ def test_who_does_not_end_after_the_job_is_waited_for_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its store hangs: it is let say so itself before it is killed."""
-    assert cluster_run._CLOSE_S > closing.PATIENCE_S
+    assert cluster_run._CLOSE_S > END_PATIENCE_S
     for name in ("_CLOSE_S", "_ERROR_S"):
         monkeypatch.setattr(cluster_run, name, 0.2)
     monkeypatch.setattr(cluster_run, "_SILENCE_S", 0.05)

@@ -24,7 +24,7 @@ from rallypoint.launch.engines.discovery import FolderBoard, Found, Place, check
 from rallypoint.launch.folder import COORDINATOR_LOCK, Where, coordinated, write_where
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.own_files import is_alone_in_group, not_ours, not_private, opened
-from rallypoint.store import direct
+from rallypoint.store import files
 
 SOMEBODY = 65534
 PLACE = Place(launcher="mpirun", rank=1, world=2, local_rank=1, nodes=1, attempt="7")
@@ -292,10 +292,10 @@ def test_a_file_past_the_page_cache_is_a_new_one(
     tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the file system has no direct writing, and another user knew the file's name."""
-    monkeypatch.setattr(direct, "_DIRECT", os.O_DIRECTORY)  # with O_CREAT this is EINVAL
+    monkeypatch.setattr(files, "_DIRECT", os.O_DIRECTORY)  # with O_CREAT this is EINVAL
     links(tmp_path, precious, "file")
-    buffer = direct.new_buffer()
-    with direct.DirectFile(str(tmp_path / "file"), buffer) as file:
+    buffer = files.new_buffer()
+    with files.DirectFile(str(tmp_path / "file"), buffer) as file:
         file.write(b"ours")
         file.sync()
     buffer.close()

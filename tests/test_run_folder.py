@@ -53,8 +53,7 @@ from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
 from rallypoint.net.messages import Say
 from rallypoint.own_files import OpenFolder, is_alone_in_group
-from rallypoint.store import closing
-from rallypoint.store.files import Files
+from rallypoint.store.files import Files, end_threads
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.contracts.beside import Beside
 
@@ -593,7 +592,7 @@ def test_what_a_run_writes_is_for_its_owner_only(tmp_path: Path) -> None:
         old_run(tmp_path / "run", None)
         log = EventLog(str(tmp_path / "run"))
         log.write(Say("words"))
-        closing.end(log.stop())
+        end_threads(log.stop())
         with Files(str(tmp_path / "run" / "snapshots")).writing("step-00000001-1/server0-0.shards") as write:
             write(b"weights")
     finally:
@@ -610,7 +609,7 @@ def test_files_of_an_earlier_version_that_others_could_read_are_closed_to_them(t
         (tmp_path / name).touch()
         (tmp_path / name).chmod(0o644)
     old_run(tmp_path, None)
-    closing.end(EventLog(str(tmp_path)).stop())
+    end_threads(EventLog(str(tmp_path)).stop())
     for name in ("journal.sqlite", "events.jsonl"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600, name
 

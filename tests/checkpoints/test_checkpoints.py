@@ -38,8 +38,7 @@ from rallypoint.data.identity import identity_of
 from rallypoint.errors import ConfigError, DataError, RallypointError, SnapshotFailed
 from rallypoint.launch.commands.importing import ImportTask
 from rallypoint.launch.embedded import EmbeddedJob, ImportJob
-from rallypoint.store.checkpoints.beginning import begin_from
-from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint
+from rallypoint.store.checkpoints import Checkpoint, begin_from, read_checkpoint
 from rallypoint.store.export import export_snapshot, optimizer_state
 from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import SnapshotStore

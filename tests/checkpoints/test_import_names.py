@@ -20,7 +20,7 @@ from rallypoint.launch.commands import importing
 from rallypoint.launch.commands.importing import Imported, ImportTask, import_checkpoint
 from rallypoint.launch.embedded import ImportJob
 from rallypoint.launch.plan import RUN_FILE, Launch, write_plan
-from rallypoint.store.checkpoints.reading import read_checkpoint
+from rallypoint.store.checkpoints import read_checkpoint
 from rallypoint.store.snapshots import SnapshotStore
 
 WEIGHTS = {name: torch.full((2,), float(number)) for number, name in enumerate(("stem.weight", "stem.bias"))}

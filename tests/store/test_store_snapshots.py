@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from samples import LAYOUT, records, same, take
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
-from rallypoint.store import direct, retry, snapshots
+from rallypoint.store import files, snapshots
 from rallypoint.store.manifest import Compression, checksum_of, encode_manifest, snapshot_id
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.snapshots import FILE_S, Pace, Retention, SnapshotStore
@@ -401,7 +401,7 @@ class BadDisk:
                     raise OSError(errno.EIO, "Input/output error", path)
             return read(fs, path, **options)
 
-        monkeypatch.setattr(retry, "READ_AGAIN_S", (0.0, 0.0))
+        monkeypatch.setattr(files, "READ_AGAIN_S", (0.0, 0.0))
         monkeypatch.setattr(LocalFileSystem, what, reads)
 
 
@@ -460,7 +460,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         room -= written
         return written
 
-    monkeypatch.setattr(direct, "os", SimpleNamespace(**{**vars(os), "write": write}))
+    monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), "write": write}))
 
 
 @pytest.mark.parametrize("room", [0, 500, 900])

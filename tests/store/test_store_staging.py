@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rallypoint.store import staging
+from rallypoint.store import writer
 from rallypoint.store.record import ShardRecord
-from rallypoint.store.staging import Staging
+from rallypoint.store.writer import Staging
 
 
 def record(words: int = 4, value: float = 0.0) -> ShardRecord:
@@ -49,10 +49,10 @@ def test_a_record_that_is_no_copy_from_here_is_left_alone() -> None:
 
 
 def test_more_than_a_certain_amount_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "KEPT_BYTES", 4 * 4 + 4 * 8 + 1)
+    monkeypatch.setattr(writer, "KEPT_BYTES", 4 * 4 + 4 * 8 + 1)
     lent = Staging()
     copies = [lent.copy(record()) for _ in range(3)]
     for copy in copies:
         lent.give_back(copy)
     assert {name for name, _ in lent._free} == {"float32", "int64"}
-    assert sum(array.nbytes for free in lent._free.values() for array in free) == lent._kept <= staging.KEPT_BYTES
+    assert sum(array.nbytes for free in lent._free.values() for array in free) == lent._kept <= writer.KEPT_BYTES

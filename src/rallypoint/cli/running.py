@@ -17,7 +17,7 @@ from rallypoint.errors import UsageError, to_install
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.launch.observing.beside import facts_of, follow, resolved_of
 from rallypoint.launch.options import RunFolder
-from rallypoint.store.checkpoints.format import Format
+from rallypoint.store.snapshots import Format
 
 _NICE = 10  # so much behind the run's own processes, where processors are short
 

@@ -32,8 +32,7 @@ from rallypoint.observe.lenient import say
 from rallypoint.observe.lines import printable
 from rallypoint.parallel.holdings import Parallel
 from rallypoint.server.service import ServerService
-from rallypoint.store.checkpoints.beginning import begin_from
-from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint
+from rallypoint.store.checkpoints import Checkpoint, begin_from, read_checkpoint
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.worker.carried import TrainSettings
 from rallypoint.worker.evaluations import Evaluation

@@ -32,8 +32,7 @@ from rallypoint.server.member import Views
 from rallypoint.server.reducer import inbox
 from rallypoint.server.shards.owned import fits
 from rallypoint.server.shards.rows import fits_rows
-from rallypoint.store.record import ShardRecord, decode_record
-from rallypoint.store.state import read_state
+from rallypoint.store.record import ShardRecord, decode_record, read_state
 
 # ---- Checks what a frame of each kind may carry in this job. A wrong frame raises ProtocolError (I9) ----
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import RallypointError
 from rallypoint.server.reducer.inbox import Event, Restored, RestoreFailed, StateRecalled
-from rallypoint.store import closing
+from rallypoint.store.files import end_threads, patiently
 from rallypoint.store.manifest import located
-from rallypoint.store.retry import patiently
 from rallypoint.store.snapshots import SnapshotStore
 
 READ_AHEAD = 2  # records that are read but not loaded; each is a shard with its optimizer state
@@ -105,7 +104,7 @@ class Restores:
         """Cancel, and wait for the threads; for a store that hangs only a few seconds."""
         readings = list(self._readings)
         self.cancel()
-        closing.end(*(reading.thread for reading in readings))
+        end_threads(*(reading.thread for reading in readings))
 
     def left_the_inbox(self) -> None:
         """The owner's thread took a record of the current restore out of the inbox."""

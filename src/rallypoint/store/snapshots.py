@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
-from rallypoint.store.files import Chunk, Files
+from rallypoint.store.files import Chunk, Files, StoreSilent, read_again
 from rallypoint.store.manifest import (
     Compression,
     Manifest,
@@ -35,7 +35,12 @@ from rallypoint.store.manifest import (
     most_of_shards,
     shards_by_file,
 )
-from rallypoint.store.retry import StoreSilent, read_again
+
+if TYPE_CHECKING:
+    from rallypoint.store.record import ShardRecord
+
+Format = Literal["safetensors", "pt", "hf", "dcp"]  # of the checkpoint that is made of a snapshot
+MODEL_FILE = "model.safetensors"  # in a Hugging Face folder
 
 # ---- Which snapshots are newest and which are kept: pure decisions on names and manifests ----
 
@@ -125,8 +130,6 @@ class Pace:
         self._bytes = right if took > FILE_S else max(self._bytes, right)
 
 
-if TYPE_CHECKING:
-    from rallypoint.store.record import ShardRecord
 
 FILE_BYTES = 64 << 20
 _MOST_BYTES = 256 << 20  # of a manifest: of a model with a million tensors it has about half of that

@@ -239,10 +239,10 @@ def _readings(service: ServerService | AggregatorService) -> Iterator[Reading]:
 def end_process(status: int) -> NoReturn:
     """End this process with `status`, once its role is closed.
 
-    Roles wait for all of their threads, but for one that a store does not answer only `store.closing.PATIENCE_S`. Such
-    a thread must not meet the interpreter's end: if it takes the GIL then, inside of C++ code, the process aborts
-    (before CPython 3.14), whatever its status was to be. So the process ends here if a thread is left after a moment:
-    that of a link which is closed may still be ending.
+    Roles wait for all of their threads, but for one that a store does not answer only END_PATIENCE_S of
+    `store.files`. Such a thread must not meet the interpreter's end: if it takes the GIL then, inside of C++ code, the
+    process aborts (before CPython 3.14), whatever its status was to be. So the process ends here if a thread is left
+    after a moment: that of a link which is closed may still be ending.
     """
     deadline = time.monotonic() + _MOMENT_S
     known = {threading.main_thread().name, LIFELINE_THREAD}

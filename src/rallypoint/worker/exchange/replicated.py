@@ -8,8 +8,7 @@ from rallypoint.core.modes import Holder
 from rallypoint.core.view import View
 from rallypoint.errors import ProtocolError
 from rallypoint.net.frames import SKIP, Header
-from rallypoint.store.record import ShardRecord
-from rallypoint.store.state import read_state
+from rallypoint.store.record import ShardRecord, read_state
 
 States = dict[int, ShardRecord]
 

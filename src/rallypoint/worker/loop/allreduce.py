@@ -12,8 +12,7 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.schedule import rate_at
 from rallypoint.optim.flat import build_optimizer, number
 from rallypoint.optim.table import NUMBERS
-from rallypoint.store.record import ShardRecord
-from rallypoint.store.state import MASTER
+from rallypoint.store.record import MASTER, ShardRecord
 from rallypoint.worker.habits import by_the_job
 from rallypoint.worker.tensors import ModelTensors
 

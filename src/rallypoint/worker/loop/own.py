@@ -20,8 +20,7 @@ from rallypoint.config import JobConfig
 from rallypoint.core.layout import DTYPE_BYTES, Shard
 from rallypoint.core.modes import Holder
 from rallypoint.errors import ConfigError, ProtocolError
-from rallypoint.store.record import ShardRecord
-from rallypoint.store.state import OWN
+from rallypoint.store.record import OWN, ShardRecord
 from rallypoint.worker.loop.allreduce import SpecifiedStepper, WorkerOptimizer
 from rallypoint.worker.tensors import ModelTensors, Placed
 
