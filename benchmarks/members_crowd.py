@@ -24,7 +24,7 @@ from rallypoint.net.member import ViewReceiver
 from rallypoint.net.messages import Applied, Beat, Hello, Message, NewView, Propose, Report, ViewChange, decode, encode
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.testing.scale.cluster import Size, named, record_for
+from rallypoint.testing.scale import Size, named, record_for
 
 TOKEN, PATIENCE_S = "a token of the benchmark's", 300.0
 _PIECE = 1 << 20

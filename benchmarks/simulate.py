@@ -27,8 +27,7 @@ from rallypoint.errors import ConfigError, RallypointError, UsageError
 from rallypoint.launch.commands.costing import check_chart, count_of, rate_of, seconds_of
 from rallypoint.launch.options import with_options
 from rallypoint.launch.plan import option
-from rallypoint.testing.scale.cluster import Size
-from rallypoint.testing.scale.play import Outcome, Play, Scenario
+from rallypoint.testing.scale import Outcome, Play, Scenario, Size
 
 _CLUSTER, _JOB, _TROUBLE, _OUTPUT = "The cluster", "The job", "What goes wrong", "Output"
 

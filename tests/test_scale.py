@@ -19,8 +19,7 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, ranking
 from rallypoint.core.view import assign_replicas, reassign_orphans
 from rallypoint.errors import ConfigError
-from rallypoint.testing.scale.cluster import BigCluster, Size, change_bytes, messages_of
-from rallypoint.testing.scale.play import Outcome, Play, Scenario
+from rallypoint.testing.scale import BigCluster, Outcome, Play, Scenario, Size, change_bytes, messages_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # its modules import one another by name
 

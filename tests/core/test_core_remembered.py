@@ -23,7 +23,7 @@ from rallypoint.core.cluster.view_change import AHEAD, Placing, contributing, fo
 from rallypoint.core.cluster.view_sequence import Remembered, ViewSequence
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans
-from rallypoint.testing.scale.cluster import BigCluster, Size
+from rallypoint.testing.scale import BigCluster, Size
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 SHARDS = build_layout([TensorSpec("weight", (256,), "float32", 0)], 64).shards

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 from rallypoint import cli
 from rallypoint.errors import UsageError
 from rallypoint.net.messages import Finished, Metrics
-from rallypoint.watch.app import HEADER, Comparison
+from rallypoint.watch.app import HEADER, Comparison, compared
 from rallypoint.watch.follow import EVENTS, Follower
-from rallypoint.watch.serve import compared
 
 
 def run(folder: Path, last: int) -> Path:

@@ -30,7 +30,7 @@ from rallypoint.net.messages import (
 from rallypoint.observe.trace import Tracer
 from rallypoint.watch.exposition import Exposition
 from rallypoint.watch.metrics import MEASURES, JobFigures, Reading, Several, of_aggregator, of_server, of_worker
-from rallypoint.watch.steps import Counts, Histogram
+from rallypoint.watch.state import Counts, Histogram
 
 TERMS = Terms(replication=2, snapshots=True, snapshot_seconds=60.0, snapshot_steps=5)
 

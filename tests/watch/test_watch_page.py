@@ -30,9 +30,8 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import UsageError
 from rallypoint.launch.observing.beside import facts_of, resolved_of
 from rallypoint.net.messages import Updated
-from rallypoint.watch.app import HEADER, Operator, Page, Wish
+from rallypoint.watch.app import HEADER, Operator, Page, Wish, served
 from rallypoint.watch.follow import EVENTS, Follower
-from rallypoint.watch.serve import served
 
 FILES = ["", "ask.js", "page.js", "page.css", "uplot.js", "uplot.css"]
 READER = {HEADER: "secret"}

@@ -30,8 +30,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.watch.app import Reader
 from rallypoint.watch.follow import EVENTS, Follower, event_of
-from rallypoint.watch.state import RunState, Timelines
-from rallypoint.watch.steps import Pace, StepTimes
+from rallypoint.watch.state import Pace, RunState, StepTimes, Timelines
 
 PLAN = Planned(10, 2, "samples", 100, 3, ("worker0", "worker1"), ("server0",), items=8)
 

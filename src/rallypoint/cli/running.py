@@ -69,8 +69,7 @@ def watch(
     Example: [bold]rallypoint watch runs/20260131-235959 --browser[/bold]
     """
     try:
-        from rallypoint.watch.app import Operator
-        from rallypoint.watch.serve import served
+        from rallypoint.watch.app import Operator, served
     except ModuleNotFoundError as error:
         raise UsageError(f"the page needs {error.name}: {to_install('watch')}") from None
 
@@ -100,7 +99,7 @@ def compare(
     if len(runs) < 2:
         raise UsageError("compare with which run? name two folders")
     try:
-        from rallypoint.watch.serve import compared
+        from rallypoint.watch.app import compared
     except ModuleNotFoundError as error:
         raise UsageError(f"the page needs {error.name}: {to_install('watch')}") from None
 

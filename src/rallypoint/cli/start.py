@@ -21,15 +21,7 @@ from rallypoint.cli.given import (
 )
 from rallypoint.config import overrides_from
 from rallypoint.errors import UsageError
-from rallypoint.launch.options import (
-    ConfigFile,
-    RunFolder,
-    RunOptions,
-    Sets,
-    check_script,
-    with_changes,
-    with_options,
-)
+from rallypoint.launch.options import ConfigFile, RunFolder, RunOptions, Sets, check_script, with_changes, with_options
 
 _CHAOS = RunOptions(standby=1, snapshot_seconds=10.0)
 _FAULTS = "Faults"

@@ -34,8 +34,7 @@ def track(
     """
     from rallypoint.launch.observing.redaction import Redaction, secrets_among
     from rallypoint.launch.observing.reports import is_running
-    from rallypoint.watch.trackers import open_tracker
-    from rallypoint.watch.tracking import RunFacts, parse_target, place_of
+    from rallypoint.watch.tracking import RunFacts, open_tracker, parse_target, place_of
     from rallypoint.watch.tracking import track as follow
 
     target, closing, beside = parse_target(track), threading.Event(), hold_lifeline()

@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -15,10 +16,9 @@ import msgspec
 import typer
 
 from rallypoint.config import overrides_from
+from rallypoint.config.checks import check_values
 from rallypoint.config.keys import check_keys
 from rallypoint.config.resolve import merged
-from rallypoint.config.topology import read_topology
-from rallypoint.config.values import check_values
 from rallypoint.core.topology.told import Topology
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
@@ -301,3 +301,29 @@ def _steps(text: str) -> tuple[int, int]:
     if not (colon and first.isdigit() and last.isdigit()):
         raise ConfigError(f"'{text}' is not a range of steps: write it as 5:7")
     return int(first), int(last)
+
+
+def read_topology(path: Path) -> Topology:
+    """Return what a user tells of the machines in a TOML or JSON file. Raises ConfigError if it says something else.
+
+        [hosts.node1]                 # the name that the host gives itself, or the address at which its servers listen
+        rack = "a"
+        link_mbit = 10000
+
+        [racks.a]                     # only for racks whose uplink is narrow
+        uplink_mbit = 20000
+
+    In JSON: ``{"hosts": {"node1": {"rack": "a", "link_mbit": 10000}}, "racks": {"a": {"uplink_mbit": 20000}}}``.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the topology {path} cannot be read: {error.strerror}") from None
+    try:
+        data = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text.decode())
+        return msgspec.convert(data, Topology)
+    except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:  # (or a ValidationError)
+        raise ConfigError(
+            f"the topology {path}: {error}. Write [hosts.NAME] with rack = \"a\" and link_mbit = 10000, and [racks.a] "
+            "with uplink_mbit = 20000 (or the same in JSON, in a file that ends with .json)"
+        ) from None

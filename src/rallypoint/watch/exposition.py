@@ -17,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from rallypoint.watch.metrics import MEASURES, Reading, Several
-from rallypoint.watch.steps import Counts
+from rallypoint.watch.state import Counts
 
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "summary": SummaryMetricFamily,
              "histogram": HistogramMetricFamily}  # fmt: skip

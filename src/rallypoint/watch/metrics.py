@@ -15,8 +15,7 @@ from rallypoint.core.audits.shard import AuditedShard
 from rallypoint.core.cluster.terms import Terms, copies_of
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.view import View
-from rallypoint.watch.state import RunState
-from rallypoint.watch.steps import Counts, Histogram
+from rallypoint.watch.state import Counts, Histogram, RunState
 
 Kind = Literal["gauge", "counter", "histogram", "summary"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from rallypoint.config.changes import Change, changed_record
+from rallypoint.config.checks import check_values
 from rallypoint.config.keys import check_keys
 from rallypoint.config.resolve import merged
-from rallypoint.config.values import check_values
 from rallypoint.coordinator.journal import kept_state
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.state import Resumed, begun_by
