@@ -27,7 +27,7 @@ from rallypoint.errors import ConfigError, RallypointError, UsageError
 from rallypoint.launch.commands.costing import check_chart, count_of, rate_of, seconds_of
 from rallypoint.launch.options import with_options
 from rallypoint.launch.plan import option
-from rallypoint.testing.scale import Outcome, Play, Scenario, Size
+from rallypoint.testing.scale import Play, PlayOutcome, Scenario, Size
 
 _CLUSTER, _JOB, _TROUBLE, _OUTPUT = "The cluster", "The job", "What goes wrong", "Output"
 
@@ -202,12 +202,12 @@ def answer(options: ScaleOptions, console: Console) -> None:
         draw(outcome, options.plot)
 
 
-def as_data(scenario: Scenario, outcome: Outcome) -> dict[str, object]:
+def as_data(scenario: Scenario, outcome: PlayOutcome) -> dict[str, object]:
     """Everything, for programs."""
     return {**msgspec.to_builtins(outcome), "limits": limits_of(scenario)}
 
 
-def lines(scenario: Scenario, outcome: Outcome) -> list[str]:
+def lines(scenario: Scenario, outcome: PlayOutcome) -> list[str]:
     """What came of it, for people."""
     size, one = scenario.size, outcome.view
     one_of = "step" if scenario.workload.steps == 1 else "round"
@@ -234,7 +234,7 @@ def lines(scenario: Scenario, outcome: Outcome) -> list[str]:
     ]
 
 
-def draw(outcome: Outcome, path: Path) -> None:
+def draw(outcome: PlayOutcome, path: Path) -> None:
     """Draw the seconds of each step. UsageError if the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -30,11 +30,11 @@ from rallypoint.launch import run as cluster_run
 from rallypoint.launch.commands.ask import resize
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
-from rallypoint.launch.engines.local import LocalCluster, Relay
+from rallypoint.launch.engines.local import LineRelay, LocalCluster
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
-from rallypoint.launch.supervisor import Limits
+from rallypoint.launch.supervisor import RestartLimits
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.messages import Finished, Hello, Members, Message, SnapshotWanted
 from rallypoint.net.tcp import TcpTransport
@@ -117,7 +117,7 @@ def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, numbe
 def test_workers_that_die_again_and_again_end_the_job_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_run, "LIMITS", Limits(quick_deaths=3))
+    monkeypatch.setattr(cluster_run, "LIMITS", RestartLimits(quick_deaths=3))
     said = io.StringIO()
     plan = Launch(
         worker=(sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), workers=(1, 1),
@@ -368,7 +368,7 @@ def test_a_coordinator_that_cannot_be_started_for_a_moment_is_tried_again(
 def test_a_coordinator_that_is_given_up_is_named_with_the_way_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_run, "LIMITS", Limits(quick_deaths=1, quick_s=1e9))
+    monkeypatch.setattr(cluster_run, "LIMITS", RestartLimits(quick_deaths=1, quick_s=1e9))
     (tmp_path / "gate").write_text("5")
     played = Played(tmp_path, GATED)
     assert played.run(until(at_step(5), kills("coordinator"), kills("coordinator"))) == 1
@@ -735,7 +735,7 @@ def test_a_notice_that_is_repeated_does_not_end_the_wait_for_the_last_snapshot(
 def test_a_second_signal_while_a_run_ends_leaves_nobody_waiting_for_room_for_his_lines(tmp_path: Path) -> None:
     """The end of a cluster on Ray waits for the thread that passes the lines on."""
     run, put = over(tmp_path, io.StringIO(), [], []), threading.Event()
-    run._over, run._lines = False, Relay(most=1)
+    run._over, run._lines = False, LineRelay(most=1)
 
     def interrupted(number: int) -> None:
         run._lines.put("worker0", "fills it")

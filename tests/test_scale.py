@@ -19,7 +19,7 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, ranking
 from rallypoint.core.view import assign_replicas, reassign_orphans
 from rallypoint.errors import ConfigError
-from rallypoint.testing.scale import BigCluster, Outcome, Play, Scenario, Size, change_bytes, messages_of
+from rallypoint.testing.scale import BigCluster, Play, PlayOutcome, Scenario, Size, change_bytes, messages_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # its modules import one another by name
 
@@ -35,7 +35,7 @@ def _scenario(**others: object) -> Scenario:
     return msgspec.convert(msgspec.to_builtins(given), Scenario)
 
 
-def _played(scenario: Scenario) -> Outcome:
+def _played(scenario: Scenario) -> PlayOutcome:
     return Play(scenario, clock=lambda: 0.0).run()
 
 

@@ -59,7 +59,7 @@ def test_a_result_that_no_thread_can_be_started_for_is_an_error_and_no_silence(
     here.ended(None)
     made = SimpleNamespace(reducer=SimpleNamespace(sum=lambda *args: here), failed=None)
     tensor = torch.ones(2)
-    part = words.Part(tensor, tensor)
+    part = words.SumPart(tensor, tensor)
     monkeypatch.setattr(words, "threading", SimpleNamespace(Thread=NoThread, Lock=threading.Lock))
     future = words.sum_of(cast(Sums, made), [part], [tensor], torch.device("cpu"))
     assert future.done()

@@ -27,7 +27,7 @@ from rallypoint.data.cache import Piece
 from rallypoint.data.dataset import fetch
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.order import Place, places_from
-from rallypoint.data.processes import LoaderProcesses, Received, Upcoming, send_whole
+from rallypoint.data.processes import LoaderProcesses, ReceivedAhead, Upcoming, send_whole
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError
 
@@ -263,7 +263,7 @@ def test_a_position_of_many_replicas_comes_whole_or_not_at_all_through_a_pipe_th
     ours, theirs = multiprocessing.Pipe(duplex=False)
     os.set_blocking(theirs.fileno(), False)
     sent = [((step, 2, 0), tuple(range(step, step + 5000)), step, False) for step in range(40)]
-    heard, received, lost = list[Any](), Received(), 0
+    heard, received, lost = list[Any](), ReceivedAhead(), 0
     assert len(msgspec.msgpack.encode(sent[0])) > select.PIPE_BUF, "it does not fit into one write"
     for position in sent:
         try:

@@ -283,7 +283,7 @@ def test_shards_and_tensors_that_differ_are_named(tmp_path: Path) -> None:
 
 def test_a_result_in_words() -> None:
     seen = Looked(1, (7, 9), NotFinite("blocks.2", "Block", True, True))
-    compared = command.Compared("worker0", {0: "00", 1: "01"}, 1, 0, {1: ("0.weight",)})
+    compared = command.ComparedDigests("worker0", {0: "00", 1: "01"}, 1, 0, {1: ("0.weight",)})
     result = command.Replayed(
         4, "step-00000003-1", 1, "cpu", "nan", "", (command.Replica(seen, "nan", compared),),
         command.Version(5, 0, ("0.weight",)), "replica 1 at step 4", "inf", "2.0", ("0.5", "nan"),

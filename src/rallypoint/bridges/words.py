@@ -14,7 +14,7 @@ SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 T = TypeVar("T")
 
 
-class Part:
+class SumPart:
     """One tensor of a sum: `given` is what this rank adds, `into` gets the words `keeps` of the sum times `factor`.
 
     `before` multiplies what this rank adds. Numbers of 16 bits are added up in fp32, and the result is rounded once.
@@ -54,7 +54,7 @@ class Part:
             self._into.copy_(self._target.view(self._into.shape))
 
 
-def sum_of(made: Sums, parts: Sequence[Part], result: T, device: torch.device) -> torch.futures.Future[T]:
+def sum_of(made: Sums, parts: Sequence[SumPart], result: T, device: torch.device) -> torch.futures.Future[T]:
     """Ask for the sums of all `parts`; the future has `result` when all are there, or the first error.
 
     The error is one for C++ too, as a RuntimeError with the error's sentence in it: DDP's reducer looks at the future.

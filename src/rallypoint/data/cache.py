@@ -77,7 +77,7 @@ class Cache:
         if not isinstance(limit, int | float) or not 1 <= limit < math.inf:
             raise UsageError(f"rp.Cache(limit={limit!r}): give a number of bytes, 1 or more, as 500 << 30 for 500 GiB")
         self.peers = peers
-        self._entries = Entries(Path(folder).expanduser().absolute(), limit)
+        self._entries = CacheEntries(Path(folder).expanduser().absolute(), limit)
         self._ask: Ask | None = None
         self._failed = False
         try:
@@ -183,7 +183,7 @@ _SIZE_LOCK_S = 10.0
 _POLL_S = 0.01
 
 
-class Entries:
+class CacheEntries:
     """The entries in `folder`, at most `limit` bytes of them. Names are hexadecimal. For any thread and process.
 
     An entry is written beside its place, under the lock of its name, and renamed: a process that is killed leaves
@@ -209,7 +209,7 @@ class Entries:
                     if not folder.has("id") or not _NAME.fullmatch(folder.read("id")):  # (without power they are lost)
                         folder.write("id", secrets.token_hex(8).encode())
                     return folder.read("id").decode("ascii")
-            except _Held:
+            except _HeldEntry:
                 held = self.folder / _LOCKS / "id"
                 raise TimeoutError(f"another process holds {held}, and does not go on") from None
 
@@ -267,7 +267,7 @@ class Entries:
         try:
             with self._locked(f"{of}{int(name[:8], 16) % _STRIPES:03x}", timeout):
                 yield True
-        except _Held:
+        except _HeldEntry:
             yield False
 
     @property
@@ -283,7 +283,7 @@ class Entries:
                 if total > self.limit:
                     total = self._shrink(int(self.limit * _LOWERED) - size) + size
                 self._count(total)
-        except _Held:
+        except _HeldEntry:
             return False
         return True
 
@@ -294,7 +294,7 @@ class Entries:
                 total = self.total
                 left = self._shrink(int(total * _LOWERED) - size)
                 self._count(left)
-        except _Held:
+        except _HeldEntry:
             return False
         return left < total
 
@@ -335,7 +335,7 @@ class Entries:
 
     @contextlib.contextmanager
     def _locked(self, name: str, timeout: float) -> Iterator[None]:
-        """Raises `_Held` if it takes too long; an error of the body comes through as it is."""
+        """Raises `_HeldEntry` if it takes too long; an error of the body comes through as it is."""
         import fcntl  # not on every system
 
         with opened(self.folder) as own, own.folder(_LOCKS) as locks:
@@ -344,7 +344,7 @@ class Entries:
             deadline = time.monotonic() + timeout
             while not _try_to_lock(descriptor):
                 if time.monotonic() >= deadline:
-                    raise _Held
+                    raise _HeldEntry
                 time.sleep(_POLL_S)
             try:
                 yield
@@ -360,7 +360,7 @@ class Entries:
             yield folder
 
 
-class _Held(Exception):
+class _HeldEntry(Exception):
     """Others hold the lock."""
 
 

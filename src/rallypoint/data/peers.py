@@ -297,7 +297,7 @@ MOST_AT_ONCE = 16  # pieces that are fetched, or sent, for one worker at a time:
 MOST_OF_ONE = 128  # connections of one worker and its loader processes
 
 
-class Answering:
+class PeerAnswers:
     """Listens at `bind` as `me` for workers that want pieces, from construction to `close`.
 
     Only files of this worker's own data set are read, each within its size: who asks names a file by its digest, and

@@ -46,7 +46,7 @@ Loaded = tuple[Place, Any, list[str], tuple[str, str]]  # the batch, what was sk
 _OPEN = Path("/proc/self/fd")
 
 
-class Requests(Dataset[Loaded]):
+class LoadRequests(Dataset[Loaded]):
     """Micro-batches by their place, as a data set for torch's DataLoader. An error is data too: see `Loaded`."""
 
     def __init__(self, batches: MicroBatches) -> None:
@@ -62,7 +62,7 @@ class Requests(Dataset[Loaded]):
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class BeginLoading:
     """Called first in each loader process, with its number."""
 
     init: Callable[[int], None] | None
@@ -263,10 +263,10 @@ class _Fetching:
 
 def _read_ahead(positions: Connection, workers_end: Connection, batches: MicroBatches) -> None:
     """Run in the process of its own until the worker is gone."""
-    Begin(None)(0)
+    BeginLoading(None)(0)
     workers_end.close()
     assert isinstance(batches.dataset, ShardedDataset)
-    fetching, received = _Fetching(batches, batches.dataset), Received()
+    fetching, received = _Fetching(batches, batches.dataset), ReceivedAhead()
     with contextlib.suppress(EOFError, OSError):
         while (parent := parent_process()) is not None and parent.is_alive():
             if positions.poll(AHEAD_LOOK_S) and (position := received.after(positions.recv_bytes())) is not None:
@@ -285,7 +285,7 @@ def send_whole(pipe: Connection, position: Position) -> None:
         pipe.send_bytes(_HEADER.pack(number, len(parts)) + part)
 
 
-class Received:
+class ReceivedAhead:
     """Puts positions together again."""
 
     def __init__(self) -> None:
@@ -495,9 +495,9 @@ class LoaderProcesses:
     def _new_loader(self) -> DataLoader[Loaded]:
         spec = self._spec
         return DataLoader(
-            Requests(self._batches), batch_size=None, sampler=_Places(self._next), num_workers=spec.workers,
+            LoadRequests(self._batches), batch_size=None, sampler=_Places(self._next), num_workers=spec.workers,
             collate_fn=same,  # type: ignore[arg-type]
-            worker_init_fn=Begin(spec.init), multiprocessing_context=self._start, persistent_workers=True,
+            worker_init_fn=BeginLoading(spec.init), multiprocessing_context=self._start, persistent_workers=True,
             timeout=LOOK_S,
         )  # fmt: skip
 

@@ -35,7 +35,7 @@ _HEADER = tarfile.BLOCKSIZE  # bytes of a member's header, just before its own
 _SUMS = np.dtype("<u4")  # of their checksums
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class TarPiece(msgspec.Struct, frozen=True, array_like=True):
     """Samples that follow each other in one tar.
 
     Attributes:
@@ -118,15 +118,15 @@ class WebDataset(ShardedDataset):
         samples = msgspec.msgpack.decode(piece.samples, type=list[Sample])
         return PieceRows(str(file), data, start, samples, np.frombuffer(piece.headers, _SUMS))
 
-    def _pieces_of(self, number: int) -> list[Piece]:
-        file, pieces = self._files[number], list[Piece]()
+    def _pieces_of(self, number: int) -> list[TarPiece]:
+        file, pieces = self._files[number], list[TarPiece]()
         opened = io.BufferedReader(self._store.open(file), HEADERS_BYTES)
         samples, sums = list[Sample](), list[int]()
 
         def end_piece() -> None:
             (_, start, _), (_, last, size) = samples[0][1][0], samples[-1][1][-1]
             packed, headers = msgspec.msgpack.encode(samples), np.asarray(sums, _SUMS).tobytes()
-            pieces.append(Piece(number, start, last + size, len(samples), packed, headers))
+            pieces.append(TarPiece(number, start, last + size, len(samples), packed, headers))
             samples.clear()
             sums.clear()
 
@@ -231,10 +231,10 @@ _MOST_INDEX_BYTES = 8 << 30
 
 class _Index(msgspec.Struct):
     tars: list[Tar]
-    pieces: list[Piece]
+    pieces: list[TarPiece]
 
 
-def _kept(path: Path, tars: list[Tar]) -> list[Piece] | None:
+def _kept(path: Path, tars: list[Tar]) -> list[TarPiece] | None:
     """The index that this file keeps; None if there is none, or it is of other tars."""
     try:
         whole = path.resolve()
@@ -247,7 +247,7 @@ def _kept(path: Path, tars: list[Tar]) -> list[Piece] | None:
     return found.pieces if found.tars == tars else None
 
 
-def _keep(path: Path, tars: list[Tar], pieces: list[Piece]) -> None:
+def _keep(path: Path, tars: list[Tar], pieces: list[TarPiece]) -> None:
     partial = f".{path.name}.{secrets.token_hex(8)}.partial"  # other workers may write it too: each one whole
     try:
         with opened(path.parent, make=True) as folder:

@@ -54,7 +54,7 @@ _QUIET = ("KeyboardInterrupt", "SystemExit")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ShownLine:
     """A line to show, and the process that printed it."""
 
     process: str
@@ -62,7 +62,7 @@ class Line:
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldLines:
     """The lines of a process, from the beginning of an error on."""
 
     began: float
@@ -78,37 +78,37 @@ class Output:
     """
 
     ending: bool = False  # we are ending the processes: do not show what they print about that
-    _held: dict[str, _Held] = field(default_factory=dict)
+    _held: dict[str, _HeldLines] = field(default_factory=dict)
     _shown: dict[str, list[str]] = field(default_factory=dict)  # kind of error -> the processes that ended with it
     _last: dict[str, str] = field(default_factory=dict)  # process -> the sentence of ours that it ended with
     # (when it ended, the process, its lines)
     _sentences: list[tuple[float, str, list[str]]] = field(default_factory=list)
     _asked: set[str] = field(default_factory=set)  # the processes that want another one in their place
 
-    def line(self, process: str, text: str, now: float) -> list[Line]:
+    def line(self, process: str, text: str, now: float) -> list[ShownLine]:
         """`process` has printed a line. Returns the lines to show now."""
         if text.endswith(StartAgain.LINE):  # a progress bar may stand before it, without an end of its line
             self._asked.add(process)
             text = text.removesuffix(StartAgain.LINE).rstrip()
-            return [Line(process, text)] if text and not self.ending else []
+            return [ShownLine(process, text)] if text and not self.ending else []
         held = self._held.get(process)
         if held is None and (text == _TRACEBACK or text.startswith((_SENTENCE, _SYNTAX))):
-            held = self._held[process] = _Held(now)
+            held = self._held[process] = _HeldLines(now)
         if held is None:
-            return [] if self.ending else [Line(process, text)]
+            return [] if self.ending else [ShownLine(process, text)]
         held.lines.append(text)
         if len(held.lines) < _MOST_HELD:
             return []
         del self._held[process]  # no error has so many: it goes on printing
-        return [] if self.ending else [Line(process, line) for line in held.lines]
+        return [] if self.ending else [ShownLine(process, line) for line in held.lines]
 
-    def ended(self, process: str, now: float, *, well: bool = False) -> list[Line]:
+    def ended(self, process: str, now: float, *, well: bool = False) -> list[ShownLine]:
         """`process` has ended, with status 0 if `well`. Returns which of its held lines to show now."""
         held = self._held.pop(process, None)
         if held is None:
             return []
         if well and not self.ending:  # it only printed something that looks like an error, such as "error: 0.25"
-            return [Line(process, text) for text in held.lines]
+            return [ShownLine(process, text) for text in held.lines]
         kind = _kind(held.lines)
         if kind in _QUIET or (self.ending and kind not in self._shown):
             return []
@@ -121,30 +121,30 @@ class Output:
         if kind.startswith(_SENTENCE):
             self._sentences.append((now, process, held.lines))
             return []
-        return [Line(process, text) for text in held.lines]
+        return [ShownLine(process, text) for text in held.lines]
 
     def exit_of(self, process: str, how: Exit) -> Exit:
         """How `process` has ended, with what it has said about that."""
         return how.having_asked(process in self._asked)
 
-    def due(self, now: float) -> list[Line]:
+    def due(self, now: float) -> list[ShownLine]:
         """Return the held lines of processes that continued after an error, and the errors that did not end the run."""
         late = [process for process, held in self._held.items() if now - held.began > _HELD_S]
-        shown = [Line(process, text) for process in late for text in self._held.pop(process).lines]
+        shown = [ShownLine(process, text) for process in late for text in self._held.pop(process).lines]
         while self._sentences and now - self._sentences[0][0] > _LAST_WORD_S:
             _, process, lines = self._sentences.pop(0)
-            shown += [Line(process, text) for text in lines]
+            shown += [ShownLine(process, text) for text in lines]
         return shown
 
     def sentence_of(self, process: str) -> str:
         """Return the error message of ours that `process` ended with; "" if it ended in another way."""
         return self._last.get(process, "")
 
-    def rest(self, failure: str) -> list[Line]:
+    def rest(self, failure: str) -> list[ShownLine]:
         """At the end of the run: return the held error messages, without those that `failure` repeats."""
         said = {_alike(line) for line in _told(failure)}
         left = [
-            Line(process, text) for _, process, lines in self._sentences for text in lines
+            ShownLine(process, text) for _, process, lines in self._sentences for text in lines
             if _alike(text.removeprefix(_SENTENCE)) not in said
         ]  # fmt: skip
         self._sentences.clear()
@@ -384,7 +384,7 @@ class RunConsole:
         prefix = "" if own_words else f"[dim]{escape(process)} |[/dim] "
         self.console.print(prefix + escape(line), soft_wrap=True)
 
-    def relay_all(self, lines: Iterable[Line]) -> None:
+    def relay_all(self, lines: Iterable[ShownLine]) -> None:
         """Show these lines that processes printed."""
         for line in lines:
             self.relay(line.process, line.text)

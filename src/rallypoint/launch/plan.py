@@ -174,7 +174,7 @@ class Launch(ClusterConfig, frozen=True, kw_only=True):
         topology: see `Terms`.
         retention: which snapshots are kept.
         overrides: settings that replace those of the script.
-        track: where the run's figures go, each ``KIND:FOLDER``: see `watch.trackers`.
+        track: where the run's figures go, each ``KIND:FOLDER``: see `watch.tracking`.
         trace_steps: (first, stop) of the steps that are traced, if there is a trace.
         resume: the snapshot to continue from; "" for a new run.
         changes: sentences that say which settings were changed when the run went on, and from which step.

@@ -20,7 +20,7 @@ from rallypoint.launch import environment, kept_code
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.console import Output, OutputClosed, RunConsole, Screen
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle, cluster_of, kind_of
-from rallypoint.launch.engines.local import Relay
+from rallypoint.launch.engines.local import LineRelay
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import (
     CLUSTER_FILE,
@@ -34,7 +34,7 @@ from rallypoint.launch.folder import (
     write_where,
 )
 from rallypoint.launch.lifeline import NOTICES, Interrupted, noted, raised
-from rallypoint.launch.observing.beside import Beside, merge_trace
+from rallypoint.launch.observing.beside import Observers, merge_trace
 from rallypoint.launch.plan import (
     Launch,
     certificates_of,
@@ -44,12 +44,21 @@ from rallypoint.launch.plan import (
     server_arguments,
     write_plan,
 )
-from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
+from rallypoint.launch.supervisor import (
+    COORDINATOR,
+    Decision,
+    DrainProcess,
+    Fail,
+    RestartLimits,
+    RunOver,
+    StartProcess,
+    Supervisor,
+    Warn,
+)
 from rallypoint.net.handshake import LAUNCHER, Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Drain as SendAway
-from rallypoint.net.messages import Finished, Release, Resize, SnapshotWanted
+from rallypoint.net.messages import Drain, Finished, Release, Resize, SnapshotWanted
 
 INTERRUPTED = 130  # the exit status after Ctrl-C
 CLOSED = 141  # the status of a process that SIGPIPE ended, when nobody reads our output any more
@@ -144,7 +153,7 @@ def _let_be(_: ClusterRun) -> None:
     """Do nothing: the default for `intervene`."""
 
 
-LIMITS = Limits()
+LIMITS = RestartLimits()
 _GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by itself
 _CLOSE_S = 15.0  # seconds in which servers and the coordinator may close their files; longer than a store is waited for
 _ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
@@ -163,14 +172,14 @@ class ClusterRun:
         """`edited`: the user's files that are known to differ from the copies that the run keeps."""
         self.plan, self.console, self.cluster = plan, console, cluster
         wanted = {"worker": plan.workers[1] + plan.standby, "server": plan.servers, "aggregator": plan.aggregators}
-        self.supervisor = Supervisor(wanted, LIMITS if plan.restart else Limits(restart=False))
+        self.supervisor = Supervisor(wanted, LIMITS if plan.restart else RestartLimits(restart=False))
         self.handles: dict[str, Handle] = {}
         self.failure = ""
         self._over, self._coordinators = False, 0  # how many coordinators were started
         self._token, self._address, self._tls = new_token(), "", certificates_of(plan)
         self._transport = transport_of(self._tls, "observer")
-        self._lines = Relay()
-        self._output, self._beside = Output(), Beside(plan)
+        self._lines = LineRelay()
+        self._output, self._beside = Output(), Observers(plan)
         self._observer: CoordinatorLink | None = None
         self._endings, self._said_changed = list[str](), list(edited)
 
@@ -281,21 +290,21 @@ class ClusterRun:
     def _do(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             match decision:
-                case Start(name=name, role=role):
+                case StartProcess(name=name, role=role):
                     self._start(name, role)
-                case Drain(name=name):
+                case DrainProcess(name=name):
                     self.handles[name].signal(signal.SIGTERM)
                 case Warn(text=text):
                     self.console.say(f"[yellow]{escape(text)}[/yellow]")
                 case Fail(reason=reason):
                     self.failure = reason
-                case Over():
+                case RunOver():
                     self._over = True
                     self.console.show(Finished())  # the link may have been down when the coordinator sent this
 
-    def _resized(self, size: Resize | SendAway) -> None:
-        if isinstance(size, SendAway):
-            return self._do([Drain(size.member)] if size.member in self.handles else [])
+    def _resized(self, size: Resize | Drain) -> None:
+        if isinstance(size, Drain):
+            return self._do([DrainProcess(size.member)] if size.member in self.handles else [])
         wanted = (("worker", size.workers and size.workers + self.plan.standby), ("server", size.servers))
         self._do(self.supervisor.resized({role: number for role, number in wanted if number}, time.monotonic()))
         self.plan = resized(self.plan, size.workers, size.servers)

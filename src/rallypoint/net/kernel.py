@@ -9,7 +9,7 @@ import struct
 import sys
 
 from rallypoint.core.tuning.port import Sent
-from rallypoint.observe.usage import Pace
+from rallypoint.observe.usage import LinkPace
 
 DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
 UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
@@ -44,13 +44,13 @@ def round_trip_of(sock: socket.socket) -> float:
     return 0.0
 
 
-def pace_of(sock: socket.socket) -> Pace:
+def pace_of(sock: socket.socket) -> LinkPace:
     """What was acknowledged, and for how long some was on its way; nothing where the system does not tell, or the
     socket is closed. The kernel counts the time in its ticks, of 1 to 4 ms."""
     with contextlib.suppress(OSError, struct.error, AttributeError):
         acknowledged, busy = _PACE.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _PACE.size))
-        return Pace(acknowledged, busy / 1e6)
-    return Pace()
+        return LinkPace(acknowledged, busy / 1e6)
+    return LinkPace()
 
 
 def sent_of(sock: socket.socket) -> Sent | None:

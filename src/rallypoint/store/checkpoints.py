@@ -211,9 +211,9 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from rallypoint.store.restricted import Reader
+    from rallypoint.store.restricted import MetadataReader
 
-    reader = Reader(folder)
+    reader = MetadataReader(folder)
     metadata = reader.read_metadata()
     tensors = {
         key: torch.empty(about.size, dtype=about.properties.dtype, device="cpu")
@@ -301,7 +301,7 @@ class Content:
         return self.manifest.job.steps_at(self.manifest.version)
 
 
-class Writer(Protocol):
+class CheckpointWriter(Protocol):
     """Writes one format.
 
     Example::
@@ -405,7 +405,7 @@ class Dcp:
         return remarks
 
 
-WRITERS: Mapping[Format, Writer] = {
+WRITERS: Mapping[Format, CheckpointWriter] = {
     "pt": TorchFile(), "safetensors": Safetensors(), "hf": HuggingFace(), "dcp": Dcp(),
 }  # fmt: skip
 

@@ -73,7 +73,7 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: _Count  # as stored
 
 
-class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class _RecordHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     shard: _Count
     version: _Count
     compression: Compression
@@ -83,7 +83,7 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     memories: tuple[_Count, ...] = ()  # the replicas whose codec states are the last arrays
 
 
-_heads = msgspec.msgpack.Decoder(_Head)
+_heads = msgspec.msgpack.Decoder(_RecordHead)
 
 
 def encode_record(record: ShardRecord, compression: Compression) -> bytes:
@@ -105,7 +105,7 @@ def encode_chunks(record: ShardRecord, compression: Compression) -> list[bytes |
         _Stored(name, array.dtype.name, array.size, len(payload))
         for (name, array), payload in zip(named.items(), payloads, strict=True)
     ]
-    described = _Head(
+    described = _RecordHead(
         record.shard, record.version, compression, record.scalars, arrays, record.clocks, tuple(record.codec_states)
     )
     head = msgspec.msgpack.encode(described)
@@ -140,7 +140,7 @@ def decode_record(data: bytes, most: int = _MAX_RECORD_BYTES) -> ShardRecord:
     return ShardRecord(head.shard, head.version, arrays, head.scalars, head.clocks, states)
 
 
-def _read_head(view: memoryview) -> tuple[_Head, int]:
+def _read_head(view: memoryview) -> tuple[_RecordHead, int]:
     """Return the head, and the position where the payload begins."""
     if len(view) < _PREFIX.size:
         raise DamagedSnapshot(f"a shard record of {len(view)} bytes is too short to be one")

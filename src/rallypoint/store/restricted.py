@@ -42,7 +42,7 @@ class _OnlyMetadata(pickle.Unpickler):
         raise DataError(f"its list of tensors names {module}.{name}, which no such list needs: it is not read")
 
 
-class Reader(FileSystemReader):
+class MetadataReader(FileSystemReader):
     """Reads a folder. torch asks it for the list of tensors, so torch never unpickles that list itself."""
 
     def __init__(self, folder: Path) -> None:

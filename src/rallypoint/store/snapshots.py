@@ -107,7 +107,7 @@ FIRST_BYTES = 8 << 20  # of the first file, when nothing is known of the store
 FILE_S = 5.0  # a file should be durable after so many seconds
 
 
-class Pace:
+class WritePace:
     """Measures how long files take. It bounds their size, for the next ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,7 +138,7 @@ _LATEST = "latest"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
-class Part(msgspec.Struct, frozen=True):
+class SnapshotPart(msgspec.Struct, frozen=True):
     """What one writer added to a snapshot: its files (name -> size in bytes), and where each shard lies in them."""
 
     files: dict[str, int]
@@ -154,14 +154,14 @@ class SnapshotStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._files, self._pace = Files(url), Pace()
+        self._files, self._pace = Files(url), WritePace()
 
     # Writing
 
     def write_part(
         self, snapshot_id: str, part: str, records: Iterable[ShardRecord], compression: Compression,
-        written: Callable[[Part], object] = lambda file: None,
-    ) -> Part:  # fmt: skip
+        written: Callable[[SnapshotPart], object] = lambda file: None,
+    ) -> SnapshotPart:  # fmt: skip
         """Write some of a snapshot's shards as files `<part>-<n>.shards`; `part` is the writer's own name.
 
         Takes one record after the other, each when the one before it has been written. `written` gets each file as soon
@@ -179,13 +179,13 @@ class SnapshotStore:
                     measure(size := sum(entry.length for entry in entries.values()))
                 files[name] = size
                 shards |= entries
-                written(Part({name: files[name]}, entries))
+                written(SnapshotPart({name: files[name]}, entries))
         except BaseException:
             for name in files:  # the disk may be full: remove what nobody will need
                 with contextlib.suppress(OSError):
                     self._files.remove(f"{snapshot_id}/{name}")
             raise
-        return Part(files, shards)
+        return SnapshotPart(files, shards)
 
     def commit(self, manifest: Manifest) -> None:
         """Commit a snapshot whose parts are all written. After that it is durable.
@@ -446,8 +446,9 @@ class SnapshotStore:
 
 
 def _write_file(
-    file: str, records: Iterator[ShardRecord], compression: Compression, write: Callable[[Chunk], object], pace: Pace
-) -> dict[int, ShardEntry]:
+    file: str, records: Iterator[ShardRecord], compression: Compression, write: Callable[[Chunk], object],
+    pace: WritePace,
+) -> dict[int, ShardEntry]:  # fmt: skip
     """Write encoded records until the file is full or there are no more. Returns where each shard lies."""
     from rallypoint.store.record import encode_chunks  # needs numpy, which importing this module must not
 

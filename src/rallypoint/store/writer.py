@@ -24,7 +24,7 @@ from rallypoint.net.messages import NotStored, Stored
 from rallypoint.store.files import end_threads
 from rallypoint.store.manifest import Compression
 from rallypoint.store.record import Array, ShardRecord
-from rallypoint.store.snapshots import Part, SnapshotStore
+from rallypoint.store.snapshots import SnapshotPart, SnapshotStore
 
 _NICE = 10  # compression for a snapshot must not take processor time from a step
 AHEAD_BYTES = 64 << 20  # enough to keep the disk busy; more would be copied into fresh memory
@@ -64,7 +64,7 @@ class SnapshotWriter:
         self.caught_up: Callable[[], None] = lambda: None
         self._store = SnapshotStore(url)
         self._compression, self._name, self._tell = compression, part, tell
-        self._staging = Staging()
+        self._staging = StagedCopies()
         self._changed = threading.Condition()  # guards the fields below, and those of the parts
         self._part: _InProgress | None = None  # the newest
         self._begun: _InProgress | None = None  # the newest if the thread has not taken it up yet
@@ -144,7 +144,7 @@ class SnapshotWriter:
         return part
 
     def _write(self, part: _InProgress) -> None:
-        def stored(file: Part) -> None:
+        def stored(file: SnapshotPart) -> None:
             entries = {s: (e.file, e.offset, e.length, e.checksum) for s, e in file.shards.items()}
             self._tell(Stored(part.snapshot, file.files, entries))
 
@@ -177,7 +177,7 @@ class SnapshotWriter:
 KEPT_BYTES = 512 << 20
 
 
-class Staging:
+class StagedCopies:
     """Lends memory to copies and takes it back; any thread may do either. Keeps at most `KEPT_BYTES` unused."""
 
     def __init__(self) -> None:

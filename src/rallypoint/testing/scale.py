@@ -326,7 +326,7 @@ class Step(msgspec.Struct, frozen=True):
     taken: int = 0
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class PlayOutcome(msgspec.Struct, frozen=True):
     """What came of it.
 
     Attributes:
@@ -390,7 +390,7 @@ class Play:
         self._dice, self._compute = random.Random(self.scenario.seed), self.scenario.workload.compute
         self.cluster = BigCluster(self.scenario.size, self.clock)
 
-    def run(self, told: Callable[[Step], None] = lambda step: None) -> Outcome:
+    def run(self, told: Callable[[Step], None] = lambda step: None) -> PlayOutcome:
         """Play all steps; `told` hears of each."""
         scenario, cluster = self.scenario, self.cluster
         self._begin()
@@ -402,7 +402,7 @@ class Play:
             steps.append(step)
             told(step)
         seconds = self._now - began
-        return Outcome(
+        return PlayOutcome(
             tuple(steps), ideal, scenario.steps * ideal / seconds, self._failures, cluster.views - before,
             self._rollbacks, self._view, self.view_seconds, min(1.0, self._sending / seconds), dict(cluster.spent),
             max(self._changes, default=0), sum(self._changes) / max(1, len(self._changes)), self._sending,

@@ -185,7 +185,7 @@ def _answered(text: str, status: int = 200) -> Response:
 
 
 @dataclass(slots=True)
-class Reader:
+class PageReader:
     """What one page knows already. `news` is made for it alone."""
 
     _seen: dict[str, tuple[int, int]] = field(default_factory=dict)  # curve -> its revision, and its last point's step
@@ -303,7 +303,7 @@ class Page:
 
     async def _whole(self, request: Request) -> Response:
         """Everything, once: for scripts."""
-        return JSONResponse(self._news(Reader()))
+        return JSONResponse(self._news(PageReader()))
 
     async def _settings(self, request: Request) -> Response:
         """The job's resolved settings."""
@@ -315,12 +315,12 @@ class Page:
         return StreamingResponse(self._events(), media_type="text/event-stream")
 
     async def _events(self) -> AsyncIterator[bytes]:
-        reader, generation, still = Reader(), -1, 0.0
+        reader, generation, still = PageReader(), -1, 0.0
         self._streams += 1
         try:
             while not self.closing:
                 if generation != self._follower.generation:
-                    reader, generation = Reader(), self._follower.generation
+                    reader, generation = PageReader(), self._follower.generation
                 news = self._news(reader)
                 still = 0.0 if news is not None else still + _EVERY_S
                 if news is not None:
@@ -335,7 +335,7 @@ class Page:
         finally:
             self._streams -= 1
 
-    def _news(self, reader: Reader) -> dict[str, Any] | None:
+    def _news(self, reader: PageReader) -> dict[str, Any] | None:
         """What is new to this reader; with the facts if it knows nothing yet."""
         follower = self._follower
         with follower.lock:
@@ -352,8 +352,8 @@ _OF_ALL = ("ask.js", "compare.js", "page.css", "uplot.js", "uplot.css")
 _COMPARED = {"": "compare.html", **{name: name for name in _OF_ALL}}
 
 
-class Comparison:
-    """The application for several runs: ``Comparison({name: follower}, {name: settings}, token).app``.
+class ComparisonPage:
+    """The application for several runs: ``ComparisonPage({name: follower}, {name: settings}, token).app``.
 
     ``GET /runs`` has all of them; ``/runs?seen=STATE`` answers 204 while nothing has changed since that state.
     """
@@ -506,10 +506,10 @@ _AT_ONCE, _QUEUE = 32, 1024  # connections that are taken before there is a look
 GRACE_S = 2  # for what is being answered at the end: an order may take minutes
 
 
-class _Server(uvicorn.Server):
+class _PageServer(uvicorn.Server):
     """Ends the page's streams when it is told to end: it would wait for them."""
 
-    def __init__(self, config: uvicorn.Config, page: Page | Comparison) -> None:
+    def __init__(self, config: uvicorn.Config, page: Page | ComparisonPage) -> None:
         super().__init__(config)
         self._page = page
 
@@ -546,7 +546,7 @@ def compared(
 ) -> Iterator[tuple[str, Bound]]:
     """As `served`, for a page that compares the runs in these folders, by the names that it shows."""
     followers, token = {name: _follower(folder) for name, folder in folders.items()}, secrets.token_urlsafe(16)
-    with _serving(Comparison(followers, settings, token), [*followers.values()], token, port) as bound:
+    with _serving(ComparisonPage(followers, settings, token), [*followers.values()], token, port) as bound:
         yield bound
 
 
@@ -557,14 +557,14 @@ def _follower(folder: Path) -> Follower:
 
 @contextmanager
 def _serving(
-    page: Page | Comparison, followers: Sequence[Follower], token: str, port: int
+    page: Page | ComparisonPage, followers: Sequence[Follower], token: str, port: int
 ) -> Iterator[tuple[str, Bound]]:
     with _listening(port) as listening, ExitStack() as following:
         config = uvicorn.Config(
             page.app, log_level="error", access_log=False, lifespan="off", server_header=False, ws="none",
             timeout_graceful_shutdown=GRACE_S, http=Visitors().protocol(), backlog=_AT_ONCE,
         )  # fmt: skip
-        server = _Server(config, page)
+        server = _PageServer(config, page)
         for follower in followers:
             follower.start()
             following.callback(follower.close)
@@ -575,7 +575,7 @@ def _serving(
 class Bound:
     """The server with its socket."""
 
-    def __init__(self, server: _Server, listening: socket.socket) -> None:
+    def __init__(self, server: _PageServer, listening: socket.socket) -> None:
         self._server, self._listening = server, listening
 
     def run(self) -> None:

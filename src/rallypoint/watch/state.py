@@ -114,7 +114,7 @@ _SHOWN_HOSTS, _SHOWN_SIDE = 64, 24  # on the page: machines; members on each sid
 
 
 @dataclass(slots=True)
-class Host:
+class MachineSeen:
     """A machine: its newest sample, when that was (s), and shares of processor and memory over time, in percent."""
 
     sample: Sampled
@@ -124,10 +124,10 @@ class Host:
 
 
 @dataclass(slots=True)
-class Machines:
+class MachinesSeen:
     """The newest samples by machine, by member and by pair of members. Its size has a bound."""
 
-    hosts: dict[str, Host] = field(default_factory=dict)
+    hosts: dict[str, MachineSeen] = field(default_factory=dict)
     members: dict[str, Sampled] = field(default_factory=dict)
     links: dict[tuple[str, str], LinkSample] = field(default_factory=dict)  # who dialed, whom
     revision: int = 0
@@ -146,7 +146,7 @@ class Machines:
         if host is None:
             if len(self.hosts) >= _MOST_HOSTS:
                 return
-            host = self.hosts[sample.host] = Host(sample, float("-inf"))
+            host = self.hosts[sample.host] = MachineSeen(sample, float("-inf"))
         if t - host.t >= _APART_S or t < host.t:
             host.t, host.sample = t, sample
             host.cpu.append(round(100 * sample.cpu))
@@ -190,7 +190,7 @@ class Machines:
         return None if link is None else [link.round_trip, link.sent, link.received]
 
 
-def _told(name: str, host: Host, own: list[Sampled]) -> dict[str, Any]:
+def _told(name: str, host: MachineSeen, own: list[Sampled]) -> dict[str, Any]:
     sample = host.sample
     return {
         "name": name, "members": len(own), "cpu": list(host.cpu), "memory": list(host.memory),
@@ -219,7 +219,7 @@ _ENOUGH = 10  # steps, before there is a median to compare with
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class HistogramCounts:
     """A histogram's value: for each bound how many values were at most that high, of all, and their sum."""
 
     bounds: Sequence[float]
@@ -240,17 +240,17 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
-    def read(self) -> Counts:
+    def read(self) -> HistogramCounts:
         """The counts until now."""
         cumulative, seen = list[int](), 0
         for count in list(self._counts):
             seen += count
             cumulative.append(seen)
-        return Counts(self._bounds, cumulative[:-1], seen, self._total)
+        return HistogramCounts(self._bounds, cumulative[:-1], seen, self._total)
 
 
 @dataclass(slots=True)
-class Pace:
+class StepPace:
     """Measures the seconds between two steps that a coordinator announces.
 
     One that takes over from another announces at once the steps that were done meanwhile: those say nothing of how long
@@ -465,7 +465,7 @@ class RunState:
     members: Timelines = field(default_factory=Timelines)
     joined: Counter[str] = field(default_factory=Counter)  # by role: worker, server, aggregator
     gone: Counter[str] = field(default_factory=Counter)
-    machines: Machines = field(default_factory=Machines)
+    machines: MachinesSeen = field(default_factory=MachinesSeen)
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
     sentences: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_SENTENCES))
     waits: str = ""  # the last sentence about what the job waits for, if no step was done since
@@ -481,7 +481,7 @@ class RunState:
     skipped: Counter[str] = field(default_factory=Counter)  # "steps", "contributions"
     revision: int = 0
     _clock: float = 0.0  # the last time that the coordinator said
-    _pace: Pace = field(default_factory=Pace)
+    _pace: StepPace = field(default_factory=StepPace)
     _once: Once = field(default_factory=Once)
     _cause: str = ""  # what has happened since
     _said: str = ""  # the same as a sentence

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rallypoint.data.files import File, StoredFiles
-from rallypoint.data.peers import Answering, Asking, Known, Roster
+from rallypoint.data.peers import Asking, Known, PeerAnswers, Roster
 from rallypoint.data.shards import ShardedDataset
 from rallypoint.errors import RallypointError
 from rallypoint.net.member import CoordinatorLink
@@ -28,7 +28,7 @@ class Sharing:
     def __init__(self, transport: Transport, link: CoordinatorLink) -> None:
         self._transport, self._link = transport, link
         self._lock, self._told = threading.Lock(), threading.Event()
-        self._answering: Answering | None = None
+        self._answering: PeerAnswers | None = None
         self._asking: Asking | None = None
         self._roster: Roster | None = None
         self._offers: Offers | None = None
@@ -43,7 +43,7 @@ class Sharing:
         of_cache = [one for one in sources if one[0].cache is not None and one[0].cache.id == cache.id]
         try:
             bind = _bind(self._transport, self._link.peer)
-            answering = Answering(self._transport, bind, self._link.credentials.me, cache, of_cache)
+            answering = PeerAnswers(self._transport, bind, self._link.credentials.me, cache, of_cache)
             try:
                 address = advertised(answering.gate.address, towards=self._link.peer)
             except BaseException:

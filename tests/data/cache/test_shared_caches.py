@@ -14,7 +14,7 @@ from rallypoint.data import peers as answering_module
 from rallypoint.data import peers as asking_module
 from rallypoint.data.cache import Cache, Piece, checksum
 from rallypoint.data.files import File
-from rallypoint.data.peers import Answering, Asking, BoundedConnections, Known, Roster
+from rallypoint.data.peers import Asking, BoundedConnections, Known, PeerAnswers, Roster
 from rallypoint.errors import DataError, LinkError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
@@ -59,7 +59,7 @@ class Host:
         self.cache = Cache(folder)
         self.me = Identity("worker", id, incarnation=1, secret=b"%-32s" % id.encode())
         self.transport, self.roster = TcpTransport(), Roster()
-        self.answering = Answering(
+        self.answering = PeerAnswers(
             self.transport,
             "127.0.0.1:0",
             self.me,

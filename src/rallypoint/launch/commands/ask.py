@@ -34,14 +34,14 @@ _AWAY = "the coordinator is gone before it has answered; waiting for the next on
 _AGAIN = "the coordinator is back, and was asked again"
 
 
-class _Link(enum.Enum):
+class _MemberLink(enum.Enum):
     """What has become of the link to the coordinator."""
 
     BROKEN = enum.auto()
     WHOLE = enum.auto()  # again, maybe with another coordinator: it knows nothing of the question
 
 
-Answers = queue.SimpleQueue[Message | RallypointError | _Link]
+Answers = queue.SimpleQueue[Message | RallypointError | _MemberLink]
 Say = Callable[[str], None]
 
 
@@ -117,9 +117,9 @@ def _within(
     deadline, said = time.monotonic() + seconds, False
     while True:
         answer = _next(answers, otherwise, seconds, max(0.0, deadline - time.monotonic()))
-        if not isinstance(answer, _Link):
+        if not isinstance(answer, _MemberLink):
             yield answer
-        elif answer is _Link.WHOLE:
+        elif answer is _MemberLink.WHOLE:
             again()
             say(_AGAIN)
             said = False
@@ -159,7 +159,8 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
     link = CoordinatorLink(
         transport=transport_of(where.tls, "observer"), address=where.coordinator, me=me,
         handlers=Handlers(
-            answers.put, answers.put, on_link=lambda whole: answers.put(_Link.WHOLE if whole else _Link.BROKEN)
+            answers.put, answers.put,
+            on_link=lambda whole: answers.put(_MemberLink.WHOLE if whole else _MemberLink.BROKEN),
         ),
     )  # fmt: skip
     link.start()
@@ -169,7 +170,7 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
         link.close()
 
 
-def _next(answers: Answers, otherwise: str, patience: float, left: float) -> Message | _Link:
+def _next(answers: Answers, otherwise: str, patience: float, left: float) -> Message | _MemberLink:
     """Return the coordinator's next message. Raises JobAborted when the job is over, LinkError when nothing comes.
 
     It waits for what is `left` of `patience` seconds.

@@ -39,7 +39,7 @@ from rallypoint.net.places import Whereabouts
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines
-from rallypoint.watch.metrics import JobFigures, Reading, of_aggregator, of_server, of_view
+from rallypoint.watch.metrics import Figure, JobFigures, of_aggregator, of_server, of_view
 
 if TYPE_CHECKING:
     from rallypoint.aggregator.service import AggregatorService
@@ -228,7 +228,7 @@ def run_server(
     return 0 if failure is None else FAILED
 
 
-def _readings(service: ServerService | AggregatorService) -> Iterator[Reading]:
+def _readings(service: ServerService | AggregatorService) -> Iterator[Figure]:
     yield from of_view(service.view)
     if service.role == "server":
         yield from of_server(cast("ServerService", service).machine, cast("ServerService", service).waiting)

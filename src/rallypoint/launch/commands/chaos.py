@@ -43,7 +43,7 @@ class Event(msgspec.Struct, frozen=True):
     again: int
 
 
-class Measured(msgspec.Struct, frozen=True):
+class MeasuredFault(msgspec.Struct, frozen=True):
     """A fault and its cost: the longest time without a finished step after it, and the replicas computed again."""
 
     event: Event
@@ -51,7 +51,7 @@ class Measured(msgspec.Struct, frozen=True):
     again: int
 
 
-class Ledger(msgspec.Struct, frozen=True):
+class RoundsLedger(msgspec.Struct, frozen=True):
     """Every round of the run, as the holders of the first shard recorded it: how often, with how many contributions.
 
     A round is one step, or several under local steps. `samples` is the number that all rounds use. `times`: when each
@@ -70,16 +70,16 @@ class Ledger(msgspec.Struct, frozen=True):
         return not self.missing and not self.wrong
 
 
-class Report(msgspec.Struct, frozen=True):
+class ChaosReport(msgspec.Struct, frozen=True):
     """The whole report.
 
     `hashes`: of the undisturbed run's weights and of this run's; they must be equal if `comparable`.
     """
 
-    events: list[Measured]
+    events: list[MeasuredFault]
     undone: int
     hashes: tuple[str, str]
-    ledger: Ledger
+    ledger: RoundsLedger
     comparable: bool = True
 
     @property
@@ -96,7 +96,7 @@ class _Entry(msgspec.Struct):
     generation: Any = None
 
 
-def ledger_of(folder: Path, rounds: int, samples: int) -> Ledger:
+def ledger_of(folder: Path, rounds: int, samples: int) -> RoundsLedger:
     """Read the ledger of a run from its event log."""
     applied: dict[int, set[int]] = {}
     times: dict[tuple[int, str], float] = {}  # by round and generation: a roll-back makes a round once more
@@ -109,19 +109,19 @@ def ledger_of(folder: Path, rounds: int, samples: int) -> Ledger:
             applied.setdefault(entry.step, set()).add(entry.replicas)
             made = (entry.step, str(entry.generation))
             times[made] = min(entry.at, times.get(made, entry.at))  # the backup of the first shard reports it later
-    return Ledger(
+    return RoundsLedger(
         rounds=rounds, samples=samples, missing=[r for r in range(rounds) if r not in applied],
         wrong=[r for r in range(rounds) if r in applied and applied[r] != {replicas}], times=sorted(times.values()),
     )  # fmt: skip
 
 
-def measure(events: Sequence[Event], ledger: Ledger) -> list[Measured]:
+def measure(events: Sequence[Event], ledger: RoundsLedger) -> list[MeasuredFault]:
     """Return the cost of every fault, measured until the next one."""
     measured = []
     for event, following in zip(events, [*events[1:], None], strict=True):
         end = min(event.at + _WINDOW_S, following.at if following is not None else float("inf"))
         again = (following.again if following is not None else event.again) - event.again
-        measured.append(Measured(event, longest_gap(ledger.times, event.at, end), max(0, again)))
+        measured.append(MeasuredFault(event, longest_gap(ledger.times, event.at, end), max(0, again)))
     return measured
 
 
@@ -141,7 +141,7 @@ def typical_gap(times: Sequence[float]) -> float:
     return gaps[len(gaps) // 2] if gaps else 0.0
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: ChaosReport, console: Console) -> None:
     """Print the table, the ledger and the verdict."""
     table = Table("", "step", "fault", "to", "stall", "computed again")
     for number, measured in enumerate(report.events, 1):
@@ -166,7 +166,7 @@ def show(report: Report, console: Console) -> None:
     console.print(f"undisturbed sha256 {mine}\nthis run    sha256 {theirs}\n{verdict}")
 
 
-def _show_ledger(ledger: Ledger, console: Console) -> None:
+def _show_ledger(ledger: RoundsLedger, console: Console) -> None:
     if ledger.exact:
         console.print(
             f"ledger: {ledger.rounds} updates, each applied with all of its contributions; "
@@ -184,7 +184,7 @@ _SPREAD_S = 0.6  # seconds: each fault comes at a random time within so long of 
 _ROLES = ("worker", "server", "aggregator", "coordinator")
 
 
-class Fault(msgspec.Struct, frozen=True):
+class ChaosFault(msgspec.Struct, frozen=True):
     """A fault to cause. `what` is kill worker|server|aggregator|coordinator, stop worker, resize N or everything."""
 
     what: str
@@ -204,9 +204,9 @@ class _EverythingDied(Exception):
     """We have killed all processes at once."""
 
 
-def parse_faults(text: str) -> list[Fault]:
+def parse_faults(text: str) -> list[ChaosFault]:
     """Parse a schedule such as ``kill worker, resize 4, kill server``. Raises ConfigError when it is invalid."""
-    faults = [Fault(" ".join(part.split())) for part in text.split(",") if part.strip()]
+    faults = [ChaosFault(" ".join(part.split())) for part in text.split(",") if part.strip()]
     for fault in faults:
         fits = (
             (fault.kind in ("kill", "stop") and fault.object in _ROLES)
@@ -223,28 +223,28 @@ def parse_faults(text: str) -> list[Fault]:
 
 def random_faults(
     kills: int, resizes: Sequence[int], stops: int, everything: bool, seed: int, servers: int, aggregators: int = 0
-) -> list[Fault]:
+) -> list[ChaosFault]:
     """Return a schedule: kills spread over workers, servers (if there are two), aggregators and coordinator, the rest
     between them."""
     rng = random.Random(seed)
     shares = [("worker", 5), ("coordinator", 1), *([("server", 4)] if servers > 1 else [])]
     shares += [("aggregator", 2)] if aggregators else []
     total = sum(share for _, share in shares)
-    faults = [Fault(f"kill {role}") for role, share in shares for _ in range(kills * share // total)]
-    faults += [Fault("kill worker") for _ in range(kills - len(faults))]
-    faults += [Fault("stop worker") for _ in range(stops)]
+    faults = [ChaosFault(f"kill {role}") for role, share in shares for _ in range(kills * share // total)]
+    faults += [ChaosFault("kill worker") for _ in range(kills - len(faults))]
+    faults += [ChaosFault("stop worker") for _ in range(stops)]
     rng.shuffle(faults)
     for index, size in enumerate(resizes):
-        faults.insert((index + 1) * len(faults) // (len(resizes) + 1), Fault(f"resize {size}"))
+        faults.insert((index + 1) * len(faults) // (len(resizes) + 1), ChaosFault(f"resize {size}"))
     if everything:
-        faults.insert(len(faults) // 2, Fault("everything"))
+        faults.insert(len(faults) // 2, ChaosFault("everything"))
     return faults
 
 
 class Chaos:
     """Causes the faults in a run, one after the other, each when the cluster has recovered from the last."""
 
-    def __init__(self, faults: Sequence[Fault], steps: int, seed: int) -> None:
+    def __init__(self, faults: Sequence[ChaosFault], steps: int, seed: int) -> None:
         self._faults, self._steps = list(faults), steps
         self._total = len(self._faults)
         self._random = random.Random(seed)
@@ -294,7 +294,7 @@ class Chaos:
         here = here and len(members.aggregators) >= run.supervisor.wanted["aggregator"]
         return here and safe and bool(run.of_role("coordinator"))
 
-    def _strike(self, fault: Fault, run: ClusterRun) -> str:
+    def _strike(self, fault: ChaosFault, run: ClusterRun) -> str:
         match fault.kind:
             case "kill" | "stop":
                 return self._hit(fault, run)
@@ -305,7 +305,7 @@ class Chaos:
                     handle.signal(signal.SIGKILL)
                 return "processes at once"
 
-    def _hit(self, fault: Fault, run: ClusterRun) -> str:
+    def _hit(self, fault: ChaosFault, run: ClusterRun) -> str:
         alive = run.of_role(fault.object)
         busy = set(run.console.state.view.workers) if run.console.state.view is not None else set()
         computing = [handle for handle in alive if handle.command.name in busy]
@@ -333,7 +333,7 @@ class Chaos:
 
 
 def chaos(
-    plan: Launch, faults: Sequence[Fault], seed: int, console: Console, *, json: Path | None = None,
+    plan: Launch, faults: Sequence[ChaosFault], seed: int, console: Console, *, json: Path | None = None,
     overwrite: bool = False, made: bool = False,
 ) -> int:  # fmt: skip
     """Run `plan` undisturbed and then under `faults`; print the table and the verdict.
@@ -357,7 +357,7 @@ def chaos(
         return status
     samples = config.steps * config.replicas * config.batch
     ledger = ledger_of(Path(plan.folder), config.rounds, samples)
-    report = Report(
+    report = ChaosReport(
         events=measure(driver.events, ledger), undone=driver.left, hashes=(_hash(undisturbed), _hash(plan)),
         ledger=ledger, comparable=config.mode.bytes is Bytes.ALWAYS,
     )

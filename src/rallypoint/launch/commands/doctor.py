@@ -49,7 +49,7 @@ _GPU_S = 20.0  # a driver that does not answer is a finding, not a reason to wai
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GpuFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A GPU as its driver tells of it. `memory` is in bytes."""
 
     name: Name
@@ -57,7 +57,7 @@ class Gpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Count
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is true of one machine.
 
     Attributes:
@@ -89,18 +89,18 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     threads: dict[Name, Name]
     cubic: bool
     clock: float
-    gpus: Annotated[tuple[Gpu, ...], msgspec.Meta(max_length=256)] = ()
+    gpus: Annotated[tuple[GpuFacts, ...], msgspec.Meta(max_length=256)] = ()
     gpu_trouble: Name = ""
     cuda: Name = ""
     gpus_seen: Count = 0
     kernels: Name = ""
 
 
-def collect() -> Facts:
+def collect() -> MachineFacts:
     """Collect the facts about this machine. It imports torch, which takes seconds."""
     capability, cuda, seen = _torch()
     gpus, trouble = _gpus()
-    return Facts(
+    return MachineFacts(
         host=socket.gethostname(), rallypoint=_version("rallypoint"), protocol=PROTOCOL,
         python=platform.python_version(), torch=_version("torch"), processor=_processor(), capability=capability,
         cores=_cores(), memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), files=_files(),
@@ -173,7 +173,7 @@ def _cubic() -> bool:
         return False
 
 
-def _gpus() -> tuple[tuple[Gpu, ...], str]:
+def _gpus() -> tuple[tuple[GpuFacts, ...], str]:
     """What the driver lists, and why it could not."""
     if shutil.which("nvidia-smi") is None:
         return (), ""
@@ -187,10 +187,10 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
     return gpus_of(done.stdout.splitlines()), ""
 
 
-def gpus_of(lines: Iterable[str]) -> tuple[Gpu, ...]:
+def gpus_of(lines: Iterable[str]) -> tuple[GpuFacts, ...]:
     """Return the GPUs that nvidia-smi has listed: ``NVIDIA H200, 560.35, 143771`` (MiB)."""
     words = [[word.strip() for word in line.split(",")] for line in lines if line.count(",") == 2]
-    return tuple(Gpu(name, driver, int(mib) << 20 if mib.isdigit() else 0) for name, driver, mib in words)
+    return tuple(GpuFacts(name, driver, int(mib) << 20 if mib.isdigit() else 0) for name, driver, mib in words)
 
 
 FEWEST_FILES = 1024
@@ -209,7 +209,7 @@ class Level(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Advice:
     """One sentence, and what to do about it ("" if nothing)."""
 
     level: Level
@@ -218,7 +218,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """What was measured from one machine to another. `round_trip` in seconds, `rate` in bytes a second; `trouble`: why
     there are no figures."""
 
@@ -229,39 +229,39 @@ class Link:
     trouble: str = ""
 
 
-def of_machine(facts: Facts) -> list[Finding]:
+def of_machine(facts: MachineFacts) -> list[Advice]:
     """What the facts about one machine mean."""
     found = []
     if not facts.torch:
-        found.append(Finding(Level.BAD, f"{facts.host} has no torch", "pip install torch (2.9 or newer)"))
+        found.append(Advice(Level.BAD, f"{facts.host} has no torch", "pip install torch (2.9 or newer)"))
     if facts.files < FEWEST_FILES:
-        found.append(Finding(
+        found.append(Advice(
             Level.WARNING, f"{facts.host}: a process may open {facts.files} files",
             f"`ulimit -n {4 * FEWEST_FILES}` before roles start: each link needs one",
         ))  # fmt: skip
     if not facts.cubic:
-        found.append(Finding(
+        found.append(Advice(
             Level.WARNING, f"{facts.host} has no TCP congestion control named cubic, which links ask for",
             "`modprobe tcp_cubic`; without it links use the system's own, and share a line less evenly",
         ))  # fmt: skip
     if facts.gpu_trouble:
-        found.append(Finding(Level.BAD, f"{facts.host}: {facts.gpu_trouble}", "mend the driver, or train on the CPU"))
+        found.append(Advice(Level.BAD, f"{facts.host}: {facts.gpu_trouble}", "mend the driver, or train on the CPU"))
     if facts.gpus and facts.gpus_seen < len(facts.gpus):
         found.append(_unused(facts))
     return found
 
 
-def _unused(facts: Facts) -> Finding:
+def _unused(facts: MachineFacts) -> Advice:
     listed = f"{facts.host}: the driver lists {_count(len(facts.gpus), 'GPU')}, torch can use {facts.gpus_seen}"
     if not facts.cuda:
-        return Finding(Level.WARNING, listed, "this torch is a CPU build: install one for CUDA to train on them")
+        return Advice(Level.WARNING, listed, "this torch is a CPU build: install one for CUDA to train on them")
     driver = facts.gpus[0].driver
-    return Finding(
+    return Advice(
         Level.WARNING, listed, f"CUDA_VISIBLE_DEVICES, or a driver ({driver}) too old for CUDA {facts.cuda}"
     )
 
 
-_SAME: tuple[tuple[str, Level, Callable[[Facts], str], str], ...] = (
+_SAME: tuple[tuple[str, Level, Callable[[MachineFacts], str], str], ...] = (
     ("protocol numbers", Level.BAD, lambda facts: str(facts.protocol), "install the same rallypoint everywhere"),
     ("versions of rallypoint", Level.WARNING, lambda facts: facts.rallypoint, "install the same one everywhere"),
     ("versions of torch", Level.WARNING, lambda facts: facts.torch.partition("+")[0],
@@ -279,23 +279,23 @@ _SAME: tuple[tuple[str, Level, Callable[[Facts], str], str], ...] = (
 )  # fmt: skip
 
 
-def of_cluster(machines: Sequence[Facts]) -> list[Finding]:
+def of_cluster(machines: Sequence[MachineFacts]) -> list[Advice]:
     """What differs among machines, and matters."""
     found = []
     for what, level, value, todo in _SAME:
         hosts = Counter(value(facts) for facts in machines)
         if len(hosts) > 1:
             groups = ", ".join(f"{name or 'none'} ({_count(count, 'machine')})" for name, count in hosts.most_common())
-            found.append(Finding(level, f"different {what}: {groups}", todo))
+            found.append(Advice(level, f"different {what}: {groups}", todo))
     clocks = [facts.clock for facts in machines]
     if clocks and max(clocks) - min(clocks) > _CLOCKS_S:
         apart = f"the machines' clocks are {max(clocks) - min(clocks):.0f} s apart"
         todo = "no role compares clocks, but logs do, and TLS certificates have dates: set them by NTP"
-        found.append(Finding(Level.WARNING, apart, todo))
+        found.append(Advice(Level.WARNING, apart, todo))
     return found
 
 
-def of_links(links: Sequence[Link], heartbeat: float) -> list[Finding]:
+def of_links(links: Sequence[MeasuredLink], heartbeat: float) -> list[Advice]:
     """What the measured links mean for a job whose members may be silent for `heartbeat` seconds."""
     found = []
     rates = [link.rate for link in links if not link.trouble]
@@ -303,26 +303,26 @@ def of_links(links: Sequence[Link], heartbeat: float) -> list[Finding]:
     for link in links:
         name = f"{link.source} -> {link.target}"
         if link.trouble:
-            found.append(Finding(Level.BAD, f"{name}: {link.trouble}", "open the port, or --advertise another address"))
+            found.append(Advice(Level.BAD, f"{name}: {link.trouble}", "open the port, or --advertise another address"))
             continue
         if link.round_trip > _TIGHT * heartbeat:
-            found.append(Finding(
+            found.append(Advice(
                 Level.WARNING, f"{name}: a round trip takes {link.round_trip:.1f} s",
                 f"a --heartbeat of {heartbeat:g} s gives members up too easily there: use a longer one",
             ))  # fmt: skip
         if len(rates) > 2 and link.rate < _SLOW * median:
-            found.append(Finding(
+            found.append(Advice(
                 Level.WARNING, f"{name}: {bits(link.rate)}, where the median link has {bits(median)}",
                 "a synchronous step waits for its slowest link: mend it, or see docs/choosing.md for what waits less",
             ))  # fmt: skip
     return found
 
 
-def of_space(where: str, free: int, rate: str) -> list[Finding]:
+def of_space(where: str, free: int, rate: str) -> list[Advice]:
     """What the free bytes for snapshots mean; `rate` is a phrase, how fast one can write there."""
     if free >= LITTLE_SPACE:
-        return [Finding(Level.FINE, f"{where} has {free / 1e9:.0f} GB free for snapshots, written {rate}")]
-    return [Finding(
+        return [Advice(Level.FINE, f"{where} has {free / 1e9:.0f} GB free for snapshots, written {rate}")]
+    return [Advice(
         Level.WARNING, f"{where} has {free / 1e9:.1f} GB free for snapshots, written {rate}",
         "a snapshot takes three times the model in fp32 (with Adam), and --keep-last of them stay",
     )]  # fmt: skip
@@ -357,10 +357,10 @@ class AskFacts(_Word, frozen=True):
     """Tell your machine's facts."""
 
 
-class Told(_Word, frozen=True):
+class FactsTold(_Word, frozen=True):
     """The facts."""
 
-    facts: Facts
+    facts: MachineFacts
 
 
 class AskLink(_Word, frozen=True):
@@ -369,7 +369,7 @@ class AskLink(_Word, frozen=True):
     address: Name
 
 
-class Measured(_Word, frozen=True):
+class LinkMeasured(_Word, frozen=True):
     """The round trip in seconds and the rate in bytes a second; `trouble` says why there are none."""
 
     round_trip: Seconds = 0.0
@@ -385,20 +385,20 @@ class AskArrived(_Word, frozen=True):
     """How many bytes of tensor frames have come, and in how many seconds?"""
 
 
-class Arrived(_Word, frozen=True):
+class BytesArrived(_Word, frozen=True):
     """Bytes, and the seconds from the first to the last."""
 
     nbytes: Count
     seconds: Seconds
 
 
-_decoder = msgspec.msgpack.Decoder(AskFacts | Told | AskLink | Measured | Ping | AskArrived | Arrived)
+_decoder = msgspec.msgpack.Decoder(AskFacts | FactsTold | AskLink | LinkMeasured | Ping | AskArrived | BytesArrived)
 
 
 class Probe:
     """Answers doctors at `bind` until `close`. UsageError if others can reach `bind` and the token is too short."""
 
-    def __init__(self, access: Access, bind: str, facts: Callable[[], Facts]) -> None:
+    def __init__(self, access: Access, bind: str, facts: Callable[[], MachineFacts]) -> None:
         self._access, self._facts = access, facts
         self._measuring = threading.Lock()  # two measurements at once would halve each other's figures
         me = Identity(COORDINATOR[0], COORDINATOR[1], access.token)
@@ -421,20 +421,20 @@ class Probe:
                 continue
             match _word_of(channel, header):
                 case AskFacts():
-                    _say(channel, Told(msgspec.structs.replace(self._facts(), clock=time.time())))
+                    _say(channel, FactsTold(msgspec.structs.replace(self._facts(), clock=time.time())))
                 case AskLink(address=address):
                     with self._measuring:
                         _say(channel, _measured(self._access, address))
                 case Ping():
                     _say(channel, Ping())
                 case AskArrived():
-                    _say(channel, Arrived(nbytes, last - first))
+                    _say(channel, BytesArrived(nbytes, last - first))
                     nbytes, first, last = 0, 0.0, 0.0
                 case other:
                     raise ProtocolError(f"a doctor does not say {type(other).__name__}")
 
 
-class Asking:
+class ProbeLink:
     """A doctor's link to the probe at `address`; a context manager. LinkError or AccessDenied if there is none."""
 
     def __init__(self, access: Access, address: str) -> None:
@@ -450,23 +450,23 @@ class Asking:
             raise
         connection.set_timeout(_ANSWER_S)
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> ProbeLink:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
-    def facts(self) -> Facts:
+    def facts(self) -> MachineFacts:
         """The facts about the probe's machine; `clock` is how far its clock is ahead of this machine's."""
-        facts = self._ask(AskFacts(), Told).facts
+        facts = self._ask(AskFacts(), FactsTold).facts
         return msgspec.structs.replace(facts, clock=facts.clock - time.time())
 
-    def link_to(self, address: str) -> Link:
+    def link_to(self, address: str) -> MeasuredLink:
         """Let the probe measure its link to another probe."""
-        found = self._ask(AskLink(address), Measured)
-        return Link(self.address, address, found.round_trip, found.rate, printable(found.trouble))
+        found = self._ask(AskLink(address), LinkMeasured)
+        return MeasuredLink(self.address, address, found.round_trip, found.rate, printable(found.trouble))
 
-    def measure(self) -> Measured:
+    def measure(self) -> LinkMeasured:
         """Measure the link from here to the probe: first round trips, then for a second as many bytes as it takes."""
         took = []
         for _ in range(_ROUNDS):
@@ -479,11 +479,11 @@ class Asking:
             self._channel.send(Header(Kind.STATE, length=len(_PIECE)), memoryview(_PIECE), sent.release)
             if self._channel.fault is not None:
                 break
-        arrived = self._ask_behind(AskArrived(), Arrived)
+        arrived = self._ask_behind(AskArrived(), BytesArrived)
         rate = arrived.nbytes / arrived.seconds if arrived.seconds else 0.0
-        return Measured(statistics.median(took), rate)
+        return LinkMeasured(statistics.median(took), rate)
 
-    def _ask_behind(self, word: _Word, kind: type[Arrived]) -> Arrived:
+    def _ask_behind(self, word: _Word, kind: type[BytesArrived]) -> BytesArrived:
         """Ask behind the bulk, not before it."""
         data = msgspec.msgpack.encode(word)
         self._channel.send(Header(Kind.CONTROL, length=len(data)), memoryview(data))
@@ -500,12 +500,12 @@ class Asking:
         return answer
 
 
-def _measured(access: Access, address: str) -> Measured:
+def _measured(access: Access, address: str) -> LinkMeasured:
     try:
-        with Asking(access, address) as asking:
+        with ProbeLink(access, address) as asking:
             return asking.measure()
     except RallypointError as error:
-        return Measured(trouble=printable(str(error), 150))
+        return LinkMeasured(trouble=printable(str(error), 150))
 
 
 def _admit(hello: Hello) -> Welcome:
@@ -552,7 +552,7 @@ class Doctor:
         self.worst = Level.FINE
         self._console, self._access, self._heartbeat = console, access, heartbeat
 
-    def machine(self) -> Facts:
+    def machine(self) -> MachineFacts:
         """Examine this machine."""
         facts = msgspec.structs.replace(collect(), clock=0.0)
         self._tell(of_machine(facts), f"{facts.host}: nothing to mend")
@@ -560,19 +560,19 @@ class Doctor:
             self._tell([], f"{facts.host}: the probe computation gives {facts.kernels[:12]} (as on all like machines)")
         return facts
 
-    def machines(self, here: Facts, probes: Sequence[str]) -> None:
+    def machines(self, here: MachineFacts, probes: Sequence[str]) -> None:
         """Examine the machines of these probes, and the links between each two of them; `here` is this machine."""
-        found, links = {"this one": here}, list[Link]()
+        found, links = {"this one": here}, list[MeasuredLink]()
         for address in probes:
             try:
-                with Asking(self._access, address) as asking:
+                with ProbeLink(self._access, address) as asking:
                     facts = asking.facts()
                 found[address] = facts
                 self._tell(of_machine(facts), f"{address} ({escape(facts.host)}): nothing to mend")
             except UnprovenPeer as error:
-                self._tell([Finding(Level.BAD, f"{address}: {error}", "give this doctor the probes' --token-file")])
+                self._tell([Advice(Level.BAD, f"{address}: {error}", "give this doctor the probes' --token-file")])
             except RallypointError as error:
-                self._tell([Finding(Level.BAD, f"{address}: {error}", "does `rallypoint doctor --listen` run there?")])
+                self._tell([Advice(Level.BAD, f"{address}: {error}", "does `rallypoint doctor --listen` run there?")])
         for source, target in itertools.permutations(probes, 2):
             self._console.print(f"[dim]measuring {source} -> {target}[/dim]")
             links.append(self._link(source, target))
@@ -594,7 +594,7 @@ class Doctor:
             )  # fmt: skip
         except RallypointError as error:
             todo = "is it up, is the address right, is the port open, is the token that of the job?"
-            self._tell([Finding(Level.BAD, f"no coordinator at {address}: {error}", todo)])
+            self._tell([Advice(Level.BAD, f"no coordinator at {address}: {error}", todo)])
             return
         took = time.perf_counter() - began
         link.close()
@@ -611,7 +611,7 @@ class Doctor:
             took = time.perf_counter() - began
             files.remove(_TRIAL)
         except (RallypointError, OSError) as error:
-            self._tell([Finding(Level.BAD, f"{url}: {error}", "another --snapshots, or the right to write there")])
+            self._tell([Advice(Level.BAD, f"{url}: {error}", "another --snapshots, or the right to write there")])
             return
         rate = f"at {1e-6 * _PIECES * len(_PIECE) / took:.0f} MB/s from this machine"
         if "://" in url:
@@ -619,14 +619,14 @@ class Doctor:
         else:
             self._tell(of_space(url, free_bytes(Path(url)), rate))
 
-    def _link(self, source: str, target: str) -> Link:
+    def _link(self, source: str, target: str) -> MeasuredLink:
         try:
-            with Asking(self._access, source) as asking:
+            with ProbeLink(self._access, source) as asking:
                 return asking.link_to(target)
         except RallypointError as error:
-            return Link(source, target, trouble=str(error))
+            return MeasuredLink(source, target, trouble=str(error))
 
-    def _tell(self, findings: Sequence[Finding], otherwise: str = "") -> None:
+    def _tell(self, findings: Sequence[Advice], otherwise: str = "") -> None:
         for finding in findings:
             self.worst = max(self.worst, finding.level)
             self._console.print(f"{_MARKS[finding.level]}  {escape(finding.text)}", soft_wrap=True)
@@ -651,7 +651,7 @@ def listen(access: Access, bind: str, console: Console) -> None:
         probe.close()
 
 
-def _table_of_machines(machines: Mapping[str, Facts]) -> Table:
+def _table_of_machines(machines: Mapping[str, MachineFacts]) -> Table:
     table = Table("machine", "processor", "cores", "memory", "GPUs", "torch", "probe", "clock", box=SIMPLE)
     for name, facts in machines.items():
         gpus = ", ".join(f"{count} x {kind}" for kind, count in Counter(gpu.name for gpu in facts.gpus).items())
@@ -663,7 +663,7 @@ def _table_of_machines(machines: Mapping[str, Facts]) -> Table:
     return table
 
 
-def _table_of_links(links: Sequence[Link]) -> Table:
+def _table_of_links(links: Sequence[MeasuredLink]) -> Table:
     table = Table("from", "to", "round trip", "throughput", box=SIMPLE)
     for link in links:
         figures = (f"{1000 * link.round_trip:.2f} ms", bits(link.rate)) if not link.trouble else ("none", "none")

@@ -146,14 +146,14 @@ _STORE = timedelta(seconds=30)
 _OTHERWISE = "delete it, or set RALLYPOINT_FOLDER to a folder of your own"
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundJob(msgspec.Struct, frozen=True):
     """The way into a job: the coordinator's address, and the file that holds the token ("": it comes otherwise)."""
 
     coordinator: str
     token_file: str = ""
 
 
-class Board(Protocol):
+class MeetingBoard(Protocol):
     """One place to publish on, and to look at."""
 
     def read(self) -> bytes | None:
@@ -163,14 +163,14 @@ class Board(Protocol):
         """While in the body, `text` is published. At its end it is withdrawn."""
 
 
-def board_of(place: Place) -> Board:
+def board_of(place: Place) -> MeetingBoard:
     """Return the board of this start of everybody. Raises UsageError if there can be none."""
     if place.master:
         return StoreBoard(place)
     return FolderBoard(place)
 
 
-def look(place: Place, patience: float = PATIENCE_S) -> Found:
+def look(place: Place, patience: float = PATIENCE_S) -> FoundJob:
     """Wait until rank 0 has published a coordinator that listens, and return it.
 
     Says what it waits for. Raises UsageError after `patience` seconds, and if another user's token file is named.
@@ -179,7 +179,7 @@ def look(place: Place, patience: float = PATIENCE_S) -> Found:
     said = began
     while time.monotonic() - began < patience:
         if (text := board.read()) is not None:
-            found = msgspec.json.decode(text, type=Found)
+            found = msgspec.json.decode(text, type=FoundJob)
             if found.token_file:
                 check_own(Path(found.token_file))
             if listens(found.coordinator):  # it may be that of an earlier start
@@ -211,7 +211,7 @@ class FolderBoard:
         self._name = f"coordinator-{_file_name(place.attempt)}.json"
 
     def read(self) -> bytes | None:
-        """See `Board`. Raises UsageError if the folder or the file is another user's, or is something else."""
+        """See `MeetingBoard`. Raises UsageError if the folder or the file is another user's, or is something else."""
         try:
             with _entered(self.folder) as folder, folder.open(self._name) as file:
                 if why := not_private(os.fstat(file.fileno())):
@@ -224,7 +224,7 @@ class FolderBoard:
 
     @contextlib.contextmanager
     def published(self, text: bytes) -> Iterator[None]:
-        """See `Board`."""
+        """See `MeetingBoard`."""
         with _entered(self.folder) as folder:
             folder.write(self._name, text)
             try:
@@ -243,7 +243,7 @@ class StoreBoard:
         self._store: object | None = None
 
     def read(self) -> bytes | None:
-        """See `Board`."""
+        """See `MeetingBoard`."""
         from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]  # torch names it so itself
 
         with contextlib.suppress(DistStoreError, RuntimeError):  # not there yet, or not yet listening
@@ -255,7 +255,7 @@ class StoreBoard:
 
     @contextlib.contextmanager
     def published(self, text: bytes) -> Iterator[None]:
-        """See `Board`. A process of its own writes, so that this one needs no torch."""
+        """See `MeetingBoard`. A process of its own writes, so that this one needs no torch."""
         serve = [] if self._place.agent_store else ["serve"]
         module = "rallypoint.launch.engines.discovery"
         writer = subprocess.Popen(
@@ -363,7 +363,7 @@ def write_key() -> None:
 SUPERVISION = "rallypoint.launch.engines.supervision"
 
 
-class Duties(msgspec.Struct, frozen=True, kw_only=True):
+class RankDuties(msgspec.Struct, frozen=True, kw_only=True):
     """What a supervisor has to do.
 
     Attributes:
@@ -378,7 +378,7 @@ class Duties(msgspec.Struct, frozen=True, kw_only=True):
     worker: tuple[str, ...]
     servers: tuple[str, ...] = ()
     servers_in_all: int = 1
-    found: Found | None = None
+    found: FoundJob | None = None
 
 
 def place_of(env: Mapping[str, str]) -> Place | None:
@@ -390,7 +390,7 @@ def enter(place: Place) -> NoReturn:
     """Replace this process by the supervisor of its place. Raises UsageError if something that it needs is missing."""
     check_token(place)
     wanted = os.environ.get(environment.SERVERS, "")
-    duties = Duties(
+    duties = RankDuties(
         place=place, worker=(sys.executable, *sys.orig_argv[1:]), servers=servers_here(place, wanted),
         servers_in_all=servers_in_all(place, wanted), found=None if place.rank == 0 else look(place),
     )  # fmt: skip

@@ -27,7 +27,7 @@ from rallypoint.launch.engines.cluster import Command
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
+class BeginHost(msgspec.Struct, frozen=True, tag=True):
     """The first message to a host.
 
     Attributes:
@@ -52,7 +52,7 @@ class Unpack(msgspec.Struct, frozen=True, tag=True):
     archive: bytes
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class RunProcess(msgspec.Struct, frozen=True, tag=True):
     """Start a process. `number` names it from now on: names come back, when the coordinator is started again."""
 
     number: int
@@ -74,7 +74,7 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A host answers `Begin`: which of the markers it sees, its address, and what is wrong there ("": nothing)."""
+    """A host answers `BeginHost`: which of the markers it sees, its address, and what is wrong there ("": nothing)."""
 
     sees: tuple[bool, ...]
     address: str = ""
@@ -87,14 +87,14 @@ class Unpacked(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
 
 
-class Line(msgspec.Struct, frozen=True, tag=True):
+class ProcessLine(msgspec.Struct, frozen=True, tag=True):
     """A process has printed this line."""
 
     process: int
     text: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
     """A process has ended; all of its lines came before. See `Exit`."""
 
     process: int
@@ -104,8 +104,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     started: bool = True
 
 
-ToHost = Begin | Unpack | Run | Signal
-FromHost = Ready | Unpacked | Line | Ended
+ToHost = BeginHost | Unpack | RunProcess | Signal
+FromHost = Ready | Unpacked | ProcessLine | ProcessEnded
 PACKAGE = Path(__file__).parents[2]  # the folder of rallypoint, here
 GREETING = "rallypoint-remote-1"  # the first line from a host that is ours: a shell may print a welcome before it
 
@@ -113,7 +113,7 @@ GREETING = "rallypoint-remote-1"  # the first line from a host that is ours: a s
 _CONNECTION = "SSH_CONNECTION"  # sshd sets it: the client's address and port, this host's address and port
 
 
-class Remote:
+class FarEnd:
     """The processes on this host, and the stream on which the launcher hears of them."""
 
     def __init__(self, output: BinaryIO, cluster: LocalCluster) -> None:
@@ -121,7 +121,7 @@ class Remote:
         self._lock = threading.Lock()
         self._processes: dict[int, LocalProcess] = {}
         self._threads: list[threading.Thread] = []
-        self._begin: Begin | None = None
+        self._begin: BeginHost | None = None
 
     def greet(self) -> None:
         """Write the line that tells this program's output from that of the shell before it."""
@@ -130,13 +130,13 @@ class Remote:
     def handle(self, message: ToHost) -> None:
         """Do what the launcher says."""
         match message:
-            case Begin():
+            case BeginHost():
                 self._begin = message
                 self._send(_prepared(message))
             case Unpack(archive=archive):
                 assert self._begin is not None
                 self._send(Unpacked(_unpacked(archive, Path(self._begin.folder))))
-            case Run():
+            case RunProcess():
                 self._run(message)
             case Signal(process=process, number=number):
                 if (running := self._processes.get(process)) is not None:
@@ -147,7 +147,7 @@ class Remote:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: RunProcess) -> None:
         assert self._begin is not None
         argv = translated(run.argv, self._begin)
         if run.role != "worker":  # a script's own arguments are left as they are
@@ -155,9 +155,9 @@ class Remote:
             argv = tuple(address_here() + w.removeprefix(here) if w.startswith(here) else w for w in argv)
         command = Command(name=run.name, role=run.role, argv=argv, env=run.env)
         try:
-            process = self._cluster.start(command, lambda text: self._send(Line(run.number, text)))
+            process = self._cluster.start(command, lambda text: self._send(ProcessLine(run.number, text)))
         except RallypointError as error:
-            self._send(Ended(run.number, 127, reason=str(error), started=False))
+            self._send(ProcessEnded(run.number, 127, reason=str(error), started=False))
             return
         self._processes[run.number] = process
         thread = threading.Thread(target=self._wait, args=(run.number, process), name=f"end of {run.name}")
@@ -167,7 +167,7 @@ class Remote:
     def _wait(self, number: int, process: LocalProcess) -> None:
         how = process.wait()
         self._processes.pop(number, None)
-        self._send(Ended(number, how.status, how.signal, how.reason))
+        self._send(ProcessEnded(number, how.status, how.signal, how.reason))
 
     def _send(self, message: FromHost) -> None:
         self._write(msgspec.json.encode(message))
@@ -181,7 +181,7 @@ class Remote:
             pass  # nobody hears us any more: our input ends too
 
 
-def translated(argv: tuple[str, ...], begin: Begin) -> tuple[str, ...]:
+def translated(argv: tuple[str, ...], begin: BeginHost) -> tuple[str, ...]:
     """Return a command line of the launcher's machine as it is here: another Python, another folder of this package."""
     words = list(argv)
     if words[0] == begin.python:
@@ -199,7 +199,7 @@ def address_here() -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _prepared(begin: Begin) -> Ready:
+def _prepared(begin: BeginHost) -> Ready:
     sees = tuple(Path(marker).exists() for marker in begin.markers)
     try:
         Path(begin.folder).mkdir(parents=True, exist_ok=True)
@@ -228,7 +228,7 @@ def main() -> None:
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else may stand between our lines
     with LocalCluster() as cluster:
-        remote = Remote(output, cluster)
+        remote = FarEnd(output, cluster)
         remote.greet()
         for line in sys.stdin.buffer:
             remote.handle(decoder.decode(line))

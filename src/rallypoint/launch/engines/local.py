@@ -223,7 +223,7 @@ LONGEST = 1 << 20  # bytes of a line; a longer one comes in pieces, because nobo
 MOST = 1 << 20  # characters that wait; a line is never split, so one more of the longest may
 
 
-class Relay:
+class LineRelay:
     """Lines of all processes, in the order in which they came. Any thread may `put`; one thread takes.
 
     While too much waits, who puts waits too. So a process that prints faster than its lines can be shown is held up by

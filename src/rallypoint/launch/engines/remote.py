@@ -32,12 +32,12 @@ from rallypoint.launch.engines.cluster import Cluster, Command, Exit
 from rallypoint.launch.engines.far_end import (
     GREETING,
     PACKAGE,
-    Begin,
-    Ended,
+    BeginHost,
     FromHost,
-    Line,
+    ProcessEnded,
+    ProcessLine,
     Ready,
-    Run,
+    RunProcess,
     Signal,
     ToHost,
     Unpack,
@@ -110,7 +110,7 @@ class HostLink:
     """
 
     def __init__(
-        self, host: Host, shell: RemoteShell, begin: Begin, judge: Callable[[Host, Ready], str | Unpack | None]
+        self, host: Host, shell: RemoteShell, begin: BeginHost, judge: Callable[[Host, Ready], str | Unpack | None]
     ) -> None:  # fmt: skip
         """`judge` returns why a host that is ready cannot be used, or what it has to unpack, or None."""
         self.host, self._begin, self._judge = host, begin, judge
@@ -172,7 +172,7 @@ class HostLink:
         with self._lock:  # so that the link cannot be lost in between
             self.connect()
             self._processes[process.number] = process
-            self.send(Run(process.number, command.name, command.role, command.argv, dict(command.env)))
+            self.send(RunProcess(process.number, command.name, command.role, command.argv, dict(command.env)))
 
     def send(self, message: ToHost) -> None:
         """Send a message, now or as soon as the link is up. Without a link it is dropped."""
@@ -256,10 +256,10 @@ class HostLink:
                     self._refuse(problem)
                 else:
                     self._is_up()
-            case Line(process=number, text=text):
+            case ProcessLine(process=number, text=text):
                 if (process := self._processes.get(number)) is not None:
                     process.output(text)
-            case Ended():
+            case ProcessEnded():
                 if (process := self._processes.pop(message.process, None)) is not None:
                     process.ended(Exit(message.status, message.signal, message.reason, started=message.started))
 
@@ -333,12 +333,12 @@ class RemoteCluster(Cluster):
         if not self._hosts:
             raise UsageError("which machines? give --hosts a file with one host a line, or a list as a,b,c")
         self._say, self._bind = say, plan.bind
-        self._sharing = Sharing(plan, self._hosts)
+        self._sharing = FolderSharing(plan, self._hosts)
         folder, package = str(Path(plan.folder).resolve()), str(PACKAGE)
         self._links = {
             host: HostLink(
                 host, shell,
-                Begin(folder, host.folder or os.getcwd(), self._sharing.markers, sys.executable, package, HERE),
+                BeginHost(folder, host.folder or os.getcwd(), self._sharing.markers, sys.executable, package, HERE),
                 self._sharing.judge,
             )
             for host in self._hosts
@@ -432,7 +432,7 @@ class RemoteCluster(Cluster):
         return running
 
 
-class Sharing:
+class FolderSharing:
     """Files in the run's folders by which a host shows that it sees them; a context manager that removes them."""
 
     def __init__(self, plan: Launch, hosts: tuple[Host, ...]) -> None:

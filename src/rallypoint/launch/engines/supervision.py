@@ -28,7 +28,7 @@ from rallypoint.launch.access import access_of
 from rallypoint.launch.commands.by_hand import shown
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.cluster import Command, Exit
-from rallypoint.launch.engines.discovery import Duties, Found, Place, board_of, listens, private_folder
+from rallypoint.launch.engines.discovery import FoundJob, Place, RankDuties, board_of, listens, private_folder
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 from rallypoint.launch.folder import Where, new_folder
 from rallypoint.launch.lifeline import noted
@@ -139,10 +139,10 @@ class Upkeep:
         return _PAUSES_S[min(self._quick[role] - 1, len(_PAUSES_S) - 1)]
 
 
-class Supervisor:
+class RankSupervisor:
     """The processes of one rank; `watch` runs them to the end."""
 
-    def __init__(self, duties: Duties, cluster: LocalCluster, output: Unhurried) -> None:
+    def __init__(self, duties: RankDuties, cluster: LocalCluster, output: Unhurried) -> None:
         """What it says, and what its children print, goes to `output`."""
         self._duties, self._cluster, self._output = duties, cluster, output
         self._children: dict[str, _Child] = {}
@@ -195,7 +195,7 @@ class Supervisor:
             time.sleep(_POLL_S)
         if not self._address:
             return
-        found = msgspec.json.encode(Found(self._address, token_file))
+        found = msgspec.json.encode(FoundJob(self._address, token_file))
         stack.enter_context(board_of(place).published(found))
         # Other ranks print between our lines
         screen = Screen(file=cast(IO[str], self._output), highlight=False, force_terminal=False)
@@ -364,10 +364,10 @@ def _token_file(folder: Path, token: str) -> Iterator[str]:
 
 def main(arguments: list[str]) -> int:
     """Supervise one rank. Returns the exit status."""
-    duties, output, status = msgspec.json.decode(arguments[0], type=Duties), Unhurried(sys.stdout), 1
+    duties, output, status = msgspec.json.decode(arguments[0], type=RankDuties), Unhurried(sys.stdout), 1
     try:
         with LocalCluster() as cluster:
-            status = Supervisor(duties, cluster, output).watch()
+            status = RankSupervisor(duties, cluster, output).watch()
     except RallypointError as error:
         say(f"error: {error}", error=True)
     output.end(_LAST_WORDS_S if status > _SIGNALLED else None)

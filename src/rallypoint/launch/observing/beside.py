@@ -249,7 +249,7 @@ def merge_trace(plan: Launch, console: RunConsole) -> None:
     console.console.print(f"trace of {spans} spans in {plan.trace}: open it at https://ui.perfetto.dev")
 
 
-class Beside:
+class Observers:
     """The observers of one run. None of them can slow it. Only one thread may call it."""
 
     def __init__(self, plan: Launch) -> None:

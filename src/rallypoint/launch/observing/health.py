@@ -42,16 +42,16 @@ from rallypoint.net.tls.transport import TlsTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import say
 from rallypoint.own_files import opened
-from rallypoint.watch.metrics import Reading
+from rallypoint.watch.metrics import Figure
 
 PATH = "/metrics"
 _LEAST_TOKEN = 16
 _TEXT = "text/plain; charset=utf-8"
 
-Read = Callable[[], Iterable[Reading]]
+Read = Callable[[], Iterable[Figure]]
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """The answer to one request."""
 
     status: HTTPStatus
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
     kind: str = _TEXT
 
 
-class Metrics:
+class MetricsPage:
     """The metrics of one process, which listens at `address` (``host:port``).
 
     Who asks shows `token` as a bearer token. If it is "", only this machine can ask, and no page in a browser, which
@@ -74,7 +74,7 @@ class Metrics:
         self._private = TcpTransport().private(address)
         self.read: Read = lambda: ()
 
-    def answer(self, header: Callable[[str], str]) -> Answer:
+    def answer(self, header: Callable[[str], str]) -> HttpAnswer:
         """Answer one request. `header` returns a header of it, or "": they decide whether, and in which text format."""
         if self._token:
             given = header("Authorization").removeprefix("Bearer ")
@@ -91,7 +91,7 @@ class Metrics:
             from rallypoint.watch.exposition import Exposition
         except ModuleNotFoundError as error:
             return _sentence(HTTPStatus.NOT_IMPLEMENTED, f"metrics need {error.name}: {to_install('watch')}")
-        return Answer(HTTPStatus.OK, *Exposition(self.read).text(header("Accept")))
+        return HttpAnswer(HTTPStatus.OK, *Exposition(self.read).text(header("Accept")))
 
 
 def check_installed() -> None:
@@ -105,13 +105,13 @@ def check_installed() -> None:
 def of_process(role: str, member: str, ready: Callable[[], bool], transport: Transport, own: Read) -> Read:
     """The readings of a process: those that each has, and its `own`. `ready`: does it take part in its job?"""
 
-    def read() -> Iterator[Reading]:
-        yield Reading("rallypoint_process_info", 1, {"role": role, "member": member})
-        yield Reading("rallypoint_ready", float(ready()))
+    def read() -> Iterator[Figure]:
+        yield Figure("rallypoint_process_info", 1, {"role": role, "member": member})
+        yield Figure("rallypoint_ready", float(ready()))
         if isinstance(transport, TcpTransport | TlsTransport | NixlTransport):
             sent, received = transport.traffic.totals()
-            yield Reading("rallypoint_network_sent_bytes", sent)
-            yield Reading("rallypoint_network_received_bytes", received)
+            yield Figure("rallypoint_network_sent_bytes", sent)
+            yield Figure("rallypoint_network_received_bytes", received)
         yield from own()
 
     return read
@@ -141,8 +141,8 @@ def _by_address(host: str) -> bool:
     return True
 
 
-def _sentence(status: HTTPStatus, text: str) -> Answer:
-    return Answer(status, f"{text}\n".encode())
+def _sentence(status: HTTPStatus, text: str) -> HttpAnswer:
+    return HttpAnswer(status, f"{text}\n".encode())
 
 
 _AT = "127.0.0.1:0"  # any free port, for this machine alone
@@ -245,7 +245,7 @@ class Health:
     stuck: Callable[[], str] = lambda: ""
     unready: Callable[[], str] = lambda: _NOT_JOINED
     address: str = ""
-    metrics: Metrics = field(default_factory=lambda: Metrics("127.0.0.1:0"))
+    metrics: MetricsPage = field(default_factory=lambda: MetricsPage("127.0.0.1:0"))
 
     def joined(self, unready: Callable[[], str] = lambda: "", stuck: Callable[[], str] = lambda: "") -> None:
         """From now on it takes part in its job, but for what these functions say."""
@@ -255,16 +255,16 @@ class Health:
         """Does it take part in its job?"""
         return not self.unready()
 
-    def says(self, path: str, header: Callable[[str], str]) -> Answer:
+    def says(self, path: str, header: Callable[[str], str]) -> HttpAnswer:
         """Return the answer to ``GET path``. `header` returns a header of the request, or ""."""
         path = path.partition("?")[0]
         if path == PATH:
             return self.metrics.answer(header)
         ask = {"/healthz": self.stuck, "/readyz": self.unready}.get(path)
         if ask is None:
-            return Answer(HTTPStatus.NOT_FOUND, b"ask for /healthz, /readyz or /metrics\n")
+            return HttpAnswer(HTTPStatus.NOT_FOUND, b"ask for /healthz, /readyz or /metrics\n")
         why = ask()
-        return Answer(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, f"{why or 'ok'}\n".encode())
+        return HttpAnswer(HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK, f"{why or 'ok'}\n".encode())
 
 
 def stuck_for(what: str, busy_s: float) -> str:
@@ -292,8 +292,8 @@ def answering(at: str) -> Iterator[Health]:
     if not at:
         yield Health()
         return
-    health = Health(metrics=Metrics(at, metrics_token()))
-    server = _Server(at, health)
+    health = Health(metrics=MetricsPage(at, metrics_token()))
+    server = _HealthServer(at, health)
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="health", daemon=True)
     thread.start()
     say(f"{ANSWERS_AT}{health.address}")
@@ -305,7 +305,7 @@ def answering(at: str) -> Iterator[Health]:
         server.end()
 
 
-class _Server(ThreadingMixIn, HTTPServer):
+class _HealthServer(ThreadingMixIn, HTTPServer):
     """Answers each connection on a thread of its own, in bounded number and time: who sends slowly is cut off."""
 
     daemon_threads = False  # they are waited for when it ends
@@ -392,7 +392,7 @@ def _end(request: socket.socket) -> None:
 
 
 class _Request(BaseHTTPRequestHandler):
-    server: _Server
+    server: _HealthServer
     timeout = LONGEST_S
     server_version, sys_version = "rallypoint", ""
 

@@ -38,7 +38,7 @@ from rallypoint.watch.follow import recorded_losses
 _UNKNOWN = bytes(DIGEST_BYTES)
 
 
-class Compared(msgspec.Struct, frozen=True):
+class ComparedDigests(msgspec.Struct, frozen=True):
     """A replica's contribution: what its shards have, then and now.
 
     Attributes:
@@ -65,7 +65,7 @@ class Version(msgspec.Struct, frozen=True):
 
 def compared_contribution(
     layout: Layout, then: KeptFingerprints, now: KeptFingerprints, step: int, replica: int
-) -> Compared:
+) -> ComparedDigests:
     """Compare one contribution."""
     shards, names = dense_shards(layout), pieces_of(layout)
     recorded, found = then.contributions(step).get(replica), now.contributions(step).get(replica)
@@ -75,7 +75,7 @@ def compared_contribution(
     differ = {shard: tuple(piece.name for piece in names[shard]) for shard, a, b in known if a != b}
     digests = {shard: digest.hex() for shard, digest in zip(shards, ours, strict=True)}
     worker = "" if recorded is None else recorded.worker
-    return Compared(worker, digests, len(known) - len(differ), len(shards) - len(known), differ)
+    return ComparedDigests(worker, digests, len(known) - len(differ), len(shards) - len(known), differ)
 
 
 def compared_version(layout: Layout, then: KeptFingerprints, now: KeptFingerprints, number: int) -> Version:
@@ -258,7 +258,7 @@ class Replica(msgspec.Struct, frozen=True):
 
     seen: Looked
     loss: str
-    compared: Compared
+    compared: ComparedDigests
 
 
 class Replayed(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import CONSOLE, CONSOLE_BEFORE, COORDINATOR_LOCK, LOCK, REPORTS, read_where
 from rallypoint.launch.observing.redaction import Redaction, secrets_among, secrets_in
-from rallypoint.launch.observing.stacks import Process, processes_of
+from rallypoint.launch.observing.stacks import ProcessStacks, processes_of
 from rallypoint.launch.options import options_of
 from rallypoint.launch.plan import PRIVATE, ClusterConfig, Launch, read_plan
 from rallypoint.net.frames import PROTOCOL
@@ -61,7 +61,7 @@ class Picture:
     silent_s: float | None = None
     run: RunState = field(default_factory=RunState)
     events: list[bytes] = field(default_factory=list)
-    processes: list[Process] = field(default_factory=list)
+    processes: list[ProcessStacks] = field(default_factory=list)
     plan: Launch | None = None
     state: ClusterState | None = None
     log: str = ""
@@ -205,7 +205,7 @@ def _stop(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _who(processes: list[Process]) -> str:
+def _who(processes: list[ProcessStacks]) -> str:
     named = [f"{p.owner.name} (process {p.owner.pid} on {p.owner.host}) is {p.state}" for p in processes[:3]]
     more = f" and {len(processes) - 3} more" if len(processes) > 3 else ""
     return " and ".join(named) + more
@@ -215,7 +215,7 @@ def _waits(run: RunState) -> str:
     return f"; the run is {_stop(run.waits)}" if run.waits else "."
 
 
-def _wake(processes: list[Process]) -> str:
+def _wake(processes: list[ProcessStacks]) -> str:
     stopped = [str(process.owner.pid) for process in processes if process.state.startswith("stopped")]
     if not stopped:
         return "It comes back when its device answers."
@@ -223,12 +223,12 @@ def _wake(processes: list[Process]) -> str:
     return f"`kill -CONT {pids}` lets it go on, `kill -KILL {pids}` lets another take its place."
 
 
-def _crashes(processes: list[Process]) -> str:
+def _crashes(processes: list[ProcessStacks]) -> str:
     last = processes[-1] if processes else None
     return f" {last.owner.name} on {last.owner.host} crashed: {_stop(last.crash)}" if last is not None else ""
 
 
-def _file(process: Process) -> str:
+def _file(process: ProcessStacks) -> str:
     return f"stacks/{process.owner.name}-{process.owner.pid}.txt"
 
 
@@ -252,14 +252,14 @@ _VERSIONS = (
 _OF_PLAN = ("script", "workers", "workers_start", "overrides", "restart", "changes", "resume")  # and options
 
 
-class Report(NamedTuple):
+class RunReport(NamedTuple):
     """A report that has been made: its first sentence, and where it is."""
 
     sentence: str
     path: Path
 
 
-def write_report(picture: Picture, out: Path, doctor: str = "") -> Report:
+def write_report(picture: Picture, out: Path, doctor: str = "") -> RunReport:
     """Write the report of a run to `out`: a zip file (``.zip``), or else a folder, which must be new.
 
     It holds the newest events, views, stacks, versions, settings and printed lines. `doctor`: what it has said of this
@@ -280,7 +280,7 @@ def write_report(picture: Picture, out: Path, doctor: str = "") -> Report:
         raise UsageError(f"{out} exists already: choose another --out") from None
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}: choose another --out") from None
-    return Report(sentence, out)
+    return RunReport(sentence, out)
 
 
 def place_in(folder: Path, kind: str) -> Path:

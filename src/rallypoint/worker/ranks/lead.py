@@ -8,7 +8,7 @@ from rallypoint.config import JobConfig
 from rallypoint.config.checks import check_ranks
 from rallypoint.data.dataset import MapDataset
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.spec import Given
+from rallypoint.data.spec import GivenData
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.holdings import Parallel
 from rallypoint.worker.carried import Carry
@@ -46,7 +46,7 @@ class Lead:
         self._group.at("")
         return tensors
 
-    def batches(self, data: Given) -> MicroBatches:
+    def batches(self, data: GivenData) -> MicroBatches:
         """Return this rank's part of the micro-batches."""
         spread = self._spread
         return MicroBatches(
