@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rallypoint.bridges.words import SumPart, sum_of
+from rallypoint.bridges.joining import SumPart, sum_of
 from rallypoint.config import resolve, with_own_optimizer
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms

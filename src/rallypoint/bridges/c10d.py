@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from rallypoint.bridges.joining import is_child, sums
-from rallypoint.bridges.words import SUMMED, SumPart, sum_of
+from rallypoint.bridges.joining import SUMMED, SumPart, is_child, sum_of, sums
 from rallypoint.launch import environment
 from rallypoint.worker.collective import Sums
 

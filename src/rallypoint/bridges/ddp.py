@@ -15,8 +15,7 @@ DDP gives the hook one bucket of gradients after the other, and gets each one's 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from rallypoint.bridges.joining import sums
-from rallypoint.bridges.words import SUMMED, SumPart, sum_of
+from rallypoint.bridges.joining import SUMMED, SumPart, sum_of, sums
 from rallypoint.errors import UsageError
 from rallypoint.worker.collective import Sums
 
