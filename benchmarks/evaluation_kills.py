@@ -23,9 +23,8 @@ from pathlib import Path
 from rich.console import Console
 
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.launcher import launch
 from rallypoint.launch.plan import Launch
-from rallypoint.launch.run import ClusterRun
+from rallypoint.launch.run import ClusterRun, launch
 
 EVERY, STEP_S, EVALUATION_S, INTO_S = 25, 0.1, 1.5, 0.5
 SCRIPT = """

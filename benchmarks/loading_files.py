@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from rallypoint.config import JobConfig
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.sources.tars import WebDataset
+from rallypoint.data.tars import WebDataset
 
 SAMPLES, BATCH = 20_480, 64
 Batches = Callable[[], Iterator[Any]]

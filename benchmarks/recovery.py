@@ -22,11 +22,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rallypoint.launch.chaos.chaos import Chaos, Fault
-from rallypoint.launch.chaos.report import Measured, ledger_of, measure, typical_gap
+from rallypoint.launch.commands.chaos import Chaos, ChaosFault, MeasuredFault, ledger_of, measure, typical_gap
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.launcher import launch
 from rallypoint.launch.plan import Launch
+from rallypoint.launch.run import launch
 from recovery_peers import PeerTrial, measure_torchft, measure_torchrun, why_not_torchft
 
 BATCH = 8
@@ -56,7 +55,7 @@ def kill(what: str, count: int, workers: int, step_seconds: float, console: Cons
             workers=(1, workers), workers_start=workers, standby=1, servers=2, replication=2, folder=str(folder),
             snapshots=str(folder / "snapshots"), snapshot_seconds=10.0,
         )  # fmt: skip
-        driver = Chaos([Fault(f"kill {what}")] * count, steps, seed=1)
+        driver = Chaos([ChaosFault(f"kill {what}")] * count, steps, seed=1)
         with (folder.parent / "console.txt").open("w") as log:
             status = launch(plan, RunConsole(Console(file=log, highlight=False)), driver.intervene)
         if status:
@@ -70,7 +69,7 @@ def kill(what: str, count: int, workers: int, step_seconds: float, console: Cons
     return Row(what, sorted(max(0.0, _stall(event) - usual) for event in found), usual)
 
 
-def _stall(event: Measured) -> float:
+def _stall(event: MeasuredFault) -> float:
     return event.stall
 
 

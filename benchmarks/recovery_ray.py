@@ -24,11 +24,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rallypoint.launch.chaos.report import Event, ledger_of, measure, typical_gap
+from rallypoint.launch.commands.chaos import Event, ledger_of, measure, typical_gap
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.launcher import launch
 from rallypoint.launch.plan import HERE, Launch
-from rallypoint.launch.run import ClusterRun
+from rallypoint.launch.run import ClusterRun, launch
 
 BATCH, SERVERS, STANDBY = 8, 2, 1
 _BETWEEN = 8  # steps that are finished undisturbed before the next node is lost

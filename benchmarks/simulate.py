@@ -23,12 +23,10 @@ from rallypoint.core.plan.failures import NEVER
 from rallypoint.core.plan.site import ONE_SITE, Sites, Speeds, sites_seconds
 from rallypoint.core.plan.workload import SENT_BYTES, Workload, transformer
 from rallypoint.errors import ConfigError, RallypointError, UsageError
-from rallypoint.launch.cluster import option
-from rallypoint.launch.costing.quantities import count_of, rate_of, seconds_of
-from rallypoint.launch.costing.shown import check_chart
+from rallypoint.launch.commands.costing import check_chart, count_of, rate_of, seconds_of
 from rallypoint.launch.options import with_options
-from rallypoint.testing.scale.cluster import Size
-from rallypoint.testing.scale.play import Outcome, Play, Scenario
+from rallypoint.launch.plan import option
+from rallypoint.testing.scale import Play, PlayOutcome, Scenario, Size
 
 _CLUSTER, _JOB, _TROUBLE, _OUTPUT = "The cluster", "The job", "What goes wrong", "Output"
 
@@ -203,12 +201,12 @@ def answer(options: ScaleOptions, console: Console) -> None:
         draw(outcome, options.plot)
 
 
-def as_data(scenario: Scenario, outcome: Outcome) -> dict[str, object]:
+def as_data(scenario: Scenario, outcome: PlayOutcome) -> dict[str, object]:
     """Everything, for programs."""
     return {**msgspec.to_builtins(outcome), "limits": limits_of(scenario)}
 
 
-def lines(scenario: Scenario, outcome: Outcome) -> list[str]:
+def lines(scenario: Scenario, outcome: PlayOutcome) -> list[str]:
     """What came of it, for people."""
     size, one = scenario.size, outcome.view
     one_of = "step" if scenario.workload.steps == 1 else "round"
@@ -235,7 +233,7 @@ def lines(scenario: Scenario, outcome: Outcome) -> list[str]:
     ]
 
 
-def draw(outcome: Outcome, path: Path) -> None:
+def draw(outcome: PlayOutcome, path: Path) -> None:
     """Draw the seconds of each step. UsageError if the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

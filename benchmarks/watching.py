@@ -33,10 +33,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rallypoint.launch.chaos.report import ledger_of
+from rallypoint.launch.commands.chaos import ledger_of
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.launcher import launch
 from rallypoint.launch.plan import Launch
+from rallypoint.launch.run import launch
 from rallypoint.watch.app import HEADER
 
 KINDS = {

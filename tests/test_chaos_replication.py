@@ -10,7 +10,7 @@ from rich.console import Console
 from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import AllReduce, Mode, Sync
-from rallypoint.launch.chaos import chaos
+from rallypoint.launch.commands import chaos
 from rallypoint.launch.plan import Launch
 
 LAYOUT = build_layout([TensorSpec("w", (64,), "float32", 0)], 64)

@@ -9,7 +9,7 @@ import pytest
 
 from rallypoint.core.protocol import Applied, Planned
 from rallypoint.core.view import ViewNumber
-from rallypoint.launch.chaos.report import Event, ledger_of, measure, typical_gap
+from rallypoint.launch.commands.chaos import Event, ledger_of, measure, typical_gap
 
 STEP_S, LATER_S, STALL_S, KILLED = 0.25, 0.008, 0.44, 10
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rallypoint.core.protocol import Finished, Members, Planned, ScriptAt
 from rallypoint.launch import console as shown_by
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.observing.beside import Beside
+from rallypoint.launch.observing.beside import Observers
 
 PLAN = Planned(0, 2, "scripts", 4_380_000, 61, ("worker0", "worker1"), ("server0", "server1"))
 HERE = Members("1.1", ("worker0", "worker1"), (), ("server0", "server1"))
@@ -75,7 +75,7 @@ def test_the_coordinator_is_not_called_silent_while_it_repeats_how_far_the_scrip
 
 def test_a_job_without_steps_is_not_called_stalled() -> None:
     told: list[int] = []
-    beside = cast(Any, Beside.__new__(Beside))
+    beside = cast(Any, Observers.__new__(Observers))
     beside._reports = SimpleNamespace(steps=told.append, said=list[str])
     beside._page, beside._trackers = SimpleNamespace(said=list[str]), []
     console = shown(io.StringIO())

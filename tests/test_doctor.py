@@ -16,21 +16,26 @@ from rich.console import Console
 from rallypoint.core.protocol import Hello
 from rallypoint.errors import AccessDenied, UnprovenPeer, UsageError
 from rallypoint.launch.access import Access, access_of
-from rallypoint.launch.doctor.doctor import Doctor
-from rallypoint.launch.doctor.facts import Facts, Gpu, collect, free_bytes, gpus_of
-from rallypoint.launch.doctor.findings import (
+from rallypoint.launch.commands.doctor import (
     FEWEST_FILES,
     LITTLE_SPACE,
-    Finding,
+    Advice,
+    Doctor,
+    GpuFacts,
     Level,
-    Link,
+    MachineFacts,
+    MeasuredLink,
+    Probe,
+    ProbeLink,
     bits,
+    collect,
+    free_bytes,
+    gpus_of,
     of_cluster,
     of_links,
     of_machine,
     of_space,
 )
-from rallypoint.launch.doctor.probe import Asking, Probe
 from rallypoint.net.certificates import TlsFiles, make_certificates
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
@@ -38,17 +43,17 @@ from rallypoint.net.handshake import COORDINATOR, introduce, new_token
 from rallypoint.net.tls import TlsTransport
 from support.programs import run_program
 
-SOUND = Facts(
+SOUND = MachineFacts(
     host="a", rallypoint="1", protocol=10, python="3.12", torch="2.13.0+cpu", processor="x", capability="AVX2", cores=2,
     memory=1 << 30, files=FEWEST_FILES, threads={}, cubic=True, clock=0.0,
 )  # fmt: skip
 
 
-def facts(**changed: Any) -> Facts:
+def facts(**changed: Any) -> MachineFacts:
     return msgspec.structs.replace(SOUND, **changed)
 
 
-def said(findings: list[Finding]) -> str:
+def said(findings: list[Advice]) -> str:
     return "\n".join(f"{finding.level.name} {finding.text}: {finding.todo}" for finding in findings)
 
 
@@ -64,8 +69,8 @@ def test_a_sound_machine_needs_nothing() -> None:
     ({"files": FEWEST_FILES - 1}, Level.WARNING, "ulimit -n"),
     ({"cubic": False}, Level.WARNING, "tcp_cubic"),
     ({"gpu_trouble": "No devices were found"}, Level.BAD, "No devices were found"),
-    ({"gpus": (Gpu("H200", "560", 1),)}, Level.WARNING, "CPU build"),
-    ({"gpus": (Gpu("H200", "560", 1),), "cuda": "13.0"}, Level.WARNING, "driver (560) too old for CUDA 13.0"),
+    ({"gpus": (GpuFacts("H200", "560", 1),)}, Level.WARNING, "CPU build"),
+    ({"gpus": (GpuFacts("H200", "560", 1),), "cuda": "13.0"}, Level.WARNING, "driver (560) too old for CUDA 13.0"),
 ])  # fmt: skip
 def test_each_fault_of_a_machine_has_a_remedy(changed: dict[str, Any], level: Level, words: str) -> None:
     (finding,) = of_machine(facts(**changed))
@@ -75,7 +80,7 @@ def test_each_fault_of_a_machine_has_a_remedy(changed: dict[str, Any], level: Le
 
 
 def test_a_gpu_that_torch_can_use_is_no_finding() -> None:
-    assert of_machine(facts(gpus=(Gpu("H200", "560", 1),), gpus_seen=1, cuda="13.0")) == []
+    assert of_machine(facts(gpus=(GpuFacts("H200", "560", 1),), gpus_seen=1, cuda="13.0")) == []
 
 
 def test_machines_that_are_alike_need_nothing() -> None:
@@ -87,7 +92,7 @@ def test_machines_that_are_alike_need_nothing() -> None:
     ({"torch": "2.9.0"}, Level.WARNING, "versions of torch"),
     ({"capability": "AVX512"}, Level.WARNING, "AVX2 (2 machines), AVX512 (1 machine)"),
     ({"threads": {"OMP_NUM_THREADS": "4"}}, Level.WARNING, "not set (2 machines), 4 (1 machine)"),
-    ({"gpus": (Gpu("T4", "560", 1),)}, Level.WARNING, "none (2 machines), T4 (1 machine)"),
+    ({"gpus": (GpuFacts("T4", "560", 1),)}, Level.WARNING, "none (2 machines), T4 (1 machine)"),
     ({"kernels": "0123456789abcdef"}, Level.WARNING, "none (2 machines), 0123456789ab (1 machine)"),
     ({"clock": -61.0}, Level.WARNING, "61 s apart"),
 ])  # fmt: skip
@@ -100,8 +105,8 @@ def test_each_difference_that_matters_is_told(changed: dict[str, Any], level: Le
 
 def test_a_slow_link_a_long_one_and_none_are_told() -> None:
     links = [
-        Link("a", "b", 0.001, 100e6), Link("b", "a", 0.001, 120e6), Link("a", "c", 0.001, 40e6),
-        Link("c", "a", 0.8, 110e6), Link("c", "b", trouble="nobody answers"),
+        MeasuredLink("a", "b", 0.001, 100e6), MeasuredLink("b", "a", 0.001, 120e6), MeasuredLink("a", "c", 0.001, 40e6),
+        MeasuredLink("c", "a", 0.8, 110e6), MeasuredLink("c", "b", trouble="nobody answers"),
     ]  # fmt: skip
     text = said(of_links(links, heartbeat=3.0))
     assert "WARNING a -> c: 320 Mbit/s, where the median link has 840 Mbit/s" in text
@@ -120,15 +125,15 @@ def test_a_rate_reads_as_people_name_a_link() -> None:
 
 
 def test_what_nvidia_smi_lists_is_read() -> None:
-    assert gpus_of(["NVIDIA H200, 560.35, 143771", "odd"]) == (Gpu("NVIDIA H200", "560.35", 143771 << 20),)
-    assert gpus_of(["NVIDIA X, 1, [N/A]"]) == (Gpu("NVIDIA X", "1", 0),)
+    assert gpus_of(["NVIDIA H200, 560.35, 143771", "odd"]) == (GpuFacts("NVIDIA H200", "560.35", 143771 << 20),)
+    assert gpus_of(["NVIDIA X, 1, [N/A]"]) == (GpuFacts("NVIDIA X", "1", 0),)
 
 
 def test_the_facts_about_this_machine_can_be_sent(tmp_path: Path) -> None:
     found = collect()
     assert found.host == socket.gethostname()
     assert found.cores >= 1
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Facts) == found
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=MachineFacts) == found
     assert free_bytes(tmp_path / "not" / "yet" / "there") > 0
 
 
@@ -150,7 +155,7 @@ def probe(access: Access) -> Iterator[Probe]:
 def test_a_probe_tells_its_facts_and_measures_its_link_to_another(probe: Probe, access: Access) -> None:
     other = Probe(access, "127.0.0.1:0", lambda: SOUND)
     try:
-        with Asking(access, probe.address) as asking:
+        with ProbeLink(access, probe.address) as asking:
             told = asking.facts()
             assert msgspec.structs.replace(told, clock=0.0) == SOUND
             assert abs(told.clock) < 5.0, "seconds between the clocks, not a time"
@@ -163,7 +168,7 @@ def test_a_probe_tells_its_facts_and_measures_its_link_to_another(probe: Probe, 
 
 
 def test_a_probe_that_is_not_there_is_the_links_trouble(probe: Probe, access: Access) -> None:
-    with Asking(access, probe.address) as asking:
+    with ProbeLink(access, probe.address) as asking:
         assert "nobody answers" in asking.link_to("127.0.0.1:1").trouble
         assert "not an address" in asking.link_to("nonsense").trouble
         assert asking.facts().host == "a", "the probe goes on"
@@ -171,7 +176,7 @@ def test_a_probe_that_is_not_there_is_the_links_trouble(probe: Probe, access: Ac
 
 def test_only_a_doctor_that_knows_the_token_is_served(probe: Probe, access: Access) -> None:
     with pytest.raises(UnprovenPeer):
-        Asking(Access(new_token()), probe.address)
+        ProbeLink(Access(new_token()), probe.address)
     connection = access.transport.connect(probe.address, 5.0)
     try:
         with pytest.raises(AccessDenied, match="not a job's coordinator"):
@@ -196,7 +201,7 @@ def test_what_no_doctor_says_ends_the_connection_and_nothing_else(
         assert channel.receive_header().kind is Kind.REFUSE
     finally:
         channel.close()
-    with Asking(access, probe.address) as asking:
+    with ProbeLink(access, probe.address) as asking:
         assert asking.facts().host == "a"
 
 
@@ -251,7 +256,7 @@ def test_it_says_whether_snapshots_can_be_written(tmp_path: Path) -> None:
 
 
 def test_it_says_when_there_is_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rallypoint.launch.doctor.doctor._PATIENCE_S", 0.0)
+    monkeypatch.setattr("rallypoint.launch.commands.doctor._PATIENCE_S", 0.0)
     out = io.StringIO()
     doctor = Doctor(Console(file=out, width=200), Access(new_token()))
     doctor.coordinator("127.0.0.1:1")
@@ -283,7 +288,7 @@ def test_with_tls_a_probed_machine_needs_the_observers_certificate_alone(tmp_pat
         assert doctor.worst is Level.FINE, told.getvalue()
         worker = Access(transport=TlsTransport(TlsFiles(tmp_path / "worker", "worker")))
         with pytest.raises(AccessDenied, match="the certificate of a worker"):
-            Asking(worker, probes[0].address)
+            ProbeLink(worker, probes[0].address)
     finally:
         for probe in probes:
             probe.close()

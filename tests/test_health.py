@@ -17,9 +17,9 @@ import pytest
 
 from rallypoint.coordinator import owner as coordinator_owner
 from rallypoint.errors import AddressInUse, UsageError
-from rallypoint.launch import health as module
 from rallypoint.launch.environment import LEFT_STATUS, left_status
-from rallypoint.launch.health import MOST_ASKED_AT_ONCE, STUCK_S, Health, answering, stuck_for
+from rallypoint.launch.observing import health as module
+from rallypoint.launch.observing.health import MOST_ASKED_AT_ONCE, STUCK_S, Health, answering, stuck_for
 from rallypoint.server.member import OwnerThread
 from rallypoint.testing.contracts.beside import until
 from support.programs import Program

@@ -26,20 +26,19 @@ from rich.console import Console
 from rallypoint.coordinator.journal import Journal
 from rallypoint.core.protocol import Finished, Hello, Members, Message, SnapshotWanted
 from rallypoint.errors import UnprovenPeer, UsageError
-from rallypoint.launch import launcher, lifeline
+from rallypoint.launch import lifeline, run
 from rallypoint.launch import run as cluster_run
-from rallypoint.launch.ask import resize
+from rallypoint.launch.commands.ask import resize
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
-from rallypoint.launch.engines.local import LocalCluster
-from rallypoint.launch.engines.relay import Relay
+from rallypoint.launch.engines.local import LineRelay, LocalCluster
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
-from rallypoint.launch.supervisor import Limits
+from rallypoint.launch.supervisor import RestartLimits
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.store import closing
+from rallypoint.store.files import END_PATIENCE_S
 from rallypoint.testing.contracts.beside import until as until_true
 from support.programs import run_program
 
@@ -78,18 +77,18 @@ def running(tmp_path: Path, script: str) -> Iterator[tuple[subprocess.Popen[str]
     path = tmp_path / "script.py"
     path.write_text(script)
     argv = command("run", "--workers", "2", "--servers", "2", "--folder", str(tmp_path / "run"), str(path))
-    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     children: list[psutil.Process] = []
     try:
-        assert launcher.stdout is not None
-        for line in launcher.stdout:
+        assert run.stdout is not None
+        for line in run.stdout:
             if line.startswith("step "):
                 break
-        children = psutil.Process(launcher.pid).children(recursive=True)
-        yield launcher, children
+        children = psutil.Process(run.pid).children(recursive=True)
+        yield run, children
     finally:
-        launcher.kill()
-        launcher.communicate()
+        run.kill()
+        run.communicate()
         for child in children:
             if child.is_running():
                 child.kill()
@@ -102,15 +101,15 @@ def listening_ports(processes: list[psutil.Process]) -> set[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, number: int) -> None:
-    with running(tmp_path, LONG_RUN) as (launcher, children):
+    with running(tmp_path, LONG_RUN) as (run, children):
         ports = listening_ports(children)
         assert len(children) == 5
         assert len(ports) == 3  # the coordinator and two servers
-        launcher.send_signal(number)
-        launcher.wait(timeout=20)
+        run.send_signal(number)
+        run.wait(timeout=20)
         _, alive = psutil.wait_procs(children, timeout=20)
         assert alive == []
-        assert launcher.returncode == (130 if number != signal.SIGKILL else -signal.SIGKILL)
+        assert run.returncode == (130 if number != signal.SIGKILL else -signal.SIGKILL)
         assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
@@ -118,13 +117,13 @@ def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, numbe
 def test_workers_that_die_again_and_again_end_the_job_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_run, "LIMITS", Limits(quick_deaths=3))
+    monkeypatch.setattr(cluster_run, "LIMITS", RestartLimits(quick_deaths=3))
     said = io.StringIO()
     plan = Launch(
         worker=(sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), workers=(1, 1),
         workers_start=1, servers=1, folder=str(tmp_path / "run"),
     )  # fmt: skip
-    assert launcher.launch(plan, RunConsole(Console(file=said, width=1000, highlight=False))) == 1
+    assert run.launch(plan, RunConsole(Console(file=said, width=1000, highlight=False))) == 1
     output = said.getvalue()
     assert output.count("was killed (SIGKILL): starting another") == 3
     assert "failed: worker3 was killed (SIGKILL); it is not started again: 4 workers in a row died soon" in output
@@ -147,7 +146,7 @@ def test_a_run_whose_last_word_did_not_come_through_has_not_failed(tmp_path: Pat
     plan = Launch(
         worker=(sys.executable, "-c", SHORT_RUN), workers=(1, 1), workers_start=1, servers=1, folder=str(tmp_path)
     )
-    assert launcher.launch(plan, _Deaf(Console(file=said, width=1000, highlight=False))) == 0
+    assert run.launch(plan, _Deaf(Console(file=said, width=1000, highlight=False))) == 0
     assert "done: 20 steps" in said.getvalue()
 
 
@@ -172,7 +171,7 @@ def test_a_coordinator_that_is_silent_is_named(tmp_path: Path, monkeypatch: pyte
         assert time.monotonic() < deadline, said.getvalue()
 
     console = RunConsole(Console(file=said, width=1000, highlight=False))
-    assert launcher.launch(plan, console, intervene) == launcher.INTERRUPTED
+    assert run.launch(plan, console, intervene) == run.INTERRUPTED
 
 
 def test_a_script_of_ones_own_trains_on_a_cluster_and_alone(tmp_path: Path) -> None:
@@ -236,7 +235,7 @@ class Played:
 
     def run(self, intervene: Callable[[ClusterRun], None] | None = None, **how: bool) -> int:
         console = RunConsole(Console(file=self._said, width=1000, highlight=False))
-        return launcher.launch(self.plan, console, intervene, **how)
+        return run.launch(self.plan, console, intervene, **how)
 
 
 # Replica 1 of a step waits until the gate's file has a higher number.
@@ -320,11 +319,11 @@ def test_a_signal_that_the_launcher_was_started_to_ignore_stays_ignored(
         while_it_ran.extend(map(signal.getsignal, (signal.SIGHUP, signal.SIGTERM)))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launcher, "cluster_of", started)
+    monkeypatch.setattr(run, "cluster_of", started)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         plan = Launch(worker=("true",), folder=str(tmp_path))
-        assert launcher.launch(plan, RunConsole(Console(file=io.StringIO()))) == launcher.INTERRUPTED
+        assert run.launch(plan, RunConsole(Console(file=io.StringIO()))) == run.INTERRUPTED
     finally:
         signal.signal(signal.SIGHUP, before)
     assert while_it_ran == [signal.SIG_IGN, lifeline._interrupt]
@@ -369,7 +368,7 @@ def test_a_coordinator_that_cannot_be_started_for_a_moment_is_tried_again(
 def test_a_coordinator_that_is_given_up_is_named_with_the_way_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_run, "LIMITS", Limits(quick_deaths=1, quick_s=1e9))
+    monkeypatch.setattr(cluster_run, "LIMITS", RestartLimits(quick_deaths=1, quick_s=1e9))
     (tmp_path / "gate").write_text("5")
     played = Played(tmp_path, GATED)
     assert played.run(until(at_step(5), kills("coordinator"), kills("coordinator"))) == 1
@@ -529,7 +528,7 @@ def test_a_resumed_run_says_what_has_changed_and_runs_it_or_what_it_began_with(t
     def interrupts(run: ClusterRun) -> bool:
         raise KeyboardInterrupt
 
-    assert played.run(until(at_step(5), interrupts)) == launcher.INTERRUPTED
+    assert played.run(until(at_step(5), interrupts)) == run.INTERRUPTED
     assert f", the last snapshot: rallypoint resume {played.folder}" in played.said
     played.script.write_text("raise ValueError('edited')\n")
     (tmp_path / "gate").write_text("99")
@@ -581,10 +580,10 @@ def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, signal.SIGXCPU])
 @pytest.mark.some("2", "10")
 def test_ctrl_c_and_a_notice_are_one_sentence(tmp_path: Path, number: signal.Signals) -> None:
-    with running(tmp_path, LONG_RUN) as (launcher, _):
-        launcher.send_signal(number)
-        output, _ = launcher.communicate(timeout=30)
-    assert launcher.returncode == 130
+    with running(tmp_path, LONG_RUN) as (run, _):
+        run.send_signal(number)
+        output, _ = run.communicate(timeout=30)
+    assert run.returncode == 130
     rest = [line for line in output.splitlines() if not line.startswith("step ")]
     taken = rest[0].startswith("snapshot of step ")  # unless the machine is too busy for a quick one
     by = "" if number == signal.SIGINT else f" by {number.name}"
@@ -663,7 +662,7 @@ def test_who_does_not_end_after_the_job_is_waited_for_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its store hangs: it is let say so itself before it is killed."""
-    assert cluster_run._CLOSE_S > closing.PATIENCE_S
+    assert cluster_run._CLOSE_S > END_PATIENCE_S
     for name in ("_CLOSE_S", "_ERROR_S"):
         monkeypatch.setattr(cluster_run, name, 0.2)
     monkeypatch.setattr(cluster_run, "_SILENCE_S", 0.05)
@@ -736,7 +735,7 @@ def test_a_notice_that_is_repeated_does_not_end_the_wait_for_the_last_snapshot(
 def test_a_second_signal_while_a_run_ends_leaves_nobody_waiting_for_room_for_his_lines(tmp_path: Path) -> None:
     """The end of a cluster on Ray waits for the thread that passes the lines on."""
     run, put = over(tmp_path, io.StringIO(), [], []), threading.Event()
-    run._over, run._lines = False, Relay(most=1)
+    run._over, run._lines = False, LineRelay(most=1)
 
     def interrupted(number: int) -> None:
         run._lines.put("worker0", "fills it")
@@ -773,7 +772,7 @@ def test_the_last_snapshot_is_taken_when_nobody_reads_the_output_any_more(tmp_pa
         screen.quiet = screen.closed = True  # as `Screen.on_broken_pipe` does
         return True
 
-    assert launcher.launch(played.plan, console, until(at_step(5), closes)) == launcher.CLOSED
+    assert run.launch(played.plan, console, until(at_step(5), closes)) == run.CLOSED
     assert console.steps_stored >= done[0] >= 5
 
 
@@ -793,14 +792,14 @@ def test_nobody_reading_the_output_ends_the_run_quietly(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LONG_RUN)
     argv = command("run", "--workers", "1", "--servers", "1", "--folder", str(tmp_path / "run"), str(script))
-    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert launcher.stdout is not None
-    assert launcher.stderr is not None
-    launcher.stdout.readline()
-    launcher.stdout.close()
-    assert launcher.wait(timeout=120) == 141
-    assert launcher.stderr.read() == b""
-    launcher.stderr.close()
+    run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout is not None
+    assert run.stderr is not None
+    run.stdout.readline()
+    run.stdout.close()
+    assert run.wait(timeout=120) == 141
+    assert run.stderr.read() == b""
+    run.stderr.close()
 
 
 def test_a_run_in_another_thread_heeds_no_signals() -> None:
@@ -832,14 +831,14 @@ def test_a_run_whose_output_is_not_read_and_not_closed_ends_when_it_is_told_to(t
     script = tmp_path / "script.py"
     script.write_text(CHATTY.replace("BEGAN", repr(str(tmp_path / "began"))))
     argv = command("run", "--workers", "1", "--servers", "1", "--folder", str(tmp_path / "run"), str(script))
-    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         until_true((tmp_path / "began").exists)
-        launcher.terminate()
-        assert launcher.wait(timeout=120) == 130
+        run.terminate()
+        assert run.wait(timeout=120) == 130
     finally:
-        launcher.kill()
-        launcher.communicate()
+        run.kill()
+        run.communicate()
 
 
 def _breaks_the_store(run: ClusterRun) -> bool:

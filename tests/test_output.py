@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rallypoint.errors import StartAgain
+from rallypoint.launch.console import Output
 from rallypoint.launch.engines.cluster import Exit
-from rallypoint.launch.output import Output
 
 BOOM = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    boom()", "ValueError: {}"]
 

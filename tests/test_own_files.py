@@ -16,17 +16,15 @@ import msgspec
 import pytest
 
 from rallypoint.bridges import joining
-from rallypoint.data.cache.cache import Cache, Piece
-from rallypoint.data.cache.entries import Entries
-from rallypoint.data.sources import tars
+from rallypoint.data import tars
+from rallypoint.data.cache import Cache, CacheEntries, Piece
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.discovery.boards import FolderBoard, Found, check_own, look, private_folder
-from rallypoint.launch.discovery.place import Place
+from rallypoint.launch.engines.discovery import FolderBoard, FoundJob, Place, check_own, look, private_folder
 from rallypoint.launch.folder import COORDINATOR_LOCK, Where, coordinated, write_where
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.own_files import is_alone_in_group, not_ours, not_private, opened
-from rallypoint.store import direct
+from rallypoint.store import files
 
 SOMEBODY = 65534
 PLACE = Place(launcher="mpirun", rank=1, world=2, local_rank=1, nodes=1, attempt="7")
@@ -160,7 +158,7 @@ def test_nobody_waits_for_a_pipe_in_a_cache(tmp_path: Path, name: str, said: str
 
 
 def test_an_entry_that_is_a_link_is_not_read(tmp_path: Path, precious: Path) -> None:
-    entries = Entries(tmp_path / "cache", 1000)
+    entries = CacheEntries(tmp_path / "cache", 1000)
     entries.prepare()
     entries.keep("aa11", bytes(10))
     (tmp_path / "cache/entries/aa/aa11").rename(tmp_path / "elsewhere")
@@ -294,10 +292,10 @@ def test_a_file_past_the_page_cache_is_a_new_one(
     tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the file system has no direct writing, and another user knew the file's name."""
-    monkeypatch.setattr(direct, "_DIRECT", os.O_DIRECTORY)  # with O_CREAT this is EINVAL
+    monkeypatch.setattr(files, "_DIRECT", os.O_DIRECTORY)  # with O_CREAT this is EINVAL
     links(tmp_path, precious, "file")
-    buffer = direct.new_buffer()
-    with direct.DirectFile(str(tmp_path / "file"), buffer) as file:
+    buffer = files.new_buffer()
+    with files.DirectFile(str(tmp_path / "file"), buffer) as file:
         file.write(b"ours")
         file.sync()
     buffer.close()
@@ -305,7 +303,7 @@ def test_a_file_past_the_page_cache_is_a_new_one(
 
 
 def test_found_is_what_the_board_has(shared: Path) -> None:
-    found = msgspec.json.encode(Found("127.0.0.1:1"))  # where nobody listens
+    found = msgspec.json.encode(FoundJob("127.0.0.1:1"))  # where nobody listens
     refused = pytest.raises(UsageError, match="rank 0 has started no coordinator")
     with private_folder(PLACE), FolderBoard(PLACE).published(found), refused:
         look(PLACE, 0.3)

@@ -17,7 +17,7 @@ import torch
 import rallypoint as rp
 from lab_members import coordinate, serve
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.testing.processes import Process, ProcessCluster
+from rallypoint.testing.processes import ClusterProcess, ProcessCluster
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
 from support.netlab import Host, Netlab
@@ -79,7 +79,7 @@ class LabCluster:
             **{"workers_start": 2, "workers_max": 2, "servers": 2, "replication": 2, "heartbeat": HEARTBEAT_S, **terms}
         )
         self._cluster = ProcessCluster(workers=len(workers), servers=2)
-        self._working: list[Process] = []
+        self._working: list[ClusterProcess] = []
 
     def __enter__(self) -> LabCluster:
         self.open(AT)

@@ -32,11 +32,9 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.protocol import Say
 from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.launch import folder as folders
-from rallypoint.launch import launcher
-from rallypoint.launch.code.kept import keep
-from rallypoint.launch.code.trusted import refuse_others_script, refuse_others_words
+from rallypoint.launch import run
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.discovery import supervision
+from rallypoint.launch.engines import supervision
 from rallypoint.launch.folder import (
     TOKEN_FILE,
     Where,
@@ -50,12 +48,12 @@ from rallypoint.launch.folder import (
     token_file,
     write_where,
 )
+from rallypoint.launch.kept_code import keep, refuse_others_script, refuse_others_words
 from rallypoint.launch.observing.replay import Wanted, replay
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
 from rallypoint.own_files import OpenFolder, is_alone_in_group
-from rallypoint.store import closing
-from rallypoint.store.files import Files
+from rallypoint.store.files import Files, end_threads
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.contracts.beside import Beside
 
@@ -356,15 +354,15 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, others: tuple[
     console = RunConsole(Console(file=io.StringIO()))
     console.console.print = lambda text, **more: look(text)  # type: ignore[method-assign, assignment, misc]
     with pytest.raises(UsageError, match="nosuch"):
-        launcher.launch(plan, console)
+        run.launch(plan, console)
     assert sorted(path.name for path in folder.iterdir()) == ["mine.txt"] if others else not folder.exists()
     folder.mkdir(exist_ok=True)
     with pytest.raises(UsageError, match="nosuch"):
-        launcher.launch(plan, RunConsole(Console(file=io.StringIO())))
+        run.launch(plan, RunConsole(Console(file=io.StringIO())))
     assert (folder / "run.json").exists()  # it was the user's folder
     made = new_folder(tmp_path / "runs")
     with pytest.raises(UsageError, match="nosuch"):
-        launcher.launch(
+        run.launch(
             msgspec.structs.replace(plan, folder=str(made)), RunConsole(Console(file=io.StringIO())), made=True
         )
     assert not made.exists()
@@ -495,7 +493,7 @@ def test_a_run_is_resumed_in_its_size_unless_another_one_is_asked_for(
         servers=4, replication=2,
     ))  # fmt: skip
     launched: list[Launch] = []
-    monkeypatch.setattr(launcher, "launch", lambda plan, console, **how: launched.append(plan) or 0)
+    monkeypatch.setattr(run, "launch", lambda plan, console, **how: launched.append(plan) or 0)
     result = CliRunner().invoke(cli.app, ["resume", str(tmp_path), *options])
     assert result.exit_code == 0, result.output
     (plan,) = launched
@@ -594,7 +592,7 @@ def test_what_a_run_writes_is_for_its_owner_only(tmp_path: Path) -> None:
         old_run(tmp_path / "run", None)
         log = EventLog(str(tmp_path / "run"))
         log.write(Say("words"))
-        closing.end(log.stop())
+        end_threads(log.stop())
         with Files(str(tmp_path / "run" / "snapshots")).writing("step-00000001-1/server0-0.shards") as write:
             write(b"weights")
     finally:
@@ -611,7 +609,7 @@ def test_files_of_an_earlier_version_that_others_could_read_are_closed_to_them(t
         (tmp_path / name).touch()
         (tmp_path / name).chmod(0o644)
     old_run(tmp_path, None)
-    closing.end(EventLog(str(tmp_path)).stop())
+    end_threads(EventLog(str(tmp_path)).stop())
     for name in ("journal.sqlite", "events.jsonl"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600, name
 

@@ -19,8 +19,7 @@ from rallypoint.core.placing.placement import place, ranking
 from rallypoint.core.plan.workload import Workload, transformer
 from rallypoint.core.view import assign_replicas, reassign_orphans
 from rallypoint.errors import ConfigError
-from rallypoint.testing.scale.cluster import BigCluster, Size, change_bytes, messages_of
-from rallypoint.testing.scale.play import Outcome, Play, Scenario
+from rallypoint.testing.scale import BigCluster, Play, PlayOutcome, Scenario, Size, change_bytes, messages_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # its modules import one another by name
 
@@ -36,7 +35,7 @@ def _scenario(**others: object) -> Scenario:
     return msgspec.convert(msgspec.to_builtins(given), Scenario)
 
 
-def _played(scenario: Scenario) -> Outcome:
+def _played(scenario: Scenario) -> PlayOutcome:
     return Play(scenario, clock=lambda: 0.0).run()
 
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.launch.engines.cluster import Exit
-from rallypoint.launch.supervisor import HOLD_S, Drain, Fail, Limits, Over, Start, Supervisor, Warn
+from rallypoint.launch.supervisor import (
+    HOLD_S,
+    DrainProcess,
+    Fail,
+    RestartLimits,
+    RunOver,
+    StartProcess,
+    Supervisor,
+    Warn,
+)
 
 KILLED, WELL, ERROR = Exit(137, "SIGKILL"), Exit(0), Exit(1)
 
 
-def running(workers: int = 2, servers: int = 1, *, limits: Limits | None = None) -> Supervisor:
+def running(workers: int = 2, servers: int = 1, *, limits: RestartLimits | None = None) -> Supervisor:
     """A run whose processes have all been started at time 0."""
-    supervisor = Supervisor({"worker": workers, "server": servers}, limits or Limits())
+    supervisor = Supervisor({"worker": workers, "server": servers}, limits or RestartLimits())
     supervisor.begin(0.0)
     supervisor.listening(0.0)
     supervisor.members(supervisor.running)
@@ -21,17 +30,17 @@ def running(workers: int = 2, servers: int = 1, *, limits: Limits | None = None)
 
 def test_the_coordinator_is_started_first_and_the_others_once_it_listens() -> None:
     supervisor = Supervisor({"worker": 2, "server": 1})
-    assert supervisor.begin(0.0) == [Start("coordinator", "coordinator")]
+    assert supervisor.begin(0.0) == [StartProcess("coordinator", "coordinator")]
     assert supervisor.due(1.0) == []
-    assert supervisor.listening(2.0) == [Start("server0", "server"), Start("worker0", "worker"),
-                                         Start("worker1", "worker")]  # fmt: skip
+    assert supervisor.listening(2.0) == [StartProcess("server0", "server"), StartProcess("worker0", "worker"),
+                                         StartProcess("worker1", "worker")]  # fmt: skip
     assert supervisor.listening(3.0) == []
 
 
 def test_a_dead_worker_is_replaced_under_a_new_name() -> None:
     supervisor = running()
     assert supervisor.ended("worker1", KILLED, 20.0) == [Warn("worker1 was killed (SIGKILL): starting another")]
-    assert supervisor.due(20.0) == [Start("worker2", "worker")]
+    assert supervisor.due(20.0) == [StartProcess("worker2", "worker")]
     assert supervisor.due(20.0) == []
 
 
@@ -50,7 +59,7 @@ def test_a_coordinator_that_dies_before_it_listens_is_started_again_like_any_oth
     supervisor = Supervisor({"worker": 1, "server": 1})
     supervisor.begin(0.0)
     assert supervisor.ended("coordinator", KILLED, 0.1) == [Warn("coordinator was killed (SIGKILL): starting another")]
-    assert supervisor.due(0.1) == [Start("coordinator", "coordinator")]
+    assert supervisor.due(0.1) == [StartProcess("coordinator", "coordinator")]
     assert len(supervisor.listening(1.0)) == 2
 
 
@@ -58,14 +67,14 @@ def test_a_coordinator_that_cannot_be_started_in_the_place_of_another_is_tried_a
     """For want of processes or file descriptors, say."""
     supervisor, not_started = running(), Exit(1, reason="Resource temporarily unavailable", started=False)
     supervisor.ended("coordinator", KILLED, 20.0)
-    assert supervisor.due(20.0) == [Start("coordinator", "coordinator")]
+    assert supervisor.due(20.0) == [StartProcess("coordinator", "coordinator")]
     said = "coordinator could not be started: Resource temporarily unavailable: starting another"
     assert supervisor.ended("coordinator", not_started, 20.0) == [Warn(f"{said} in 0.2 s")]
-    assert supervisor.due(20.2) == [Start("coordinator", "coordinator")]
+    assert supervisor.due(20.2) == [StartProcess("coordinator", "coordinator")]
     now = 20.2
     while not isinstance((decisions := supervisor.ended("coordinator", not_started, now))[0], Fail):
         now += 3.0
-        assert supervisor.due(now) == [Start("coordinator", "coordinator")]
+        assert supervisor.due(now) == [StartProcess("coordinator", "coordinator")]
     assert now > 50.0  # almost as long as members wait for one
     assert "it is not started again: 13 times in a row the coordinator died soon" in decisions[0].reason
 
@@ -78,12 +87,12 @@ def test_the_first_coordinator_that_cannot_be_started_fails_the_run() -> None:
 
 
 def test_a_coordinator_that_dies_quickly_again_and_again_is_given_up_with_the_cause() -> None:
-    supervisor = running(limits=Limits(quick_deaths=2))
+    supervisor = running(limits=RestartLimits(quick_deaths=2))
     now = 0.0
     for _ in range(2):
         supervisor.ended("coordinator", KILLED, now)
         now += 5.0
-        assert supervisor.due(now) == [Start("coordinator", "coordinator")]
+        assert supervisor.due(now) == [StartProcess("coordinator", "coordinator")]
     assert supervisor.ended("coordinator", KILLED, now) == [
         Fail("coordinator was killed (SIGKILL); it is not started again: 3 times in a row the coordinator died soon")
     ]
@@ -95,7 +104,7 @@ def test_quick_deaths_are_answered_more_and_more_slowly() -> None:
     now = 0.0
     for n in range(4):
         supervisor.ended(f"worker{n}", KILLED, now)
-        while not any(isinstance(d, Start) for d in supervisor.due(now)):
+        while not any(isinstance(d, StartProcess) for d in supervisor.due(now)):
             now += 0.1
         starts.append(round(now, 1))
     assert starts == [0.0, 0.2, 1.2, 4.2]
@@ -131,16 +140,16 @@ def test_many_that_die_at_once_have_died_once() -> None:
 
 
 def test_a_death_after_a_long_life_is_no_quick_one() -> None:
-    supervisor = running(workers=1, limits=Limits(quick_deaths=1))
+    supervisor = running(workers=1, limits=RestartLimits(quick_deaths=1))
     for n in range(5):
         assert supervisor.ended(f"worker{n}", KILLED, 100.0 * (n + 1)) == [
             Warn(f"worker{n} was killed (SIGKILL): starting another")
         ]
-        assert supervisor.due(100.0 * (n + 1)) == [Start(f"worker{n + 1}", "worker")]
+        assert supervisor.due(100.0 * (n + 1)) == [StartProcess(f"worker{n + 1}", "worker")]
 
 
 def test_a_coordinator_that_never_listens_fails_the_run() -> None:
-    supervisor = Supervisor({"worker": 1, "server": 1}, Limits(listen_s=10.0))
+    supervisor = Supervisor({"worker": 1, "server": 1}, RestartLimits(listen_s=10.0))
     supervisor.begin(0.0)
     assert supervisor.due(10.0) == []
     assert supervisor.due(10.1) == [Fail("the coordinator has not begun to listen within 10 s")]
@@ -169,37 +178,37 @@ def test_a_replacement_that_cannot_join_does_not_end_a_job_that_runs_well(role: 
     """It is tried again, less and less often, and said once."""
     supervisor = running(workers=2, servers=2)
     supervisor.ended(f"{role}1", KILLED, 20.0)
-    assert supervisor.due(20.0) == [Start(f"{role}2", role)]
+    assert supervisor.due(20.0) == [StartProcess(f"{role}2", role)]
     now, said, starts = 21.0, [], []
     for n in range(2, 30):
         said += supervisor.ended(f"{role}{n}", ERROR, now)
         began = now
         while not (decisions := supervisor.due(now)):
             now += 0.5
-        assert decisions == [Start(f"{role}{n + 1}", role)]
+        assert decisions == [StartProcess(f"{role}{n + 1}", role)]
         starts.append(now - began)
     assert said == [Warn(f"{role}2 ended with status 1 {WITHOUT_IT}")]
     assert starts[:6] == [1.0, 2.0, 5.0, 10.0, 20.0, 60.0]
     assert max(starts) == 60.0
     supervisor.members([f"{role}30"])
     supervisor.ended(f"{role}30", KILLED, now + 100.0)
-    assert supervisor.due(now + 100.0) == [Start(f"{role}31", role)]
+    assert supervisor.due(now + 100.0) == [StartProcess(f"{role}31", role)]
     assert supervisor.ended(f"{role}31", ERROR, now + 101.0), "another time is said again"
 
 
 def test_a_server_that_dies_again_and_again_before_it_joins_does_not_end_a_job_that_runs_well() -> None:
-    supervisor = running(servers=2, limits=Limits(quick_deaths=2))
+    supervisor = running(servers=2, limits=RestartLimits(quick_deaths=2))
     now, name = 20.0, "server1"
     for n in range(2, 12):
         assert not any(isinstance(d, Fail) for d in supervisor.ended(name, KILLED, now))
         while not (decisions := supervisor.due(now)):
             now += 0.5
         name = f"server{n}"
-        assert decisions == [Start(name, "server")]
+        assert decisions == [StartProcess(name, "server")]
 
 
 def test_an_aggregator_that_fails_does_not_end_the_job_which_does_not_need_it() -> None:
-    supervisor = Supervisor({"worker": 2, "server": 1, "aggregator": 1}, Limits(quick_deaths=1))
+    supervisor = Supervisor({"worker": 2, "server": 1, "aggregator": 1}, RestartLimits(quick_deaths=1))
     supervisor.begin(0.0)
     supervisor.listening(0.0)
     supervisor.members(supervisor.running)
@@ -207,23 +216,23 @@ def test_an_aggregator_that_fails_does_not_end_the_job_which_does_not_need_it() 
         Warn("aggregator0 ended with status 1; the job goes on without it; others are tried now and then")
     ]
     assert supervisor.due(20.5) == []
-    assert supervisor.due(21.0) == [Start("aggregator1", "aggregator")]
+    assert supervisor.due(21.0) == [StartProcess("aggregator1", "aggregator")]
     supervisor.members(["aggregator1"])
     now = 21.0
     for n in range(1, 9):  # and however often one is killed
         assert not any(isinstance(decision, Fail) for decision in supervisor.ended(f"aggregator{n}", KILLED, now))
         while not (decisions := supervisor.due(now)):
             now += 0.5
-        assert decisions == [Start(f"aggregator{n + 1}", "aggregator")]
+        assert decisions == [StartProcess(f"aggregator{n + 1}", "aggregator")]
         supervisor.members([f"aggregator{n + 1}"])
 
 
 def test_who_cannot_join_again_and_again_fails_a_run_in_which_nobody_computes() -> None:
-    supervisor = running(workers=1, limits=Limits(quick_deaths=2))
+    supervisor = running(workers=1, limits=RestartLimits(quick_deaths=2))
     supervisor.ended("worker0", KILLED, 20.0)
     now, decisions = 20.0, supervisor.due(20.0)
     for n in range(1, 3):
-        assert decisions == [Start(f"worker{n}", "worker")]
+        assert decisions == [StartProcess(f"worker{n}", "worker")]
         supervisor.ended(f"worker{n}", ERROR, now)
         while not (decisions := supervisor.due(now)):
             now += 0.5
@@ -236,7 +245,7 @@ def test_one_that_is_to_be_tried_later_is_not_started_by_a_new_size() -> None:
     supervisor = running(workers=2)
     supervisor.resized({"worker": 3}, 20.0)
     supervisor.ended("worker2", ERROR, 21.0)
-    assert supervisor.resized({"worker": 4}, 21.5) == [Start("worker3", "worker")]
+    assert supervisor.resized({"worker": 4}, 21.5) == [StartProcess("worker3", "worker")]
     assert supervisor.resized({"worker": 3}, 21.6) == []
     assert supervisor.due(22.0) == [], "three are wanted, and three run"
 
@@ -251,15 +260,15 @@ def test_a_run_without_workers_fails_unless_one_is_to_come() -> None:
 
 
 def test_a_coordinator_that_ends_well_means_that_the_job_is_over() -> None:
-    assert running().ended("coordinator", WELL, 9.0) == [Over()]
+    assert running().ended("coordinator", WELL, 9.0) == [RunOver()]
 
 
 def test_growing_starts_what_is_missing_and_shrinking_drains_the_newest() -> None:
     supervisor = running(workers=2, servers=2)
-    assert supervisor.resized({"worker": 3, "server": 3}, 5.0) == [Start("server2", "server"),
-                                                                   Start("worker2", "worker")]  # fmt: skip
-    assert supervisor.resized({"worker": 1, "server": 2}, 6.0) == [Drain("server2"), Drain("worker1"),
-                                                                   Drain("worker2")]  # fmt: skip
+    assert supervisor.resized({"worker": 3, "server": 3}, 5.0) == [StartProcess("server2", "server"),
+                                                                   StartProcess("worker2", "worker")]  # fmt: skip
+    assert supervisor.resized({"worker": 1, "server": 2}, 6.0) == [DrainProcess("server2"), DrainProcess("worker1"),
+                                                                   DrainProcess("worker2")]  # fmt: skip
     for name in ("worker1", "worker2", "server2"):
         assert supervisor.ended(name, WELL, 7.0) == []
     assert supervisor.due(8.0) == []
@@ -279,24 +288,24 @@ def test_the_same_size_twice_changes_nothing() -> None:
 
 
 def test_without_restart_the_first_death_fails_the_run() -> None:
-    supervisor = running(limits=Limits(restart=False))
+    supervisor = running(limits=RestartLimits(restart=False))
     supervisor.ended("server0", KILLED, 1.0)
     assert supervisor.due(2.0) == [Fail("server0 was killed (SIGKILL)")]
 
 
 def test_a_server_that_has_handed_over_takes_no_other_with_it_that_is_to_be_started_again() -> None:
     supervisor = running(servers=3)
-    assert supervisor.resized({"server": 2}, 20.0) == [Drain("server2")]
+    assert supervisor.resized({"server": 2}, 20.0) == [DrainProcess("server2")]
     supervisor.ended("server0", KILLED, 20.1)
     assert supervisor.ended("server2", WELL, 20.1) == []
-    assert supervisor.due(20.1) == [Start("server3", "server")]
+    assert supervisor.due(20.1) == [StartProcess("server3", "server")]
 
 
 def test_a_worker_that_has_left_takes_no_other_with_it_that_is_to_be_started_again() -> None:
     supervisor = running(workers=3)
     supervisor.ended("worker0", KILLED, 20.0)
     assert supervisor.ended("worker2", WELL, 20.0) == []
-    assert supervisor.due(20.0) == [Start("worker3", "worker")]
+    assert supervisor.due(20.0) == [StartProcess("worker3", "worker")]
 
 
 def test_a_worker_that_never_took_part_takes_no_other_with_it_that_is_to_be_started_again() -> None:
@@ -306,7 +315,7 @@ def test_a_worker_that_never_took_part_takes_no_other_with_it_that_is_to_be_star
     assert supervisor.ended("worker2", ERROR, 21.0) == [
         Warn(f"worker2 ended with status 1 {WITHOUT_IT}")
     ]
-    assert supervisor.due(21.0) == [Start("worker3", "worker")]
+    assert supervisor.due(21.0) == [StartProcess("worker3", "worker")]
 
 
 def holding(supervisor: Supervisor, now: float) -> None:
@@ -323,7 +332,7 @@ def test_while_the_coordinator_ends_the_job_itself_a_failure_waits_and_what_dies
     assert supervisor.ended("coordinator", KILLED, 21.0) == [
         Warn("coordinator was killed (SIGKILL): starting another")
     ]
-    assert supervisor.due(21.0) == [Start("server1", "server"), Start("coordinator", "coordinator")]
+    assert supervisor.due(21.0) == [StartProcess("server1", "server"), StartProcess("coordinator", "coordinator")]
     assert supervisor.due(22.0) == []
 
 
@@ -342,13 +351,13 @@ def test_the_next_coordinator_may_find_out_for_itself_whether_it_holds_something
     holding(supervisor, 20.0)
     now = 19.0 + HOLD_S
     supervisor.ended("coordinator", KILLED, now)
-    assert supervisor.due(now) == [Start("coordinator", "coordinator")]
+    assert supervisor.due(now) == [StartProcess("coordinator", "coordinator")]
     assert supervisor.due(now + HOLD_S - 1.0) == []
     assert supervisor.due(now + HOLD_S) == [Fail("worker0 ended with status 1")]
 
 
 def test_a_coordinator_that_is_not_started_again_ends_no_job() -> None:
-    supervisor = running(limits=Limits(quick_deaths=0))
+    supervisor = running(limits=RestartLimits(quick_deaths=0))
     holding(supervisor, 5.0)
     assert supervisor.ended("coordinator", KILLED, 6.0) == [Fail("worker0 ended with status 1")]
     supervisor = running()
@@ -358,7 +367,7 @@ def test_a_coordinator_that_is_not_started_again_ends_no_job() -> None:
 
 
 def test_who_dies_again_and_again_fails_the_run_once_nothing_is_held() -> None:
-    supervisor = running(limits=Limits(quick_deaths=0))
+    supervisor = running(limits=RestartLimits(quick_deaths=0))
     supervisor.held(5.0)
     assert supervisor.ended("server0", KILLED, 6.0) == []
     assert supervisor.due(4.0 + HOLD_S) == []

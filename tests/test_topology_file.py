@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.config.topology import read_topology
 from rallypoint.core.plan.topology import HostFacts, Topology
 from rallypoint.errors import ConfigError
-from rallypoint.launch.options import RunOptions
+from rallypoint.launch.options import RunOptions, read_topology
 from rallypoint.launch.plan import terms_of
 
 TOLD = Topology({"node1": HostFacts("a", 1000.0), "10.0.0.7": HostFacts(link_mbit=500.0)})

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     )
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, scaled_lr, step_decay, tabulated
-    from rallypoint.data.cache.cache import Cache
-    from rallypoint.data.sources.parquet import Parquet
-    from rallypoint.data.sources.tars import WebDataset
-    from rallypoint.data.sources.tokens import Lanes, TokenFiles
+    from rallypoint.data.cache import Cache
+    from rallypoint.data.parquet import Parquet
     from rallypoint.data.spec import Loader
     from rallypoint.data.stream import Stream
+    from rallypoint.data.tars import WebDataset
+    from rallypoint.data.tokens import Lanes, TokenFiles
     from rallypoint.launch.join import join
     from rallypoint.parallel import Parallel
     from rallypoint.worker.loop.micro import Micro
@@ -58,12 +58,12 @@ _HOMES = {
     "AllReduce": "rallypoint.core.policy",
     "Async": "rallypoint.core.policy",
     "BoundedStaleness": "rallypoint.core.policy",
-    "Cache": "rallypoint.data.cache.cache",
+    "Cache": "rallypoint.data.cache",
     "EMA": "rallypoint.core.optimizer",
     "Group": "rallypoint.config.tree",
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
-    "Lanes": "rallypoint.data.sources.tokens",
+    "Lanes": "rallypoint.data.tokens",
     "Loader": "rallypoint.data.spec",
     "LocalSteps": "rallypoint.core.policy",
     "LossScaling": "rallypoint.core.optimizer",
@@ -71,7 +71,7 @@ _HOMES = {
     "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
     "Parallel": "rallypoint.parallel",
-    "Parquet": "rallypoint.data.sources.parquet",
+    "Parquet": "rallypoint.data.parquet",
     "RAdam": "rallypoint.core.optimizer",
     "RMSprop": "rallypoint.core.optimizer",
     "ReduceOnPlateau": "rallypoint.core.decisions",
@@ -80,8 +80,8 @@ _HOMES = {
     "SWA": "rallypoint.core.optimizer",
     "Stream": "rallypoint.data.stream",
     "Sync": "rallypoint.core.policy",
-    "TokenFiles": "rallypoint.data.sources.tokens",
-    "WebDataset": "rallypoint.data.sources.tars",
+    "TokenFiles": "rallypoint.data.tokens",
+    "WebDataset": "rallypoint.data.tars",
     "WrappedOptimizer": "rallypoint.worker.wrapped",
     "constant": "rallypoint.core.schedule",
     "cosine": "rallypoint.core.schedule",

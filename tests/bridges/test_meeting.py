@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rallypoint.bridges import joining, words
+from rallypoint.bridges import joining
 from rallypoint.errors import JobAborted, UsageError
 from rallypoint.launch import environment
 from rallypoint.worker.collective import Sum, Sums
@@ -59,9 +59,9 @@ def test_a_result_that_no_thread_can_be_started_for_is_an_error_and_no_silence(
     here.ended(None)
     made = SimpleNamespace(reducer=SimpleNamespace(sum=lambda *args: here), failed=None)
     tensor = torch.ones(2)
-    part = words.Part(tensor, tensor)
-    monkeypatch.setattr(words, "threading", SimpleNamespace(Thread=NoThread, Lock=threading.Lock))
-    future = words.sum_of(cast(Sums, made), [part], [tensor], torch.device("cpu"))
+    part = joining.SumPart(tensor, tensor)
+    monkeypatch.setattr(joining, "threading", SimpleNamespace(Thread=NoThread, Lock=threading.Lock))
+    future = joining.sum_of(cast(Sums, made), [part], [tensor], torch.device("cpu"))
     assert future.done()
     with pytest.raises(RuntimeError, match="can't start new thread"):
         future.wait()

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.bridges import c10d, joining
 from rallypoint.bridges.ddp import hook
-from rallypoint.bridges.words import SUMMED
+from rallypoint.bridges.joining import SUMMED
 
 MADE = joining.sums()
 WHAT, *NAMES = sys.argv[1:]

@@ -36,11 +36,9 @@ from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.data.identity import identity_of
 from rallypoint.errors import ConfigError, DataError, RallypointError, SnapshotFailed
-from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.launch.importing.job import ImportJob
-from rallypoint.launch.importing.task import Task
-from rallypoint.store.checkpoints.beginning import begin_from
-from rallypoint.store.checkpoints.reading import Checkpoint, read_checkpoint
+from rallypoint.launch.commands.importing import ImportTask
+from rallypoint.launch.embedded import EmbeddedJob, ImportJob
+from rallypoint.store.checkpoints import Checkpoint, begin_from, read_checkpoint
 from rallypoint.store.export import export_snapshot, optimizer_state
 from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import SnapshotStore
@@ -281,7 +279,7 @@ class Partly(torch.nn.Module):
 def test_the_script_says_what_the_snapshot_is_of(fixed: float, step: int, said: str, tmp_path: Path) -> None:
     model, store, answer = Partly(), SnapshotStore(str(tmp_path / "snapshots")), tmp_path / "answer"
     save_file({**model.state_dict(), "fixed": torch.full((6,), fixed)}, tmp_path / "model.safetensors")
-    task = Task(str(tmp_path / "model.safetensors"), step, store.url, str(answer), "run")
+    task = ImportTask(str(tmp_path / "model.safetensors"), step, store.url, str(answer), "run")
     with ImportJob(task) as job:
         with pytest.raises(DataError if said else SystemExit, match=said or "0"):
             job.train(model, data(), **settings("adamw"))

@@ -17,8 +17,7 @@ import rallypoint as rp
 from rallypoint.config import record_of, resolve
 from rallypoint.core.schedule import peak_of
 from rallypoint.data.identity import identity_of
-from rallypoint.store.checkpoints.beginning import begin_from
-from rallypoint.store.checkpoints.reading import Checkpoint
+from rallypoint.store.checkpoints import Checkpoint, begin_from
 from rallypoint.store.export import export_snapshot
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.worker.tensors import ModelTensors

@@ -16,12 +16,11 @@ from typer.testing import CliRunner
 import rallypoint as rp
 from rallypoint import cli
 from rallypoint.errors import DataError, UsageError
-from rallypoint.launch.importing import command
-from rallypoint.launch.importing.command import import_checkpoint
-from rallypoint.launch.importing.job import ImportJob
-from rallypoint.launch.importing.task import Answer, Task
+from rallypoint.launch.commands import importing
+from rallypoint.launch.commands.importing import Imported, ImportTask, import_checkpoint
+from rallypoint.launch.embedded import ImportJob
 from rallypoint.launch.plan import RUN_FILE, Launch, write_plan
-from rallypoint.store.checkpoints.reading import read_checkpoint
+from rallypoint.store.checkpoints import read_checkpoint
 from rallypoint.store.snapshots import SnapshotStore
 
 WEIGHTS = {name: torch.full((2,), float(number)) for number, name in enumerate(("stem.weight", "stem.bias"))}
@@ -39,14 +38,14 @@ class Wrapped(torch.nn.Module):
         return self.module(x)
 
 
-def run_import(model: torch.nn.Module, place: Path, folder: Path, *, strict: bool = False, **more: Any) -> Answer:
+def run_import(model: torch.nn.Module, place: Path, folder: Path, *, strict: bool = False, **more: Any) -> Imported:
     """What the script's process does."""
     answer, store = folder / "answer", SnapshotStore(str(folder / "snapshots"))
-    with ImportJob(Task(str(place), 3, store.url, str(answer), "run", strict=strict)) as job:
+    with ImportJob(ImportTask(str(place), 3, store.url, str(answer), "run", strict=strict)) as job:
         with pytest.raises(SystemExit):
             job.train(model, data(), **settings("adamw", **more))
         job.close()
-    return msgspec.json.decode(answer.read_bytes(), type=Answer)
+    return msgspec.json.decode(answer.read_bytes(), type=Imported)
 
 
 def prefixed(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +122,7 @@ def test_a_state_that_is_none_is_refused(state: Any, tmp_path: Path) -> None:
 
 def test_a_checkpoint_at_step_0_may_begin_a_job_with_plateau(tmp_path: Path) -> None:
     save_file({n: t.clone() for n, t in build().state_dict().items()}, tmp_path / "model.safetensors")
-    task = Task(str(tmp_path / "model.safetensors"), 0, str(tmp_path / "s"), str(tmp_path / "answer"), "run")
+    task = ImportTask(str(tmp_path / "model.safetensors"), 0, str(tmp_path / "s"), str(tmp_path / "answer"), "run")
     with ImportJob(task) as job:
         with pytest.raises(SystemExit):
             job.train(build(), data(), **settings("adamw", plateau=rp.ReduceOnPlateau("loss"), steps=STEPS))
@@ -151,11 +150,11 @@ def test_overwrite_deletes_the_run_that_is_there(tmp_path: Path, monkeypatch: py
     write_plan(msgspec.structs.replace(plan, worker=("before",)))
     (folder / "notes.txt").write_text("mine")
 
-    def imported(plan: Launch, checkpoint: Path, step: int, *, strict: bool) -> Answer:
+    def imported(plan: Launch, checkpoint: Path, step: int, *, strict: bool) -> Imported:
         assert not (folder / RUN_FILE).exists()
-        return Answer(f"{checkpoint.name} {step} {strict}", ("b is left out",))
+        return Imported(f"{checkpoint.name} {step} {strict}", ("b is left out",))
 
-    monkeypatch.setattr(command, "_imported", imported)
+    monkeypatch.setattr(importing, "_imported", imported)
     with pytest.raises(UsageError, match="there is no checkpoint"):
         import_checkpoint(plan, place, overwrite=True)
     place.touch()

@@ -13,8 +13,8 @@ from plain_training import build
 from safetensors.torch import save_file
 
 from rallypoint.errors import DataError
-from rallypoint.store.checkpoints import dcp
-from rallypoint.store.checkpoints.reading import read_checkpoint
+from rallypoint.store import checkpoints
+from rallypoint.store.checkpoints import read_checkpoint
 
 
 class Runs:
@@ -29,7 +29,7 @@ class Runs:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    dcp.write_dcp({"model": build().state_dict(), "step": 1000}, tmp_path / "saved")
+    checkpoints.write_dcp({"model": build().state_dict(), "step": 1000}, tmp_path / "saved")
     return tmp_path / "saved"
 
 
@@ -56,7 +56,7 @@ def test_a_list_of_tensors_names_no_file_outside_of_its_folder(saved: Path) -> N
 
 def test_a_step_may_be_a_plain_number(saved: Path, tmp_path: Path) -> None:
     assert read_checkpoint(saved).step == 1000
-    dcp.write_dcp({"model": build().state_dict(), "step": "1000"}, tmp_path / "text")
+    checkpoints.write_dcp({"model": build().state_dict(), "step": "1000"}, tmp_path / "text")
     with pytest.raises(DataError, match="its step is neither a tensor nor a whole number"):
         read_checkpoint(tmp_path / "text")
 
@@ -80,7 +80,7 @@ def test_a_failure_in_torch_comes_out_as_itself(tmp_path: Path, monkeypatch: pyt
 
         monkeypatch.setattr(FileSystemWriter, "write_data", fail)
         with pytest.raises(expected):
-            dcp.write_dcp({"model": {"weight": torch.ones(1)}}, tmp_path / "out")
+            checkpoints.write_dcp({"model": {"weight": torch.ones(1)}}, tmp_path / "out")
 
 
 def test_an_old_index_beside_the_model_is_not_read(tmp_path: Path) -> None:

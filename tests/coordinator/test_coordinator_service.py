@@ -66,7 +66,8 @@ from rallypoint.net.handshake import COORDINATOR, Identity, introduce, job_secre
 from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.transport import InprocTransport
-from rallypoint.store import closing
+from rallypoint.store import files
+from rallypoint.store.files import end_threads
 from rallypoint.testing.contracts.beside import until
 
 PATIENCE_S = 60.0
@@ -571,7 +572,7 @@ def test_a_log_whose_disk_gets_room_again_goes_on_and_counts_what_it_missed(
     log._lines.join()
     clock.ahead, room[0] = 1.5, 10_000
     log.write(Say("room"))
-    closing.end(log.stop())
+    end_threads(log.stop())
     torn, whole = (tmp_path / "events.jsonl").read_bytes().splitlines()
     assert len(torn) == 5
     assert msgspec.json.decode(whole)["text"] == "room"
@@ -669,7 +670,7 @@ def test_a_job_goes_on_and_can_be_ended_while_the_journal_s_disk_hangs(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(closing, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(files, "END_PATIENCE_S", 0.01)
     caplog.set_level(logging.WARNING, logger="rallypoint")
     coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)), workers_max=2)
     eyes = house.enter("observer", "eyes")
@@ -703,7 +704,7 @@ def test_a_job_goes_on_and_can_be_ended_while_nothing_can_be_added_to_its_log(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log is a pipe that nobody reads: a write to it hangs."""
-    monkeypatch.setattr(closing, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(files, "END_PATIENCE_S", 0.01)
     caplog.set_level(logging.WARNING, logger="rallypoint")
     os.mkfifo(tmp_path / "events.jsonl")
     reader = os.open(tmp_path / "events.jsonl", os.O_RDONLY | os.O_NONBLOCK)
@@ -745,7 +746,7 @@ def test_a_log_whose_disk_hangs_keeps_some_events_and_counts_the_others(
     for number in range(1, 6):
         log.write(Say(str(number)))
     answers.set()
-    closing.end(log.stop())
+    end_threads(log.stop())
     lines = (tmp_path / "events.jsonl").read_bytes().splitlines()
     assert [msgspec.json.decode(line)["text"] for line in lines] == ["0", "1", "2", "3"]
     assert [entry.message.rpartition("jsonl ")[2] for entry in caplog.records] == [

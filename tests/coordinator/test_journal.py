@@ -25,8 +25,8 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import DataError
-from rallypoint.store import closing, disks
-from rallypoint.store.disks import ROLLBACK, WAL
+from rallypoint.store import files
+from rallypoint.store.files import ROLLBACK, WAL, end_threads
 
 WAIT_S = 20.0
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
@@ -85,10 +85,10 @@ def test_on_a_file_system_of_a_network_no_memory_is_shared(
     path: str, kind: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run's folder on a volume that hosts share: the next coordinator may be on another one."""
-    assert disks.kind_of(Path(path), MOUNTS) == kind
-    monkeypatch.setattr(disks, "_MOUNTS", tmp_path / "mounts")
+    assert files.kind_of(Path(path), MOUNTS) == kind
+    monkeypatch.setattr(files, "_MOUNTS", tmp_path / "mounts")
     (tmp_path / "mounts").write_text(MOUNTS)
-    assert disks.journal_mode(Path(path)) == mode
+    assert files.journal_mode(Path(path)) == mode
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_every_error_of_the_disk_is_tried_again_ever_more_rarely(error: str) -> 
     assert tries[-1] - tries[-2] == 60.0
     with pytest.raises(DataError, match=error):
         persistence.save(state(), clock, needed=True)
-    closing.end(persistence.stop())
+    end_threads(persistence.stop())
 
 
 # ---- a disk that hangs -----------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_a_journal_that_hangs_is_waited_for_once_and_written_with_the_newest_sta
     assert said[1] == "the journal is written again"
     assert journal.asked.get(timeout=WAIT_S) == state(3), "the newest, and none between"
     assert journal.load() == state(3)
-    closing.end(persistence.stop())
+    end_threads(persistence.stop())
 
 
 def test_a_state_that_is_needed_is_waited_for_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ def test_a_state_that_is_needed_is_waited_for_so_long_only(monkeypatch: pytest.M
         with pytest.raises(DataError, match=r"^the journal :memory: cannot be written \(its disk has not answered"):
             persistence.save(state(), 0.0, needed=True)
     journal.leave.release(2)
-    closing.end(persistence.stop())
+    end_threads(persistence.stop())
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -331,7 +331,7 @@ def test_the_end_tries_once_more_and_waits_for_a_disk_that_hangs_so_long_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, answers: bool
 ) -> None:
     monkeypatch.setattr(journal_module, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(closing, "PATIENCE_S", WAIT_S if answers else 0.01)
+    monkeypatch.setattr(files, "END_PATIENCE_S", WAIT_S if answers else 0.01)
     journal = Hanging(str(tmp_path))
     persistence = Persistence(journal, lambda text: None)
     persistence.save(state(1), 0.0, needed=False)
@@ -339,7 +339,7 @@ def test_the_end_tries_once_more_and_waits_for_a_disk_that_hangs_so_long_only(
     if answers:
         journal.leave.release(2)
     ending = persistence.stop()
-    closing.end(ending)
+    end_threads(ending)
     assert [entry.message for entry in caplog.records] == [] if answers else [
         f"given up: the journal {tmp_path / JOURNAL}. The job is over, and the store has not answered for 0.01 s"
     ]

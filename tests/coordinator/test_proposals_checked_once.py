@@ -9,7 +9,7 @@ from rallypoint.coordinator import checks
 from rallypoint.coordinator.checks import Checks
 from rallypoint.core.protocol import Beat, Hello, Message, Propose, decode, encode
 from rallypoint.errors import ProtocolError
-from rallypoint.testing.scale.cluster import Size, record_for
+from rallypoint.testing.scale import Size, record_for
 
 
 def proposal(workers: int = 2) -> Message:

@@ -17,7 +17,8 @@ from rallypoint.coordinator.acts import AddPart, BeginSnapshot, CommitSnapshot, 
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.protocol import Stored
 from rallypoint.errors import DamagedSnapshot, SnapshotError
-from rallypoint.store import closing, retry
+from rallypoint.store import files
+from rallypoint.store.files import end_threads
 from rallypoint.store.manifest import snapshot_id
 from rallypoint.store.snapshots import Retention, SnapshotStore
 
@@ -73,7 +74,7 @@ class Keeper:
 def keeper(tmp_path: Path) -> Iterator[Keeper]:
     keeper = Keeper(tmp_path, Retention(keep_last=2))
     yield keeper
-    closing.end(keeper.keeper.stop())
+    end_threads(keeper.keeper.stop())
 
 
 def broken(error: Exception) -> Callable[..., Any]:
@@ -97,7 +98,7 @@ def test_old_ones_are_deleted_and_the_one_that_a_server_may_still_need_is_not(tm
     keeper = Keeper(tmp_path, Retention(keep_last=1))
     for version in (1, 2, 3):
         assert isinstance(keeper.commit(keeper.store(version), version, snapshot_id(1, 1)), inbox.SnapshotCommitted)
-    closing.end(keeper.keeper.stop())
+    end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [1, 3]
 
 
@@ -149,7 +150,7 @@ def test_a_store_that_fails_is_an_answer_and_never_silence(
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "DELAYS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(files, "DELAYS_S", (0.0, 0.0, 0.0))
 
 
 def _fails_at_first(times: int, error: Exception, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +166,7 @@ def _fails_at_first(times: int, error: Exception, call: Callable[..., Any]) -> C
 
 
 @pytest.mark.parametrize(
-    "error", [retry.StoreSilent("the bucket cannot be read: timed out"), RuntimeError("500 Internal Error")]
+    "error", [files.StoreSilent("the bucket cannot be read: timed out"), RuntimeError("500 Internal Error")]
 )
 def test_a_store_that_does_not_answer_for_a_moment_is_asked_again(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, hasty: None, error: Exception
@@ -207,7 +208,7 @@ def test_the_figures_of_an_evaluation_that_ends_after_its_snapshot_are_added_to_
         keeper.keeper.do(Judge(version, {"loss": loss}))
     keeper.keeper.do(Judge(9, {"loss": 0.0}))  # of a version of which there is no snapshot
     assert keeper.find() == inbox.SnapshotFound(snapshot_id(4, 1), 4)
-    closing.end(keeper.keeper.stop())
+    end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [2, 4], "the best and the newest"
     assert SnapshotStore(keeper.url).load(snapshot_id(2, 1)).metrics == {"loss": 1.0}
 
@@ -218,7 +219,7 @@ def test_the_best_one_stays_if_only_the_script_asks_for_it(tmp_path: Path) -> No
     for version, accuracy in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.4)):
         keeper.keeper.do(CommitSnapshot(keeper.store(version), version, version, job, {"accuracy": accuracy}, ""))
         assert isinstance(keeper.answers.get(timeout=PATIENCE_S), inbox.SnapshotCommitted)
-    closing.end(keeper.keeper.stop())
+    end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [2, 4], "the best and the newest"
 
 
@@ -228,7 +229,7 @@ def test_the_best_version_is_kept_and_those_that_are_not_decided_yet(tmp_path: P
         name, decided = keeper.store(version), (1, min(version, 4))
         keeper.keeper.do(CommitSnapshot(name, version, version, JOB, {}, "", kept=decided))
         assert isinstance(keeper.answers.get(timeout=PATIENCE_S), inbox.SnapshotCommitted)
-    closing.end(keeper.keeper.stop())
+    end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [1, 5, 6], "the best so far; 5 or 6 may be better"
 
 
@@ -258,7 +259,7 @@ def test_a_damaged_snapshot_is_passed_over_aloud(keeper: Keeper, tmp_path: Path)
 def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(closing, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(files, "END_PATIENCE_S", 0.05)
     name = keeper.store(3)
     entered, answers = threading.Event(), threading.Event()
 
@@ -269,7 +270,7 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     monkeypatch.setattr(SnapshotStore, "commit", hangs)
     keeper.keeper.do(CommitSnapshot(name, 3, 3, JOB, {}, ""))
     assert entered.wait(PATIENCE_S)
-    closes = threading.Thread(target=lambda: closing.end(keeper.keeper.stop()))
+    closes = threading.Thread(target=lambda: end_threads(keeper.keeper.stop()))
     closes.start()
     closes.join(PATIENCE_S)
     ended = not closes.is_alive()
@@ -284,7 +285,7 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
 def test_what_was_asked_for_before_the_end_is_still_done(keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
     name = keeper.store(3)
     keeper.keeper.do(CommitSnapshot(name, 3, 3, JOB, {}, ""))
-    closing.end(keeper.keeper.stop())
+    end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [3]
     assert caplog.records == []
 

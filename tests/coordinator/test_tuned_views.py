@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rallypoint.config import record_of, resolve
-from rallypoint.config.values import check_values
+from rallypoint.config.checks import check_values
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.plan.tuning import Tuning

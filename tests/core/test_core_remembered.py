@@ -24,7 +24,7 @@ from rallypoint.core.placing.pinned import nearest_aggregators
 from rallypoint.core.placing.speeds import Speeds
 from rallypoint.core.placing.view_change import AHEAD, Placing, contributing, following_assignments, homings, pairings
 from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans
-from rallypoint.testing.scale.cluster import BigCluster, Size
+from rallypoint.testing.scale import BigCluster, Size
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 SHARDS = build_layout([TensorSpec("weight", (256,), "float32", 0)], 64).shards

@@ -24,10 +24,9 @@ import torch
 
 import rallypoint as rp
 from rallypoint.config import JobConfig
-from rallypoint.data.child import leave_connections
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.order import Place, places_from
-from rallypoint.data.processes import LoaderProcesses, _is_dead
+from rallypoint.data.processes import LoaderProcesses, _is_dead, leave_connections
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError
 from rallypoint.launch.embedded import EmbeddedJob

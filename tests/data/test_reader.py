@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rallypoint.data.dataset import NotASample
-from rallypoint.data.stream import EndOfStream, Reader
+from rallypoint.data.stream import EndOfStream, StreamReader
 
 
 class Counted:
@@ -44,8 +44,8 @@ class Sturdy(Counted):
         return map(partial(self.one, epoch), range(self.length))
 
 
-def reader_of(source: Any, *, passes: int = 0, keep: int = 6, part: int = 0, parts: int = 1) -> Reader:
-    return Reader(source, part, parts, seed=3, passes=passes, keep=keep)
+def reader_of(source: Any, *, passes: int = 0, keep: int = 6, part: int = 0, parts: int = 1) -> StreamReader:
+    return StreamReader(source, part, parts, seed=3, passes=passes, keep=keep)
 
 
 def test_items_go_on_from_pass_to_pass() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.data.loader import MicroBatches, Reading, to_device
+from rallypoint.data.loader import MicroBatches, ReadingAhead, to_device
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError
 
@@ -38,7 +38,7 @@ class AllAtOnce(Flaky):
 
 
 def read(dataset: Any, **settings: Any) -> tuple[list[Any], list[str]]:
-    return Reading(dataset, Loader(**settings)).read([5, 2, 7], seed=11)
+    return ReadingAhead(dataset, Loader(**settings)).read([5, 2, 7], seed=11)
 
 
 @pytest.mark.parametrize("kind", [Flaky, AllAtOnce])

@@ -22,13 +22,12 @@ from fsspec.implementations.local import LocalFileSystem
 
 import rallypoint as rp
 from rallypoint.config import JobConfig
-from rallypoint.data import ahead
-from rallypoint.data.ahead import Received, Upcoming, send_whole
-from rallypoint.data.cache.cache import Piece
+from rallypoint.data import processes
+from rallypoint.data.cache import Piece
 from rallypoint.data.dataset import fetch
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.order import Place, places_from
-from rallypoint.data.processes import LoaderProcesses
+from rallypoint.data.processes import LoaderProcesses, ReceivedAhead, Upcoming, send_whole
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError
 
@@ -188,7 +187,7 @@ def test_no_more_is_ahead_than_the_bound_and_it_grows_when_the_loop_waits(
 ) -> None:
     made = data(rows, tmp_path / "cache")
     size = max(sum(stop - start for _, start, stop in made.ranges(shard)) for shard in range(GROUPS))
-    monkeypatch.setattr(ahead, "LEAST", 3 * size)
+    monkeypatch.setattr(processes, "LEAST", 3 * size)
     upcoming = Upcoming(MicroBatches(made, CONFIG, CPU), made, most=6 * size)
     places = list(places_from(0, 0, (0, 1), CONFIG))
 
@@ -264,7 +263,7 @@ def test_a_position_of_many_replicas_comes_whole_or_not_at_all_through_a_pipe_th
     ours, theirs = multiprocessing.Pipe(duplex=False)
     os.set_blocking(theirs.fileno(), False)
     sent = [((step, 2, 0), tuple(range(step, step + 5000)), step, False) for step in range(40)]
-    heard, received, lost = list[Any](), Received(), 0
+    heard, received, lost = list[Any](), ReceivedAhead(), 0
     assert len(msgspec.msgpack.encode(sent[0])) > select.PIPE_BUF, "it does not fit into one write"
     for position in sent:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.launch.engines.cluster import Command
-from rallypoint.launch.engines.remote.messages import Run
+from rallypoint.launch.engines.far_end import RunProcess
 from rallypoint.net.handshake import new_token
 
 TOKEN = new_token()
@@ -12,7 +12,7 @@ TOKEN = new_token()
 def test_a_command_shows_no_token_of_its_environment() -> None:
     env, argv = {"RALLYPOINT_TOKEN": TOKEN}, ("true",)
     for command in (
-        Command(name="server0", role="server", argv=argv, env=env), Run(1, "server0", "server", argv, env),
+        Command(name="server0", role="server", argv=argv, env=env), RunProcess(1, "server0", "server", argv, env),
     ):  # fmt: skip
         assert TOKEN not in repr(command)
         assert "server0" in repr(command)

@@ -18,9 +18,10 @@ import pytest
 from ray_nodes import no_leaks
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.engines import guard, ray_node
+from rallypoint.launch import runner
+from rallypoint.launch.engines import guard
 from rallypoint.launch.engines.cluster import Command, Exit
-from rallypoint.launch.engines.ray_node import Driver, NodeProcess, argv_here, pack, unpack
+from rallypoint.launch.engines.ray import Driver, NodeProcess, argv_here, pack, unpack
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import HERE
 from rallypoint.testing.contracts import cluster as cluster_contract
@@ -41,9 +42,9 @@ def _imported() -> None:
 def test_a_command_is_run_with_what_its_node_has() -> None:
     argv = ("/their/python", "/their/runner.py", "/run/code", "train.py", HERE)
     worker = Command(name="worker0", role="worker", argv=argv)
-    runner = ray_node.runner.__file__
+    ours = runner.__file__
     assert argv_here(worker, DRIVER, address="10.0.0.7", code="/tmp/x") == (
-        sys.executable, runner, "/tmp/x", "train.py", HERE,
+        sys.executable, ours, "/tmp/x", "train.py", HERE,
     )  # fmt: skip
     server = Command(name="server0", role="server", argv=("/their/python", "-m", "x", "--bind", f"{HERE}:0"))
     assert argv_here(server, DRIVER, address="10.0.0.7", code="")[-1] == "10.0.0.7:0"
@@ -81,7 +82,7 @@ def test_a_server_on_a_node_that_does_not_see_the_snapshots_is_refused_with_a_se
 SUPERVISED = """
 import os, sys
 from rallypoint.launch.engines.cluster import Command
-from rallypoint.launch.engines.ray_node import Driver, NodeProcess
+from rallypoint.launch.engines.ray import Driver, NodeProcess
 code = "import subprocess, sys, time; argv = [sys.executable, '-c', 'import time; time.sleep(1000)']; "
 code += "print(subprocess.Popen(argv).pid, __import__('os').getpid(), flush=True); time.sleep(1000)"
 actor = NodeProcess("node")

@@ -16,8 +16,7 @@ import pytest
 from ray_nodes import add_node, no_leaks, ray_nodes
 from rich.console import Console
 
-from rallypoint.launch import launcher
-from rallypoint.launch.chaos.chaos import _hash
+from rallypoint.launch.commands.chaos import _hash
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.plan import HERE, Launch, read_plan
 from rallypoint.launch.run import ClusterRun
@@ -68,7 +67,7 @@ def launched(folder: Path, intervene: Act | None = None, *, steps: int = STEPS, 
         if not going[0]:
             go.touch()
 
-    status = launcher.launch(plan, RunConsole(Console(file=said, width=1000, highlight=False)), look)
+    status = run.launch(plan, RunConsole(Console(file=said, width=1000, highlight=False)), look)
     assert status == 0, said.getvalue()
     assert not going[0], said.getvalue()
     return said.getvalue()

@@ -10,8 +10,7 @@ from typing import Any
 import kubernetes_validate
 import yaml
 
-from rallypoint.launch.kubernetes.options import RenderOptions
-from rallypoint.launch.kubernetes.render import render
+from rallypoint.launch.engines.kubernetes import RenderOptions, render
 
 VERSIONS = ("1.31", "1.37")  # the first in which all that the manifests use is stable, and the newest that is known
 REASONS = {

@@ -26,7 +26,7 @@ from processes import expanded
 
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch.commands.by_hand import FAILED
-from rallypoint.launch.kubernetes.secrets import certificates, new_secret
+from rallypoint.launch.engines.kubernetes import certificates, new_secret
 from rallypoint.net.certificates import make_certificates
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

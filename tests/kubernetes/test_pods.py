@@ -12,7 +12,7 @@ import pytest
 from manifests import Manifest, rendered, the
 from processes import Kubelet, Pod, kubelet, pods_of, told
 
-from rallypoint.launch.kubernetes.secrets import certificates, new_secret
+from rallypoint.launch.engines.kubernetes import certificates, new_secret
 from rallypoint.net.certificates import make_certificates
 from rallypoint.testing.contracts.beside import until
 from support.programs import run_program

@@ -82,7 +82,7 @@ class Slurm:
         found = []
         for process in psutil.process_iter():
             try:
-                ours = "rallypoint.launch.engines.slurm.step" in process.cmdline() and process.name() != "srun"
+                ours = "rallypoint.launch.engines.far_end" in process.cmdline() and process.name() != "srun"
                 if ours and process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]:
                     found.append(process)
             except psutil.Error:

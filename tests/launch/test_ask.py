@@ -13,7 +13,7 @@ import pytest
 
 from rallypoint.core.protocol import Members, Ordered, Pause, Resize, Snapshotted, SnapshotWanted, StepDone
 from rallypoint.errors import LinkError
-from rallypoint.launch import ask
+from rallypoint.launch.commands import ask
 
 
 class Job:
@@ -76,7 +76,7 @@ def test_a_resize_that_nobody_announces_ends_though_steps_go_on(job: Job, monkey
     assert job.sent == [Resize(2, 0)]
 
 
-BROKEN, WHOLE = ask._Link.BROKEN, ask._Link.WHOLE
+BROKEN, WHOLE = ask._MemberLink.BROKEN, ask._MemberLink.WHOLE
 
 
 @pytest.mark.parametrize("job", [(BROKEN, BROKEN, WHOLE, Snapshotted("step-8", 8, 1_000_000, 0.5))], indirect=True)

@@ -9,9 +9,8 @@ import pytest
 
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError
-from rallypoint.launch.cluster import LAUNCHER, PRIVATE, ClusterConfig
 from rallypoint.launch.options import RunOptions, arguments_of, options_of
-from rallypoint.launch.plan import Launch, read_plan, terms_of, write_plan
+from rallypoint.launch.plan import LAUNCHER, PRIVATE, ClusterConfig, Launch, read_plan, terms_of, write_plan
 
 OTHERS: dict[str, Any] = {
     "servers": 3, "replication": 2, "heartbeat": 5.0, "hang_after": 7.0, "backup_tasks": True, "measure_links": True,

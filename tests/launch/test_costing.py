@@ -20,9 +20,16 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.protocol import Members, Planned, Sampled, StepDone
 from rallypoint.errors import ConfigError, RallypointError, UsageError
-from rallypoint.launch.costing.measured import measured_run, sizes_of
-from rallypoint.launch.costing.quantities import bytes_of, count_of, rate_of, seconds_of
-from rallypoint.launch.costing.question import CostOptions, question_of
+from rallypoint.launch.commands.costing import (
+    CostOptions,
+    bytes_of,
+    count_of,
+    measured_run,
+    question_of,
+    rate_of,
+    seconds_of,
+    sizes_of,
+)
 from rallypoint.launch.plan import Launch, write_plan
 
 MODEL = ["plan", "--model", "1e8", "--gpus", "8", "--link", "1Gbit", "--compute", "1s"]
@@ -250,7 +257,7 @@ def test_what_a_short_run_has_lost_is_no_rate_of_failures(run: Path) -> None:
 
 
 def test_the_plan_of_a_run_says_what_the_model_makes_of_it_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rallypoint.launch.costing.question._LONG_S", 50.0)
+    monkeypatch.setattr("rallypoint.launch.commands.costing._LONG_S", 50.0)
     text = " ".join(said("plan", str(run), "--link", "10Mbit").split())
     assert "with 3 workers and 2 servers a step took 2" in text
     assert "the model says" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.launch.engines.gpus import GpuShare, devices_of, shares_of
+from rallypoint.launch.engines.cluster import GpuShare, devices_of, shares_of
 from rallypoint.launch.engines.local import LocalCluster
 from rallypoint.testing.contracts.cluster import Started
 

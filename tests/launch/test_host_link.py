@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from rallypoint.launch.engines.cluster import Command
-from rallypoint.launch.engines.remote.hosts import Host
-from rallypoint.launch.engines.remote.link import HostLink, RemoteProcess, RemoteShell
-from rallypoint.launch.engines.remote.messages import GREETING, Begin, Ready, Unpack
+from rallypoint.launch.engines.far_end import GREETING, BeginHost, Ready, Unpack
+from rallypoint.launch.engines.remote import HostLink, RemoteProcess, RemoteShell
+from rallypoint.launch.plan import Host
 
 PATIENCE_S = 60.0
-BEGIN = Begin("/run", "/", (), sys.executable, "/package", "{host}")
+BEGIN = BeginHost("/run", "/", (), sys.executable, "/package", "{host}")
 # It greets and is ready, and then reads nothing more: a machine that hangs, while its sshd still answers.
 DEAF = f"""
 import sys, time

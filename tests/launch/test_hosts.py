@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.engines.remote.hosts import Host, coordinators_host, hosts_of, parse, place
-from rallypoint.launch.engines.ssh import OPTIONS, ssh_command
+from rallypoint.launch.engines.remote import SSH_OPTIONS, ssh_command
 from rallypoint.launch.options import RunOptions
+from rallypoint.launch.plan import Host, coordinators_host, hosts_in, hosts_of, place
 
 A, B, C = Host("a"), Host("b"), Host("c")
 
@@ -34,7 +34,7 @@ def test_a_file_has_one_host_a_line_with_words_and_comments(tmp_path: Path) -> N
     ],
 )  # fmt: skip
 def test_a_host_is_named_as_ssh_names_it(text: str, host: Host) -> None:
-    assert parse(text, "it") == (host,)
+    assert hosts_in(text, "it") == (host,)
 
 
 def test_a_list_needs_no_file() -> None:
@@ -59,7 +59,7 @@ def test_a_list_needs_no_file() -> None:
 )
 def test_a_mistake_is_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(UsageError) as error:
-        parse(text, "it")
+        hosts_in(text, "it")
     assert str(error.value) == sentence
 
 
@@ -112,12 +112,12 @@ def test_a_host_that_is_gone_gets_nothing_while_others_are_there() -> None:
 
 def test_the_command_of_the_client_has_no_secret_and_asks_nobody() -> None:
     argv = ssh_command(Host("me@b", 2222, python="/opt/my python"))
-    options = [word for option in OPTIONS for word in ("-o", option)]
+    options = [word for option in SSH_OPTIONS for word in ("-o", option)]
     assert argv == [
         "ssh", "-T", *options, *("-p", "2222", "--", "me@b"),
-        "exec '/opt/my python' -P -m rallypoint.launch.engines.remote.far_end",
+        "exec '/opt/my python' -P -m rallypoint.launch.engines.far_end",
     ]  # fmt: skip
-    assert "BatchMode=yes" in OPTIONS
+    assert "BatchMode=yes" in SSH_OPTIONS
 
 
 def test_hosts_mean_ssh_and_a_coordinator_at_its_hosts_address() -> None:

@@ -11,11 +11,10 @@ import pytest
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.environment import ANSWERS_AT, HEALTH, METRICS_TOKEN, METRICS_TOKEN_FILE
-from rallypoint.launch.health import Health, answering, health_at
-from rallypoint.launch.observing.metrics import Targets, of_process
+from rallypoint.launch.observing.health import Health, Targets, answering, health_at, of_process
 from rallypoint.launch.options import RunOptions
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.watch.metrics import Reading
+from rallypoint.watch.metrics import Figure
 
 TOKEN = "a token for metrics"
 
@@ -33,7 +32,7 @@ def get(health: Health, **headers: str) -> tuple[int, str]:
 @pytest.fixture
 def health() -> Iterator[Health]:
     with answering("127.0.0.1:0") as made:
-        own = lambda: [Reading("rallypoint_worker_step", 7)]  # noqa: E731
+        own = lambda: [Figure("rallypoint_worker_step", 7)]  # noqa: E731
         made.metrics.read = of_process("worker", "w0", made.ready, TcpTransport(), own)
         yield made
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.launch.engines import relay
-from rallypoint.launch.engines.relay import Lines
+from rallypoint.launch.engines import local
+from rallypoint.launch.engines.local import Lines
 
 
 def test_lines_come_when_they_are_whole() -> None:
@@ -33,7 +33,7 @@ def test_a_progress_bar_without_an_end_takes_no_memory() -> None:
 
 
 def test_a_line_without_an_end_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "LONGEST", 4)
+    monkeypatch.setattr(local, "LONGEST", 4)
     cut = Lines()
     assert cut.feed(b"abcdefghij") == ["abcd", "efgh"]
     assert cut.feed(b"kl\nm") == ["ijkl"]

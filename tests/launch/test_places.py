@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.discovery import coordination
-from rallypoint.launch.discovery.coordination import again, coordinator_arguments
-from rallypoint.launch.discovery.place import Place, place_of_mpirun, place_of_torchrun, servers_here, servers_in_all
-from rallypoint.launch.discovery.supervision import Upkeep
+from rallypoint.launch.engines import supervision
+from rallypoint.launch.engines.discovery import Place, place_of_mpirun, place_of_torchrun, servers_here, servers_in_all
+from rallypoint.launch.engines.supervision import Upkeep, again, coordinator_arguments
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -130,7 +129,7 @@ def test_a_job_under_torchrun_has_the_threads_that_torchrun_sets_unless_the_user
 
 
 def test_on_several_machines_there_are_snapshots_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordination, "own_address", lambda place: "10.0.0.7")
+    monkeypatch.setattr(supervision, "own_address", lambda place: "10.0.0.7")
     assert options(PLACE, "") == {
         "--workers": "8", "--servers": "2", "--folder": "/fresh", "--snapshots": "none", "--bind": "[::]:0",
         "--advertise": "10.0.0.7",
@@ -156,9 +155,9 @@ def test_the_next_coordinator_listens_where_the_first_did_and_goes_on_with_the_j
 
 
 def test_rank_0_says_the_address_that_the_others_can_connect_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert coordination.own_address(replace(PLACE, master="127.0.0.1:29500")) == "127.0.0.1"
-    monkeypatch.setattr(coordination, "advertised", lambda bound, towards: "127.0.1.1:0")  # /etc/hosts of Debian
-    assert coordination.own_address(PLACE) == "node1"
+    assert supervision.own_address(replace(PLACE, master="127.0.0.1:29500")) == "127.0.0.1"
+    monkeypatch.setattr(supervision, "advertised", lambda bound, towards: "127.0.1.1:0")  # /etc/hosts of Debian
+    assert supervision.own_address(PLACE) == "node1"
 
 
 def test_what_dies_is_started_again_less_and_less_often_and_not_for_ever() -> None:

@@ -18,16 +18,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rallypoint.launch.console import RunConsole
-from rallypoint.launch.discovery.boards import Found
-from rallypoint.launch.discovery.entry import SUPERVISION, Duties
-from rallypoint.launch.discovery.place import Place
+from rallypoint.launch.console import Output, RunConsole
 from rallypoint.launch.engines.cluster import Command, Exit
-from rallypoint.launch.engines.local import LocalCluster
-from rallypoint.launch.engines.relay import Relay
+from rallypoint.launch.engines.discovery import SUPERVISION, FoundJob, Place, RankDuties
+from rallypoint.launch.engines.local import LineRelay, LocalCluster
 from rallypoint.launch.environment import LISTENS_AT, failure_line
 from rallypoint.launch.observing.beside import Companion
-from rallypoint.launch.output import Output
 from rallypoint.launch.plan import Launch
 from rallypoint.launch.run import ClusterRun
 
@@ -37,7 +33,7 @@ COUNT = "for n in range(20_000): print('line', n)"
 
 
 def test_who_puts_waits_for_room_and_not_once_the_relay_is_open() -> None:
-    relay, put = Relay(most=20), threading.Event()
+    relay, put = LineRelay(most=20), threading.Event()
 
     def print_lines() -> None:
         for n in range(4):
@@ -72,7 +68,7 @@ def test_what_a_coordinator_tells_the_launcher_waits_behind_no_output(tmp_path: 
     taken = [run._lines.take() for _ in range(len(run._lines))]
     assert [name for name, _ in taken] == ["coordinator", "coordinator", "worker0"]
     assert taken[0][1] == f"{LISTENS_AT}127.0.0.1:9"
-    full = Relay(most=1)
+    full = LineRelay(most=1)
     full.put("worker0", "fills it")
     full.put("coordinator", "told", first=True)  # does not wait
     assert [full.take()[1] for _ in range(len(full))] == ["told", "fills it"]
@@ -80,7 +76,7 @@ def test_what_a_coordinator_tells_the_launcher_waits_behind_no_output(tmp_path: 
 
 def test_a_process_that_prints_faster_than_its_lines_are_taken_loses_none_and_its_end_comes_after_them() -> None:
     """The thread that takes the lines is the one that asks how the process has ended, as in the launcher."""
-    relay, said, most = Relay(most=5_000), list[str](), 0
+    relay, said, most = LineRelay(most=5_000), list[str](), 0
     with LocalCluster() as cluster:
         command = Command(name="worker0", role="worker", argv=(sys.executable, "-c", COUNT))
         process = cluster.start(command, lambda line: relay.put("worker0", line))
@@ -94,7 +90,7 @@ def test_a_process_that_prints_faster_than_its_lines_are_taken_loses_none_and_it
 
 
 def test_a_cluster_ends_while_a_process_floods_and_nobody_takes_its_lines() -> None:
-    relay = Relay(most=100)
+    relay = LineRelay(most=100)
     with LocalCluster() as cluster:
         command = Command(name="worker0", role="worker", argv=(sys.executable, "-c", FLOOD))
         process = cluster.start(command, lambda line: relay.put("worker0", line))
@@ -127,7 +123,7 @@ def test_what_looks_like_an_error_without_an_end_is_shown() -> None:
 def test_under_torchrun_a_line_that_stdout_cannot_encode_ends_nothing() -> None:
     script = "import sys\nsys.stdout.buffer.write(b'loss \\xff 1.0\\n')\nsys.stdout.flush()\n" + COUNT
     place = Place(launcher="torchrun", rank=1, world=2, local_rank=1, nodes=1, attempt="1")
-    duties = Duties(place=place, worker=(sys.executable, "-c", script), found=Found("127.0.0.1:9", ""))
+    duties = RankDuties(place=place, worker=(sys.executable, "-c", script), found=FoundJob("127.0.0.1:9", ""))
     argv = [sys.executable, "-P", "-m", SUPERVISION, msgspec.json.encode(duties).decode()]
     done = subprocess.run(
         argv, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

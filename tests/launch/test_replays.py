@@ -26,7 +26,6 @@ from rallypoint.core.protocol import Contributed, Updated
 from rallypoint.core.sums import dense_shards, pieces_of
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError, UsageError
-from rallypoint.launch.observing import digests
 from rallypoint.launch.observing import replay as command
 from rallypoint.launch.observing.replay import Looked, NotFinite, differs, first_spike, lines_of
 from rallypoint.launch.plan import Launch, write_plan
@@ -251,9 +250,9 @@ def fingerprints(folder: Path, *, flipped: bool = False) -> KeptFingerprints:
     """A run that has recorded replica 1 of step 4, and version 5. With `flipped` something else."""
     folder.mkdir()
     log = FingerprintLog(str(folder), lambda text: None)
-    digests = bytearray(b"".join(bytes([shard + 1]) * 16 for shard in dense_shards(LAYOUT)))
-    digests[16] ^= flipped
-    log.add("worker3", Contributed(4, 1, 0.5, bytes(digests), ViewNumber(1)))
+    replay = bytearray(b"".join(bytes([shard + 1]) * 16 for shard in dense_shards(LAYOUT)))
+    replay[16] ^= flipped
+    log.add("worker3", Contributed(4, 1, 0.5, bytes(replay), ViewNumber(1)))
     for shard, pieces in enumerate(pieces_of(LAYOUT)):
         held = bytearray(range(16)) * len(pieces)
         held[0] ^= flipped and shard == 2
@@ -268,26 +267,26 @@ def test_shards_and_tensors_that_differ_are_named(tmp_path: Path) -> None:
         fingerprints(tmp_path / "one") as one, fingerprints(tmp_path / "same") as same,
         fingerprints(tmp_path / "other", flipped=True) as other,
     ):  # fmt: skip
-        compared = digests.contribution(LAYOUT, one, same, 4, 1)
+        compared = command.compared_contribution(LAYOUT, one, same, 4, 1)
         assert (compared.worker, compared.equal, compared.unknown) == ("worker3", len(dense_shards(LAYOUT)), 0)
-        assert digests.version(LAYOUT, one, same, 5).differ == ()
-        assert digests.first_difference(LAYOUT, one, same, range(9)) == ""
+        assert command.compared_version(LAYOUT, one, same, 5).differ == ()
+        assert command.first_difference(LAYOUT, one, same, range(9)) == ""
         second = dense_shards(LAYOUT)[1]
         names = tuple(piece.name for piece in pieces_of(LAYOUT)[second])
-        assert digests.contribution(LAYOUT, one, other, 4, 1).differ == {second: names}
-        assert digests.version(LAYOUT, one, other, 5).differ == (pieces_of(LAYOUT)[2][0].name,)
-        found = digests.first_difference(LAYOUT, one, other, range(9))
+        assert command.compared_contribution(LAYOUT, one, other, 4, 1).differ == {second: names}
+        assert command.compared_version(LAYOUT, one, other, 5).differ == (pieces_of(LAYOUT)[2][0].name,)
+        found = command.first_difference(LAYOUT, one, other, range(9))
         assert found == f"replica 1 at step 4 (then on worker3), first in {', '.join(names)}"
-        nothing = digests.contribution(LAYOUT, one, other, 4, 0)
+        nothing = command.compared_contribution(LAYOUT, one, other, 4, 0)
         assert (nothing.worker, nothing.equal, nothing.unknown) == ("", 0, len(dense_shards(LAYOUT)))
 
 
 def test_a_result_in_words() -> None:
     seen = Looked(1, (7, 9), NotFinite("blocks.2", "Block", True, True))
-    compared = digests.Compared("worker0", {0: "00", 1: "01"}, 1, 0, {1: ("0.weight",)})
+    compared = command.ComparedDigests("worker0", {0: "00", 1: "01"}, 1, 0, {1: ("0.weight",)})
     result = command.Replayed(
         4, "step-00000003-1", 1, "cpu", "nan", "", (command.Replica(seen, "nan", compared),),
-        digests.Version(5, 0, ("0.weight",)), "replica 1 at step 4", "inf", "2.0", ("0.5", "nan"),
+        command.Version(5, 0, ("0.weight",)), "replica 1 at step 4", "inf", "2.0", ("0.5", "nan"),
     )  # fmt: skip
     assert list(lines_of(result)) == [
         "step 4 stands out: its recorded loss is inf, usually 2",
@@ -299,10 +298,10 @@ def test_a_result_in_words() -> None:
         "version 5, after the step: 0.weight differ",
         "differs from what is recorded: replica 1 at step 4",
     ]
-    strange = msgspec.structs.replace(result, departs="\x1b[2J", version=digests.Version(5, 0, ("\x1b]0;x\x07",)))
+    strange = msgspec.structs.replace(result, departs="\x1b[2J", version=command.Version(5, 0, ("\x1b]0;x\x07",)))
     assert all(line.isprintable() for line in lines_of(strange))
     assert differs(result)
-    assert not differs(msgspec.structs.replace(result, replicas=(), departs="", version=digests.Version(5, 0, ())))
+    assert not differs(msgspec.structs.replace(result, replicas=(), departs="", version=command.Version(5, 0, ())))
 
 
 def test_what_cannot_be_replayed_is_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -342,8 +341,8 @@ def test_two_runs_are_only_read(tmp_path: Path) -> None:
     for path in (*one.iterdir(), *other.iterdir()):
         path.chmod(0o640)
     before = contents(one) | contents(other)
-    found = digests.diff(one, other)
-    assert digests.words_of(found) == "equal: all 1 versions that both have recorded, up to version 5"
+    found = command.diff(one, other)
+    assert command.words_of(found) == "equal: all 1 versions that both have recorded, up to version 5"
     after = contents(one) | contents(other)
     assert before.keys() == after.keys()
     assert [name for name in after if after[name] != before[name]] in ([], [str(one / f"{JOURNAL}-shm")])  # its index
@@ -356,7 +355,7 @@ def test_a_link_in_a_run_s_folder_is_not_followed(tmp_path: Path, name: str) -> 
     (other / name).unlink()
     (other / name).symlink_to(one / name)
     with pytest.raises(DataError, match=rf"{name} is not a regular file"):
-        digests.diff(one, other)
+        command.diff(one, other)
 
 
 @pytest.mark.parametrize("change", [
@@ -368,11 +367,11 @@ def test_a_link_in_a_run_s_folder_is_not_followed(tmp_path: Path, name: str) -> 
 ])  # fmt: skip
 def test_digests_of_another_type_or_length_are_a_sentence(tmp_path: Path, change: str) -> None:
     one, other = journaled(tmp_path / "one"), journaled(tmp_path / "other", flipped=True)
-    assert digests.diff(one, other).contribution
+    assert command.diff(one, other).contribution
     with contextlib.closing(sqlite3.connect(other / FINGERPRINTS)) as kept, kept:
         kept.execute(change)
     with pytest.raises(DataError, match="digests"):
-        digests.diff(one, other)
+        command.diff(one, other)
 
 
 def test_a_file_of_digests_that_is_too_large_without_any_step_ends_no_thread(tmp_path: Path) -> None:
@@ -387,8 +386,8 @@ def test_a_file_of_digests_that_is_too_large_without_any_step_ends_no_thread(tmp
 
 
 def test_a_difference_is_printable() -> None:
-    found = digests.Difference(3, 1, 4, ("a\x1b[2J",), "replica 1 (then on \x1b]0;x\x07)")
-    assert digests.words_of(found).isprintable()
+    found = command.Difference(3, 1, 4, ("a\x1b[2J",), "replica 1 (then on \x1b]0;x\x07)")
+    assert command.words_of(found).isprintable()
 
 
 def test_reductions_of_the_rates_after_the_snapshot_are_in_the_journal(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from gated import AT, SCRIPT, alone, hash_of, steps_done
 from slurmd import CREDENTIAL_S, Slurm, slurm
 
-from rallypoint.launch.engines.remote.link import RemoteProcess
-from rallypoint.launch.engines.slurm.cluster import SlurmCluster
+from rallypoint.launch.engines.remote import RemoteProcess
+from rallypoint.launch.engines.slurm import SlurmCluster
 from rallypoint.launch.plan import Launch
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.cluster import ClusterContract, Started

@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.code import kept
-from rallypoint.launch.engines.remote.hosts import Host
-from rallypoint.launch.engines.remote.link import FAR_END
-from rallypoint.launch.engines.slurm.allocation import hosts_of_job, node_and_component, tasks_per_node
-from rallypoint.launch.engines.slurm.batch import Batch, script_of
-from rallypoint.launch.engines.slurm.cluster import srun_command
-from rallypoint.launch.engines.ssh import ssh_command
+from rallypoint.launch import kept_code
+from rallypoint.launch.engines.remote import FAR_END, ssh_command
+from rallypoint.launch.engines.slurm import (
+    Batch,
+    hosts_of_job,
+    node_and_component,
+    script_of,
+    srun_command,
+    tasks_per_node,
+)
 from rallypoint.launch.options import RunOptions, arguments_of
+from rallypoint.launch.plan import Host
 from support.programs import run_program
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -73,7 +77,7 @@ def test_the_step_on_a_node_has_all_that_the_job_has_there() -> None:
     argv = srun_command(Host("n2+1", python="/py"), {})
     assert argv[0] == "srun"
     assert {"--het-group=1", "--nodelist=n2", "--nodes=1", "--ntasks=1", "--overlap"} <= set(argv)
-    assert argv[-4:-1] == ["/py", "-P", "-m"]
+    assert argv[-6:-3] == ["/py", "-P", "-m"]
     assert not any(word.startswith("--het-group") for word in srun_command(Host("n2", python="/py"), {}))
 
 
@@ -167,8 +171,8 @@ def test_a_python_in_an_odd_place_is_started_by_ssh_s_shell(tmp_path: Path) -> N
 def test_the_kept_copy_of_a_script_gets_odd_words_as_they_are_written(tmp_path: Path) -> None:
     script = tmp_path / "my $(x) train.py"
     script.write_text("import json, sys; print(json.dumps(sys.argv[1:]))\n")
-    kept.keep(str(script), tmp_path / "run")
-    argv = kept.worker_argv([sys.executable, str(script), *WORDS], str(script), tmp_path / "run")
+    kept_code.keep(str(script), tmp_path / "run")
+    argv = kept_code.worker_argv([sys.executable, str(script), *WORDS], str(script), tmp_path / "run")
     done = subprocess.run(argv, text=True, timeout=120, check=True, capture_output=True)
     assert json.loads(done.stdout) == list(WORDS)
 

@@ -16,10 +16,8 @@ from sshd import Shell, shell
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.engines.cluster import Command
-from rallypoint.launch.engines.remote.hosts import Host, parse
-from rallypoint.launch.engines.remote.link import RemoteProcess
-from rallypoint.launch.engines.ssh import SshCluster
-from rallypoint.launch.plan import Launch
+from rallypoint.launch.engines.remote import RemoteProcess, SshCluster
+from rallypoint.launch.plan import Host, Launch, hosts_in
 from rallypoint.testing.contracts import cluster as cluster_contract
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.cluster import PATIENCE_S, ClusterContract, Started
@@ -33,7 +31,7 @@ def shells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
 
 @pytest.fixture(scope="module")
 def host(shells: Shell) -> Host:
-    return parse(shells.line(shells.serve()), "the test")[0]
+    return hosts_in(shells.line(shells.serve()), "the test")[0]
 
 
 @pytest.fixture
@@ -150,7 +148,7 @@ def test_a_python_that_is_not_there_is_named_with_what_to_write(plan: Launch, ho
 LAUNCHER = """
 import signal, sys, msgspec
 from rallypoint.launch.engines.cluster import Command
-from rallypoint.launch.engines.ssh import SshCluster
+from rallypoint.launch.engines.remote import SshCluster
 from rallypoint.launch.plan import Launch
 with SshCluster(msgspec.json.decode(sys.argv[1], type=Launch), print) as cluster:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"

@@ -17,8 +17,7 @@ from gated import AT, ENV, PATIENCE_S, SCRIPT, alone, hash_of, named, steps_done
 from sshd import kill_all
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.discovery.entry import check_token
-from rallypoint.launch.discovery.place import Place
+from rallypoint.launch.engines.discovery import Place, check_token
 
 pytestmark = [pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(600)]
 

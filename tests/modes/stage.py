@@ -21,7 +21,7 @@ from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.testing.processes import Process, ProcessCluster, aggregator_main, server_main, worker_main
+from rallypoint.testing.processes import ClusterProcess, ProcessCluster, aggregator_main, server_main, worker_main
 
 PATIENCE_S = 60.0  # only for a wait that fails: everything comes within a few seconds on a quiet machine
 
@@ -32,7 +32,7 @@ class Stage(ProcessCluster):
     def __init__(self, folder: Path, terms: Terms, cell: CellJob, *, resume: str = "") -> None:
         super().__init__(workers=0, servers=0, terms=terms, folder=str(folder), timeout=PATIENCE_S)
         folder.mkdir(exist_ok=True)
-        self.home, self.cell, self.members = folder, cell, dict[str, Process]()
+        self.home, self.cell, self.members = folder, cell, dict[str, ClusterProcess]()
         about = JoinInfo(folder=str(folder), snapshots=f"{folder}/snapshots")
         self.coordinator = self.start(_coordinator_main, terms, about, resume)
         self.address = self.answer(self.coordinator)

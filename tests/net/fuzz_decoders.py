@@ -21,7 +21,7 @@ from rallypoint.observe.recording import pack as packed
 from rallypoint.observe.recording import unpack as unpacked
 from rallypoint.server.intake import FrameChecks
 from rallypoint.server.job import ServerJob
-from rallypoint.store.state import read_state
+from rallypoint.store.record import read_state
 
 
 class Decoders:

@@ -17,7 +17,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import LinkError, UsageError
 from rallypoint.launch import lifeline
 from rallypoint.launch.commands import by_hand
-from rallypoint.launch.health import answering
+from rallypoint.launch.observing.health import answering
 from rallypoint.net.places import advertised
 from rallypoint.net.tcp import EVERYWHERE, TcpTransport, split_address
 from rallypoint.server import service

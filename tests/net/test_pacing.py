@@ -14,7 +14,7 @@ from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net.sampling import Pacing
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.observe.usage import Pace, Traffic
+from rallypoint.observe.usage import LinkPace, Traffic
 
 MIB = 1 << 20
 VIEW = View(
@@ -27,18 +27,18 @@ class Counters:
     """The connections of a transport that send what a test says."""
 
     def __init__(self) -> None:
-        self.traffic, self.paces = Traffic(), dict[int, Pace]()
+        self.traffic, self.paces = Traffic(), dict[int, LinkPace]()
         self.pacing = Pacing(self.traffic)
 
     def open(self, address: str) -> int:
         number = len(self.paces)
-        self.paces[number] = Pace()
+        self.paces[number] = LinkPace()
         self.traffic.opened(address, pace=lambda: self.paces[number])
         return number
 
     def send(self, connection: int, nbytes: int, busy: float) -> None:
         before = self.paces[connection]
-        self.paces[connection] = Pace(before.acknowledged + nbytes, before.busy + busy)
+        self.paces[connection] = LinkPace(before.acknowledged + nbytes, before.busy + busy)
 
     def say(self, now: float, me: str = "w0") -> dict[str, tuple[float, float]]:
         return self.pacing.since_last(VIEW, me, now)

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from rallypoint.launch.folder import REPORTS, read_where
-from rallypoint.launch.observing.picture import picture_of
-from rallypoint.launch.observing.reports import write_report
+from rallypoint.launch.observing.reports import picture_of, write_report
 from rallypoint.testing.contracts.beside import until
 from support.programs import Program
 

@@ -9,13 +9,13 @@ import pytest
 from rallypoint.core.protocol import Aborted, Finished, Snapshotted, StepDone, Waiting
 from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.folder import REPORTS
-from rallypoint.launch.observing.picture import Picture, sentence_of
 from rallypoint.launch.observing.redaction import KeptLines
-from rallypoint.launch.observing.reports import MOST, AutomaticReports
-from rallypoint.launch.observing.stacks import Owner, Process
+from rallypoint.launch.observing.reports import MOST, AutomaticReports, Picture, sentence_of
+from rallypoint.launch.observing.stacks import ProcessStacks, StackOwner
 
-STOPPED = Process(Owner("worker1", "worker", 4711, "node3"), True, "stopped", "", "", "the process is stopped")
-CRASHED = Process(Owner("worker0", "worker", 12, "node3"), False, "", "Fatal Python error: Aborted", "...")
+OWNER = StackOwner("worker1", "worker", 4711, "node3")
+STOPPED = ProcessStacks(OWNER, True, "stopped", "", "", "the process is stopped")
+CRASHED = ProcessStacks(StackOwner("worker0", "worker", 12, "node3"), False, "", "Fatal Python error: Aborted", "...")
 STEP, WAITS = StepDone(4, 1.0, 8), Waiting("waiting for worker1 on node3, 7 s so far")
 
 
@@ -40,7 +40,7 @@ STEP, WAITS = StepDone(4, 1.0, 8), Waiting("waiting for worker1 on node3, 7 s so
     (False, [], [], "Nothing has happened in run: there is no log of events. Is it a run's folder?"),
 ])  # fmt: skip
 def test_it_says_what_happened_to_whom_and_what_to_do(
-    running: bool, events: list, processes: list[Process], sentence: str
+    running: bool, events: list, processes: list[ProcessStacks], sentence: str
 ) -> None:
     picture = Picture("run", running=running, processes=processes, silent_s=0.5 if events else None)
     for event in events:

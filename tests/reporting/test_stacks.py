@@ -15,9 +15,8 @@ import pytest
 
 from rallypoint.launch import environment
 from rallypoint.launch.folder import STACKS
-from rallypoint.launch.observing.picture import Picture
-from rallypoint.launch.observing.reports import write_report
-from rallypoint.launch.observing.stacks import Owner, processes_of
+from rallypoint.launch.observing.reports import Picture, write_report
+from rallypoint.launch.observing.stacks import StackOwner, processes_of
 from rallypoint.testing.contracts.beside import until
 
 SCRIPT = """
@@ -110,8 +109,8 @@ def test_no_process_is_asked_that_has_not_the_file_open(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as innocent:
         (tmp_path / STACKS).mkdir()
         for name, owner in {
-            "a": Owner("a", "worker", innocent.pid, socket.gethostname()), "b": Owner("b", "worker", 0, "x"),
-            "c": Owner("c", "worker", 1, "elsewhere"), "d": Owner("d", "worker", 1 << 40, "elsewhere"),
+            "a": StackOwner("a", "worker", innocent.pid, socket.gethostname()), "b": StackOwner("b", "worker", 0, "x"),
+            "c": StackOwner("c", "worker", 1, "elsewhere"), "d": StackOwner("d", "worker", 1 << 40, "elsewhere"),
         }.items():  # fmt: skip
             (tmp_path / STACKS / f"{name}.txt").write_bytes(msgspec.json.encode(owner) + b"\nsomething")
         (tmp_path / STACKS / "e.txt").write_bytes(b'{"name": "torn')

@@ -21,7 +21,7 @@ from rallypoint.errors import JobAborted, LinkError
 from rallypoint.net.transport import InprocTransport
 from rallypoint.server.service import ServerService, run_servers
 from rallypoint.server.shard import OwnedShard
-from rallypoint.store import retry
+from rallypoint.store import files
 from rallypoint.store.manifest import Manifest, age
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
@@ -178,12 +178,12 @@ def test_when_the_newest_snapshot_is_damaged_after_it_was_verified_the_one_befor
 def test_a_store_that_does_not_answer_for_a_moment_while_shards_are_restored_costs_no_job(
     undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr(files, "DELAYS_S", (0.0, 0.0))
     silent, read = [2, 1], SnapshotStore.read
 
     def reads(self: SnapshotStore, *of: Any) -> Any:
         if silent and silent.pop():
-            raise retry.StoreSilent("the bucket cannot be read: timed out")
+            raise files.StoreSilent("the bucket cannot be read: timed out")
         return read(self, *of)
 
     with gathering(1, tmp_path) as cluster:

@@ -21,7 +21,7 @@ from rallypoint.errors import DamagedSnapshot
 from rallypoint.net.frames import Header, Kind
 from rallypoint.server import inbox
 from rallypoint.server.snapshots import READ_AHEAD, Restores
-from rallypoint.store import closing, retry
+from rallypoint.store import files
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.contracts.beside import until
@@ -41,7 +41,7 @@ class Store:
 
     def read(self, manifest: str, shards: tuple[int, ...]) -> Iterator[ShardRecord]:
         if manifest in self.silent:
-            raise retry.StoreSilent(f"snapshot {manifest} cannot be read: timed out")
+            raise files.StoreSilent(f"snapshot {manifest} cannot be read: timed out")
         for shard in shards:
             yield record(manifest, shard)
 
@@ -55,7 +55,7 @@ def record(origin: str, shard: int = 0) -> ShardRecord:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
-    monkeypatch.setattr(retry, "DELAYS_S", (AN_HOUR_S,))
+    monkeypatch.setattr(files, "DELAYS_S", (AN_HOUR_S,))
     monkeypatch.setattr(SnapshotStore, "load", lambda self, origin: store.load(origin))
     monkeypatch.setattr(SnapshotStore, "read", lambda self, manifest, shards: store.read(manifest, shards))
     return store
@@ -102,14 +102,14 @@ def test_another_roll_back_ends_a_restore_that_waits_for_its_store(server: OneSe
 def test_a_manifest_that_cannot_be_read_for_a_moment_costs_no_job(
     server: OneServer, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "DELAYS_S", (0.0,))
+    monkeypatch.setattr(files, "DELAYS_S", (0.0,))
     store.silent.clear()
     silent = [True]
 
     def load(origin: str) -> str:
         if silent:
             silent.pop()
-            raise retry.StoreSilent("the bucket cannot be read: timed out")
+            raise files.StoreSilent("the bucket cannot be read: timed out")
         return origin
 
     monkeypatch.setattr(store, "load", load)
@@ -164,10 +164,10 @@ def test_what_was_read_for_an_older_generation_is_dropped(server: OneServer, sto
 def test_a_snapshot_that_cannot_be_read_ends_the_generation_that_begins_with_it(
     server: OneServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "DELAYS_S", ())
+    monkeypatch.setattr(files, "DELAYS_S", ())
     server.adopt(FIRST)
     server.adopt(SECOND, "one")
-    with pytest.raises(retry.SnapshotError, match="go on with `rallypoint resume`"):
+    with pytest.raises(files.SnapshotError, match="go on with `rallypoint resume`"):
         server.reducer.handle(next_of(server))
 
 
@@ -231,12 +231,12 @@ def test_a_server_lost_while_restores_wait_costs_another_roll_back_and_no_byte(
     """The store does not answer two servers after the first loss; one of them goes on after the second."""
     read: Callable[..., Any] = SnapshotStore.read
     silent = [True, True]
-    monkeypatch.setattr(retry, "DELAYS_S", (AN_HOUR_S,))
+    monkeypatch.setattr(files, "DELAYS_S", (AN_HOUR_S,))
 
     def reads(self: SnapshotStore, *of: Any) -> Any:
         if silent:
             silent.pop()
-            raise retry.StoreSilent("the bucket cannot be read: timed out")
+            raise files.StoreSilent("the bucket cannot be read: timed out")
         return read(self, *of)
 
     with gathering(3, tmp_path) as cluster:
@@ -268,7 +268,7 @@ def test_a_recall_of_an_older_generation_makes_nobody_the_owner(with_codec_state
 def test_a_store_that_hangs_during_a_restore_does_not_keep_the_server_from_ending(
     server: OneServer, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(closing, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(files, "END_PATIENCE_S", 0.05)
     entered, answers = threading.Event(), threading.Event()
 
     def hangs(origin: str) -> str:

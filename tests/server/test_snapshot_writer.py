@@ -15,8 +15,8 @@ import pytest
 from rallypoint.core.protocol import NotStored, Stored
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.snapshots import Capture
-from rallypoint.store import closing
-from rallypoint.store.direct import DirectFile
+from rallypoint.store import files
+from rallypoint.store.files import DirectFile
 from rallypoint.store.manifest import snapshot_id
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
@@ -134,7 +134,7 @@ def test_copies_are_stored_as_they_were_and_their_memory_is_used_again(writer: W
 def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(closing, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(files, "END_PATIENCE_S", 0.05)
     entered, answers = threading.Event(), threading.Event()
 
     def hangs(*_: Any) -> None:

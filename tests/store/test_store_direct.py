@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.store import direct
-from rallypoint.store.direct import BUFFER_BYTES, DirectFile, new_buffer
+from rallypoint.store import files
+from rallypoint.store.files import BUFFER_BYTES, DirectFile, new_buffer
 
 BLOCK = 4096
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, 2 * BUFFER_BYTES + 777]
@@ -41,7 +41,7 @@ def write(path: Path, chunks: list[bytes]) -> None:
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, name: str, by: Callable[..., Any]) -> None:
-    monkeypatch.setattr(direct, "os", SimpleNamespace(**{**vars(os), name: by}))
+    monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), name: by}))
 
 
 @pytest.mark.parametrize("largest", [100_000, 10 * BUFFER_BYTES])

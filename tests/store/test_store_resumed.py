@@ -17,7 +17,7 @@ from rallypoint.core.cluster.state import ClusterState, begun_by
 from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import DamagedSnapshot, UsageError
-from rallypoint.launch.commands.begin import command_of, start_of
+from rallypoint.launch.commands.resume import command_of, start_of
 from rallypoint.store.snapshots import SnapshotStore
 
 

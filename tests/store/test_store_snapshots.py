@@ -22,10 +22,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from samples import LAYOUT, records, same, take
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
-from rallypoint.store import direct, retry, snapshots
+from rallypoint.store import files, snapshots
 from rallypoint.store.manifest import Compression, checksum_of, encode_manifest, snapshot_id
 from rallypoint.store.record import ShardRecord, encode_record
-from rallypoint.store.snapshots import FILE_S, Pace, Retention, SnapshotStore
+from rallypoint.store.snapshots import FILE_S, Retention, SnapshotStore, WritePace
 
 SHARDS = [shard.index for shard in LAYOUT.shards]
 
@@ -93,7 +93,7 @@ class _SlowFiles:
     def __init__(self, store: SnapshotStore, rate: float, latency: float = 0.0) -> None:
         self.now = 0.0
         self._writing, self._rate, self._latency = store._files.writing, rate, latency
-        store._pace = Pace(lambda: self.now)
+        store._pace = WritePace(lambda: self.now)
         store._files.writing = self.writing  # type: ignore[method-assign]
 
     @contextmanager
@@ -113,7 +113,7 @@ def _ages(store: SnapshotStore, slow: _SlowFiles, count: int) -> list[tuple[floa
     told: list[tuple[float, int]] = []
     last = slow.now
 
-    def written(part: snapshots.Part) -> None:
+    def written(part: snapshots.SnapshotPart) -> None:
         nonlocal last
         told.append((slow.now - last, len(part.shards)))
         last = slow.now
@@ -147,7 +147,7 @@ def test_a_writer_without_shards_writes_nothing(store: SnapshotStore) -> None:
 
 def test_a_part_travels_as_a_message(store: SnapshotStore) -> None:
     part = store.write_part(snapshot_id(1, 1), "a", records(1), "none")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=snapshots.Part) == part
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=snapshots.SnapshotPart) == part
 
 
 # What is not committed does not exist
@@ -401,7 +401,7 @@ class BadDisk:
                     raise OSError(errno.EIO, "Input/output error", path)
             return read(fs, path, **options)
 
-        monkeypatch.setattr(retry, "READ_AGAIN_S", (0.0, 0.0))
+        monkeypatch.setattr(files, "READ_AGAIN_S", (0.0, 0.0))
         monkeypatch.setattr(LocalFileSystem, what, reads)
 
 
@@ -460,7 +460,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         room -= written
         return written
 
-    monkeypatch.setattr(direct, "os", SimpleNamespace(**{**vars(os), "write": write}))
+    monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), "write": write}))
 
 
 @pytest.mark.parametrize("room", [0, 500, 900])

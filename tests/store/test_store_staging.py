@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rallypoint.store import staging
+from rallypoint.store import writer
 from rallypoint.store.record import ShardRecord
-from rallypoint.store.staging import Staging
+from rallypoint.store.writer import StagedCopies
 
 
 def record(words: int = 4, value: float = 0.0) -> ShardRecord:
@@ -21,7 +21,7 @@ def address(record: ShardRecord) -> int:
 
 def test_a_copy_does_not_change_with_what_it_was_copied_from() -> None:
     original = record()
-    copy = Staging().copy(original)
+    copy = StagedCopies().copy(original)
     original.arrays["master"] += 1
     original.scalars["step"] = 2.0
     assert copy.arrays["master"].tolist() == [0.0] * 4
@@ -30,7 +30,7 @@ def test_a_copy_does_not_change_with_what_it_was_copied_from() -> None:
 
 
 def test_what_is_given_back_is_used_for_the_next_copy_of_that_size_and_only_then() -> None:
-    lent = Staging()
+    lent = StagedCopies()
     first, second = lent.copy(record(value=1.0)), lent.copy(record(value=2.0))
     assert address(first) != address(second)
     at = address(first)
@@ -43,16 +43,16 @@ def test_what_is_given_back_is_used_for_the_next_copy_of_that_size_and_only_then
 
 
 def test_a_record_that_is_no_copy_from_here_is_left_alone() -> None:
-    lent, own = Staging(), record()
+    lent, own = StagedCopies(), record()
     lent.give_back(own)
     assert address(lent.copy(record())) != address(own)
 
 
 def test_more_than_a_certain_amount_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "KEPT_BYTES", 4 * 4 + 4 * 8 + 1)
-    lent = Staging()
+    monkeypatch.setattr(writer, "KEPT_BYTES", 4 * 4 + 4 * 8 + 1)
+    lent = StagedCopies()
     copies = [lent.copy(record()) for _ in range(3)]
     for copy in copies:
         lent.give_back(copy)
     assert {name for name, _ in lent._free} == {"float32", "int64"}
-    assert sum(array.nbytes for free in lent._free.values() for array in free) == lent._kept <= staging.KEPT_BYTES
+    assert sum(array.nbytes for free in lent._free.values() for array in free) == lent._kept <= writer.KEPT_BYTES

@@ -14,8 +14,7 @@ import rallypoint as rp
 from rallypoint.config import JobConfig, resolve, with_own_optimizer
 from rallypoint.core.layout import Shard, TensorSpec, build_layout
 from rallypoint.errors import ProtocolError
-from rallypoint.store.record import ShardRecord, encode_record
-from rallypoint.store.state import read_state
+from rallypoint.store.record import ShardRecord, encode_record, read_state
 
 SHARD = build_layout([TensorSpec("w", (20,), "float32", 0)], shard_bytes=256).shards[0]
 VERSION = 7

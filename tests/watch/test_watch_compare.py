@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 from rallypoint import cli
 from rallypoint.core.protocol import Finished, Metrics
 from rallypoint.errors import UsageError
-from rallypoint.watch.app import HEADER, Comparison
+from rallypoint.watch.app import HEADER, ComparisonPage, compared
 from rallypoint.watch.follow import EVENTS, Follower
-from rallypoint.watch.serve import compared
 
 
 def run(folder: Path, last: int) -> Path:
@@ -30,7 +29,7 @@ def client(tmp_path: Path) -> TestClient:
     for follower in followers.values():
         follower.look()
     settings = {"a": {"engine": "local", "optimizer.lr": "0.1"}, "b": {"engine": "local", "clip": "1.0"}}
-    page = Comparison(followers, settings, "secret")
+    page = ComparisonPage(followers, settings, "secret")
     return TestClient(page.app, base_url="http://127.0.0.1:1234", follow_redirects=False)
 
 

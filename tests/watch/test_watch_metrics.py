@@ -28,8 +28,8 @@ from rallypoint.core.shard.server import Plan, ServerMachine
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.observe.trace import Tracer
 from rallypoint.watch.exposition import Exposition
-from rallypoint.watch.metrics import MEASURES, JobFigures, Reading, Several, of_aggregator, of_server, of_worker
-from rallypoint.watch.steps import Counts, Histogram
+from rallypoint.watch.metrics import MEASURES, Figure, JobFigures, Several, of_aggregator, of_server, of_worker
+from rallypoint.watch.state import Histogram, HistogramCounts
 
 TERMS = Terms(replication=2, snapshots=True, snapshot_seconds=60.0, snapshot_steps=5)
 
@@ -42,7 +42,7 @@ def figures(*messages: Message, every: float = 1.0) -> JobFigures:
     return job
 
 
-def values(readings: list[Reading]) -> Mapping[str, object]:
+def values(readings: list[Figure]) -> Mapping[str, object]:
     """Name{labels' values} -> value."""
     return {one.name + "".join(f" {value}" for value in one.labels.values()): one.value for one in readings}
 
@@ -59,7 +59,7 @@ def test_the_figures_of_a_job_follow_its_announcements() -> None:
     assert (told["rallypoint_figure accuracy"], told["rallypoint_evaluation val_loss"]) == (0.5, 1.5)
     assert told["rallypoint_last_step_timestamp_seconds"] == 1005.0
     seconds = told["rallypoint_step_seconds"]
-    assert isinstance(seconds, Counts)
+    assert isinstance(seconds, HistogramCounts)
     assert (seconds.count, seconds.total) == (3, 3.0)
     assert dict(zip(seconds.bounds, seconds.cumulative, strict=True))[0.5] == 0
     assert dict(zip(seconds.bounds, seconds.cumulative, strict=True))[1.0] == 3
@@ -134,7 +134,7 @@ def test_a_histogram_counts_a_value_at_its_own_bound() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 2.0, 9.0):
         histogram.add(value)
-    assert histogram.read() == Counts((1.0, 2.0), [2, 3], 4, 12.5)
+    assert histogram.read() == HistogramCounts((1.0, 2.0), [2, 3], 4, 12.5)
 
 
 def test_a_server_tells_what_it_holds_and_what_has_no_backup() -> None:
@@ -152,9 +152,9 @@ def test_a_server_tells_what_it_holds_and_what_has_no_backup() -> None:
     assert told["rallypoint_contributions applied"] == 0
     machine.machine(0).tally.update([0, 3, 3], skipped=False)  # type: ignore[union-attr]
     staleness = values(list(of_server(machine, 0)))["rallypoint_staleness_updates"]
-    assert isinstance(staleness, Counts)
+    assert isinstance(staleness, HistogramCounts)
     assert (staleness.count, staleness.total) == (3, 6.0)
-    assert list(of_server(None, 0)) == [Reading("rallypoint_server_waiting_events", 0)]
+    assert list(of_server(None, 0)) == [Figure("rallypoint_server_waiting_events", 0)]
 
 
 def test_a_worker_tells_its_step_and_its_phases() -> None:

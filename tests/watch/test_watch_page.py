@@ -29,10 +29,9 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.protocol import Updated
 from rallypoint.errors import UsageError
-from rallypoint.launch.observing.page import facts_of, resolved_of
-from rallypoint.watch.app import HEADER, Operator, Page, Wish
+from rallypoint.launch.observing.beside import facts_of, resolved_of
+from rallypoint.watch.app import HEADER, Operator, Page, Wish, served
 from rallypoint.watch.follow import EVENTS, Follower
-from rallypoint.watch.serve import served
 
 FILES = ["", "ask.js", "page.js", "page.css", "uplot.js", "uplot.css"]
 READER = {HEADER: "secret"}

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.watch.series import Series
+from rallypoint.watch.state import Series
 
 
 def test_few_values_are_kept_as_they_are() -> None:

@@ -28,10 +28,9 @@ from rallypoint.core.protocol import (
     StepDone,
     Waiting,
 )
-from rallypoint.watch.app import Reader
+from rallypoint.watch.app import PageReader
 from rallypoint.watch.follow import EVENTS, Follower, event_of
-from rallypoint.watch.state import RunState, Timelines
-from rallypoint.watch.steps import Pace, StepTimes
+from rallypoint.watch.state import RunState, StepPace, StepTimes, Timelines
 
 PLAN = Planned(10, 2, "samples", 100, 3, ("worker0", "worker1"), ("server0",), items=8)
 
@@ -87,18 +86,18 @@ def test_the_last_stall_has_the_sentence_that_was_said_meanwhile() -> None:
     assert run.stalled == {"step": 20, "seconds": 19.0, "text": sentence}
     run.take(StepDone(21, 1.0, 8), 41.0)
     assert run.stalled["step"] == 20
-    told = Reader().news(run)
+    told = PageReader().news(run)
     assert told is not None
     assert told["stalled"]["text"] == sentence
 
 
 def test_the_ledger_says_what_was_used_and_counted() -> None:
     run = run_of(PLAN, members(), *steps(0, 4))
-    told = Reader().news(run)
+    told = PageReader().news(run)
     assert told is not None
     assert told["ledger"] == {"updates": 4, "used": 32}
     run.take(Accounted(applied=6, folded=0, dropped=1, repeats=2, staleness={0: 3, 2: 3}), 9.0)
-    told = Reader().news(run)
+    told = PageReader().news(run)
     assert told is not None
     counted = {"applied": 6, "folded": 0, "dropped": 1, "repeats": 2, "staleness": [1.0, 2]}
     assert told["ledger"] == {"updates": 4, "used": 32, **counted}
@@ -150,7 +149,7 @@ def test_every_bound_holds_in_a_very_long_run() -> None:
         run.take(Say("x" * 100), step)
         run.take(Skipped(step, (0,)), step)
         run.take(Snapshotted("a", step, 1, 1.0), step)
-    said = Reader().news(run)
+    said = PageReader().news(run)
     assert said is not None
     assert len(json.dumps(said)) < 3 << 20
     assert len(run.curves) == 64
@@ -196,7 +195,7 @@ def test_of_very_many_members_the_oldest_that_are_gone_are_forgotten() -> None:
 
 
 def test_a_page_is_told_everything_once_and_then_only_what_is_new() -> None:
-    run, reader = run_of(PLAN, members(), *steps(0, 3), Say("hello")), Reader()
+    run, reader = run_of(PLAN, members(), *steps(0, 3), Say("hello")), PageReader()
     first = reader.news(run)
     assert first is not None
     assert first["plan"]["steps"] == 10
@@ -211,7 +210,7 @@ def test_a_page_is_told_everything_once_and_then_only_what_is_new() -> None:
 
 
 def test_a_page_that_puts_the_parts_together_has_the_whole() -> None:
-    run, reader, have = RunState(), Reader(), dict[str, list[tuple[int, float]]]()
+    run, reader, have = RunState(), PageReader(), dict[str, list[tuple[int, float]]]()
     t = 0.0
     for step in [*range(3000), *range(1500, 5000)]:
         t += 1.0
@@ -291,7 +290,7 @@ def test_steps_that_a_new_coordinator_announces_at_once_are_no_fast_steps() -> N
 
 
 def test_a_job_whose_steps_are_always_that_fast_is_measured_after_some() -> None:
-    pace = Pace()
+    pace = StepPace()
     pace.begins()
     measured = [pace.step(number * 1e-4) for number in range(2000)]
     assert measured[:1001] == [None] * 1001

@@ -22,7 +22,7 @@ from rallypoint.core.protocol import (
     StepDone,
 )
 from rallypoint.errors import UsageError
-from rallypoint.watch.app import Reader
+from rallypoint.watch.app import PageReader
 from rallypoint.watch.follow import EVENTS
 from rallypoint.watch.state import RunState
 from rallypoint.watch.top import shown, spark, top
@@ -101,6 +101,6 @@ def test_a_job_of_sums_shows_sums_and_no_step() -> None:
     run = run_of(plan, members(), ScriptAt(0, 1234, 5), ScriptAt(1, 1230, 5))
     assert "1,234 sums" in text_of(run)
     assert "step 0 of 0" not in text_of(run)
-    news = Reader().news(run)
+    news = PageReader().news(run)
     assert news is not None
     assert news["sums"] == 1234

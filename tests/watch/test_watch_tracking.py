@@ -18,8 +18,7 @@ from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.trackers import TRACKER_CONTRACT, Make, Read, Shown
 from rallypoint.watch import tracking
 from rallypoint.watch.follow import EVENTS
-from rallypoint.watch.trackers import open_tracker
-from rallypoint.watch.tracking import RunFacts, place_of, track
+from rallypoint.watch.tracking import RunFacts, open_tracker, place_of, track
 from support.programs import Program, run_program
 
 

@@ -18,8 +18,7 @@ import pytest
 from rallypoint.errors import UsageError
 from rallypoint.testing.contracts.trackers import TRACKER_CONTRACT, Make, Read, Shown
 from rallypoint.watch import tracking
-from rallypoint.watch.trackers import open_tracker
-from rallypoint.watch.tracking import parse_target
+from rallypoint.watch.tracking import open_tracker, parse_target
 
 WHY = "an optional tracker: pip install 'rallypoint[{}]'"
 

@@ -16,10 +16,9 @@ import psutil
 import pytest
 from test_watch_state import PLAN, line, members, steps
 
-from rallypoint.watch import serve
-from rallypoint.watch.app import HEADER
+from rallypoint.watch import app
+from rallypoint.watch.app import HEADER, Visitors, served
 from rallypoint.watch.follow import EVENTS
-from rallypoint.watch.serve import Visitors, served
 
 PATIENCE_S = 60
 
@@ -62,7 +61,7 @@ def ends(sock: socket.socket) -> bool:
 def test_who_asks_nothing_whole_is_cut_off_after_a_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr(serve, "ASK_S", 0.2)
+    monkeypatch.setattr(app, "ASK_S", 0.2)
     with page(folder) as where, socket.create_connection(where) as silent:
         silent.sendall(said)
         assert ends(silent)
@@ -70,7 +69,7 @@ def test_who_asks_nothing_whole_is_cut_off_after_a_time(
 
 
 def test_who_does_not_read_the_answers_is_cut_off_after_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "READ_S", 0.2)
+    monkeypatch.setattr(app, "READ_S", 0.2)
     with served(folder, {}) as (address, server), server.in_thread():
         where, token = address.removeprefix("http://").split("/?token=")
         with socket.create_connection(("127.0.0.1", int(where.partition(":")[2])), PATIENCE_S) as deaf:

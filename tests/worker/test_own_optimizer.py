@@ -11,8 +11,7 @@ import torch
 import rallypoint as rp
 from rallypoint.config import JobConfig, overrides_from, resolve, with_own_optimizer
 from rallypoint.errors import ConfigError, ProtocolError
-from rallypoint.store.record import ShardRecord, encode_record
-from rallypoint.store.state import read_state
+from rallypoint.store.record import ShardRecord, encode_record, read_state
 from rallypoint.worker.loop.own import OwnStepper, SpecifiedStepper, WorkerOptimizer
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 

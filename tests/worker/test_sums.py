@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rallypoint.bridges.words import Part, sum_of
+from rallypoint.bridges.joining import SumPart, sum_of
 from rallypoint.config import resolve, with_own_optimizer
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
@@ -209,9 +209,9 @@ def test_what_follows_a_sum_may_wait_for_another_one() -> None:
         first, second = torch.ones(100), torch.ones(100)
 
         def next_one(_: object) -> torch.Tensor:
-            return sum_of(made, [Part(second, second)], second, second.device).wait() * 3
+            return sum_of(made, [SumPart(second, second)], second, second.device).wait() * 3
 
-        return sum_of(made, [Part(first, first)], first, first.device).then(next_one).wait()[:2].tolist()
+        return sum_of(made, [SumPart(first, first)], first, first.device).then(next_one).wait()[:2].tolist()
 
     with cluster(2) as here:
         assert here.run(script) == [[6.0, 6.0]] * 2

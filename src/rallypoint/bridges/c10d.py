@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from rallypoint.bridges.joining import is_child, sums
-from rallypoint.bridges.words import SUMMED, Part, sum_of
+from rallypoint.bridges.joining import SUMMED, SumPart, is_child, sum_of, sums
 from rallypoint.launch import environment
 from rallypoint.worker.collective import Sums
 
@@ -72,7 +71,7 @@ class RallypointGroup(dist.ProcessGroup):
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         op = _op_of(*opts, *named.values())
         if (made := self._by_servers(op, tensors)) is not None:
-            return _asked(made, [Part(tensor, tensor, **self._scaling(op)) for tensor in tensors], tensors)
+            return _asked(made, [SumPart(tensor, tensor, **self._scaling(op)) for tensor in tensors], tensors)
         works = [self._by_gloo(dist.AllreduceOptions(), op, partial(self._plain.allreduce, [t]), t) for t in tensors]
         return works[0] if len(works) == 1 else _waited(works, tensors)
 
@@ -89,7 +88,7 @@ class RallypointGroup(dist.ProcessGroup):
             if input.numel() != (each := output.numel()) * self._count:
                 raise ValueError(f"reduce_scatter of {input.numel()} numbers for {self._count} ranks, {each} for each")
         if (made := self._by_servers(op, [*inputs, *outputs])) is not None:
-            parts = [Part(i, o, keeps=self._own(o.numel()), **self._scaling(op)) for o, i in pairs]
+            parts = [SumPart(i, o, keeps=self._own(o.numel()), **self._scaling(op)) for o, i in pairs]
             return _asked(made, parts, list(outputs))
         scattered = self._plain._reduce_scatter_base
         works = [self._by_gloo(dist.ReduceScatterOptions(), op, partial(scattered, o, i), o) for o, i in pairs]
@@ -182,7 +181,7 @@ def _op_of(*given: Any) -> Any:
     return _Op.SUM
 
 
-def _asked(made: Sums, parts: Sequence[Part], result: list[torch.Tensor]) -> dist.Work:
+def _asked(made: Sums, parts: Sequence[SumPart], result: list[torch.Tensor]) -> dist.Work:
     return FutureWork(sum_of(made, parts, result, torch.device("cpu")), made.told)
 
 

@@ -15,8 +15,7 @@ DDP gives the hook one bucket of gradients after the other, and gets each one's 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from rallypoint.bridges.joining import sums
-from rallypoint.bridges.words import SUMMED, Part, sum_of
+from rallypoint.bridges.joining import SUMMED, SumPart, sum_of, sums
 from rallypoint.errors import UsageError
 from rallypoint.worker.collective import Sums
 
@@ -42,4 +41,4 @@ def hook(state: Sums, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     values = bucket.buffer()
     if values.dtype not in SUMMED:
         raise UsageError(f"gradients of {values.dtype}: servers add up in fp32; use float32, bfloat16 or float16")
-    return sum_of(state, [Part(values, values, factor=1.0 / state.world)], values, values.device)
+    return sum_of(state, [SumPart(values, values, factor=1.0 / state.world)], values, values.device)

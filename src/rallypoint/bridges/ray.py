@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.errors import UsageError
-from rallypoint.launch import launcher
+from rallypoint.launch import run
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.join import join
 from rallypoint.launch.plan import HERE, SNAPSHOTS_FOLDER, Launch
@@ -96,8 +96,8 @@ class RallypointTrainer:
             script.write_text(_SCRIPT.format(paths=_paths(), **shipped))
             plan = self._plan(script, results / RUN)
             console = RunConsole()
-            status = launcher.launch(plan, console)
-            if status == launcher.INTERRUPTED:
+            status = run.launch(plan, console)
+            if status == run.INTERRUPTED:
                 raise KeyboardInterrupt
             if status != 0:
                 raise train.TrainingFailedError(console.failure or f"the run in {plan.folder} has failed")

@@ -14,7 +14,6 @@ from rallypoint.core.plan.topology import MOST_MBIT
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
-from rallypoint.launch.cluster import FILES, LAUNCHER, Advertise, option
 from rallypoint.launch.options import (
     HealthAt,
     HowPayloadsGo,
@@ -24,6 +23,7 @@ from rallypoint.launch.options import (
     TokenFile,
     with_options,
 )
+from rallypoint.launch.plan import FILES, LAUNCHER, Advertise, option
 
 
 class Alone(RunOptions, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ def coordinator(
     from rallypoint.coordinator.service import JoinInfo
     from rallypoint.core.cluster.terms import Terms
     from rallypoint.launch.commands.by_hand import decoded, described, end_process, run_coordinator
-    from rallypoint.launch.health import answering, health_at
+    from rallypoint.launch.observing.health import answering, health_at
     from rallypoint.net.places import at_interface
 
     known, about = described(options.plan([], folder=options.folder))
@@ -124,7 +124,7 @@ def server(
     If the coordinator may move: [bold]--coordinator 10.0.0.7:4700,10.0.0.9:4700[/bold]
     """
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
-    from rallypoint.launch.health import answering, health_at
+    from rallypoint.launch.observing.health import answering, health_at
     from rallypoint.server.service import ServerService
 
     access = access_of(token_file, "server", tls, bind=options.at, transport=options.transport)
@@ -194,7 +194,7 @@ def aggregator(
     """
     from rallypoint.aggregator import AggregatorService
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
-    from rallypoint.launch.health import answering, health_at
+    from rallypoint.launch.observing.health import answering, health_at
 
     access = access_of(token_file, "aggregator", tls, bind=options.at, transport=options.transport)
     address = address_of(coordinator)

@@ -37,10 +37,9 @@ def doctor(
 
     Example: [bold]rallypoint doctor --token-file job.token --probe 10.0.0.7:4711 --probe 10.0.0.8:4711[/bold]
     """
+    from rallypoint.launch.commands.doctor import Doctor, Level
+    from rallypoint.launch.commands.doctor import listen as be_a_probe
     from rallypoint.launch.console import Screen
-    from rallypoint.launch.doctor.doctor import Doctor
-    from rallypoint.launch.doctor.doctor import listen as be_a_probe
-    from rallypoint.launch.doctor.findings import Level
 
     screen, access = Screen(highlight=False), access_of(token_file, "observer", tls, bind=listen)
     if listen:

@@ -9,9 +9,9 @@ import typer
 
 from rallypoint.cli.app import PASS_ON, START, app
 from rallypoint.cli.given import hint_at_misplaced, refuse_option
-from rallypoint.launch.cluster import LAUNCHER
-from rallypoint.launch.kubernetes.options import RenderOptions
+from rallypoint.launch.engines.kubernetes import RenderOptions
 from rallypoint.launch.options import with_options
+from rallypoint.launch.plan import LAUNCHER
 
 k8s = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", help="Write a job as manifests for Kubernetes, for a JobSet.",
@@ -33,7 +33,7 @@ def render(
 
     Example: [bold]rallypoint k8s render --image me/train:1 --workers 2:8 --servers 2 train.py > job.yaml[/bold]
     """
-    from rallypoint.launch.kubernetes.render import render as rendered
+    from rallypoint.launch.engines.kubernetes import render as rendered
 
     refuse_option(context, str(script), "script")
     hint_at_misplaced(context, context.args, f"{script}")
@@ -53,8 +53,7 @@ def secret(
 
     With TLS: [bold]rallypoint k8s secret gpt-tls --tls certificates | kubectl apply -f -[/bold]
     """
-    from rallypoint.launch.kubernetes.render import yaml_of
-    from rallypoint.launch.kubernetes.secrets import certificates, new_secret
+    from rallypoint.launch.engines.kubernetes import certificates, new_secret, yaml_of
 
     made = new_secret(name) if tls is None else certificates(name, tls)
     print(yaml_of([made]), end="")

@@ -73,7 +73,7 @@ def replay(
 
 def _compare(run: Path, other: Path, step: int, *, json: bool) -> int:
     """Return the exit status."""
-    from rallypoint.launch.observing.digests import diff, words_of
+    from rallypoint.launch.observing.replay import diff, words_of
 
     found = diff(run, other, step)
     print(msgspec.json.encode(found).decode() if json else words_of(found))
@@ -95,8 +95,7 @@ def report(
 
     Example: [bold]rallypoint report runs/20260131-235959 --out report.zip[/bold]
     """
-    from rallypoint.launch.observing.picture import picture_of
-    from rallypoint.launch.observing.reports import place_in, write_report
+    from rallypoint.launch.observing.reports import picture_of, place_in, write_report
 
     if not run.is_dir():
         raise UsageError(f"there is no folder {run}: name that of a run, as runs/20260131-235959")
@@ -110,7 +109,7 @@ def _examined() -> str:
     from rich.console import Console
 
     from rallypoint.launch.access import Access
-    from rallypoint.launch.doctor.doctor import Doctor
+    from rallypoint.launch.commands.doctor import Doctor
 
     text = io.StringIO()
     Doctor(Console(file=text, width=200, highlight=False, no_color=True), Access()).machine()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rallypoint.cli.app import START, app
-from rallypoint.launch.costing.question import CostOptions
+from rallypoint.launch.commands.costing import CostOptions
 from rallypoint.launch.options import with_options
 
 
@@ -33,7 +33,7 @@ def plan(
     What would a finished run, or one that goes on, gain from more servers or bf16? [bold]rallypoint plan
     runs/20260131-235959 --link 10Gbit --codec bf16[/bold]
     """
+    from rallypoint.launch.commands.costing import answer
     from rallypoint.launch.console import Screen
-    from rallypoint.launch.costing.answer import answer
 
     answer(options, run, Screen(highlight=False))

@@ -10,7 +10,7 @@ import typer
 from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import UsageError
 from rallypoint.launch.options import RunFolder
-from rallypoint.store.checkpoints.format import Format
+from rallypoint.store.snapshots import Format
 
 
 @app.command(rich_help_panel=RUNNING)
@@ -27,7 +27,7 @@ def resize(
 
     Example: [bold]rallypoint resize runs/20260131-235959 --workers 4 --servers 3[/bold]
     """
-    from rallypoint.launch.ask import resize as order
+    from rallypoint.launch.commands.ask import resize as order
 
     if not workers and not servers:
         raise UsageError("to what size? give --workers N, --servers N or both")
@@ -37,7 +37,7 @@ def resize(
 @app.command(rich_help_panel=RUNNING)
 def snapshot(run: RunFolder) -> None:
     """Ask a running job for a snapshot now, and wait until it is durable."""
-    from rallypoint.launch.ask import take_snapshot
+    from rallypoint.launch.commands.ask import take_snapshot
 
     print(take_snapshot(run, print))
 
@@ -54,7 +54,7 @@ def pause(
     Example: [bold]rallypoint pause runs/20260131-235959[/bold]
     """
     from rallypoint.core.protocol import Pause
-    from rallypoint.launch.ask import order
+    from rallypoint.launch.commands.ask import order
 
     print(order(run, Pause(on=not off), print))
 
@@ -70,7 +70,7 @@ def stop(
     """
     from rallypoint.core.protocol import StopWanted
     from rallypoint.core.typed import LONGEST_NAME, printable
-    from rallypoint.launch.ask import order
+    from rallypoint.launch.commands.ask import order
 
     print(order(run, StopWanted(printable(reason, LONGEST_NAME)), print))
 
@@ -85,7 +85,7 @@ def drain(run: RunFolder, member: Annotated[str, typer.Argument(help="A worker o
     """
     from rallypoint.core.protocol import Drain
     from rallypoint.core.typed import can_name
-    from rallypoint.launch.ask import order
+    from rallypoint.launch.commands.ask import order
 
     if not can_name(member):
         raise UsageError("that is no name of a member")

@@ -13,10 +13,9 @@ import typer
 from rallypoint.cli.app import START, app
 from rallypoint.cli.given import hint_at_misspelt, refuse_option
 from rallypoint.errors import UsageError
-from rallypoint.launch.cluster import option
-from rallypoint.launch.engines.slurm.batch import FOLDER, Batch, script_of
+from rallypoint.launch.engines.slurm import FOLDER, Batch, script_of
 from rallypoint.launch.options import RunOptions, arguments_of, check_script, with_options
-from rallypoint.launch.plan import parse_workers
+from rallypoint.launch.plan import option, parse_workers
 
 _SLURM = "What Slurm is asked for"
 _ANYWHERE = {"allow_extra_args": True, "ignore_unknown_options": True}  # our options may stand after the script too

@@ -21,15 +21,7 @@ from rallypoint.cli.given import (
 )
 from rallypoint.config import overrides_from
 from rallypoint.errors import UsageError
-from rallypoint.launch.options import (
-    ConfigFile,
-    RunFolder,
-    RunOptions,
-    Sets,
-    check_script,
-    with_changes,
-    with_options,
-)
+from rallypoint.launch.options import ConfigFile, RunFolder, RunOptions, Sets, check_script, with_changes, with_options
 
 _CHAOS = RunOptions(standby=1, snapshot_seconds=10.0)
 _FAULTS = "Faults"
@@ -98,8 +90,8 @@ def chaos(
 
     Example: [bold]rallypoint chaos --kills 40 --resizes 4,1,3 gpt --steps 1500[/bold]
     """
-    from rallypoint.launch.chaos.chaos import chaos as play
-    from rallypoint.launch.chaos.chaos import random_faults
+    from rallypoint.launch.commands.chaos import chaos as play
+    from rallypoint.launch.commands.chaos import random_faults
     from rallypoint.launch.console import Screen
 
     refuse_option(context, recipe, "recipe")
@@ -136,7 +128,7 @@ def resume(
     """
     from rallypoint.launch.commands.resume import Wishes, going_on
     from rallypoint.launch.console import RunConsole
-    from rallypoint.launch.launcher import launch
+    from rallypoint.launch.run import launch
 
     wishes = Wishes(cluster=changes, settings=overrides_from(config, sets or []), original=original)
     plan = going_on(run, wishes, lambda text: print(text, flush=True))
@@ -167,7 +159,7 @@ def import_(
 
     Example: [bold]rallypoint import ddp-checkpoint --folder runs/mine train.py[/bold]
     """
-    from rallypoint.launch.importing.command import check_checkpoint, import_checkpoint
+    from rallypoint.launch.commands.importing import check_checkpoint, import_checkpoint
 
     refuse_option(context, str(script), "script")
     check_script(script)
@@ -186,7 +178,7 @@ def import_(
 def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings: list[str] | None = None) -> None:
     from rallypoint.launch.commands.resume import going_on_or_anew
     from rallypoint.launch.console import RunConsole
-    from rallypoint.launch.launcher import launch
+    from rallypoint.launch.run import launch
 
     if options.or_resume and not options.folder:
         raise UsageError("--or-resume which run? give --folder")

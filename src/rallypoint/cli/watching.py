@@ -16,7 +16,7 @@ import typer
 from rallypoint.cli.app import RUNNING, app
 from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.page import facts_of, follow, resolved_of
+from rallypoint.launch.observing.beside import facts_of, follow, resolved_of
 
 _NICE = 10  # so much behind the run's own processes, where processors are short
 
@@ -63,8 +63,7 @@ def _serve(run: Path, port: int, *, buttons: bool) -> None:
     from rallypoint.launch.observing.beside import check_page
 
     check_page()
-    from rallypoint.watch.app import Operator
-    from rallypoint.watch.serve import served
+    from rallypoint.watch.app import Operator, served
 
     if hold_lifeline():  # of a run that serves its own page
         os.nice(_NICE)
@@ -81,7 +80,7 @@ def _compare(runs: list[Path], port: int) -> None:
     from rallypoint.launch.observing.beside import check_page
 
     check_page()
-    from rallypoint.watch.serve import compared
+    from rallypoint.watch.app import compared
 
     names = [run.resolve().name for run in runs]
     if len(set(names)) < len(names):
@@ -106,10 +105,9 @@ def _show(run: Path) -> None:
 
 
 def _track(run: Path, target: str) -> None:
-    from rallypoint.launch.observing.picture import is_running
     from rallypoint.launch.observing.redaction import Redaction, secrets_among
-    from rallypoint.watch.trackers import open_tracker
-    from rallypoint.watch.tracking import RunFacts, parse_target, place_of, track
+    from rallypoint.launch.observing.reports import is_running
+    from rallypoint.watch.tracking import RunFacts, open_tracker, parse_target, place_of, track
 
     target, closing, beside = parse_target(target), threading.Event(), hold_lifeline()
     kind, _, to = target.partition(":")

@@ -6,21 +6,25 @@ overrides (`--set optimizer.lr.peak=1e-3`). The resolved tree is part of the job
 
 from __future__ import annotations
 
-from rallypoint.config.groups import (
+from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
+from rallypoint.config.tree import (
+    ClusterFacts,
+    Group,
     GroupSettings,
+    JobConfig,
+    Settings,
+    audits_of,
     cadence_of,
     codec_of,
     group_of,
     matrices_of,
     of_group,
+    paces_by_port,
     ranks_of,
     settings_applied,
     settings_of,
+    with_start_values,
 )
-from rallypoint.config.keywords import Settings
-from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
-from rallypoint.config.start_values import ClusterFacts, with_start_values
-from rallypoint.config.tree import Group, JobConfig, audits_of, paces_by_port
 
 __all__ = [
     "ClusterFacts",

@@ -1,17 +1,47 @@
-"""Checks that settings make sense together. Each error names them, and what to write instead.
+"""Checks the values of settings: each by itself, and that they make sense together. Each error says what to write.
 
-`config.values` has checked each by itself before.
+`check_values` serves the command line, before anything starts; `wrong_value` the complete tree on every member.
 """
 
 from __future__ import annotations
 
-from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD
-from rallypoint.config.tree import JobConfig, optimizers_of
+import math
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal
+
+import msgspec
+
+from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD, RandomK, TopK
+from rallypoint.config.tree import Group, JobConfig, optimizers_of
+from rallypoint.core.decisions import ReduceOnPlateau
 from rallypoint.core.layout import MOST_SHARD_BYTES, Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
-from rallypoint.core.optimizer import SGD, Adagrad, Muon, Optimizer
-from rallypoint.core.policy import LocalSteps, Sync
-from rallypoint.core.schedule import Table
+from rallypoint.core.optimizer import (
+    ASGD,
+    EMA,
+    SGD,
+    SWA,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    LossScaling,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Sum,
+    is_power_of_two,
+)
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
+from rallypoint.core.schedule import Constant, Cosine, Linear, StepDecay, Table
+from rallypoint.core.typed import EXAMPLES, hints_of, written
 from rallypoint.errors import ConfigError
 
 _SPARE_BYTES = 4096  # what a sparse payload has besides its numbers: a count for each 64 Ki words
@@ -128,3 +158,230 @@ def _check_periods(config: JobConfig) -> None:
                 f"group {', '.join(group.match)}: sync_every={every}, sync_offset={offset}: use a period of at least "
                 "1 step, and an offset from 0 to below it"
             )
+
+
+_MODES = (Sync, BoundedStaleness, Async, LocalSteps, AllReduce)
+_OPTIMIZERS = (AdamW, Adam, SGD, Adagrad, NAdam, RAdam, Adamax, Adadelta, RMSprop, ASGD, Muon)
+_AVERAGES = (EMA, SWA)
+_LARGEST = 2**63 - 1  # what a message can carry
+_Structs = Sequence[type[msgspec.Struct]]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What is allowed for one setting: `words` follow its type, as in "a number above 0"."""
+
+    words: str
+    allows: Callable[[Any], bool]
+
+
+_ABOVE_0 = Limit("above 0", lambda value: value > 0)
+_FROM_0 = Limit("of at least 0", lambda value: value >= 0)
+_FROM_1 = Limit("of at least 1", lambda value: value >= 1)
+_POWER = Limit("that is a power of two, from 2^-126 to 2^127", is_power_of_two)
+_GROWTH = Limit("that is a power of two, of at least 1", lambda value: value >= 1 and is_power_of_two(value))
+_BACKOFF = Limit("that is a power of two, of at most 1", lambda value: value <= 1 and is_power_of_two(value))
+_COUNTABLE = Limit("from 1 to 16777216", lambda value: 1 <= value <= 1 << 24)  # fp32 counts so far
+_SHARE = Limit("above 0, of at most 1", lambda value: 0 < value <= 1)
+_SHARE_OR_0 = Limit("from 0 to 1", lambda value: 0 <= value <= 1)
+_DECAY = Limit("from 0 to below 1", lambda value: 0 <= value < 1)
+_ORTHOGONAL = Limit("from 1 to 99", lambda value: 1 <= value <= 99)
+_BETAS = Limit("from 0 to below 1", lambda value: all(0 <= beta < 1 for beta in value))
+_SHARD = Limit(
+    "that is a multiple of 64, from 64 to 67108864 (64 MiB)", lambda value: 64 <= value <= 1 << 26 and value % 64 == 0
+)
+_RATE = Limit("of at least 0", lambda value: not isinstance(value, float) or value >= 0)
+_ADAM = {"lr": _RATE, "betas": _BETAS, "eps": _FROM_0, "weight_decay": _FROM_0}
+_WARMED = {"peak": _FROM_0, "warmup": _FROM_0}
+
+_LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
+    JobConfig: {
+        **dict.fromkeys(("replicas", "batch", "steps", "accumulate", "window", "items_per_sample"), _FROM_1),
+        "mixed_shards": _FROM_1,
+        **dict.fromkeys(("table_std", "presum_bytes", "hold_bytes", "in_flight_bytes"), _FROM_0),
+        "pace_mbit": _FROM_0, "prefetch_bytes": _FROM_0, "fingerprints": _FROM_0, "audit": _SHARE_OR_0,
+        "passes": _FROM_0,
+        "clip": _ABOVE_0, "shard_bytes": _SHARD,
+    },
+    LossScaling: {
+        "init_scale": _POWER, "growth_factor": _GROWTH, "backoff_factor": _BACKOFF, "growth_interval": _COUNTABLE,
+    },
+    Group: {"weight_decay": _FROM_0},
+    AdamW: _ADAM,
+    Adam: _ADAM,
+    NAdam: {**_ADAM, "momentum_decay": _FROM_0},
+    RAdam: _ADAM,
+    Adamax: _ADAM,
+    Adadelta: {"lr": _RATE, "rho": _SHARE_OR_0, "eps": _FROM_0, "weight_decay": _FROM_0},
+    RMSprop: {"lr": _RATE, **dict.fromkeys(("alpha", "eps", "weight_decay", "momentum"), _FROM_0)},
+    ASGD: {"lr": _RATE, "weight_decay": _FROM_0},
+    Muon: {
+        "lr": _RATE, "adamw_betas": _BETAS, "ns_steps": _ORTHOGONAL, "momentum": _DECAY,
+        **dict.fromkeys(("eps", "weight_decay", "adamw_eps"), _FROM_0),
+    },
+    SGD: {"lr": _RATE, "momentum": _FROM_0, "weight_decay": _FROM_0},
+    Adagrad: {
+        "lr": _RATE, **dict.fromkeys(("lr_decay", "weight_decay", "initial_accumulator_value", "eps"), _FROM_0),
+    },
+    EMA: {"decay": _DECAY},
+    ReduceOnPlateau: {
+        "factor": _SHARE, **dict.fromkeys(("patience", "threshold", "cooldown", "min_lr", "eps"), _FROM_0),
+    },
+    SWA: {"start": _FROM_0, "every": _FROM_1},
+    Constant: _WARMED,
+    Cosine: {**_WARMED, "floor": _FROM_0},
+    Linear: {**_WARMED, "floor": _FROM_0},
+    StepDecay: {**_WARMED, "every": _FROM_1},
+    Sync: {"quorum": _FROM_1},
+    BoundedStaleness: {"staleness": _FROM_0},
+    Async: {"delay_compensation": _FROM_0, "fold": _FROM_1},
+    LocalSteps: {"steps": _FROM_1, "fragments": _FROM_1, "delay": _FROM_0, "mix": _SHARE},
+    TopK: {"ratio": _SHARE},
+    RandomK: {"ratio": _SHARE},
+    DGC: {"ratio": _SHARE, "momentum": _DECAY, "clip": _ABOVE_0, "warmup_steps": _FROM_0},
+    PowerSGD: {"rank": _FROM_1},
+}  # fmt: skip
+
+# What follows the sentence about a wrong value of these settings
+_WHY = {
+    "tune": ". What changes a job's results (codec, sync) is never tried: set it yourself; auto tries in_flight_bytes "
+    "and pace_mbit"
+}
+
+
+def check_values(overrides: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a value that no setting of that name can have: ``steps=lots``, ``clip=nan``.
+
+    A part without a `type` has the settings of any type that the script may have chosen.
+    """
+    if sentence := wrong_value(overrides, partial=True):
+        raise ConfigError(sentence)
+
+
+def wrong_value(settings: Mapping[str, Any], *, partial: bool = False) -> str:
+    """Return the sentence about the first value in `settings` that its setting cannot have; "" if there is none.
+
+    `settings` is plain data. With `partial`, what is missing comes from elsewhere. Unknown names are not looked at.
+    """
+    return _in_struct(settings, [JobConfig], "", partial)
+
+
+def _in_struct(given: Mapping[str, Any], kinds: _Structs, path: str, partial: bool) -> str:
+    tags = [str(kind.__struct_config__.tag) for kind in kinds if kind.__struct_config__.tag]
+    if tags and "type" in given and given["type"] not in tags:
+        return f"{path}type is {_shown(given['type'])}: it must be one of {', '.join(tags)}"
+    if len(tags) > 1 and "type" not in given and not partial:
+        first = f"{path}type={tags[0]}"
+        return f"{path.rstrip('.')} has no type: add it, such as {first} (there are {', '.join(tags)})"
+    chosen = [kind for kind in kinds if kind.__struct_config__.tag == given.get("type")] or kinds
+    if not partial and len(chosen) == 1 and (missing := _missing(given, chosen[0])):
+        such = f", such as --set {path}{missing}={EXAMPLES[missing]}" if missing in EXAMPLES else ""
+        return f"{path}{missing} is missing, and {given.get('type', path.rstrip('.'))} needs it: add it{such}"
+    for name, value in given.items():
+        verdicts = [
+            _in_value(value, hints_of(kind)[name], _LIMITS.get(kind, {}).get(name), path + name, partial)
+            for kind in chosen if name in kind.__struct_fields__
+        ]  # fmt: skip
+        if verdicts and all(verdicts):
+            return verdicts[0]
+    return ""
+
+
+def _missing(given: Mapping[str, Any], kind: type[msgspec.Struct]) -> str:
+    """The first field that this type needs and that is not given; "" if there is none."""
+    needed = [field.name for field in msgspec.structs.fields(kind) if field.required]
+    return next((name for name in needed if name not in given), "")
+
+
+def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bool) -> str:
+    structs = [part for part in _parts(hint) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
+    if isinstance(value, Mapping) and structs:
+        return _in_struct(value, structs, f"{path}.", partial)
+    if isinstance(value, Mapping) and typing.get_origin(hint) is dict:
+        of = typing.get_args(hint)[1]
+        found = (_in_value(one, of, None, f"{path}.{name}", partial) for name, one in value.items())
+        return next(filter(None, found), "")
+    if isinstance(value, list | tuple) and hint == tuple[Group, ...]:
+        groups = [(n, group) for n, group in enumerate(value) if isinstance(group, Mapping)]
+        wrong = (_in_struct(group, [Group], f"{path}[{n}].", False) for n, group in groups)
+        if first := next(filter(None, wrong), ""):
+            return first
+    named = [kind for kind in structs if kind is not Sum]  # that one is not for users
+    if isinstance(value, str) and named and all(kind in (*_MODES, *_OPTIMIZERS, *_AVERAGES) for kind in named):
+        return _in_words(value, named, path)
+    if _fits(value, hint, limit):
+        return ""
+    return f"{path} is {_shown(value)}: it must be {_described(hint, limit)}{_WHY.get(path, '')}"
+
+
+def _in_words(value: str, kinds: _Structs, path: str) -> str:
+    """The sentence about a mode or an optimizer that is given by its name."""
+    plain = re.sub("[^a-z]", "", value.lower())
+    meant = [kind for kind in kinds if plain == kind.__name__.lower()]
+    ways = [f"{written(kind)} (--set {path}.type={kind.__struct_config__.tag})" for kind in meant or kinds]
+    return f"{path} is {_shown(value)}: write {', or '.join(ways)}"
+
+
+def _fits(value: Any, hint: Any, limit: Limit | None) -> bool:
+    if not all(_is_finite(number) for number in (value if isinstance(value, list | tuple) else [value])):
+        return False
+    try:
+        converted = msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        return isinstance(value, list | tuple) and all(isinstance(part, Mapping) for part in value)  # seen by msgspec
+    return converted is None or limit is None or limit.allows(converted)
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, int | float) or (math.isfinite(value) and abs(value) <= _LARGEST)
+
+
+# ---- words ----
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """Yield the members of a union, or the hint itself."""
+    if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
+        for part in typing.get_args(hint):
+            yield from _parts(part)
+    else:
+        yield hint
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_PLURALS: dict[Any, str] = {float: "numbers", str: "texts", str | tuple[str, ...]: "names, or of lists of names"}
+
+
+def _described(hint: Any, limit: Limit | None) -> str:
+    """Return ``a number above 0, or none``."""
+    parts = [part for part in _parts(hint) if part is not Sum]
+    said = [_kind(part) for part in parts if part is not NoneType and not _is_struct(part)]
+    if said and limit is not None:
+        said[-1] += f" {limit.words}"
+    tags = [str(part.__struct_config__.tag) for part in parts if _is_struct(part) and part.__struct_config__.tag]
+    said += [f"a part with a type ({', '.join(tags)})"] if tags else []
+    return ", or ".join([*said, *(["none"] if NoneType in parts else [])])
+
+
+def _is_struct(part: Any) -> bool:
+    return isinstance(part, type) and issubclass(part, msgspec.Struct)
+
+
+def _kind(part: Any) -> str:
+    arguments = typing.get_args(part)
+    if typing.get_origin(part) is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if typing.get_origin(part) is tuple:
+        what = _PLURALS.get(arguments[0], "parts")
+        return f"a list of {what}" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} {what}"
+    return _KINDS.get(part, "a value")
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case _:
+            return repr(value)

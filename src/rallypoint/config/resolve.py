@@ -9,11 +9,9 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.config.checks import check, features_with
-from rallypoint.config.groups import cadence_of
+from rallypoint.config.checks import check, features_with, wrong_value
 from rallypoint.config.keys import GONE
-from rallypoint.config.tree import JobConfig
-from rallypoint.config.values import wrong_value
+from rallypoint.config.tree import JobConfig, cadence_of
 from rallypoint.core.job import DataIdentity, JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal

@@ -1,22 +1,31 @@
-"""The job's configuration: one typed tree."""
+"""The job's configuration: one typed tree.
+
+Also, the optimizer group of a parameter with its settings, its codec and its rounds; and the size of shards, with which
+a job begins where nobody has said it (`tune="auto"`).
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import math
+from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple, TypedDict
 
 import msgspec
 
-from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, has_state
+from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, PowerSGD, Raw, has_state
 from rallypoint.core.audits import Audits
+from rallypoint.core.cadence import EVERY_ROUND, TOGETHER, Cadence, Period, cut_evenly, cycle, first_empty
 from rallypoint.core.decisions import ReduceOnPlateau
-from rallypoint.core.layout import SHARD_BYTES, Role
+from rallypoint.core.layout import MOST_SHARD_BYTES, SHARD_BYTES, WORD_BYTES, Role, Shard, TensorSpec
 from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
 from rallypoint.core.optimizer import EMA, SWA, AdamW, LossScaling, Muon, Optimizer, Sum
+from rallypoint.core.plan.tuning import shards_for
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule, rate_at
 from rallypoint.core.typed import build_now
+from rallypoint.errors import ConfigError, ModelError
 
 DownSpec = Raw | Fp16 | Bf16 | Int8
 
@@ -353,3 +362,232 @@ def rate_of(config: JobConfig, update: int, reductions: int = 0) -> float:
 def schedule_of(optimizer: Optimizer) -> Schedule:
     """Return the learning rate of an optimizer, over the steps that it makes."""
     return Constant(optimizer.lr) if isinstance(optimizer.lr, (int, float)) else optimizer.lr
+
+
+class Settings(TypedDict, total=False):
+    """The keywords of `job.train`: the fields of JobConfig, for type checkers."""
+
+    replicas: int
+    batch: int
+    steps: int
+    optimizer: Optimizer
+    sync: Mode
+    accumulate: int
+    clip: float | None
+    average: EMA | SWA | None
+    plateau: ReduceOnPlateau | None
+    keep_best: str
+    best_is: Literal["min", "max"]
+    seed: int
+    order: Literal["shuffled", "sequential", "windowed", "own", "stream"]
+    passes: int
+    mixed_shards: int
+    precision: Literal["fp32", "bf16", "fp16"]
+    loss_scale: LossScaling
+    hold: Literal["fp32", "bf16"]
+    recompute: Literal["none", "blocks"]
+    nonfinite: Literal["stop", "skip", "continue"]
+    decay_1d: bool
+    groups: Sequence[Group]
+    codec: CodecSpec
+    down: DownSpec
+    table_std: float
+    shard_bytes: int
+    window: int
+    parameters: Literal["local", "streamed"]
+    prefetch_bytes: int
+    presum_bytes: int
+    overlap: bool
+    hold_bytes: int
+    in_flight_bytes: int
+    pace_mbit: float
+    pacing: Literal["auto", "off"]
+    item: str
+    items_per_sample: int
+    fingerprints: int
+    audit: float
+    audit_action: Literal["drain", "stop", "tell"]
+    tune: Literal["off", "auto"]
+
+
+_LONGEST_CYCLE = 1 << 12  # rounds
+
+
+class GroupSettings(msgspec.Struct, frozen=True):
+    """The settings that one optimizer group is trained with."""
+
+    weight_decay: float
+    lr_scale: float
+
+
+def group_of(config: JobConfig, name: str, dimensions: int) -> int:
+    """Return a parameter's optimizer group: 0 decayed, 1 not decayed (norms, biases), 2 and up the user's own."""
+    for index, group in enumerate(config.groups):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match):
+            return 2 + index
+    return 0 if config.decay_1d or dimensions >= 2 else 1
+
+
+def of_group(config: JobConfig, group: int) -> JobConfig:
+    """Return the job's settings with the group's own optimizer, if it has one: a key of a store may."""
+    own = own_group(config, group)
+    if own is None or own.optimizer is None:
+        return config
+    return msgspec.structs.replace(config, optimizer=own.optimizer)
+
+
+def own_group(config: JobConfig, group: int) -> Group | None:
+    """Return the user's own group that this optimizer group is of; None for the others."""
+    return config.groups[group - 2] if group >= 2 else None
+
+
+def settings_of(config: JobConfig, group: int) -> GroupSettings:
+    """Return the settings that the optimizer group is trained with."""
+    decay = of_group(config, group).optimizer.weight_decay
+    if (own := own_group(config, group)) is not None:
+        return GroupSettings(decay if own.weight_decay is None else own.weight_decay, own.lr_scale)
+    return GroupSettings(decay if group == 0 else 0.0, 1.0)
+
+
+def settings_applied(config: JobConfig, group: int) -> GroupSettings:
+    """Return the settings of the group on the servers.
+
+    Under local steps the groups' settings apply on the workers only.
+    """
+    if config.local is not None:
+        return GroupSettings(config.applied.weight_decay, 1.0)
+    return settings_of(config, group)
+
+
+def codec_of(config: JobConfig, group: int) -> CodecSpec:
+    """Return the codec for contributions to the shards of an optimizer group; buffers (group -1) go raw."""
+    if group < 0:
+        return Raw()
+    own = own_group(config, group)
+    return config.codec if own is None or own.codec is None else own.codec
+
+
+def matrices_of(config: JobConfig, specs: Iterable[TensorSpec]) -> frozenset[str]:
+    """Return the names of the parameters that Muon steps, each of which is a shard of its own.
+
+    Raises ModelError for one that is larger than the largest shard, and for a pattern that matches no parameter.
+    """
+    muon = config.optimizer
+    if not isinstance(muon, Muon):
+        return frozenset()
+    specs = [spec for spec in specs if spec.group >= 0]
+    for pattern in muon.adamw:
+        if not any(fnmatch.fnmatchcase(spec.name, pattern) for spec in specs):
+            names = ", ".join(spec.name for spec in specs[-3:])
+            raise ModelError(
+                f"rp.Muon(adamw=...): no trained parameter's name matches {pattern!r}. Of tied parameters the first "
+                f"name counts, as in model.named_parameters(); the last ones here are {names}"
+            )
+    matrices = [spec for spec in specs if len(spec.shape) == 2]
+    found = [spec for spec in matrices if not any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in muon.adamw)]
+    for spec in found:
+        if spec.numel * WORD_BYTES > MOST_SHARD_BYTES:
+            raise ModelError(
+                f"{spec.name} has {spec.numel * WORD_BYTES >> 20} MiB, and rp.Muon steps a matrix of at most "
+                f'{MOST_SHARD_BYTES >> 20} MiB: give it to AdamW, rp.Muon(adamw=("{spec.name}",))'
+            )
+    return frozenset(spec.name for spec in found)
+
+
+def ranks_of(config: JobConfig) -> dict[int, int]:
+    """Return the PowerSGD rank of each optimizer group that uses it. The layout is cut accordingly."""
+    codecs = {group: codec_of(config, group) for group in range(2 + len(config.groups))}
+    return {group: codec.rank for group, codec in codecs.items() if isinstance(codec, PowerSGD)}
+
+
+def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
+    """Return the shards that each round updates.
+
+    A group with a `sync_every` has that period. All other parameters are cut into `fragments` runs of consecutive
+    shards, of about equal size; each round updates one run.
+    Buffers are updated in every round: they are small, and each of a replica's rounds starts with them. Raises
+    ConfigError when there are more fragments than shards, or when a round would update nothing.
+    """
+    if config.local is None or not config.staggered:
+        return TOGETHER
+    fragments, size = config.local.fragments, config.steps_per_round
+    own = {s.index: period for s in shards if (period := _own_period(config, s.group)) is not None}
+    taking = [shard for shard in shards if shard.role == "parameters" and shard.index not in own]
+    if len(taking) < fragments and (fragments > 1 or not own):
+        raise ConfigError(
+            f"fragments={fragments}, but the parameters are only {len(taking)} shards: use fewer, or smaller shards "
+            "(shard_bytes)"
+        )
+    every = config.local.steps // size
+    for shard, fragment in zip(taking, cut_evenly([s.nbytes for s in taking], fragments), strict=True):
+        own[shard.index] = Period(every, (fragment + 1) * every // fragments - 1)
+    periods = sorted(set(own.values()), key=lambda period: (period.every, period.first))
+    _check_periods(periods, config)
+    indices = {period: index for index, period in enumerate(periods)}
+    period_of = tuple(indices[own[s.index]] if s.index in own else EVERY_ROUND for s in shards)
+    return Cadence(tuple(periods), config.rounds, period_of)
+
+
+def _own_period(config: JobConfig, group: int) -> Period | None:
+    """When a group with a `sync_every` is due; None for the other groups."""
+    own = own_group(config, group)
+    if own is None or own.sync_every is None:
+        return None
+    size = config.steps_per_round
+    return Period(own.sync_every // size, (own.sync_offset // size - 1) % (own.sync_every // size))
+
+
+def _check_periods(periods: Sequence[Period], config: JobConfig) -> None:
+    size = config.steps_per_round
+    steps = ", ".join(str(every * size) for every in sorted({period.every for period in periods}))
+    if cycle(periods) > _LONGEST_CYCLE:
+        raise ConfigError(
+            f"periods of {steps} steps come together only every {cycle(periods) * size} steps: use multiples of each "
+            "other (sync_every, and the local steps)"
+        )
+    if (round := first_empty(periods)) is not None and round < config.rounds - 1:
+        raise ConfigError(
+            f"nothing would be synchronised after step {(round + 1) * size}, but with periods of {steps} steps and "
+            f"these offsets there is a round every {size} steps (their greatest common divisor): let some group have "
+            f"sync_every={size}, or use periods that are multiples of the shortest, and offsets that are too"
+        )
+
+
+_BY_WORD = Raw | Fp16 | Bf16  # each word by itself, wherever its shard begins
+
+
+class ClusterFacts(NamedTuple):
+    """How many workers and servers a job begins with, what a server's link carries (Mbit/s; 0: not told), and the size
+    of the shards that the job has already; -1: it has none yet."""
+
+    workers: int
+    servers: int
+    link_mbit: float
+    shard_bytes: int
+
+
+def with_start_values(
+    config: JobConfig, given: Container[str], nbytes: int, cluster: ClusterFacts
+) -> tuple[JobConfig, str]:
+    """Choose `shard_bytes` for a model of which `nbytes` are trained, if it is not among the settings that are `given`.
+    With 0 bytes nothing new is chosen.
+
+    Returns the configuration, and a sentence that says why; "": nothing was chosen. A job that has shards keeps them:
+    a worker that comes later, and a run that is resumed, have the same. Every worker chooses the same.
+    """
+    if "shard_bytes" in given:
+        return config, ""
+    if cluster.shard_bytes >= 0:
+        return msgspec.structs.replace(config, shard_bytes=cluster.shard_bytes), ""
+    if config.tune != "auto" or not nbytes or not _free(config):
+        return config, ""
+    size, why = shards_for(nbytes, cluster.workers, cluster.servers, cluster.link_mbit)
+    return msgspec.structs.replace(config, shard_bytes=size), why
+
+
+def _free(config: JobConfig) -> bool:
+    """True if the bytes of the result do not depend on where shards are cut: every word is treated by itself."""
+    codecs = [config.codec, config.down, *(group.codec for group in config.groups if group.codec is not None)]
+    whole = config.clip is not None or config.keyed or config.parameters == "streamed"
+    by_word = isinstance(config.sync, Sync | AllReduce) and not isinstance(config.optimizer, Muon | Sum)
+    return by_word and not whole and all(isinstance(codec, _BY_WORD) for codec in codecs)

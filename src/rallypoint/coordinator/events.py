@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.store import closing
+from rallypoint.store.files import EndingThread
 
 log = logging.getLogger("rallypoint")
 
@@ -64,7 +64,7 @@ class EventLog:
             self._thread.start()
         self._lines.put(line)
 
-    def stop(self) -> closing.Ending:
+    def stop(self) -> EndingThread:
         """Let the thread write what waits, close the file and end. Return it, to be waited for."""
         if self._thread.ident is None:
             self._thread.start()

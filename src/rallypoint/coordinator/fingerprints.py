@@ -18,8 +18,8 @@ from rallypoint.coordinator.journal import opened_to_read, own
 from rallypoint.core.protocol import Contributed, Fingerprint, Updated
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import DataError
-from rallypoint.store import closing
-from rallypoint.store.disks import journal_mode
+from rallypoint.store import files
+from rallypoint.store.files import EndingThread, journal_mode
 
 log = logging.getLogger("rallypoint")
 
@@ -67,12 +67,12 @@ class FingerprintLog:
         with contextlib.suppress(queue.Full):
             self._claims.put_nowait((member, claim))
 
-    def stop(self) -> list[closing.Ending]:
+    def stop(self) -> list[EndingThread]:
         """Let the thread write what waits, and end. Return it, to be waited for, if there is one."""
         if self._thread.ident is None:
             return []
         with contextlib.suppress(queue.Full):
-            self._claims.put(None, timeout=closing.PATIENCE_S)
+            self._claims.put(None, timeout=files.END_PATIENCE_S)
         return [(self._thread, f"the digests {self._path}")]
 
     def _run(self) -> None:

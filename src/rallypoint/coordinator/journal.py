@@ -22,8 +22,7 @@ from rallypoint.config.changes import kept_record
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError
 from rallypoint.net.handshake import KEY_BYTES
-from rallypoint.store import closing
-from rallypoint.store.disks import WAL, is_over, journal_mode
+from rallypoint.store.files import WAL, EndingThread, is_over, journal_mode
 
 log = logging.getLogger("rallypoint")
 
@@ -199,7 +198,7 @@ class Persistence:
         if self._unsaved is not None and now >= self._again_at and not self._writer.is_busy:
             self._try(now, needed=False)
 
-    def stop(self) -> closing.Ending:
+    def stop(self) -> EndingThread:
         """Let the thread try once more, close the journal and end. Return it, to be waited for."""
         return self._writer.stop(self._unsaved)
 
@@ -256,7 +255,7 @@ class _Writer:
         why = f"its disk has not answered for {patience:g} s"
         raise DataError(f"the journal {self._journal.path} cannot be written ({why})")
 
-    def stop(self, unsaved: ClusterState | None) -> closing.Ending:
+    def stop(self, unsaved: ClusterState | None) -> EndingThread:
         """Let the thread write `unsaved`, close the journal and end."""
         with self._changed:
             if self._thread.ident is None:

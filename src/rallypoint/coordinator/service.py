@@ -36,7 +36,7 @@ from rallypoint.net.transport import Transport
 from rallypoint.observe.lines import Once
 from rallypoint.observe.observed import observed
 from rallypoint.observe.waits import wait_heeding_signals
-from rallypoint.store import closing
+from rallypoint.store.files import end_threads
 from rallypoint.store.snapshots import Retention
 
 log = logging.getLogger("rallypoint")
@@ -205,7 +205,7 @@ class CoordinatorService:
     def _stop(self) -> None:
         self._owner.stop()
         keeper = [] if self._keeper is None else [self._keeper.stop()]
-        closing.end(*keeper, self._log.stop(), *self._fingerprints.stop(), self._persistence.stop())
+        end_threads(*keeper, self._log.stop(), *self._fingerprints.stop(), self._persistence.stop())
 
     # ---- what it is made of ----
 

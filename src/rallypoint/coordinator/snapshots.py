@@ -14,9 +14,8 @@ from rallypoint.coordinator import inbox
 from rallypoint.coordinator.acts import Act, AddPart, BeginSnapshot, CommitSnapshot, FindSnapshot, Judge
 from rallypoint.core.protocol import Stored
 from rallypoint.errors import RallypointError
-from rallypoint.store import closing
+from rallypoint.store.files import EndingThread, patiently
 from rallypoint.store.manifest import Manifest, ShardEntry
-from rallypoint.store.retry import patiently
 from rallypoint.store.snapshots import Retention, SnapshotStore
 
 _JUDGED_LATE = 8  # complete snapshots whose evaluation may still be under way
@@ -63,7 +62,7 @@ class SnapshotKeeper:
             case _:
                 raise AssertionError(f"an act that is not about snapshots: {act}")
 
-    def stop(self) -> closing.Ending:
+    def stop(self) -> EndingThread:
         """Let the thread end after what was asked for before. Return it, to be waited for."""
         self._tasks.put(None)
         return self._thread, self._doing

@@ -677,7 +677,7 @@ class Snapshotted(AnyMessage, frozen=True):
     seconds: float
 
 
-# ---- hosts that keep pieces of the data set: `data/cache/` ----------------------------------------------------------
+# ---- hosts that keep pieces of the data set: `data/peers.py` --------------------------------------------------------
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):

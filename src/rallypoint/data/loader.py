@@ -20,9 +20,9 @@ from rallypoint.data.collate import collated, gathered
 from rallypoint.data.dataset import MapDataset, NotASample, check_dataset, fetch, shard_lengths
 from rallypoint.data.order import OrderAhead
 from rallypoint.data.randomness import seed_everything
-from rallypoint.data.sources.tokens import Lanes
 from rallypoint.data.spec import Collate, Loader
 from rallypoint.data.stream import Stream, StreamItems
+from rallypoint.data.tokens import Lanes
 from rallypoint.errors import DataError
 
 log = logging.getLogger("rallypoint")
@@ -81,7 +81,7 @@ class MicroBatches:
             self._order = _order_of(dataset, config)
         self.config, self.loader = config, loader or Loader()
         self._device, self._collate = device, collate
-        self.dataset, self._reading = dataset, Reading(dataset, self.loader)
+        self.dataset, self._reading = dataset, ReadingAhead(dataset, self.loader)
         self._micro, self._part = config.batch // config.accumulate, part
         self._parted = part[:1] if part[1] > 1 else ()  # ranks that have the same part draw the same random numbers
         if self._micro % part[1]:
@@ -183,7 +183,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-class Reading:
+class ReadingAhead:
     """Reads the samples of one micro-batch after another.
 
     Random numbers are seeded before each micro-batch. One of which a sample fails is read again as a whole, so what its

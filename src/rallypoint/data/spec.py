@@ -20,8 +20,8 @@ from torch.utils.data import (
 )
 
 from rallypoint.data.dataset import MapDataset
-from rallypoint.data.sources.tokens import Lanes
 from rallypoint.data.stream import Stream
+from rallypoint.data.tokens import Lanes
 from rallypoint.errors import DataError, UsageError
 
 Data = MapDataset | DataLoader[Any] | Stream | Iterable[Any] | Callable[..., Iterable[Any]]
@@ -67,7 +67,7 @@ class Loader:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenData:
     """What the script gives `job.train` as data.
 
     Attributes:
@@ -84,7 +84,7 @@ class Given:
     settings: dict[str, Any]
 
 
-def given(data: Any, collate: Collate | None = None, loader: Loader | None = None) -> Given:
+def given(data: Any, collate: Collate | None = None, loader: Loader | None = None) -> GivenData:
     """Return the data set, and with a DataLoader what else it says.
 
     Its data set, collate_fn, batch size, order (shuffled or not), num_workers, pin_memory, worker_init_fn and
@@ -95,8 +95,8 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
     if not isinstance(data, DataLoader):
         data = Stream(data) if _only_iterable(data) else data
         if isinstance(data, Stream):
-            return Given(data, collate, loader or Loader(), data.settings)
-        return Given(data, collate, loader or Loader(), {"order": "sequential"} if isinstance(data, Lanes) else {})
+            return GivenData(data, collate, loader or Loader(), data.settings)
+        return GivenData(data, collate, loader or Loader(), {"order": "sequential"} if isinstance(data, Lanes) else {})
     if data.batch_size is None or not (type(data.batch_sampler) is BatchSampler or _torchdatas(data.batch_sampler)):
         raise DataError(
             "a DataLoader with a batch sampler of its own, or without batches, was given: which samples a step takes "
@@ -111,10 +111,10 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
     if isinstance(data.dataset, IterableDataset):
         stream, like = Stream(data.dataset), _like(data)
         like = replace(like, workers=min(like.workers, 1))  # each would read all of the one part
-        return Given(stream, collate or own, loader or like, {"batch": data.batch_size, **stream.settings})
+        return GivenData(stream, collate or own, loader or like, {"batch": data.batch_size, **stream.settings})
     dataset, order = _ordered(data)
     settings = {"batch": data.batch_size, "order": order}
-    return Given(dataset, collate or own, loader or _like(data), settings)
+    return GivenData(dataset, collate or own, loader or _like(data), settings)
 
 
 def _only_iterable(data: Any) -> bool:

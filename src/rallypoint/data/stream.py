@@ -114,7 +114,7 @@ class StreamItems:
         self._keep = STEPS_KEPT * order.stride
         self._lanes = 1 if step_by_step(config) else order.sharing
         self._batch = config.batch
-        self._readers: dict[tuple[int, int], Reader] = {}
+        self._readers: dict[tuple[int, int], StreamReader] = {}
         self._process = os.getpid()
 
     def __len__(self) -> int:
@@ -139,14 +139,14 @@ class StreamItems:
         part, first, stop = self._order.items(step, replica)
         return self._reader(part, first).has(stop - 1)
 
-    def _reader(self, part: int, item: int) -> Reader:
+    def _reader(self, part: int, item: int) -> StreamReader:
         """The one that reads this item of the part."""
         if self._process != os.getpid():
             _inherited.append(self._readers)
             self._readers, self._process = {}, os.getpid()
         which = part, item // self._batch % self._lanes
         if which not in self._readers:
-            self._readers[which] = Reader(
+            self._readers[which] = StreamReader(
                 self._stream.source, part, self._stream.parts, seed=self._seed, passes=self._passes, keep=self._keep
             )
         return self._readers[which]
@@ -163,7 +163,7 @@ class _Raised:
     """Stands for an item whose iterator raised an error."""
 
 
-class Reader:
+class StreamReader:
     """The items of one part, numbered from 0, pass after pass (`passes`; 0: without end).
 
     The newest `keep` items are kept. To give an older one it begins anew and skips, and so it does after an error of

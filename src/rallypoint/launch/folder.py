@@ -21,7 +21,7 @@ from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.typed import printable
 from rallypoint.errors import DataError, RallypointError, UsageError
-from rallypoint.launch.code.kept import CODE, remove
+from rallypoint.launch.kept_code import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS_FOLDER, TLS, read_plan
 from rallypoint.own_files import opened, read_file
 from rallypoint.store.snapshots import SnapshotStore

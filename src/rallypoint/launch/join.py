@@ -19,11 +19,10 @@ from rallypoint.errors import JobAborted, RallypointError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.discovery.entry import enter, place_of
-from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.launch.health import answering, health_at
+from rallypoint.launch.embedded import EmbeddedJob, import_job, replay_job
+from rallypoint.launch.engines.discovery import enter, place_of
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.launch.observing.metrics import of_process
+from rallypoint.launch.observing.health import answering, health_at, of_process
 from rallypoint.launch.observing.stacks import keep_stacks
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import flush_output, say
@@ -52,7 +51,7 @@ _PHASES = ("wait", LOAD, "backward", "install", "evaluate")  # of a worker, for 
 def join() -> Job | RankJob:
     """Join the job of the launcher that started this process. Without one, get an embedded cluster in this process.
 
-    Under ``torchrun`` and ``mpirun`` the processes make a cluster of their own: see `launch.discovery.entry`.
+    Under ``torchrun`` and ``mpirun`` the processes make a cluster of their own: see `launch.engines.discovery`.
 
     The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID, RALLYPOINT_TOKEN (or
     RALLYPOINT_TOKEN_FILE), RALLYPOINT_TLS (with TLS) and (where there are aggregators) RALLYPOINT_NEAR.
@@ -66,13 +65,9 @@ def join() -> Job | RankJob:
         raise UsageError(IN_A_CHILD)
     coordinator = os.environ.get(environment.COORDINATOR)
     if os.environ.get(environment.REPLAY):
-        from rallypoint.launch.observing.replay_job import replay_job
-
         sys.excepthook = _one_sentence
         return _closed_at_exit(replay_job(os.environ[environment.REPLAY]))
     if os.environ.get(environment.IMPORT):
-        from rallypoint.launch.importing.job import import_job
-
         sys.excepthook = _one_sentence
         return _closed_at_exit(import_job(os.environ[environment.IMPORT]))
     if not coordinator:

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -16,17 +17,29 @@ import msgspec
 import typer
 
 from rallypoint.config import overrides_from
+from rallypoint.config.checks import check_values
 from rallypoint.config.keys import check_keys
-from rallypoint.config.topology import read_topology
-from rallypoint.config.values import check_values
 from rallypoint.core.plan.topology import Topology
-from rallypoint.errors import UsageError
+from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.cluster import CLUSTER, FILES, LAUNCHER, ON_LOOPBACK, SNAPSHOTS, ClusterConfig, option
-from rallypoint.launch.engines.choice import check_engine
-from rallypoint.launch.engines.remote.hosts import hosts_of
+from rallypoint.launch.engines.cluster import check_engine
 from rallypoint.launch.folder import new_folder
-from rallypoint.launch.plan import AUTO, HERE, SNAPSHOTS_FOLDER, Launch, parse_workers, with_whole_paths
+from rallypoint.launch.plan import (
+    AUTO,
+    CLUSTER,
+    FILES,
+    HERE,
+    LAUNCHER,
+    ON_LOOPBACK,
+    SNAPSHOTS,
+    SNAPSHOTS_FOLDER,
+    ClusterConfig,
+    Launch,
+    hosts_of,
+    option,
+    parse_workers,
+    with_whole_paths,
+)
 from rallypoint.net.rdma import TRANSPORTS, chosen
 from rallypoint.store.snapshots import Retention
 
@@ -173,7 +186,7 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
         """Return where the file with the places of metrics belongs, for the plan."""
         if not self.metrics:
             return ""
-        from rallypoint.launch.observing.metrics import check_installed
+        from rallypoint.launch.observing.health import check_installed
 
         check_installed()
         if self.hosts or self.engine != "local":
@@ -264,3 +277,29 @@ def arguments_of(options: RunOptions) -> list[str]:
         else:
             words += [part for one in (value if isinstance(value, list) else [value]) for part in (word, str(one))]
     return words
+
+
+def read_topology(path: Path) -> Topology:
+    """Return what a user tells of the machines in a TOML or JSON file. Raises ConfigError if it says something else.
+
+        [hosts.node1]                 # the name that the host gives itself, or the address at which its servers listen
+        rack = "a"
+        link_mbit = 10000
+
+        [racks.a]                     # only for racks whose uplink is narrow
+        uplink_mbit = 20000
+
+    In JSON: ``{"hosts": {"node1": {"rack": "a", "link_mbit": 10000}}, "racks": {"a": {"uplink_mbit": 20000}}}``.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the topology {path} cannot be read: {error.strerror}") from None
+    try:
+        data = msgspec.json.decode(text) if path.suffix == ".json" else tomllib.loads(text.decode())
+        return msgspec.convert(data, Topology)
+    except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:  # (or a ValidationError)
+        raise ConfigError(
+            f"the topology {path}: {error}. Write [hosts.NAME] with rack = \"a\" and link_mbit = 10000, and [racks.a] "
+            "with uplink_mbit = 20000 (or the same in JSON, in a file that ends with .json)"
+        ) from None

@@ -1,4 +1,7 @@
-"""One run on a cluster: applies the `Supervisor`'s decisions to a `Cluster`, shows progress, ends every process."""
+"""``rallypoint run``: prepares a run's folder, runs its cluster to the end, reports how it ended.
+
+`ClusterRun` applies the `Supervisor`'s decisions to a `Cluster`, shows progress, ends every process.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,27 @@ from pathlib import Path
 from rich.markup import escape
 
 from rallypoint.core.cluster.terms import LIVING_S
-from rallypoint.core.protocol import Drain as SendAway
-from rallypoint.core.protocol import Finished, Release, Resize, SnapshotWanted
+from rallypoint.core.protocol import Drain, Finished, Release, Resize, SnapshotWanted
 from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageError
-from rallypoint.launch import environment
+from rallypoint.launch import environment, kept_code
 from rallypoint.launch.access import transport_of
-from rallypoint.launch.code import kept
-from rallypoint.launch.console import OutputClosed, RunConsole, Screen
-from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
+from rallypoint.launch.console import Output, OutputClosed, RunConsole, Screen
+from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle, cluster_of, kind_of
+from rallypoint.launch.engines.local import LineRelay
 from rallypoint.launch.engines.ranks import grouped
-from rallypoint.launch.engines.relay import Relay
-from rallypoint.launch.folder import Where, write_where
-from rallypoint.launch.lifeline import NOTICES, Interrupted, noted
-from rallypoint.launch.observing.beside import Beside, merge_trace
-from rallypoint.launch.output import Output
+from rallypoint.launch.folder import (
+    CLUSTER_FILE,
+    Where,
+    clear,
+    locked,
+    not_begun,
+    refuse_an_old_run,
+    refuse_unwritable_snapshots,
+    refuse_used_snapshots,
+    write_where,
+)
+from rallypoint.launch.lifeline import NOTICES, Interrupted, noted, raised
+from rallypoint.launch.observing.beside import Observers, merge_trace
 from rallypoint.launch.plan import (
     Launch,
     certificates_of,
@@ -35,11 +45,114 @@ from rallypoint.launch.plan import (
     server_arguments,
     write_plan,
 )
-from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
+from rallypoint.launch.supervisor import (
+    COORDINATOR,
+    Decision,
+    DrainProcess,
+    Fail,
+    RestartLimits,
+    RunOver,
+    StartProcess,
+    Supervisor,
+    Warn,
+)
 from rallypoint.net.handshake import LAUNCHER, Identity, new_token, role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 
-LIMITS = Limits()
+INTERRUPTED = 130  # the exit status after Ctrl-C
+CLOSED = 141  # the status of a process that SIGPIPE ended, when nobody reads our output any more
+
+
+def launch(
+    plan: Launch, console: RunConsole, intervene: Intervene | None = None, *, overwrite: bool = False,
+    original: bool = False, made: bool = False,
+) -> int:  # fmt: skip
+    """Start the cluster, show its progress, restart what dies, end it. Returns the exit status.
+
+    `intervene` is called repeatedly during the run and may change the cluster. `overwrite` deletes what an earlier run
+    has left in the folder; without it that raises UsageError (except with `plan.resume`). With `original` a resumed run
+    uses the code that it began with, not the files as they are now. `made`: its folder was made for it (`new_folder`),
+    and goes if it cannot begin.
+    """
+    folder = Path(plan.folder)
+    fresh = made or not folder.exists()
+    with locked(folder), not_begun(folder) if fresh else contextlib.nullcontext():
+        if overwrite:
+            if stays := clear(folder):
+                console.say(f"[yellow]{escape(stays)}[/yellow]")
+            refuse_used_snapshots(plan.snapshots)
+        elif not plan.resume:
+            refuse_an_old_run(folder, plan.snapshots)
+        if plan.engine == "local":  # else the servers' machines write them
+            refuse_unwritable_snapshots(plan.snapshots)
+        edited = _keep_code(plan, console, original=original)
+        write_plan(plan)
+        console.console.print(f"[dim]the run's folder: {escape(plan.folder)}[/dim]", soft_wrap=True)
+        screen = console.console
+        if not isinstance(screen, Screen):
+            return _launch_locked(plan, console, intervene or _let_be, edited)
+        with screen.unhurried():
+            status = _launch_locked(plan, console, intervene or _let_be, edited)
+            screen.hurried = status in (INTERRUPTED, CLOSED)
+        return status
+
+
+def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edited: list[str]) -> int:
+    def warn(text: str) -> None:
+        console.say(f"[yellow]{escape(text)}[/yellow]")
+
+    engine = kind_of(plan.engine)
+    try:
+        with (
+            raised(),
+            cluster_of(plan, warn) as cluster,
+            ClusterRun(plan, console, cluster, edited) as run,
+        ):
+            status = run.watch(intervene)
+        if status == 0:
+            console.console.print(f"[dim]everything of this run: {escape(plan.folder)}[/dim]", soft_wrap=True)
+        return status
+    except (KeyboardInterrupt, Interrupted) as interrupt:
+        console.close()
+        number = interrupt.args[0] if isinstance(interrupt, Interrupted) else signal.SIGINT
+        by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+        console.console.print(f"[yellow]interrupted{by}: every process has been ended[/yellow]")
+        console.say_how_to_go_on(plan, failed=False)
+        if number in engine.notices:
+            console.say(escape(engine.run_again()))
+        return INTERRUPTED
+    except OutputClosed:
+        return CLOSED
+    finally:
+        (Path(plan.folder) / CLUSTER_FILE).unlink(missing_ok=True)
+
+
+def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> list[str]:
+    """Copy the script and its modules into the run's folder. For a resumed run, report which of them have changed.
+
+    Returns the files that differ from the copies from now on: none, unless `original`.
+    """
+    folder = Path(plan.folder)
+    if not plan.script:
+        return []
+    if plan.resume and (folder / kept_code.CODE).is_dir():
+        changed = kept_code.changed(plan.script, folder)
+        which = "as it was (--original)" if original else "as it is now; --original takes it as it was"
+        if changed:
+            files = escape(kept_code.named(changed))
+            console.say(f"[yellow]changed since the run began: {files}. The code runs {which}[/yellow]")
+        if original:
+            return changed
+    if sentence := kept_code.keep(plan.script, folder):
+        console.say(f"[yellow]{escape(sentence)}[/yellow]")
+    return []
+
+
+def _let_be(_: ClusterRun) -> None:
+    """Do nothing: the default for `intervene`."""
+
+
+LIMITS = RestartLimits()
 _GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by itself
 _CLOSE_S = 15.0  # seconds in which servers and the coordinator may close their files; longer than a store is waited for
 _ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
@@ -58,14 +171,14 @@ class ClusterRun:
         """`edited`: the user's files that are known to differ from the copies that the run keeps."""
         self.plan, self.console, self.cluster = plan, console, cluster
         wanted = {"worker": plan.workers[1] + plan.standby, "server": plan.servers, "aggregator": plan.aggregators}
-        self.supervisor = Supervisor(wanted, LIMITS if plan.restart else Limits(restart=False))
+        self.supervisor = Supervisor(wanted, LIMITS if plan.restart else RestartLimits(restart=False))
         self.handles: dict[str, Handle] = {}
         self.failure = ""
         self._over, self._coordinators = False, 0  # how many coordinators were started
         self._token, self._address, self._tls = new_token(), "", certificates_of(plan)
         self._transport = transport_of(self._tls, "observer")
-        self._lines = Relay()
-        self._output, self._beside = Output(), Beside(plan)
+        self._lines = LineRelay()
+        self._output, self._beside = Output(), Observers(plan)
         self._observer: CoordinatorLink | None = None
         self._endings, self._said_changed = list[str](), list(edited)
 
@@ -176,21 +289,21 @@ class ClusterRun:
     def _do(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
             match decision:
-                case Start(name=name, role=role):
+                case StartProcess(name=name, role=role):
                     self._start(name, role)
-                case Drain(name=name):
+                case DrainProcess(name=name):
                     self.handles[name].signal(signal.SIGTERM)
                 case Warn(text=text):
                     self.console.say(f"[yellow]{escape(text)}[/yellow]")
                 case Fail(reason=reason):
                     self.failure = reason
-                case Over():
+                case RunOver():
                     self._over = True
                     self.console.show(Finished())  # the link may have been down when the coordinator sent this
 
-    def _resized(self, size: Resize | SendAway) -> None:
-        if isinstance(size, SendAway):
-            return self._do([Drain(size.member)] if size.member in self.handles else [])
+    def _resized(self, size: Resize | Drain) -> None:
+        if isinstance(size, Drain):
+            return self._do([DrainProcess(size.member)] if size.member in self.handles else [])
         wanted = (("worker", size.workers and size.workers + self.plan.standby), ("server", size.servers))
         self._do(self.supervisor.resized({role: number for role, number in wanted if number}, time.monotonic()))
         self.plan = resized(self.plan, size.workers, size.servers)
@@ -356,14 +469,14 @@ def _is_told_us(name: str, line: str) -> bool:
 def _worker_argv(run: ClusterRun, name: str) -> tuple[str, ...]:
     if not run.plan.script:
         return run.plan.worker
-    changed = kept.changed(run.plan.script, Path(run.plan.folder))
+    changed = kept_code.changed(run.plan.script, Path(run.plan.folder))
     if changed and changed != run._said_changed:
         run._said_changed = changed
         run.console.say(
-            f"[yellow]edited since the run began: {escape(kept.named(changed))}; {name} runs the code that the run "
-            "began with[/yellow]"
+            f"[yellow]edited since the run began: {escape(kept_code.named(changed))}; {name} runs the code that the "
+            "run began with[/yellow]"
         )
-    return kept.worker_argv(run.plan.worker, run.plan.script, Path(run.plan.folder))
+    return kept_code.worker_argv(run.plan.worker, run.plan.script, Path(run.plan.folder))
 
 
 def _interrupt(run: ClusterRun, handles: Sequence[Handle]) -> None:

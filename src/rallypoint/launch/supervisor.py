@@ -26,7 +26,7 @@ _STARTED = ("server", "aggregator", "worker")  # in this order, once the coordin
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartProcess:
     """Start a process of this role under this name."""
 
     name: str
@@ -34,7 +34,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class DrainProcess:
     """Tell this process to give up its work and exit (SIGTERM)."""
 
     name: str
@@ -55,15 +55,15 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class RunOver:
     """The coordinator has ended without error: the job is over."""
 
 
-Decision = Start | Drain | Warn | Fail | Over
+Decision = StartProcess | DrainProcess | Warn | Fail | RunOver
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RestartLimits:
     """When to stop restarting processes.
 
     Attributes:
@@ -94,7 +94,7 @@ class Supervisor:
     """The processes of one run. `wanted`: how many of each role should run, standby workers included."""
 
     wanted: dict[str, int]
-    limits: Limits = field(default_factory=Limits)
+    limits: RestartLimits = field(default_factory=RestartLimits)
     running: dict[str, _Process] = field(default_factory=dict)
     took_part: set[str] = field(default_factory=set)
     _listening: bool = False
@@ -137,7 +137,7 @@ class Supervisor:
         """A process has ended."""
         process = self.running.pop(name)
         if process.role == COORDINATOR and how.status == 0:
-            return [Over()]
+            return [RunOver()]
         if process.draining:
             return []  # it was told to exit, and is not counted since then
         if how.status == 0:
@@ -156,7 +156,7 @@ class Supervisor:
             staying = [name for name, p in self.running.items() if p.role == role and not p.draining]
             for name in staying[self.wanted[role] :]:
                 self.running[name].draining = True
-                decisions.append(Drain(name))
+                decisions.append(DrainProcess(name))
             if self._listening and role not in self._start_at:
                 decisions += [self._start(role, now) for _ in range(self._missing(role))]
         return decisions
@@ -181,11 +181,11 @@ class Supervisor:
 
     # ---- decisions ----
 
-    def _start(self, role: str, now: float) -> Start:
+    def _start(self, role: str, now: float) -> StartProcess:
         name = role if role == COORDINATOR else f"{role}{self._names[role]}"
         self._names[role] += 1
         self.running[name] = _Process(role, now, self._waves[role])
-        return Start(name, role)
+        return StartProcess(name, role)
 
     def _count(self, role: str) -> int:
         return sum(p.role == role and not p.draining for p in self.running.values())

@@ -24,7 +24,7 @@ from rallypoint.core.plan.port import PortPacer, Sent
 from rallypoint.core.protocol import MOST_LINKS, GpuSample, LinkSample, Sampled
 from rallypoint.core.view import View
 from rallypoint.net.transport import LEAST_PACE, Transport
-from rallypoint.observe.usage import Flow, Link, Pace, Traffic, Usage, can_read, nvidia_library, usage
+from rallypoint.observe.usage import Flow, LinkPace, LinkUsage, Traffic, Usage, can_read, nvidia_library, usage
 
 # ---- Makes a member's samples: rates from counters that it reads now and then ----
 
@@ -42,9 +42,9 @@ class Sampler:
     """
 
     usage: Callable[[], Usage]
-    links: Callable[[], Mapping[str, Link]]
+    links: Callable[[], Mapping[str, LinkUsage]]
     waited: Callable[[], float]
-    _last: tuple[float, Usage, Mapping[str, Link], float] | None = None
+    _last: tuple[float, Usage, Mapping[str, LinkUsage], float] | None = None
     _due: float = -math.inf  # infinity: never
 
     def sample(self, now: float) -> Sampled | None:
@@ -82,11 +82,11 @@ def traffic_of(transport: Transport) -> Traffic:
     return getattr(transport, "traffic", None) or Traffic()
 
 
-def _links(before: Mapping[str, Link], after: Mapping[str, Link], seconds: float) -> dict[str, LinkSample]:
+def _links(before: Mapping[str, LinkUsage], after: Mapping[str, LinkUsage], seconds: float) -> dict[str, LinkSample]:
     """The links with the most bytes. One that was made anew meanwhile counts from its beginning."""
     found = {}
     for address, link in after.items():
-        was = before.get(address, Link())
+        was = before.get(address, LinkUsage())
         sent, received = link.sent - was.sent, link.received - was.received
         if sent < 0 or received < 0:
             sent, received = link.sent, link.received
@@ -115,7 +115,7 @@ class Pacing:
     """Makes what a member's beats say of links: ``since_last(...)``, of one thread."""
 
     traffic: Traffic
-    _last: Mapping[Flow, Pace] = field(default_factory=dict)
+    _last: Mapping[Flow, LinkPace] = field(default_factory=dict)
     _then: float = 0.0
 
     def since_last(self, view: View | None, me: str, now: float) -> dict[str, tuple[float, float]]:
@@ -129,25 +129,25 @@ class Pacing:
             return {}
         ids = {server.address: server.id for server in view.servers}
         accepted = me if me in ids.values() else ""
-        found: dict[str, Pace] = {}
+        found: dict[str, LinkPace] = {}
         for flow, pace in self._last.items():
             server = ids.get(flow.address, "") if flow.address else accepted
             sent = _between(before.get(flow, pace), pace)
             if server and sent.acknowledged >= _LEAST_BYTES:
-                found[server] = _both(found.get(server, Pace()), sent)
+                found[server] = _both(found.get(server, LinkPace()), sent)
         return {
             server: (round(pace.acknowledged / seconds), round(min(1.0, pace.busy / seconds), 6))
             for server, pace in found.items()
         }
 
 
-def _between(before: Pace, after: Pace) -> Pace:
-    return Pace(after.acknowledged - before.acknowledged, after.busy - before.busy)
+def _between(before: LinkPace, after: LinkPace) -> LinkPace:
+    return LinkPace(after.acknowledged - before.acknowledged, after.busy - before.busy)
 
 
-def _both(one: Pace, other: Pace) -> Pace:
+def _both(one: LinkPace, other: LinkPace) -> LinkPace:
     """Two connections over one link, which are busy at the same time."""
-    return Pace(one.acknowledged + other.acknowledged, max(one.busy, other.busy))
+    return LinkPace(one.acknowledged + other.acknowledged, max(one.busy, other.busy))
 
 
 log = logging.getLogger("rallypoint")

@@ -19,7 +19,7 @@ from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, Us
 from rallypoint.net.sampling import Port
 from rallypoint.net.transport import PLAIN, Secured
 from rallypoint.observe.lines import Sparingly
-from rallypoint.observe.usage import Pace, Traffic
+from rallypoint.observe.usage import LinkPace, Traffic
 
 # ---- What the kernel knows of a TCP connection (linux/tcp.h, struct tcp_info), and what it is told ----
 
@@ -56,13 +56,13 @@ def round_trip_of(sock: socket.socket) -> float:
     return 0.0
 
 
-def pace_of(sock: socket.socket) -> Pace:
+def pace_of(sock: socket.socket) -> LinkPace:
     """What was acknowledged, and for how long some was on its way; nothing where the system does not tell, or the
     socket is closed. The kernel counts the time in its ticks, of 1 to 4 ms."""
     with contextlib.suppress(OSError, struct.error, AttributeError):
         acknowledged, busy = _PACE.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _PACE.size))
-        return Pace(acknowledged, busy / 1e6)
-    return Pace()
+        return LinkPace(acknowledged, busy / 1e6)
+    return LinkPace()
 
 
 def sent_of(sock: socket.socket) -> Sent | None:

@@ -15,7 +15,7 @@ _LOOPBACK = "lo"
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuUsage:
     """One GPU: the share of the time in which it was busy, of late; bytes of its memory."""
 
     busy: float
@@ -46,7 +46,7 @@ class Usage:
     received: int
     own_busy: float
     own_memory: int
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuUsage, ...] = ()
 
 
 def can_read() -> bool:
@@ -96,7 +96,7 @@ def nvidia_library() -> Any:
     return pynvml
 
 
-def _gpus(nvidia: Any) -> tuple[Gpu, ...]:
+def _gpus(nvidia: Any) -> tuple[GpuUsage, ...]:
     try:
         handles = [nvidia.nvmlDeviceGetHandleByIndex(i) for i in range(min(MOST_GPUS, nvidia.nvmlDeviceGetCount()))]
         return tuple(_gpu(nvidia, handle) for handle in handles)
@@ -104,12 +104,12 @@ def _gpus(nvidia: Any) -> tuple[Gpu, ...]:
         return ()  # a driver that fails: the next look may find it again
 
 
-def _gpu(nvidia: Any, handle: Any) -> Gpu:
+def _gpu(nvidia: Any, handle: Any) -> GpuUsage:
     memory = nvidia.nvmlDeviceGetMemoryInfo(handle)
-    return Gpu(nvidia.nvmlDeviceGetUtilizationRates(handle).gpu / 100, memory.used, memory.total)
+    return GpuUsage(nvidia.nvmlDeviceGetUtilizationRates(handle).gpu / 100, memory.used, memory.total)
 
 
-class Link(NamedTuple):
+class LinkUsage(NamedTuple):
     """The connections to one address: bytes until now, and the round trip (s; 0: unknown)."""
 
     sent: int = 0
@@ -117,7 +117,7 @@ class Link(NamedTuple):
     round_trip: float = 0.0
 
 
-class Pace(NamedTuple):
+class LinkPace(NamedTuple):
     """Bytes that the other side has acknowledged until now, and seconds in which some were on their way."""
 
     acknowledged: int = 0
@@ -133,7 +133,7 @@ class Flow:
     __slots__ = ("address", "pace", "received", "round_trip", "sent")
 
     def __init__(
-        self, address: str = "", round_trip: Callable[[], float] = lambda: 0.0, pace: Callable[[], Pace] = Pace
+        self, address: str = "", round_trip: Callable[[], float] = lambda: 0.0, pace: Callable[[], LinkPace] = LinkPace
     ) -> None:
         self.sent = self.received = 0
         self.address, self.round_trip, self.pace = address, round_trip, pace
@@ -151,7 +151,7 @@ class Traffic:
         self._ended = Flow()
 
     def opened(
-        self, address: str = "", round_trip: Callable[[], float] = lambda: 0.0, pace: Callable[[], Pace] = Pace
+        self, address: str = "", round_trip: Callable[[], float] = lambda: 0.0, pace: Callable[[], LinkPace] = LinkPace
     ) -> Flow:
         """A connection begins. Returns what it counts in. For the arguments see `Flow`."""
         flow = Flow(address, round_trip, pace)
@@ -167,18 +167,18 @@ class Traffic:
                 self._ended.sent += flow.sent
                 self._ended.received += flow.received
 
-    def links(self) -> dict[str, Link]:
+    def links(self) -> dict[str, LinkUsage]:
         """The links that are open and were dialed, by address."""
         with self._lock:
             flows = [flow for flow in self._open if flow.address]
-        found: dict[str, Link] = {}
+        found: dict[str, LinkUsage] = {}
         for flow in flows:
-            also = found.get(flow.address, Link())
+            also = found.get(flow.address, LinkUsage())
             round_trip = max(also.round_trip, flow.round_trip())
-            found[flow.address] = Link(also.sent + flow.sent, also.received + flow.received, round_trip)
+            found[flow.address] = LinkUsage(also.sent + flow.sent, also.received + flow.received, round_trip)
         return found
 
-    def paces(self) -> dict[Flow, Pace]:
+    def paces(self) -> dict[Flow, LinkPace]:
         """The pace of each connection that is open."""
         with self._lock:
             flows = [*self._open]

@@ -47,7 +47,7 @@ VALIDATION_BYTES = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Training):
+class GptSettings(Training):
     """The settings of one training: the model and how to train it."""
 
     model: GPTConfig
@@ -56,8 +56,10 @@ class Settings(Training):
 
 
 PRESETS = {
-    "tiny": Settings(model=GPTConfig(layers=4, heads=4, width=128, block=128), steps=800, batch=8, lr=4e-3, warmup=50),
-    "small": Settings(
+    "tiny": GptSettings(
+        model=GPTConfig(layers=4, heads=4, width=128, block=128), steps=800, batch=8, lr=4e-3, warmup=50
+    ),
+    "small": GptSettings(
         model=GPTConfig(layers=6, heads=8, width=512, block=256), steps=2000, batch=16, lr=1e-3, warmup=100
     ),
 }
@@ -73,7 +75,7 @@ class PresetName(StrEnum):
 
 
 def train(
-    settings: Settings, *, data: Path | None, device: torch.device, out: Path | None, init: Path | None = None
+    settings: GptSettings, *, data: Path | None, device: torch.device, out: Path | None, init: Path | None = None
 ) -> None:
     """Train with these settings.
 

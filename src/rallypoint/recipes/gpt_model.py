@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rallypoint.errors import ConfigError
-from rallypoint.recipes.recipe import Saved
+from rallypoint.recipes.recipe import SavedModel
 
 VOCABULARY = 256
 """One token per byte value."""
@@ -81,7 +81,7 @@ class Block(nn.Module):
         return summed
 
 
-class GPT(Saved):
+class GPT(SavedModel):
     """A language model over bytes: int64 [batch, time] in, float logits [batch, time, 256] out.
 
     The initial weights come from torch's global generator: call `torch.manual_seed` first for the same model twice.

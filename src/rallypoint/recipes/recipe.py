@@ -66,7 +66,7 @@ DEVICE = typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is
 OUT = typer.Option(help="Folder for the trained model. Default: the run folder.")
 
 
-class Saved(nn.Module):
+class SavedModel(nn.Module):
     """A model that a folder holds: `model.safetensors` (tied weights once, with buffers) and `model.json` (`config`).
     """
 

@@ -42,7 +42,7 @@ STAGES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Training):
+class ResnetSettings(Training):
     """The settings of one training: the model and how to train it."""
 
     model: ResNetConfig
@@ -54,10 +54,10 @@ class Settings(Training):
     weight_decay: float = 5e-4
 
 
-DEFAULTS = Settings(model=ResNetConfig(channels=CHANNELS, classes=CLASSES))
+DEFAULTS = ResnetSettings(model=ResNetConfig(channels=CHANNELS, classes=CLASSES))
 
 
-def train(settings: Settings, *, device: torch.device, out: Path | None) -> None:
+def train(settings: ResnetSettings, *, device: torch.device, out: Path | None) -> None:
     """Train with these settings. Afterwards the lead worker prints the validation accuracy and saves the model."""
     train_images, validation_images = load_digits()
     torch.manual_seed(settings.seed)  # Every worker starts from the same weights.
@@ -137,7 +137,7 @@ def _command(
     out: Annotated[Path | None, OUT] = None,
 ) -> None:
     model = ResNetConfig(width=width, blocks=(blocks,) * STAGES, channels=CHANNELS, classes=CLASSES)
-    settings = Settings(
+    settings = ResnetSettings(
         model=model,
         steps=steps,
         batch=batch,

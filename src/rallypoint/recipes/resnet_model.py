@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rallypoint.errors import ConfigError
-from rallypoint.recipes.recipe import Saved
+from rallypoint.recipes.recipe import SavedModel
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class BasicBlock(nn.Module):
         return functional.relu(hidden + self.shortcut(x))
 
 
-class ResNet(Saved):
+class ResNet(SavedModel):
     """An image classifier: float [batch, channels, height, width] in, logits [batch, classes] out.
 
     The initial weights come from torch's global generator: call `torch.manual_seed` first for the same model twice.

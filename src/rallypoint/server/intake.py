@@ -30,8 +30,7 @@ from rallypoint.server.job import ServerJob
 from rallypoint.server.member import Views
 from rallypoint.server.rows import fits_rows
 from rallypoint.server.shard import fits
-from rallypoint.store.record import ShardRecord, decode_record
-from rallypoint.store.state import read_state
+from rallypoint.store.record import ShardRecord, decode_record, read_state
 
 # ---- Checks what a frame of each kind may carry in this job. A wrong frame raises ProtocolError (I9) ----
 

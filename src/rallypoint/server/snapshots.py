@@ -18,10 +18,9 @@ from rallypoint.net.frames import Header, Kind
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.inbox import Event, Restored, RestoreFailed, StateRecalled
 from rallypoint.server.job import ServerJob
-from rallypoint.store import closing
+from rallypoint.store.files import end_threads, patiently
 from rallypoint.store.manifest import located
 from rallypoint.store.record import ShardRecord
-from rallypoint.store.retry import patiently
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.store.writer import SnapshotWriter
 
@@ -295,7 +294,7 @@ class Restores:
         """Cancel, and wait for the threads; for a store that hangs only a few seconds."""
         readings = list(self._readings)
         self.cancel()
-        closing.end(*(reading.thread for reading in readings))
+        end_threads(*(reading.thread for reading in readings))
 
     def left_the_inbox(self) -> None:
         """The owner's thread took a record of the current restore out of the inbox."""

@@ -15,12 +15,10 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Shard, TensorSpec
 from rallypoint.core.optimizer import ENTRY
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError
-from rallypoint.store.checkpoints.format import Format
-from rallypoint.store.checkpoints.writing import WRITERS, Content, OptimizerState
+from rallypoint.store.checkpoints import WRITERS, Content, OptimizerState
 from rallypoint.store.manifest import Manifest, age
-from rallypoint.store.record import AVERAGE, AVERAGED, ShardRecord
-from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.store.state import MASTER, OWN
+from rallypoint.store.record import AVERAGE, AVERAGED, MASTER, OWN, ShardRecord
+from rallypoint.store.snapshots import Format, SnapshotStore
 
 _NAMED = 3  # frozen parameters named in the summary
 

@@ -1,20 +1,31 @@
-"""Whole files on any fsspec filesystem: a file exists completely or not at all, and on disk it survives a power cut."""
+"""Whole files on any fsspec filesystem: a file exists completely or not at all, and on disk it survives a power cut.
+
+Large local files go past the page cache (`DirectFile`). Reads of a store that fails temporarily are repeated
+(`patiently`), and a store that hangs does not keep a job from ending (`end_threads`). SQLite keeps a file whole by a
+log that needs shared memory, or by an older way, as the disk where it is allows (`journal_mode`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import logging
 import os
+import re
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from mmap import mmap
 from pathlib import Path
+from typing import TypeVar
 
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
-from rallypoint.errors import ConfigError
-from rallypoint.store.direct import DirectFile, new_buffer
+from rallypoint.errors import ConfigError, RallypointError, SnapshotError
 
 _PARTIAL = ".partial"
 
@@ -150,3 +161,224 @@ def _sync_folder(full: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+BUFFER_BYTES = 4 << 20
+_ALIGNMENT = 4096  # of memory, position and length: a multiple of every disk's logical block
+_LARGE = 1 << 16
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class DirectFile:
+    """A new file, written from beginning to end; a context manager that closes it.
+
+    A snapshot is written once and not read soon. In the page cache it would only evict data that other processes need,
+    and allocating and filling fresh pages costs more processor time than the rest of a snapshot. So the bytes go
+    directly from our memory to the disk (O_DIRECT), where the system and the filesystem support that.
+
+    Pieces are collected in `buffer` (see `new_buffer`). Raises FileExistsError when a file of that name exists. All
+    methods raise OSError like the filesystem.
+    """
+
+    def __init__(self, path: str, buffer: mmap) -> None:
+        self._buffer, self._filled = memoryview(buffer), 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        self._direct = _DIRECT != 0
+        try:
+            self._descriptor = os.open(path, flags | (_DIRECT if self._direct else 0), 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+            self._direct = False  # not supported here (files in memory, network filesystems)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # the failed open may have created the file
+            self._descriptor = os.open(path, flags, 0o666)
+
+    def __enter__(self) -> DirectFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._buffer.release()
+        os.close(self._descriptor)
+
+    def write(self, chunk: bytes | memoryview) -> None:
+        """Append `chunk` to the file."""
+        rest = memoryview(chunk).cast("B")
+        while len(rest):
+            taken = min(len(rest), len(self._buffer) - self._filled)
+            _copy(rest[:taken], self._buffer[self._filled : self._filled + taken])
+            self._filled += taken
+            rest = rest[taken:]
+            if self._filled == len(self._buffer):
+                self._flush(self._filled)
+
+    def sync(self) -> None:
+        """Flush everything to the disk; nothing can be written after that."""
+        self._flush(self._filled - self._filled % _ALIGNMENT)
+        self._go_through_the_cache()  # the last bytes do not fill a block
+        self._flush(self._filled)
+        os.fsync(self._descriptor)
+
+    def _flush(self, count: int) -> None:
+        """Write the first `count` collected bytes."""
+        written = 0
+        while written < count:
+            try:
+                written += os.write(self._descriptor, self._buffer[written:count])
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._go_through_the_cache()  # the disk's blocks are larger, or the disk was full for a moment
+        left = self._filled - count
+        self._buffer[:left] = self._buffer[count : self._filled]
+        self._filled = left
+
+    def _go_through_the_cache(self) -> None:
+        if self._direct:
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+            self._direct = False
+
+
+def _copy(chunk: memoryview, to: memoryview) -> None:
+    if len(chunk) < _LARGE:
+        to[:] = chunk
+        return
+    # Unlike the assignment of a slice, this lets other threads run. Imported here, because a process that only commits
+    # snapshots needs no numpy.
+    from numpy import copyto, frombuffer, uint8
+
+    copyto(frombuffer(to, uint8), frombuffer(chunk, uint8))
+
+
+def new_buffer() -> mmap:
+    """Return memory for DirectFiles, one after the other."""
+    return mmap(-1, BUFFER_BYTES)
+
+
+log = logging.getLogger("rallypoint")
+
+DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further try
+READ_AGAIN_S = (0.05, 0.2, 1.0)  # seconds before each further try after a read error of the disk
+_T = TypeVar("_T")
+
+
+class StoreSilent(SnapshotError):
+    """The filesystem of the snapshots did not answer. It may answer the next time."""
+
+
+def patiently(
+    call: Callable[[], _T], say: Callable[[str], None], doing: str, pause: Callable[[float], object] | None = None
+) -> _T:
+    """Return `call()`, repeated after a transient error up to `len(DELAYS_S)` times, with growing pauses.
+
+    `say` gets a sentence for each error. `pause` (default: `time.sleep`) gets the seconds to wait before the next try;
+    an exception from it ends the tries. Damage and a wrong format are raised at once. The last transient error is
+    raised as a SnapshotError that says what to do.
+    """
+    for delay in DELAYS_S:
+        try:
+            return call()
+        except Exception as error:  # remote filesystems raise exceptions of any type
+            if not _is_transient(error):
+                raise
+            say(f"{doing}: {_sentence(error)}; trying again in {delay:g} s")
+        (pause or time.sleep)(delay)
+    try:
+        return call()
+    except Exception as error:
+        if not _is_transient(error):
+            raise
+        raise SnapshotError(
+            f"{_sentence(error)} ({len(DELAYS_S) + 1} tries, {doing}): when it answers again, go on with "
+            "`rallypoint resume`"
+        ) from error
+
+
+def read_again(call: Callable[[], _T]) -> _T:
+    """Return `call()`, repeated after a read error of the disk (EIO): `len(READ_AGAIN_S)` times, with short pauses.
+
+    Raises the last OSError, and every other error at once. A wrong checksum is damage, which a second read would not
+    repair.
+    """
+    for pause in READ_AGAIN_S:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            log.warning("a file of a snapshot cannot be read: %s; trying again in %g s", error, pause)
+        time.sleep(pause)
+    return call()
+
+
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, StoreSilent) or not isinstance(error, RallypointError)
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, (RallypointError, OSError)) else f"{type(error).__name__}: {error}"
+
+
+END_PATIENCE_S = 10.0  # seconds that a store may still take when the job is over
+
+EndingThread = tuple[threading.Thread, str]  # a thread that was told to end, and what it does
+
+
+def end_threads(*threads: EndingThread) -> None:
+    """Wait for threads that were told to end, each given with what it does, for END_PATIENCE_S together.
+
+    If the store does not answer a thread in time, logs what is given up. The threads must be daemons: they may then be
+    left behind.
+    """
+    deadline = time.monotonic() + END_PATIENCE_S
+    for thread, doing in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            log.warning("given up: %s. The job is over, and the store has not answered for %g s", doing, END_PATIENCE_S)
+
+
+WAL, ROLLBACK = "wal", "truncate"
+_MOUNTS = Path("/proc/self/mountinfo")
+_SHARED = re.compile(  # file systems of networks; of FUSE's nobody knows, but for those of local disks
+    r"nfs\d?|cifs|smb\d?|smbfs|lustre|gpfs|beegfs|ceph|glusterfs|afs|ncpfs|ocfs2|gfs2?|pvfs2|orangefs|9p|virtiofs|"
+    r"fuse(?!blk|ctl).*"
+)
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+def journal_mode(path: Path) -> str:
+    """Return SQLite's ``journal_mode`` for the database at `path`: WAL, or ROLLBACK on a file system of a network.
+
+    With WAL the processes that use a file share memory, which those of two hosts cannot: SQLite does not support it
+    there. A rollback journal needs file locks alone, and costs two more flushes for each transaction.
+    """
+    try:
+        mounts = _MOUNTS.read_text(errors="replace")
+    except OSError:  # no Linux
+        return WAL
+    return ROLLBACK if _SHARED.fullmatch(kind_of(path.resolve(), mounts)) else WAL
+
+
+def kind_of(path: Path, mounts: str) -> str:
+    """Return the kind of the file system that holds `path`, as ``ext4``, by the text of ``mountinfo``; "": unknown."""
+    found, kind = -1, ""
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, about = before.split(" "), after.split(" ")
+        if len(fields) < 5 or not about[0]:
+            continue
+        place = Path(_ESCAPED.sub(lambda octal: chr(int(octal[1], 8)), fields[4]))
+        if path.is_relative_to(place) and len(place.parts) >= found:  # the last one hides those before it
+            found, kind = len(place.parts), about[0]
+    return kind
+
+
+def is_over(path: Path) -> bool:
+    """True if nobody has the database at `path` open, as far as its files say: it may be read without locks.
+
+    Without locks SQLite leaves no files of its own beside it. With a rollback journal the files do not say it.
+    """
+    with path.open("rb") as file:
+        header = file.read(20)
+    return header[18:20] == b"\x02\x02" and not path.with_name(f"{path.name}-wal").exists()  # its mode is WAL

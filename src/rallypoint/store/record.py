@@ -16,8 +16,11 @@ import msgspec
 import numpy as np
 import zstandard
 
-from rallypoint.errors import ConfigError, DamagedSnapshot, UsageError
-from rallypoint.store.manifest import Compression
+from rallypoint.config import JobConfig
+from rallypoint.core.layout import Shard
+from rallypoint.errors import ConfigError, DamagedSnapshot, ProtocolError, UsageError
+from rallypoint.optim import state_names
+from rallypoint.store.manifest import Compression, most_bytes
 
 MAX_ARRAY_BYTES = 1 << 30  # far above any shard
 _MAX_RECORD_BYTES = 2 << 30  # of a record whose shard is not known
@@ -70,7 +73,7 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: _Count  # as stored
 
 
-class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class _RecordHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     shard: _Count
     version: _Count
     compression: Compression
@@ -80,7 +83,7 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     memories: tuple[_Count, ...] = ()  # the replicas whose codec states are the last arrays
 
 
-_heads = msgspec.msgpack.Decoder(_Head)
+_heads = msgspec.msgpack.Decoder(_RecordHead)
 
 
 def encode_record(record: ShardRecord, compression: Compression) -> bytes:
@@ -102,7 +105,7 @@ def encode_chunks(record: ShardRecord, compression: Compression) -> list[bytes |
         _Stored(name, array.dtype.name, array.size, len(payload))
         for (name, array), payload in zip(named.items(), payloads, strict=True)
     ]
-    described = _Head(
+    described = _RecordHead(
         record.shard, record.version, compression, record.scalars, arrays, record.clocks, tuple(record.codec_states)
     )
     head = msgspec.msgpack.encode(described)
@@ -137,7 +140,7 @@ def decode_record(data: bytes, most: int = _MAX_RECORD_BYTES) -> ShardRecord:
     return ShardRecord(head.shard, head.version, arrays, head.scalars, head.clocks, states)
 
 
-def _read_head(view: memoryview) -> tuple[_Head, int]:
+def _read_head(view: memoryview) -> tuple[_RecordHead, int]:
     """Return the head, and the position where the payload begins."""
     if len(view) < _PREFIX.size:
         raise DamagedSnapshot(f"a shard record of {len(view)} bytes is too short to be one")
@@ -205,3 +208,35 @@ def _inflate(name: str, payload: memoryview, nbytes: int) -> bytes:
         return zstandard.ZstdDecompressor().decompress(payload, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DamagedSnapshot(f"array {name} of a shard record cannot be decompressed: {error}") from None
+
+
+MASTER = "master"
+OWN = "own"  # the prefix of array names that belong to a user's own optimizer
+
+
+def read_state(data: bytes | bytearray | memoryview, shard: Shard, version: int, config: JobConfig) -> ShardRecord:
+    """Return the record in `data`: the state of that shard at that version.
+
+    It holds parameters and moments as fp32, one value for each word; for a user's own optimizer its state as bytes.
+    Raises ProtocolError when the data is anything else (I9).
+    """
+    try:
+        record = decode_record(bytes(data), most_bytes(shard.words, 0))
+    except DamagedSnapshot as error:
+        raise ProtocolError(f"a shard's state that cannot be read: {error}") from None
+    if (record.shard, record.version) != (shard.index, version):
+        raise ProtocolError(
+            f"a state of shard {record.shard} at version {record.version} under the name of {shard.index} at {version}"
+        )
+    kept = {name: array for name, array in record.arrays.items() if name != MASTER}
+    if config.own_optimizer:
+        right = all(name.startswith(OWN) and array.dtype == np.uint8 for name, array in kept.items())
+        known = not record.scalars
+    else:
+        right = all(len(array) == shard.words and array.dtype == np.float32 for array in kept.values())
+        known = (set(kept), set(record.scalars)) in state_names(config.applied)
+    master = record.arrays.get(MASTER)
+    whole = master is not None and len(master) == shard.words and master.dtype == np.float32
+    if not whole or not known or not right or record.clocks or record.codec_states:
+        raise ProtocolError(f"a state of shard {shard.index} that does not fit this job's layout and optimizer")
+    return record

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
-from rallypoint.store.files import Chunk, Files
+from rallypoint.store.files import Chunk, Files, StoreSilent, read_again
 from rallypoint.store.manifest import (
     Compression,
     Manifest,
@@ -35,7 +35,12 @@ from rallypoint.store.manifest import (
     most_of_shards,
     shards_by_file,
 )
-from rallypoint.store.retry import StoreSilent, read_again
+
+if TYPE_CHECKING:
+    from rallypoint.store.record import ShardRecord
+
+Format = Literal["safetensors", "pt", "hf", "dcp"]  # of the checkpoint that is made of a snapshot
+MODEL_FILE = "model.safetensors"  # in a Hugging Face folder
 
 # ---- Which snapshots are newest and which are kept: pure decisions on names and manifests ----
 
@@ -96,7 +101,7 @@ FIRST_BYTES = 8 << 20  # of the first file, when nothing is known of the store
 FILE_S = 5.0  # a file should be durable after so many seconds
 
 
-class Pace:
+class WritePace:
     """Measures how long files take. It bounds their size, for the next ones."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -119,8 +124,6 @@ class Pace:
         self._bytes = right if took > FILE_S else max(self._bytes, right)
 
 
-if TYPE_CHECKING:
-    from rallypoint.store.record import ShardRecord
 
 FILE_BYTES = 64 << 20
 _MOST_BYTES = 256 << 20  # of a manifest: of a model with a million tensors it has about half of that
@@ -129,7 +132,7 @@ _LATEST = "latest"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
-class Part(msgspec.Struct, frozen=True):
+class SnapshotPart(msgspec.Struct, frozen=True):
     """What one writer added to a snapshot: its files (name -> size in bytes), and where each shard lies in them."""
 
     files: dict[str, int]
@@ -145,14 +148,14 @@ class SnapshotStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._files, self._pace = Files(url), Pace()
+        self._files, self._pace = Files(url), WritePace()
 
     # Writing
 
     def write_part(
         self, snapshot_id: str, part: str, records: Iterable[ShardRecord], compression: Compression,
-        written: Callable[[Part], object] = lambda file: None,
-    ) -> Part:  # fmt: skip
+        written: Callable[[SnapshotPart], object] = lambda file: None,
+    ) -> SnapshotPart:  # fmt: skip
         """Write some of a snapshot's shards as files `<part>-<n>.shards`; `part` is the writer's own name.
 
         Takes one record after the other, each when the one before it has been written. `written` gets each file as soon
@@ -170,13 +173,13 @@ class SnapshotStore:
                     measure(size := sum(entry.length for entry in entries.values()))
                 files[name] = size
                 shards |= entries
-                written(Part({name: files[name]}, entries))
+                written(SnapshotPart({name: files[name]}, entries))
         except BaseException:
             for name in files:  # the disk may be full: remove what nobody will need
                 with contextlib.suppress(OSError):
                     self._files.remove(f"{snapshot_id}/{name}")
             raise
-        return Part(files, shards)
+        return SnapshotPart(files, shards)
 
     def commit(self, manifest: Manifest) -> None:
         """Commit a snapshot whose parts are all written. After that it is durable.
@@ -437,8 +440,9 @@ class SnapshotStore:
 
 
 def _write_file(
-    file: str, records: Iterator[ShardRecord], compression: Compression, write: Callable[[Chunk], object], pace: Pace
-) -> dict[int, ShardEntry]:
+    file: str, records: Iterator[ShardRecord], compression: Compression, write: Callable[[Chunk], object],
+    pace: WritePace,
+) -> dict[int, ShardEntry]:  # fmt: skip
     """Write encoded records until the file is full or there are no more. Returns where each shard lies."""
     from rallypoint.store.record import encode_chunks  # needs numpy, which importing this module must not
 

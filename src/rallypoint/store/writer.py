@@ -2,6 +2,9 @@
 
 Copy-on-write: a shard is copied when its owner is idle and the store has caught up, at the latest right before the
 shard's next update. Nobody waits for the store.
+
+A server copies a shard right before it changes the shard, and workers wait for that. Fresh memory would make the copy
+several times as slow, because the system must find and clear each page first.
 """
 
 from __future__ import annotations
@@ -11,15 +14,17 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from weakref import WeakValueDictionary
+
+import numpy as np
 
 from rallypoint.core.protocol import NotStored, Stored
 from rallypoint.errors import RallypointError
-from rallypoint.store import closing
+from rallypoint.store.files import end_threads
 from rallypoint.store.manifest import Compression
-from rallypoint.store.record import ShardRecord
-from rallypoint.store.snapshots import Part, SnapshotStore
-from rallypoint.store.staging import Staging
+from rallypoint.store.record import Array, ShardRecord
+from rallypoint.store.snapshots import SnapshotPart, SnapshotStore
 
 _NICE = 10  # compression for a snapshot must not take processor time from a step
 AHEAD_BYTES = 64 << 20  # enough to keep the disk busy; more would be copied into fresh memory
@@ -59,7 +64,7 @@ class SnapshotWriter:
         self.caught_up: Callable[[], None] = lambda: None
         self._store = SnapshotStore(url)
         self._compression, self._name, self._tell = compression, part, tell
-        self._staging = Staging()
+        self._staging = StagedCopies()
         self._changed = threading.Condition()  # guards the fields below, and those of the parts
         self._part: _InProgress | None = None  # the newest
         self._begun: _InProgress | None = None  # the newest if the thread has not taken it up yet
@@ -110,7 +115,7 @@ class SnapshotWriter:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        closing.end((self._thread, f"{self._name}'s part of snapshot {self._writing}"))
+        end_threads((self._thread, f"{self._name}'s part of snapshot {self._writing}"))
 
     def _end(self, part: _InProgress) -> None:
         """The part takes no more records, and needs none of those that wait."""
@@ -139,7 +144,7 @@ class SnapshotWriter:
         return part
 
     def _write(self, part: _InProgress) -> None:
-        def stored(file: Part) -> None:
+        def stored(file: SnapshotPart) -> None:
             entries = {s: (e.file, e.offset, e.length, e.checksum) for s, e in file.shards.items()}
             self._tell(Stored(part.snapshot, file.files, entries))
 
@@ -167,3 +172,49 @@ class SnapshotWriter:
                 part.unwritten -= record.nbytes  # the next record is requested after this one has been written
             self._staging.give_back(record)
             self.caught_up()
+
+
+KEPT_BYTES = 512 << 20
+
+
+class StagedCopies:
+    """Lends memory to copies and takes it back; any thread may do either. Keeps at most `KEPT_BYTES` unused."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[tuple[str, int], list[Array]] = {}
+        self._lent: WeakValueDictionary[int, Array] = WeakValueDictionary()  # what nobody gives back is freed
+        self._kept = 0
+
+    def copy(self, record: ShardRecord) -> ShardRecord:
+        """Return the record with arrays of its own, valid until `give_back`."""
+        return replace(
+            record, arrays={name: self._copy(array) for name, array in record.arrays.items()},
+            scalars=dict(record.scalars),
+        )  # fmt: skip
+
+    def give_back(self, record: ShardRecord) -> None:
+        """Take back the memory of a copy that nobody reads any more.
+
+        Does nothing for a record that is no copy from here.
+        """
+        with self._lock:
+            for array in record.arrays.values():
+                if self._lent.pop(id(array), None) is not None and self._kept + array.nbytes <= KEPT_BYTES:
+                    self._free.setdefault((array.dtype.name, array.size), []).append(array)
+                    self._kept += array.nbytes
+
+    def _copy(self, array: Array) -> Array:
+        copy = self._take(array)
+        np.copyto(copy, array)
+        return copy
+
+    def _take(self, like: Array) -> Array:
+        with self._lock:
+            if free := self._free.get((like.dtype.name, like.size)):
+                taken = free.pop()
+                self._kept -= taken.nbytes
+            else:
+                taken = np.empty_like(like)
+            self._lent[id(taken)] = taken
+        return taken

@@ -36,7 +36,7 @@ class ClusterFailed(RallypointError):
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ClusterProcess:
     """One process of the cluster, and the pipe on which it reports its result."""
 
     process: ForkServerProcess
@@ -58,10 +58,10 @@ class ProcessCluster:
     terms: Terms | None = None  # None: nobody is given up because this machine is busy
     folder: str = ""
     timeout: float = _TIMEOUT_S
-    started: list[Process] = field(default_factory=list)
+    started: list[ClusterProcess] = field(default_factory=list)
     token: str = field(default_factory=new_token, repr=False)
     aggregators: int = 0
-    relays: list[Process] = field(default_factory=list)
+    relays: list[ClusterProcess] = field(default_factory=list)
 
     def __enter__(self) -> ProcessCluster:
         return self
@@ -91,18 +91,18 @@ class ProcessCluster:
         workers = [self.start(worker_main, f"worker{i}", address, train, args) for i in range(self.workers)]
         return [self.answer(worker) for worker in workers]
 
-    def start(self, main: Callable[..., None], *args: Any) -> Process:
+    def start(self, main: Callable[..., None], *args: Any) -> ClusterProcess:
         """Start a process that calls ``main(pipe, token, *args)``. It ends with the cluster at the latest."""
         context = fork_server()
         ours, theirs = context.Pipe()
         process = context.Process(target=_child, args=(theirs, main, self.token, *args), daemon=True)
         process.start()
         theirs.close()
-        started = Process(process, ours)
+        started = ClusterProcess(process, ours)
         self.started.append(started)
         return started
 
-    def answer(self, asked: Process) -> Any:
+    def answer(self, asked: ClusterProcess) -> Any:
         """Return the next report of this process. Raises ClusterFailed if any process fails first."""
         failure = None
         if asked.pipe in wait([asked.pipe], self.timeout):

@@ -47,7 +47,7 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldShard:
     """The parameters that a replica's worker computes from."""
 
     clock: int
@@ -73,7 +73,7 @@ class ShardPlay:
         self._out: Counter[int] = Counter()
         self._parts: dict[int, list[Name]] = {}  # of the sum in progress, by the first replica
         self._clocks = list(self.machine.clocks)
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldShard] = {}
         self._sent: list[shard_events.Contribute] = []
         self._waits: set[int] = set()  # replicas whose worker waits for an answer
         self._under_way: list[int] = []  # versions that the backup has not acknowledged
@@ -233,7 +233,7 @@ class ShardPlay:
     def _published(self, version: int) -> None:
         """Under an aligned policy all replicas continue from this version, also those that were too slow for it."""
         self._check_visible(version)
-        self._held = {r: _Held(version, version) for r in range(self.cast.replicas) if version < self.cast.rounds}
+        self._held = {r: _HeldShard(version, version) for r in range(self.cast.replicas) if version < self.cast.rounds}
 
     def _reply(self, reply: shard_effects.Reply) -> None:
         self._check_visible(reply.version)
@@ -251,7 +251,7 @@ class ShardPlay:
         if reply.replica in self._waits:
             self._waits.discard(reply.replica)
             if reply.clock < self.cast.rounds:
-                self._held[reply.replica] = _Held(reply.clock, reply.version)
+                self._held[reply.replica] = _HeldShard(reply.clock, reply.version)
 
     def _clock_in(self, version: int, replica: int) -> int:
         """Return the first step of the replica whose contribution is not in this version."""

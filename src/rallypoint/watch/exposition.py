@@ -16,13 +16,13 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from rallypoint.watch.metrics import MEASURES, Reading, Several
-from rallypoint.watch.steps import Counts
+from rallypoint.watch.metrics import MEASURES, Figure, Several
+from rallypoint.watch.state import HistogramCounts
 
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "summary": SummaryMetricFamily,
              "histogram": HistogramMetricFamily}  # fmt: skip
 
-Read = Callable[[], Iterable[Reading]]
+Read = Callable[[], Iterable[Figure]]
 
 
 class Exposition:
@@ -56,7 +56,7 @@ class _Readings(Collector):
                 family = families[reading.name] = made
             labels = [reading.labels[label] for label in measure.labels]
             match reading.value:
-                case Counts(bounds, cumulative, count, total):
+                case HistogramCounts(bounds, cumulative, count, total):
                     buckets = [(f"{bound:g}", number) for bound, number in zip(bounds, cumulative, strict=True)]
                     family.add_metric(labels, [*buckets, ("+Inf", count)], total)
                 case Several(count, total):

@@ -5,8 +5,10 @@ The console, the page, `top`, metrics, reports, trackers and replays show it. Wh
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ from rallypoint.core.protocol import (
     AuditFound,
     Finished,
     Held,
+    LinkSample,
     Members,
     Metrics,
     Ordered,
@@ -33,9 +36,6 @@ from rallypoint.core.protocol import (
     Waiting,
 )
 from rallypoint.observe.lines import Once
-from rallypoint.watch.machines import Machines, by_number
-from rallypoint.watch.series import Series
-from rallypoint.watch.steps import Pace, StepTimes
 
 EVALUATION = "evaluation/"  # before the names of evaluations in `RunState.row`
 _MOST_MARKS, _MOST_SENTENCES, _MOST_SNAPSHOTS, _MOST_VIEWS = 1000, 300, 50, 20
@@ -107,6 +107,329 @@ class Timelines:
             del self.spans[min(gone, key=lambda member: self.spans[member][-1][0])]
 
 
+_HISTORY = 40  # looks at a machine
+_APART_S = 4.0  # between two of them: each member of a machine tells of it
+_MOST_HOSTS, _MEASURED_MEMBERS, _MOST_LINKS = 1024, 4096, 16_384
+_SHOWN_HOSTS, _SHOWN_SIDE = 64, 24  # on the page: machines; members on each side of the matrix of links
+
+
+@dataclass(slots=True)
+class MachineSeen:
+    """A machine: its newest sample, when that was (s), and shares of processor and memory over time, in percent."""
+
+    sample: Sampled
+    t: float
+    cpu: deque[int] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    memory: deque[int] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+
+
+@dataclass(slots=True)
+class MachinesSeen:
+    """The newest samples by machine, by member and by pair of members. Its size has a bound."""
+
+    hosts: dict[str, MachineSeen] = field(default_factory=dict)
+    members: dict[str, Sampled] = field(default_factory=dict)
+    links: dict[tuple[str, str], LinkSample] = field(default_factory=dict)  # who dialed, whom
+    revision: int = 0
+
+    def take(self, sample: Sampled, t: float) -> None:
+        """A member's sample, at time `t` (s)."""
+        self.revision += 1
+        if sample.member in self.members or len(self.members) < _MEASURED_MEMBERS:
+            self.members[sample.member] = sample
+        for old in [pair for pair in self.links if pair[0] == sample.member]:
+            del self.links[old]
+        for other, link in sample.links.items():
+            if len(self.links) < _MOST_LINKS:
+                self.links[sample.member, other] = link
+        host = self.hosts.get(sample.host)
+        if host is None:
+            if len(self.hosts) >= _MOST_HOSTS:
+                return
+            host = self.hosts[sample.host] = MachineSeen(sample, float("-inf"))
+        if t - host.t >= _APART_S or t < host.t:
+            host.t, host.sample = t, sample
+            host.cpu.append(round(100 * sample.cpu))
+            host.memory.append(round(100 * sample.memory / max(1, sample.memory_total)))
+
+    def forget(self, gone: Collection[str]) -> None:
+        """These members are gone, and machines on which nobody is left."""
+        for member in gone:
+            self.members.pop(member, None)
+        self.links = {pair: link for pair, link in self.links.items() if not set(pair) & set(gone)}
+        here = {sample.host for sample in self.members.values()}
+        self.hosts = {name: host for name, host in self.hosts.items() if name in here}
+        self.revision += bool(gone)
+
+    def told(self) -> dict[str, Any]:
+        """What the page shows, for JSON: the machines with the busiest processors, and the pairs that talk most."""
+        names = sorted(self.hosts, key=lambda name: -self.hosts[name].sample.cpu)[:_SHOWN_HOSTS]
+        own: dict[str, list[Sampled]] = {name: [] for name in names}
+        for sample in self.members.values():
+            if sample.host in own:
+                own[sample.host].append(sample)
+        return {"hosts": [_told(name, self.hosts[name], own[name]) for name in sorted(names)],
+                "more": len(self.hosts) - len(names), **self._matrix()}  # fmt: skip
+
+    def _matrix(self) -> dict[str, Any]:
+        bytes_of: dict[int, dict[str, float]] = {0: {}, 1: {}}
+        for pair, link in self.links.items():
+            for side, member in enumerate(pair):
+                bytes_of[side][member] = bytes_of[side].get(member, 0.0) + link.sent + link.received
+        sides = [
+            sorted(sorted(those, key=lambda member: -those[member])[:_SHOWN_SIDE], key=by_number)
+            for those in bytes_of.values()
+        ]
+        cells = [[self._cell(row, column) for column in sides[1]] for row in sides[0]]
+        return {"links": {"rows": sides[0], "columns": sides[1], "cells": cells,
+                          "members": [len(bytes_of[0]), len(bytes_of[1])]}}  # fmt: skip
+
+    def _cell(self, row: str, column: str) -> list[float] | None:
+        """Round trip (s), bytes a second to the column's member and from it; None if they have no link."""
+        link = self.links.get((row, column))
+        return None if link is None else [link.round_trip, link.sent, link.received]
+
+
+def _told(name: str, host: MachineSeen, own: list[Sampled]) -> dict[str, Any]:
+    sample = host.sample
+    return {
+        "name": name, "members": len(own), "cpu": list(host.cpu), "memory": list(host.memory),
+        "used": sample.memory, "total": sample.memory_total, "own_cpu": round(sum(one.own_cpu for one in own), 2),
+        "own_memory": sum(one.own_memory for one in own), "disk": [sample.disk_read, sample.disk_written],
+        "network": [sample.network_sent, sample.network_received],
+        "waited": max((one.waited_for_data for one in own), default=0.0),
+        "gpus": [[gpu.busy, gpu.used, gpu.total] for gpu in sample.gpus],
+    }  # fmt: skip
+
+
+def by_number(name: str) -> tuple[str, int, str]:
+    """A key that sorts worker2 before worker10."""
+    stem = name.rstrip("0123456789")
+    return stem, int(name[len(stem) :][:18] or 0), name
+
+
+_RATIO = 1.02  # of the bounds of two neighbouring classes: quantiles are right to 2 %
+_SHORTEST_S = 1e-5
+_STALL = 3.0  # a step that takes so many times the median is a stall
+_OFTEN = 64  # the median is computed anew after so many steps, and in the first ones at each
+_AT_ONCE_S = 1e-3  # steps that are announced so close together were done before
+_MOST_AT_ONCE = 1000
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_ENOUGH = 10  # steps, before there is a median to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramCounts:
+    """A histogram's value: for each bound how many values were at most that high, of all, and their sum."""
+
+    bounds: Sequence[float]
+    cumulative: Sequence[int]
+    count: int
+    total: float
+
+
+class Histogram:
+    """Counts values by bounds. One thread adds, any may read: a reading may lack the value that is being added."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts, self._total = [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Add a value, so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
+
+    def read(self) -> HistogramCounts:
+        """The counts until now."""
+        cumulative, seen = list[int](), 0
+        for count in list(self._counts):
+            seen += count
+            cumulative.append(seen)
+        return HistogramCounts(self._bounds, cumulative[:-1], seen, self._total)
+
+
+@dataclass(slots=True)
+class StepPace:
+    """Measures the seconds between two steps that a coordinator announces.
+
+    One that takes over from another announces at once the steps that were done meanwhile: those say nothing of how long
+    a step takes, and are not measured.
+    """
+
+    _stepped: float | None = None  # when the last step was announced
+    _catching_up: int = 0  # so many more steps may come at once
+    _first: bool = False  # the next step is the first that this coordinator announces
+
+    def begins(self) -> None:
+        """A coordinator begins to announce steps. It may have taken over."""
+        self._catching_up, self._first = _MOST_AT_ONCE, True
+
+    def pause(self) -> None:
+        """The next step cannot be measured: the job has ended, and may go on later."""
+        self._stepped = None
+
+    def step(self, now: float) -> float | None:
+        """A step is announced at `now` (s). Returns how long it took; None if nobody knows."""
+        before, self._stepped = self._stepped, now
+        first, self._first = self._first, False
+        if before is None:
+            return None
+        if self._catching_up and now - before < _AT_ONCE_S:
+            self._catching_up -= 1
+            return None
+        self._catching_up *= first  # the first one ends the pause; those that were done in it come now
+        return now - before
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """A histogram of the seconds between two steps, and the stalls among them.
+
+    Attributes:
+        total: the seconds of all steps.
+        lost: cause -> the seconds by which stalls were longer than the median.
+        stalls: the number of stalls.
+        longest: (seconds, step, cause) of the longest stall.
+        histogram: how many steps took at most so long, by BOUNDS_S.
+    """
+
+    total: float = 0.0
+    lost: Counter[str] = field(default_factory=Counter)
+    stalls: int = 0
+    longest: tuple[float, int, str] = (0.0, -1, "")
+    histogram: Histogram = field(default_factory=lambda: Histogram(BOUNDS_S))
+    _classes: Counter[int] = field(default_factory=Counter)
+    _count: int = 0
+    _median: float = 0.0
+
+    def add(self, step: int, seconds: float, cause: str) -> bool:
+        """A step has taken so long; return whether that is a stall. `cause`: what happened meanwhile."""
+        if self._count <= _OFTEN or self._count % _OFTEN == 0:
+            self._median = self.quantile(0.5)
+        median = self._median
+        stall = self._count >= _ENOUGH and seconds > _STALL * median
+        if stall:
+            self.stalls += 1
+            self.lost[cause] += seconds - median  # type: ignore[assignment]
+            self.longest = max(self.longest, (seconds, step, cause))
+        self.total += seconds
+        self.histogram.add(seconds)
+        self._count += 1
+        self._classes[math.ceil(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S, _RATIO))] += 1
+        return stall
+
+    def quantile(self, share: float) -> float:
+        """The seconds that this share of the steps took at most, to 2 %; 0 without steps."""
+        seen, wanted = 0, share * self._count
+        for number in sorted(self._classes):
+            seen += self._classes[number]
+            if seen >= wanted:
+                return _SHORTEST_S * _RATIO**number
+        return 0.0
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that was not lost to stalls."""
+        return 1.0 - sum(self.lost.values()) / self.total if self.total > 0 else 1.0
+
+
+MOST_POINTS = 2048
+
+
+@dataclass(slots=True)
+class Point:
+    """The values of the steps from `step` on, up to the next point."""
+
+    step: int
+    count: int
+    total: float
+    low: float
+    high: float
+
+    def add(self, other: Point) -> None:
+        """Take in the values of a later point."""
+        self.count += other.count
+        self.total += other.total
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+
+
+@dataclass(slots=True)
+class Series:
+    """At most `most` points of values by step: each has the mean, the lowest and the highest value of `width` steps.
+
+    Values that are not finite are counted in `odd`, and left out: JSON has none, and no axis can show them. A step
+    that comes again replaces all points from it on: a run that went back computes them anew.
+
+    Attributes:
+        width: the steps of each point, a power of two.
+        revision: rises with every change.
+        whole: the revision in which a point other than the last ones was changed.
+    """
+
+    most: int = MOST_POINTS
+    width: int = 1
+    points: list[Point] = field(default_factory=list)
+    revision: int = 0
+    whole: int = 0
+    odd: int = 0
+    _last: int = -1  # the highest step that has come
+
+    def add(self, step: int, value: float) -> None:
+        """Add the value of a step."""
+        if not math.isfinite(value):
+            self.odd += 1
+            return
+        self.revision += 1
+        if step <= self._last:
+            self._go_back(step)
+        self._last = step
+        start = step - step % self.width
+        new = Point(start, 1, value, value, value)
+        if self.points and self.points[-1].step == start:
+            self.points[-1].add(new)
+        else:
+            self.points.append(new)
+        if len(self.points) > self.most:
+            self._halve()
+
+    def columns(self, start: int = 0) -> dict[str, list[float]]:
+        """The points from step `start` on, as columns: step, mean, low, high."""
+        shown = [point for point in self.points if point.step >= start]
+        return {
+            "step": [point.step for point in shown], "mean": [_short(point.total / point.count) for point in shown],
+            "low": [_short(point.low) for point in shown], "high": [_short(point.high) for point in shown],
+        }  # fmt: skip
+
+    @property
+    def end(self) -> int:
+        """The step of the last point, which may still change; 0 if there is none."""
+        return self.points[-1].step if self.points else 0
+
+    def _go_back(self, step: int) -> None:
+        """Forget what came from `step` on; the point that begins before it keeps what it has."""
+        while self.points and self.points[-1].step >= step:
+            self.points.pop()
+        self.whole = self.revision
+
+    def _halve(self) -> None:
+        self.width *= 2
+        merged: list[Point] = []
+        for point in self.points:
+            start = point.step - point.step % self.width
+            if merged and merged[-1].step == start:
+                merged[-1].add(point)
+            else:
+                point.step = start
+                merged.append(point)
+        self.points, self.whole = merged, self.revision
+
+
+def _short(value: float) -> float:
+    """The value with six digits: a page shows no more, and half as much has to be sent."""
+    return float(f"{value:.6g}")
+
+
 @dataclass(slots=True)
 class RunState:
     """What is known of a run. Its size has a bound, whatever the number of steps.
@@ -142,7 +465,7 @@ class RunState:
     members: Timelines = field(default_factory=Timelines)
     joined: Counter[str] = field(default_factory=Counter)  # by role: worker, server, aggregator
     gone: Counter[str] = field(default_factory=Counter)
-    machines: Machines = field(default_factory=Machines)
+    machines: MachinesSeen = field(default_factory=MachinesSeen)
     marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
     sentences: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_SENTENCES))
     waits: str = ""  # the last sentence about what the job waits for, if no step was done since
@@ -158,7 +481,7 @@ class RunState:
     skipped: Counter[str] = field(default_factory=Counter)  # "steps", "contributions"
     revision: int = 0
     _clock: float = 0.0  # the last time that the coordinator said
-    _pace: Pace = field(default_factory=Pace)
+    _pace: StepPace = field(default_factory=StepPace)
     _once: Once = field(default_factory=Once)
     _cause: str = ""  # what has happened since
     _said: str = ""  # the same as a sentence

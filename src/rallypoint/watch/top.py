@@ -19,8 +19,7 @@ from rich.text import Text
 
 from rallypoint.core.typed import LONGEST_TEXT, printable
 from rallypoint.watch.follow import Follower, check_log
-from rallypoint.watch.series import Series
-from rallypoint.watch.state import RunState
+from rallypoint.watch.state import RunState, Series
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _EVERY_S = 0.5

@@ -34,10 +34,9 @@ from rallypoint.core.protocol import (
 )
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
-from rallypoint.data.cache.answering import Answering
-from rallypoint.data.cache.asking import Asking, Known, Roster
-from rallypoint.data.sources.remote import File, Files
-from rallypoint.data.sources.shards import ShardedDataset
+from rallypoint.data.files import File, StoredFiles
+from rallypoint.data.peers import Asking, Known, PeerAnswers, Roster
+from rallypoint.data.shards import ShardedDataset
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.places import advertised
@@ -62,7 +61,7 @@ class Sharing:
     def __init__(self, transport: Transport, link: CoordinatorLink) -> None:
         self._transport, self._link = transport, link
         self._lock, self._told = threading.Lock(), threading.Event()
-        self._answering: Answering | None = None
+        self._answering: PeerAnswers | None = None
         self._asking: Asking | None = None
         self._roster: Roster | None = None
         self._offers: Offers | None = None
@@ -77,7 +76,7 @@ class Sharing:
         of_cache = [one for one in sources if one[0].cache is not None and one[0].cache.id == cache.id]
         try:
             bind = _bind(self._transport, self._link.peer)
-            answering = Answering(self._transport, bind, self._link.credentials.me, cache, of_cache)
+            answering = PeerAnswers(self._transport, bind, self._link.credentials.me, cache, of_cache)
             try:
                 address = advertised(answering.gate.address, towards=self._link.peer)
             except BaseException:
@@ -126,7 +125,7 @@ class Sharing:
                 one.close()
 
 
-def _sources(dataset: Any) -> Iterator[tuple[Files, list[File]]]:
+def _sources(dataset: Any) -> Iterator[tuple[StoredFiles, list[File]]]:
     """Where a data set reads, or the data sets that it is made of (`Subset`, `ConcatDataset`)."""
     if isinstance(dataset, ShardedDataset):
         yield dataset.source

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint import own_files
-from rallypoint.data.cache.cache import Cache, Piece
+from rallypoint.data.cache import Cache, Piece
 
 
 def many_reads(folder: Path, together: Any, queue: Any, pieces: int) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import rallypoint as rp
-from rallypoint.data.cache.cache import Piece
+from rallypoint.data.cache import Piece
 
 FILE = bytes(16)
 

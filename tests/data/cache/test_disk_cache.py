@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.data.cache import cache as cache_module
-from rallypoint.data.cache.cache import Cache, Piece
-from rallypoint.data.cache.entries import Entries
+from rallypoint.data import cache as cache_module
+from rallypoint.data.cache import Cache, CacheEntries, Piece
 from rallypoint.errors import UsageError
 from rallypoint.own_files import OpenFolder
 
@@ -156,7 +155,7 @@ def test_a_disk_that_fails_costs_no_sample(cache: Cache, monkeypatch: Any, caplo
         raise OSError(28, "No space left on device")
 
     cache.get(piece(1), lambda: data_of(piece(1)))
-    monkeypatch.setattr(Entries, "keep", full)
+    monkeypatch.setattr(CacheEntries, "keep", full)
     fetched = list[int]()
     for _ in range(2):
         assert cache.get(piece(2), lambda: fetched.append(1) or data_of(piece(2))) == data_of(piece(2))

@@ -11,13 +11,11 @@ from typing import Any, cast
 import pytest
 
 from rallypoint.core.protocol import Caches, Found, Hello, Holder, NotFound, Wanted, Welcome
-from rallypoint.data.cache import answering as answering_module
-from rallypoint.data.cache import asking as asking_module
-from rallypoint.data.cache.answering import Answering, BoundedConnections
-from rallypoint.data.cache.asking import Asking, Known, Roster
-from rallypoint.data.cache.cache import Cache, Piece
-from rallypoint.data.cache.entries import checksum
-from rallypoint.data.sources.remote import File
+from rallypoint.data import peers as answering_module
+from rallypoint.data import peers as asking_module
+from rallypoint.data.cache import Cache, Piece, checksum
+from rallypoint.data.files import File
+from rallypoint.data.peers import Asking, BoundedConnections, Known, PeerAnswers, Roster
 from rallypoint.errors import DataError, LinkError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
@@ -61,7 +59,7 @@ class Host:
         self.cache = Cache(folder)
         self.me = Identity("worker", id, incarnation=1, secret=b"%-32s" % id.encode())
         self.transport, self.roster = TcpTransport(), Roster()
-        self.answering = Answering(
+        self.answering = PeerAnswers(
             self.transport,
             "127.0.0.1:0",
             self.me,

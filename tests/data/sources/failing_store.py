@@ -11,7 +11,7 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from rallypoint.data.sources import listing
+from rallypoint.data import files
 
 
 class FailingStore(MemoryFileSystem):
@@ -62,7 +62,7 @@ class FailingStore(MemoryFileSystem):
 def failing_store(monkeypatch: Any, every: int = 0) -> Iterator[type[FailingStore]]:
     """An empty store, and no pauses between tries."""
     fsspec.register_implementation("failing", FailingStore, clobber=True)
-    monkeypatch.setattr(listing, "PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr(files, "PAUSES_S", (0.0,) * 4)
     FailingStore.every, FailingStore.requests, FailingStore.sent, FailingStore.failed = every, 0, 0, 0
     FailingStore.refused = 0
     FailingStore.asked.clear()

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from rallypoint.data.sources import listing
-from rallypoint.data.sources.listing import meant
-from rallypoint.data.sources.remote import File, Files
+from rallypoint.data import files
+from rallypoint.data.files import File, StoredFiles, meant
 from rallypoint.errors import DataError
 
 from failing_store import FailingStore, failing_store  # isort: skip
@@ -63,59 +62,60 @@ CASES = [
 @pytest.mark.parametrize(("below", "names"), CASES, ids=[below for below, _ in CASES])
 def test_the_files_that_are_meant(below: str, names: list[str], store: type[FailingStore], folder: Path) -> None:
     for url in (f"failing://web{below}", f"{folder}{below}"):
-        found = Files().found(url, ".tar")
+        found = StoredFiles().found(url, ".tar")
         assert [file.name for file in found] == names
         for file in found:
-            data = Files().read(file, 0, file.size).decode()
+            data = StoredFiles().read(file, 0, file.size).decode()
             assert data.endswith(file.name)
 
 
 @pytest.mark.parametrize("below", ["", "/**/*.tar"])
 def test_a_listing_that_fails_costs_no_file(below: str, store: type[FailingStore]) -> None:
     store.refused = 2
-    assert [file.name for file in Files().found(f"failing://web{below}", ".tar")] == MEANT
+    assert [file.name for file in StoredFiles().found(f"failing://web{below}", ".tar")] == MEANT
 
 
 def test_a_listing_that_always_fails_is_an_error(store: type[FailingStore]) -> None:
     store.refused = 100
     for below in ("", "/*/*.tar"):
         with pytest.raises(DataError, match=r"web cannot be read: OSError: the store is too busy .* \(5 tries\)"):
-            Files().found(f"failing://web{below}", ".tar")
+            StoredFiles().found(f"failing://web{below}", ".tar")
 
 
 def test_a_folder_that_is_deleted_meanwhile_is_told(
     store: type[FailingStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or is empty: some stores have no such folders, and list the object that stands for it."""
-    listing = FailingStore.ls
+    files = FailingStore.ls
 
     def listed(self: FailingStore, path: str, detail: bool = True, **more: Any) -> Any:
         if path in gone:
             raise FileNotFoundError(path)
-        return listing(self, path, detail=detail, **more)
+        return files(self, path, detail=detail, **more)
 
     monkeypatch.setattr(FailingStore, "ls", listed)
     gone = {"/web/day=2"}
-    assert [file.name for file in Files().found("failing://web", ".tar")] == [n for n in MEANT if "day=2" not in n]
+    found = StoredFiles().found("failing://web", ".tar")
+    assert [file.name for file in found] == [n for n in MEANT if "day=2" not in n]
     assert "/web/day=2 is not there, though its folder has it" in caplog.text
     gone = {"/web"}
     with pytest.raises(DataError, match="web cannot be read"):
-        Files().found("failing://web", ".tar")
+        StoredFiles().found("failing://web", ".tar")
 
 
 def test_what_was_written_meanwhile_is_found(store: type[FailingStore], monkeypatch: pytest.MonkeyPatch) -> None:
     """As with s3fs, which keeps what it has listed."""
     kept: dict[str, Any] = {}
-    listing = FailingStore.ls
+    files = FailingStore.ls
 
     def listed(self: FailingStore, path: str, detail: bool = True, **more: Any) -> Any:
-        return kept.setdefault(path, listing(self, path, detail=detail, **more))
+        return kept.setdefault(path, files(self, path, detail=detail, **more))
 
     monkeypatch.setattr(FailingStore, "ls", listed)
     monkeypatch.setattr(FailingStore, "invalidate_cache", lambda self, path=None: kept.clear())
-    assert len(Files().found("failing://web/day=2", ".tar")) == 1
+    assert len(StoredFiles().found("failing://web/day=2", ".tar")) == 1
     FailingStore().pipe_file("/web/day=2/more.tar", b"")
-    assert len(Files().found("failing://web/day=2", ".tar")) == 2
+    assert len(StoredFiles().found("failing://web/day=2", ".tar")) == 2
 
 
 def test_a_link_to_a_file_is_one_and_a_link_to_a_folder_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -123,12 +123,12 @@ def test_a_link_to_a_file_is_one_and_a_link_to_a_folder_is_told(folder: Path, ca
     (folder / "day=2" / "link.tar").symlink_to(folder / "a.tar")
     (folder / "day=2" / "nowhere").symlink_to(folder / "nowhere")
     (folder / "day=2" / "latest").symlink_to(folder)
-    found = Files().found(folder / "day=2", ".tar")
+    found = StoredFiles().found(folder / "day=2", ".tar")
     assert [(file.name, file.size) for file in found] == [("c.tar", 11), ("link.tar", 5)]
     assert [line for line in caplog.messages if "latest is a link to a folder" in line]
     (folder / "day=2" / "nowhere.tar").symlink_to(folder / "nowhere")
     with pytest.raises(DataError, match=r"nowhere\.tar cannot be read"):
-        Files().found(folder / "day=2", ".tar")
+        StoredFiles().found(folder / "day=2", ".tar")
 
 
 def test_a_file_has_the_name_by_which_it_can_be_asked_for() -> None:
@@ -198,7 +198,7 @@ def test_a_web_server_that_fails_is_asked_again(
     cause: Exception | None, tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fsspec says then that the file is not there."""
-    monkeypatch.setattr(listing, "PAUSES_S", (0.0,) * 4)
+    monkeypatch.setattr(files, "PAUSES_S", (0.0,) * 4)
     made = []
 
     def ask() -> None:
@@ -206,5 +206,5 @@ def test_a_web_server_that_fails_is_asked_again(
         raise FileNotFoundError("https://host/0.tar") from cause
 
     with pytest.raises(DataError, match=re.escape("0.tar cannot be read")):
-        listing.patiently(ask, "0.tar")
+        files.patiently(ask, "0.tar")
     assert len(made) == tries

@@ -15,12 +15,12 @@ from failing_store import FailingStore, failing_store
 
 import rallypoint as rp
 from rallypoint.config import JobConfig
+from rallypoint.data import parquet, shards
 from rallypoint.data.dataset import fetch
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
+from rallypoint.data.parquet import TableRows
 from rallypoint.data.processes import LoaderProcesses
-from rallypoint.data.sources import parquet, shards
-from rallypoint.data.sources.parquet import TableRows
 from rallypoint.errors import DataError
 
 pa = pytest.importorskip("pyarrow")

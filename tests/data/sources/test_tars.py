@@ -16,11 +16,11 @@ import torch
 
 import rallypoint as rp
 from rallypoint.config import JobConfig
+from rallypoint.data import tars
 from rallypoint.data.dataset import fetch
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
-from rallypoint.data.sources import tars
 from rallypoint.errors import DataError
 
 from failing_store import FailingStore, failing_store  # isort: skip

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import rallypoint as rp
 from rallypoint.config import JobConfig
+from rallypoint.data import tokens
 from rallypoint.data.dataset import fetch
 from rallypoint.data.loader import MicroBatches
-from rallypoint.data.sources import tokens
 from rallypoint.errors import DataError, RallypointError
 
 

@@ -22,24 +22,23 @@ from rallypoint.core.protocol import Aborted, Finished, Message
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
-from rallypoint.launch.commands.begin import command_of, start_of
+from rallypoint.launch.commands.resume import command_of, start_of
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, coordinated, token_file
-from rallypoint.launch.health import Health, stuck_for
-from rallypoint.launch.launcher import INTERRUPTED
 from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
-from rallypoint.launch.observing.metrics import of_process
+from rallypoint.launch.observing.health import Health, of_process, stuck_for
 from rallypoint.launch.observing.stacks import keep_stacks
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
+from rallypoint.launch.run import INTERRUPTED
 from rallypoint.net.handshake import Identity, new_token, role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.places import Whereabouts
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import flush_output, say
 from rallypoint.observe.lines import printable_lines
-from rallypoint.watch.metrics import JobFigures, Reading, of_aggregator, of_server, of_view
+from rallypoint.watch.metrics import Figure, JobFigures, of_aggregator, of_server, of_view
 
 if TYPE_CHECKING:
     from rallypoint.aggregator import AggregatorService
@@ -228,7 +227,7 @@ def run_server(
     return 0 if failure is None else FAILED
 
 
-def _readings(service: ServerService | AggregatorService) -> Iterator[Reading]:
+def _readings(service: ServerService | AggregatorService) -> Iterator[Figure]:
     yield from of_view(service.view)
     if service.role == "server":
         yield from of_server(cast("ServerService", service).machine, cast("ServerService", service).waiting)
@@ -239,10 +238,10 @@ def _readings(service: ServerService | AggregatorService) -> Iterator[Reading]:
 def end_process(status: int) -> NoReturn:
     """End this process with `status`, once its role is closed.
 
-    Roles wait for all of their threads, but for one that a store does not answer only `store.closing.PATIENCE_S`. Such
-    a thread must not meet the interpreter's end: if it takes the GIL then, inside of C++ code, the process aborts
-    (before CPython 3.14), whatever its status was to be. So the process ends here if a thread is left after a moment:
-    that of a link which is closed may still be ending.
+    Roles wait for all of their threads, but for one that a store does not answer only END_PATIENCE_S of
+    `store.files`. Such a thread must not meet the interpreter's end: if it takes the GIL then, inside of C++ code, the
+    process aborts (before CPython 3.14), whatever its status was to be. So the process ends here if a thread is left
+    after a moment: that of a link which is closed may still be ending.
     """
     deadline = time.monotonic() + _MOMENT_S
     known = {threading.main_thread().name, LIFELINE_THREAD}

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import hashlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from signal import Signals
 from typing import ClassVar, Protocol
 
-from rallypoint.errors import StartAgain
+from rallypoint.errors import StartAgain, UsageError, meant
+from rallypoint.launch.plan import Launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,3 +131,124 @@ class Cluster(Protocol):
 
     def end(self) -> None:
         """Kill every process that still runs, and wait until all have ended. May be called twice."""
+
+
+ENGINES = ("local", "ray", "slurm", "ssh")
+
+
+def check_engine(name: str) -> None:
+    """Raise UsageError unless there is an engine of this name."""
+    if name not in ENGINES:
+        known = f"; the engines are {', '.join(ENGINES)}"
+        raise UsageError(f"there is no engine {name}{meant(name, ENGINES) or known}")
+
+
+def kind_of(engine: str) -> type[Cluster]:
+    """Return the class of this engine's clusters. Raises UsageError if there is no such engine."""
+    check_engine(engine)
+    match engine:
+        case "ray":
+            from rallypoint.launch.engines.ray import RayCluster
+
+            return RayCluster
+        case "ssh":
+            from rallypoint.launch.engines.remote import SshCluster
+
+            return SshCluster
+        case "slurm":
+            from rallypoint.launch.engines.slurm import SlurmCluster
+
+            return SlurmCluster
+    from rallypoint.launch.engines.local import LocalCluster
+
+    return LocalCluster
+
+
+@contextlib.contextmanager
+def cluster_of(plan: Launch, say: Callable[[str], None]) -> Iterator[Cluster]:
+    """While in the body, the cluster that the plan names. At the end of the body none of its processes is left.
+
+    `say` gets a sentence about each machine that cannot be used.
+    """
+    check_engine(plan.engine)
+    match plan.engine:
+        case "ray":
+            from rallypoint.launch.engines.ray import RayCluster
+
+            with RayCluster(
+                plan.address or "auto", folder=plan.folder, snapshots=plan.snapshots, servers=plan.servers,
+                cpus=plan.threads_at_first, gpus=plan.gpus, say=say,
+            ) as nodes:  # fmt: skip
+                yield nodes
+        case "ssh":
+            from rallypoint.launch.engines.remote import SshCluster
+
+            with SshCluster(plan, say) as machines:
+                yield machines
+        case "slurm":
+            from rallypoint.launch.engines.slurm import SlurmCluster
+
+            with SlurmCluster(plan, say) as nodes:
+                yield nodes
+        case _:
+            from rallypoint.launch.engines.local import LocalCluster
+
+            # A worker that is a group takes its share by itself.
+            with LocalCluster(gpus=devices_of(os.environ) if plan.ranks == 1 else ()) as cluster:
+                yield cluster
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+class GpuShare:
+    """A worker's share of the GPUs of its machine, held while this process lives (or until `close`).
+
+    Workers of one job on one machine find each other by names of sockets (Linux's abstract ones: no files, and the
+    name is free as soon as the process has died). Example: 8 GPUs and 4 ranks: the first worker sees "0,1,2,3", the
+    second "4,5,6,7".
+
+    Attributes:
+        visible: for CUDA_VISIBLE_DEVICES; None: leave it as it is, since there are no GPUs, or fewer than ranks.
+        shared: all shares are taken, so this one is another worker's too.
+    """
+
+    def __init__(self, ranks: int, job: str, devices: Sequence[str]) -> None:
+        """`job` is any text that is the same for the workers of one job; `devices` are those of `devices_of`."""
+        self.visible: str | None = None
+        self.shared = False
+        self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        shares = shares_of(devices, ranks)
+        if not shares:
+            return
+        place = hashlib.sha256(f"{job} {ranks} {','.join(devices)}".encode()).hexdigest()[:32]
+        for number, share in enumerate(shares):
+            try:
+                self._name.bind(f"\0rallypoint-{os.getuid()}-{place}-{number}")
+            except OSError:  # another worker has it
+                continue
+            self.visible = ",".join(share)
+            return
+        self.visible, self.shared = ",".join(shares[0]), True
+
+    def close(self) -> None:
+        """Give the share back."""
+        self._name.close()
+
+
+def shares_of(devices: Sequence[str], ranks: int) -> list[list[str]]:
+    """Return the parts of `devices` that workers of so many ranks get; GPUs that are left over belong to none."""
+    return [list(devices[at : at + ranks]) for at in range(0, len(devices) - ranks + 1, ranks)]
+
+
+def least_used(devices: Sequence[str], used: Sequence[str | None]) -> str:
+    """Return the first of the devices that is least often among `used`."""
+    return min(devices, key=used.count)
+
+
+def devices_of(environment: Mapping[str, str], driver: Path = _DRIVER) -> list[str]:
+    """Return the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them; without it, those of the driver."""
+    if (text := environment.get(VISIBLE)) is not None:
+        return [one.strip() for one in text.split(",") if one.strip()]
+    return [str(number) for number in range(len(list(driver.glob("*"))))]

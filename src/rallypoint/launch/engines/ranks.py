@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 
 from rallypoint.launch import environment
-from rallypoint.launch.engines.gpus import VISIBLE, GpuShare, devices_of
+from rallypoint.launch.engines.cluster import VISIBLE, GpuShare, devices_of
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.observe.lenient import say
 

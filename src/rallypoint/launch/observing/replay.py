@@ -1,4 +1,7 @@
-"""``rallypoint replay``: computes a step of a run again on this machine, in a folder of its own."""
+"""``rallypoint replay``: computes a step of a run again on this machine, in a folder of its own.
+
+``rallypoint replay RUN RUN`` compares the digests that two runs have recorded.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -17,19 +20,167 @@ import msgspec
 
 from rallypoint.coordinator.fingerprints import KeptFingerprints
 from rallypoint.coordinator.journal import JOURNAL, kept_state
+from rallypoint.core import layout as layouts
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature
+from rallypoint.core.sums import DIGEST_BYTES, dense_shards, pieces_of
 from rallypoint.core.typed import printable
-from rallypoint.errors import UsageError
+from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.code.kept import CODE, worker_argv
-from rallypoint.launch.code.trusted import refuse_others_script, refuse_others_words
-from rallypoint.launch.observing import digests
+from rallypoint.launch.kept_code import CODE, refuse_others_script, refuse_others_words, worker_argv
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.store.manifest import Manifest
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.watch.follow import recorded_losses
+
+_UNKNOWN = bytes(DIGEST_BYTES)
+
+
+class ComparedDigests(msgspec.Struct, frozen=True):
+    """A replica's contribution: what its shards have, then and now.
+
+    Attributes:
+        worker: who computed it then; "" if the run has recorded nothing of it.
+        digests: those of the replay, in hexadecimal, by shard.
+        equal, unknown: how many shards have the recorded digest, and of how many none is recorded.
+        differ: the shards that have another one, each with its tensors.
+    """
+
+    worker: str
+    digests: dict[int, str]
+    equal: int
+    unknown: int
+    differ: dict[int, tuple[str, ...]]
+
+
+class Version(msgspec.Struct, frozen=True):
+    """A version, then and now: how many pieces of tensors are equal, and the names of the tensors that are not."""
+
+    version: int
+    equal: int
+    differ: tuple[str, ...]
+
+
+def compared_contribution(
+    layout: Layout, then: KeptFingerprints, now: KeptFingerprints, step: int, replica: int
+) -> ComparedDigests:
+    """Compare one contribution."""
+    shards, names = dense_shards(layout), pieces_of(layout)
+    recorded, found = then.contributions(step).get(replica), now.contributions(step).get(replica)
+    ours = cut(found.digests, len(shards)) if found is not None else [_UNKNOWN] * len(shards)
+    theirs = cut(recorded.digests, len(shards)) if recorded is not None else [_UNKNOWN] * len(shards)
+    known = [(s, a, b) for s, a, b in zip(shards, ours, theirs, strict=True) if _UNKNOWN not in (a, b)]
+    differ = {shard: tuple(piece.name for piece in names[shard]) for shard, a, b in known if a != b}
+    digests = {shard: digest.hex() for shard, digest in zip(shards, ours, strict=True)}
+    worker = "" if recorded is None else recorded.worker
+    return ComparedDigests(worker, digests, len(known) - len(differ), len(shards) - len(known), differ)
+
+
+def compared_version(layout: Layout, then: KeptFingerprints, now: KeptFingerprints, number: int) -> Version:
+    """Compare one version."""
+    equal, differ = 0, dict[str, None]()
+    theirs, ours = then.version(number), now.version(number)
+    for shard, pieces in enumerate(pieces_of(layout)):
+        if shard in theirs and shard in ours:
+            for piece, a, b in zip(pieces, *(cut(of[shard], len(pieces)) for of in (ours, theirs)), strict=True):
+                equal += a == b
+                if a != b:
+                    differ[piece.name] = None
+    return Version(number, equal, tuple(differ))
+
+
+def first_difference(layout: Layout, one: KeptFingerprints, other: KeptFingerprints, steps: Sequence[int]) -> str:
+    """Return the first of these steps at which a replica contributed something else, as a phrase; "": at none."""
+    for step in steps:
+        ours, theirs = one.contributions(step), other.contributions(step)
+        for replica in sorted(ours.keys() & theirs.keys()):
+            compared = compared_contribution(layout, one, other, step, replica)
+            if compared.differ:
+                names = ", ".join(next(iter(compared.differ.values())))
+                return f"replica {replica} at step {step} (then on {compared.worker}), first in {names}"
+    return ""
+
+
+def cut(digests: bytes, count: int) -> list[bytes]:
+    """Return the single digests. Raises DataError if there are not so many."""
+    if len(digests) != count * DIGEST_BYTES:
+        raise DataError(f"{len(digests)} bytes of digests are recorded where the model has {count * DIGEST_BYTES}")
+    return [digests[n : n + DIGEST_BYTES] for n in range(0, len(digests), DIGEST_BYTES)]
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """What two runs have in common.
+
+    Attributes:
+        versions: how many versions both have recorded.
+        equal: the last version up to which all are equal; -1: none.
+        version: the first that differs; -1: none does.
+        parameters: the tensors that differ in it.
+        contribution: the first replica's contribution that differs at or before its step, as a phrase; "": none does.
+    """
+
+    versions: int
+    equal: int
+    version: int
+    parameters: tuple[str, ...]
+    contribution: str
+
+
+def diff(one: Path, other: Path, step: int = -1) -> Difference:
+    """Compare the digests of two runs, whose folders are only read; with `step` those of the version after that step.
+
+    Raises UsageError when they cannot be compared: another model, or nothing that both have recorded.
+    """
+    layout, theirs = _layout(one), _layout(other)
+    if layout.fingerprint != theirs.fingerprint:
+        raise UsageError(
+            f"{one} and {other} have different models: {_shown(str(layouts.first_difference(theirs, layout)))}"
+        )
+    with KeptFingerprints(one) as ours, KeptFingerprints(other) as others:
+        versions = sorted({*ours.versions()} & {*others.versions()})
+        if step >= 0:
+            versions = [version for version in versions if version == step + 1]
+        if not versions:
+            what = "have no version in common of which both recorded digests"
+            what = f"have not both recorded digests of version {step + 1}" if step >= 0 else what
+            raise UsageError(
+                f"{one} and {other} {what}: give both runs the same fingerprints=N (versions N, 2N, ... are recorded)"
+            )
+        equal = -1
+        for number in versions:
+            compared = compared_version(layout, ours, others, number)
+            if compared.differ:
+                steps = range(max(equal, 0), number)
+                phrase = first_difference(layout, ours, others, steps)
+                return Difference(len(versions), equal, number, compared.differ, phrase)
+            equal = number
+        return Difference(len(versions), equal, -1, (), "")
+
+
+def words_of(found: Difference) -> str:
+    """Return what was found, as a sentence that is `printable`: names of parameters may be somebody else's."""
+    if found.version < 0:
+        return f"equal: all {found.versions} versions that both have recorded, up to version {found.equal}"
+    before = f"equal up to version {found.equal}; " if found.equal >= 0 else ""
+    names = ", ".join(found.parameters[:8]) + (f" and {len(found.parameters) - 8} more" if found.parameters[8:] else "")
+    first = f"; the first contribution that differs: {found.contribution}" if found.contribution else ""
+    return _shown(f"{before}version {found.version} (after step {found.version - 1}) differs in {names}{first}")
+
+
+def _shown(text: str) -> str:
+    return printable(text, len(text))
+
+
+def _layout(run: Path) -> Layout:
+    if not (run / JOURNAL).exists():
+        raise UsageError(f"{run} is not the folder of a run: there is no {JOURNAL} in it")
+    state = kept_state(run)
+    if state is None or state.record is None:
+        raise UsageError(f"the job in {run} has not begun: nothing is recorded")
+    return state.record.layout
+
 
 _WINDOW, _FEWEST = 32, 5  # steps before a spike that say what is usual
 _SPREADS = 8.0  # a spike is so many usual deviations above the median
@@ -54,7 +205,7 @@ class Wanted:
     quiet: bool = False
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayTask(msgspec.Struct, frozen=True, kw_only=True):
     """What the process that computes is asked for, as a file in a folder of its own.
 
     Attributes:
@@ -63,7 +214,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         settings: settings over those of the run, nested: none changes a byte.
         reductions: the versions from which on the run has reduced its rates once more (`plateau`), ascending.
         folder: where the replay keeps its log and its digests.
-        answer: the file for the `Answer`.
+        answer: the file for the `ReplayAnswer`.
     """
 
     snapshots: str
@@ -95,7 +246,7 @@ class Looked(msgspec.Struct, frozen=True):
     not_finite: NotFinite | None
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ReplayAnswer(msgspec.Struct, frozen=True):
     """What the process has seen of all replicas, and on which device it has computed."""
 
     replicas: tuple[Looked, ...]
@@ -107,7 +258,7 @@ class Replica(msgspec.Struct, frozen=True):
 
     seen: Looked
     loss: str
-    compared: digests.Compared
+    compared: ComparedDigests
 
 
 class Replayed(msgspec.Struct, frozen=True):
@@ -131,7 +282,7 @@ class Replayed(msgspec.Struct, frozen=True):
     loss: str
     recorded_loss: str
     replicas: tuple[Replica, ...]
-    version: digests.Version
+    version: Version
     departs: str = ""
     spike: str = ""
     usual: str = ""
@@ -156,7 +307,7 @@ def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
     reductions = _reductions(manifest, run, state)
     say(f"from snapshot {printable(manifest.id)}: {_steps(step - manifest.version)} to step {step}")
     with tempfile.TemporaryDirectory(prefix="rallypoint-replay-") as folder:
-        task = Task(
+        task = ReplayTask(
             snapshots=_place(plan.snapshots), snapshot=manifest.id, step=step, settings=_settings(manifest.job),
             reductions=reductions, folder=folder, answer=str(Path(folder) / "answer.json"),
         )  # fmt: skip
@@ -235,7 +386,7 @@ def _place(url: str) -> str:
     return url if "://" in url else str(Path(url).resolve())
 
 
-def _computed(argv: tuple[str, ...], task: Task, threads: int, wanted: Wanted) -> Answer:
+def _computed(argv: tuple[str, ...], task: ReplayTask, threads: int, wanted: Wanted) -> ReplayAnswer:
     order = Path(task.folder) / "task.json"
     order.write_bytes(msgspec.json.encode(task))
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}
@@ -251,10 +402,12 @@ def _computed(argv: tuple[str, ...], task: Task, threads: int, wanted: Wanted) -
     answer = Path(task.answer)
     if not answer.exists():
         raise UsageError(f"the script ended with status {done.returncode} before step {task.step}: see above")
-    return msgspec.json.decode(answer.read_bytes(), type=Answer)
+    return msgspec.json.decode(answer.read_bytes(), type=ReplayAnswer)
 
 
-def _compared(run: Path, task: Task, manifest: Manifest, answer: Answer, replica: int, spike: Spike | None) -> Replayed:
+def _compared(
+    run: Path, task: ReplayTask, manifest: Manifest, answer: ReplayAnswer, replica: int, spike: Spike | None
+) -> Replayed:
     layout, now_in = manifest.job.layout, Path(task.folder)
     then_losses, now_losses = recorded_losses(run), recorded_losses(now_in)
     with KeptFingerprints(run) as then, KeptFingerprints(now_in) as now:
@@ -263,12 +416,12 @@ def _compared(run: Path, task: Task, manifest: Manifest, answer: Answer, replica
             replica = max(losses, key=lambda number: losses[number] if math.isfinite(losses[number]) else math.inf)
         replicas = tuple(
             Replica(seen, repr(losses.get(seen.replica, math.nan)),
-                    digests.contribution(layout, then, now, task.step, seen.replica))
+                    compared_contribution(layout, then, now, task.step, seen.replica))
             for seen in answer.replicas if replica in (-1, seen.replica)
         )  # fmt: skip
         steps = range(manifest.version, task.step + 1)
-        departs = digests.first_difference(layout, then, now, steps) or _other_loss(then_losses, now_losses, steps)
-        version = digests.version(layout, then, now, task.step + 1)
+        departs = first_difference(layout, then, now, steps) or _other_loss(then_losses, now_losses, steps)
+        version = compared_version(layout, then, now, task.step + 1)
     result = Replayed(
         task.step, manifest.id, task.step - manifest.version, answer.device, _text(now_losses, task.step),
         _text(then_losses, task.step), replicas, version, departs,

@@ -40,7 +40,7 @@ _FATAL = re.compile(r"^(Fatal Python error: .*|Windows fatal exception: .*)$", r
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for a device", "Z": "ended"}
 
 
-class Owner(msgspec.Struct, frozen=True):
+class StackOwner(msgspec.Struct, frozen=True):
     """The first line of a file: whose it is."""
 
     name: str
@@ -50,7 +50,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessStacks:
     """A process of a run, and what it has written of its stacks.
 
     Attributes:
@@ -61,7 +61,7 @@ class Process:
         why_none: why there are none.
     """
 
-    owner: Owner
+    owner: StackOwner
     here: bool
     state: str
     crash: str
@@ -83,7 +83,7 @@ def keep_stacks(role: str) -> None:
     name = os.environ.get(environment.ID, "") or role
     if rank := os.environ.get("RANK", "") if int(os.environ.get(environment.RANKS) or 1) > 1 else "":
         name = f"{name}-rank{rank}"
-    owner = Owner(name, role, os.getpid(), socket.gethostname())
+    owner = StackOwner(name, role, os.getpid(), socket.gethostname())
     plain = re.sub(r"[^\w.-]", "_", name)[:100]
     try:
         _make_room(Path(folder))
@@ -108,7 +108,7 @@ def _make_room(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def processes_of(run: Path, *, ask: bool) -> list[Process]:
+def processes_of(run: Path, *, ask: bool) -> list[ProcessStacks]:
     """The processes of a run that have left files, and their stacks; `ask`: those that live on this machine write them
     now. Waits for them up to 2 s. Files that are no such are left out."""
     found = [(path, owner) for path in _files(run / STACKS) if (owner := _owner(path)) is not None]
@@ -131,10 +131,10 @@ def _files(folder: Path) -> list[Path]:
     return []
 
 
-def _owner(path: Path) -> Owner | None:
+def _owner(path: Path) -> StackOwner | None:
     try:
         with path.open("rb") as file:
-            owner = msgspec.json.decode(file.read(_HEAD_BYTES).partition(b"\n")[0], type=Owner)
+            owner = msgspec.json.decode(file.read(_HEAD_BYTES).partition(b"\n")[0], type=StackOwner)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     return owner if 1 < owner.pid < 1 << 31 else None
@@ -146,7 +146,7 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _ask(path: Path, owner: Owner) -> str:
+def _ask(path: Path, owner: StackOwner) -> str:
     """Ask a process for its stacks. Returns why that cannot be; "" if it was asked.
 
     Only a process that has this very file open is asked, and only if it handles the signal: it would end another one.
@@ -172,7 +172,7 @@ def _ask(path: Path, owner: Owner) -> str:
     return ""
 
 
-def _not_here(owner: Owner) -> str:
+def _not_here(owner: StackOwner) -> str:
     here = owner.host == socket.gethostname()
     return "the process has ended" if here else f"the process is on {owner.host}: make a report there"
 
@@ -207,7 +207,7 @@ def _wait(asked: Iterable[Path], before: dict[Path, int]) -> None:
         time.sleep(_LOOK_S)
 
 
-def _read(path: Path, owner: Owner, before: int | None, why: str) -> Process:
+def _read(path: Path, owner: StackOwner, before: int | None, why: str) -> ProcessStacks:
     """`before`: the file's size when its process was asked; None: nobody was."""
     here = _has_open(owner.pid, path)
     state = _STATES.get(_status(owner.pid).get("State", "")[:1], "") if here else ""
@@ -223,4 +223,4 @@ def _read(path: Path, owner: Owner, before: int | None, why: str) -> Process:
     crash = [] if here else _FATAL.findall(text)
     if not text and not why:
         why = "it has not answered" if before is not None else "it was not asked" if here else "the process has ended"
-    return Process(owner, here, state, crash[-1] if crash else "", text, "" if text else why)
+    return ProcessStacks(owner, here, state, crash[-1] if crash else "", text, "" if text else why)

@@ -1,11 +1,15 @@
-"""What tests of threads need: a call on a second thread, and a wait for what another thread does."""
+"""What tests of threads and connections need: a call on a second thread, a wait for what another thread does, bytes."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+
+from rallypoint.errors import LinkError
+from rallypoint.net.transport import Connection, Listener, Transport
 
 PATIENCE_S = 60.0  # a test fails after so long; no test should come near it
 
@@ -55,3 +59,37 @@ def until(happened: Callable[[], bool], what: str | Callable[[], str] = "it has 
     while not happened():
         assert time.monotonic() < deadline, what if isinstance(what, str) else what()
         time.sleep(0.005)
+
+
+def connected(transport: Transport, listener: Listener) -> tuple[Connection, Connection]:
+    """Both ends of a new connection that has been used: a transport may shake hands at its first use."""
+    near = transport.connect(listener.address, PATIENCE_S)
+    far = listener.accept()
+    for end in (near, far):
+        end.set_timeout(PATIENCE_S)  # a broken transport then fails the test instead of blocking it
+    with Beside(lambda: near.send(b"?")) as asking:
+        assert receive(far, 1) == b"?"
+        asking.raise_if_failed()
+    return near, far
+
+
+def trickle(step: Callable[[], object], beside: Beside) -> None:
+    """Make a little progress again and again, as long as the other thread runs."""
+    while beside.is_running():
+        with contextlib.suppress(LinkError):
+            step()
+        time.sleep(0.02)
+
+
+def receive(connection: Connection, count: int) -> bytes:
+    """Return the next `count` bytes of a connection."""
+    room = bytearray(count)
+    connection.recv_into(memoryview(room))
+    return bytes(room)
+
+
+def send_for_ever(connection: Connection) -> None:
+    """Send until the connection raises. Blocks soon when nobody reads."""
+    megabyte = memoryview(bytes(1 << 20))
+    while True:
+        connection.send(b"", megabyte)

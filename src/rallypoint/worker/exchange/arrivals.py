@@ -20,8 +20,7 @@ from rallypoint.core.worker.slots import Arriving, Evaluate, Initialise, ToWait
 from rallypoint.errors import NO_SNAPSHOT, JobAborted, ProtocolError, RallypointError
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
 from rallypoint.net.pool import bytes_of
-from rallypoint.store.record import ShardRecord
-from rallypoint.store.state import read_state
+from rallypoint.store.record import ShardRecord, read_state
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell, Rewound, memory_of
 from rallypoint.worker.exchange.pushes import CodecStates, Encoder, Pushes

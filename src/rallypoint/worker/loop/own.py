@@ -18,8 +18,7 @@ from rallypoint.core.modes import Holder
 from rallypoint.core.schedule import rate_at
 from rallypoint.errors import ConfigError, ProtocolError
 from rallypoint.optim import NUMBERS, build_optimizer, number
-from rallypoint.store.record import ShardRecord
-from rallypoint.store.state import MASTER, OWN
+from rallypoint.store.record import MASTER, OWN, ShardRecord
 from rallypoint.worker.habits import by_the_job
 from rallypoint.worker.tensors import ModelTensors, Placed
 

@@ -65,7 +65,7 @@ from rallypoint.worker.tensors import ModelTensors, TrainSettings
 def started(
     config: JobConfig, model: torch.nn.Module, given: Container[str], welcome: Welcome, *, alone: bool
 ) -> tuple[JobConfig, str]:
-    """Choose what `config.start_values` may choose for `model`; `given` are the settings that were said.
+    """Choose what `config.with_start_values` may choose for `model`; `given` are the settings that were said.
 
     Returns the configuration, and a sentence that says why, or "". Nothing new is chosen for a rank of a group (not
     `alone`), which has a part of the model, and for models with tables, whose parts depend on the size of shards.

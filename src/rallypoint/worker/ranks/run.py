@@ -19,7 +19,7 @@ from rallypoint.core.ranks import Spread
 from rallypoint.data.dataset import MapDataset
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
-from rallypoint.data.spec import Collate, Data, Given, Loader, given
+from rallypoint.data.spec import Collate, Data, GivenData, Loader, given
 from rallypoint.errors import UsageError, sentence_of
 from rallypoint.observe.lenient import say
 from rallypoint.parallel import Kind, Order, Parallel, RankGroup, is_of_another_rank, whole_of
@@ -353,7 +353,7 @@ class Lead:
         self._group.at("")
         return tensors
 
-    def batches(self, data: Given) -> MicroBatches:
+    def batches(self, data: GivenData) -> MicroBatches:
         """Return this rank's part of the micro-batches."""
         spread = self._spread
         return MicroBatches(

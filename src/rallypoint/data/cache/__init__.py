@@ -1,1 +1,0 @@
-"""Pieces of a store's files that this machine, and the job's other machines, have already."""

@@ -1,1 +1,0 @@
-"""``rallypoint chaos``: a run under faults, compared with an undisturbed one."""

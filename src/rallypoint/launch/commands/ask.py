@@ -1,0 +1,187 @@
+"""Questions and commands to a running job, from another terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import queue
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rallypoint.core.protocol import (
+    Aborted,
+    AnyOrder,
+    Finished,
+    Members,
+    Message,
+    Ordered,
+    Resize,
+    Snapshotted,
+    SnapshotWanted,
+)
+from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointError, UsageError
+from rallypoint.launch.access import transport_of
+from rallypoint.launch.folder import read_where
+from rallypoint.launch.plan import read_plan
+from rallypoint.net.handshake import Identity, role_token
+from rallypoint.net.member import CoordinatorLink, Handlers
+
+_PATIENCE_S, _ORDER_S = 600.0, 30.0
+
+_AWAY = "the coordinator is gone before it has answered; waiting for the next one"
+_AGAIN = "the coordinator is back, and was asked again"
+
+
+class _MemberLink(enum.Enum):
+    """What has become of the link to the coordinator."""
+
+    BROKEN = enum.auto()
+    WHOLE = enum.auto()  # again, maybe with another coordinator: it knows nothing of the question
+
+
+Answers = queue.SimpleQueue[Message | RallypointError | _MemberLink]
+Say = Callable[[str], None]
+
+
+def take_snapshot(run: Path, say: Say) -> str:
+    """Ask the run in this folder for a snapshot.
+
+    Returns a sentence when it is durable. `say` gets what has happened meanwhile: a coordinator that comes in the place
+    of a dead one is asked again. Raises DataError when nothing runs there, LinkError after 10 minutes, and when there
+    is no coordinator for a minute.
+    """
+    with _asking(run, "snapshot") as (link, answers):
+        link.send(SnapshotWanted())
+        for answer in _within(answers, _PATIENCE_S, "no snapshot", say, lambda: link.send(SnapshotWanted())):
+            match answer:
+                case Snapshotted(snapshot=snapshot, version=version, nbytes=nbytes, seconds=seconds):
+                    return f"{snapshot}: version {version}, {nbytes / 1e6:.1f} MB in {seconds:.2f} s"
+                case _:
+                    pass
+    raise AssertionError("_within ends with an error")
+
+
+def resize(run: Path, workers: int, servers: int, say: Say) -> str:
+    """Let the run in this folder continue with so many workers and servers (0: as many as now).
+
+    Waits until that is done, and returns a sentence. Meanwhile `say` gets what is still missing. Raises DataError when
+    no job runs there, ConfigError for an impossible number, LinkError after 10 minutes: the request stands.
+    """
+    plan = read_plan(run)
+    if 0 < workers < plan.workers[0]:
+        raise ConfigError(
+            f"{run} was started with --workers {plan.workers[0]}:{plan.workers[1]}: with {workers} it would wait"
+        )
+    if 0 < servers < plan.replication:
+        raise ConfigError(f"{run} keeps every shard on {plan.replication} servers: it needs at least so many")
+    began, said = time.monotonic(), ""
+    with _asking(run, "resize") as (link, answers):
+        link.send(Resize(workers, servers))
+        for answer in _within(answers, _PATIENCE_S, "not resized", say, lambda: link.send(Resize(workers, servers))):
+            if not isinstance(answer, Members):
+                continue
+            missing = _missing(answer, workers, servers)
+            if not missing:
+                takes_part = len(answer.workers) + len(answer.warming)
+                here = _counted(takes_part, len(answer.servers))
+                idle = "; the others stand by for now" if takes_part < workers else ""
+                return f"done in {time.monotonic() - began:.1f} s: {here}{idle}"
+            if missing != said:
+                say(f"waiting for {missing}")
+                said = missing
+    raise AssertionError("_within ends with an error")
+
+
+def order(run: Path, wanted: AnyOrder, say: Say) -> str:
+    """Give the run in this folder an order. Returns what has come of it, as a sentence; `say` as in `take_snapshot`.
+
+    Raises DataError when nothing runs there, UsageError when the coordinator refuses.
+    """
+    with _asking(run, "order") as (link, answers):
+        link.send(wanted)
+        for answer in _within(answers, _ORDER_S, "no answer", say, lambda: link.send(wanted)):
+            if isinstance(answer, Ordered) and answer.kind == type(wanted).__name__:
+                if answer.refused:
+                    raise UsageError(answer.text)
+                return answer.text
+    raise AssertionError("_within ends with an error")
+
+
+def _within(
+    answers: Answers, seconds: float, otherwise: str, say: Say, again: Callable[[], None]
+) -> Iterator[Message]:
+    """Yield the coordinator's messages of so many seconds, then raise LinkError. The job's own messages keep coming
+    though the answer does not, when the coordinator was killed before it could send it: `again` asks the next one."""
+    deadline, said = time.monotonic() + seconds, False
+    while True:
+        answer = _next(answers, otherwise, seconds, max(0.0, deadline - time.monotonic()))
+        if not isinstance(answer, _MemberLink):
+            yield answer
+        elif answer is _MemberLink.WHOLE:
+            again()
+            say(_AGAIN)
+            said = False
+        elif not said:
+            say(_AWAY)
+            said = True
+
+
+def _missing(now: Members, workers: int, servers: int) -> str:
+    """Return what does not match the request yet, as a phrase; "" when everything does."""
+    able, computing, here = len(now.workers) + len(now.standby), len(now.workers), len(now.servers)
+    missing = []
+    if workers and able < workers:
+        missing.append(f"{_count(workers - able, 'worker')} to join")
+    if workers and computing > workers:
+        missing.append(f"{_count(computing - workers, 'worker')} to leave")
+    if servers and here < servers:
+        missing.append(f"{_count(servers - here, 'server')} to join")
+    if servers and here > servers:
+        missing.append(f"{_count(here - servers, 'server')} to hand over")
+    return " and ".join(missing)
+
+
+def _counted(workers: int, servers: int) -> str:
+    return f"{_count(workers, 'worker')} and {_count(servers, 'server')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+@contextlib.contextmanager
+def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
+    where = read_where(run)
+    answers: Answers = queue.SimpleQueue()
+    me = Identity("observer", id, role_token(where.token, "observer"))
+    link = CoordinatorLink(
+        transport=transport_of(where.tls, "observer"), address=where.coordinator, me=me,
+        handlers=Handlers(
+            answers.put, answers.put,
+            on_link=lambda whole: answers.put(_MemberLink.WHOLE if whole else _MemberLink.BROKEN),
+        ),
+    )  # fmt: skip
+    link.start()
+    try:
+        yield link, answers
+    finally:
+        link.close()
+
+
+def _next(answers: Answers, otherwise: str, patience: float, left: float) -> Message | _MemberLink:
+    """Return the coordinator's next message. Raises JobAborted when the job is over, LinkError when nothing comes.
+
+    It waits for what is `left` of `patience` seconds.
+    """
+    try:
+        if left == 0.0:
+            raise queue.Empty
+        answer = answers.get(timeout=left)
+    except queue.Empty:
+        raise LinkError(f"{otherwise} within {patience:.0f} s; the run's own console says why") from None
+    if isinstance(answer, RallypointError):
+        raise answer
+    if isinstance(answer, Finished | Aborted):
+        raise JobAborted("the job is over")
+    return answer

@@ -1,1 +1,0 @@
-"""``rallypoint plan``: what a job would cost on some machines, or an earlier run on others. `core.plan` computes it."""

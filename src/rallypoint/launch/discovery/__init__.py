@@ -1,1 +1,0 @@
-"""Roles from the environment of somebody else's launcher: torchrun, mpirun."""

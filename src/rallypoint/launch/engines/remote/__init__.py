@@ -1,1 +1,0 @@
-"""Processes on machines that another program leads to, such as ``ssh``."""

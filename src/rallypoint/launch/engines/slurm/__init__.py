@@ -1,1 +1,0 @@
-"""Processes on the machines of a Slurm job."""

@@ -1,1 +1,0 @@
-"""Checkpoints that other libraries write and read: torch.distributed.checkpoint, safetensors, torch.save."""
