@@ -10,7 +10,7 @@ from rallypoint.net.frames import NEWEST, Header, Kind
 from rallypoint.testing.simulation.network import Node, SimulatedLink
 from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.worker.exchange.links import Receiver
-from rallypoint.worker.keys.exchange import KeysHeard
+from rallypoint.worker.keys_exchange import KeysHeard
 
 
 class Named(bytearray):
@@ -65,7 +65,7 @@ class SimulatedKeyLinks:
         self.number: Callable[[], ViewNumber]
         self._links: dict[str, _Link] = {}
 
-    # ---- see `worker.keys.exchange.KeyLinks` ----
+    # ---- see `worker.keys_exchange.KeyLinks` ----
 
     def get(self, server: str) -> _Link | None:
         return self._links.get(server)

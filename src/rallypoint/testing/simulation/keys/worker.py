@@ -14,8 +14,8 @@ from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.worker.exchange.links import Context
-from rallypoint.worker.keys.exchange import Asked, KeyExchange
-from rallypoint.worker.keys.store import LOOK_AGAIN_S
+from rallypoint.worker.keys import LOOK_AGAIN_S
+from rallypoint.worker.keys_exchange import Asked, KeyExchange
 
 LEFT = "went back to a snapshot after its script had ended"
 _NO_ROWS = memoryview(b"")
