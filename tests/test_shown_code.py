@@ -30,7 +30,7 @@ SCRIPT = """
 import os, runpy, sys, time
 from pathlib import Path
 import torch
-from rallypoint.worker.keys.store import KeyStore
+from rallypoint.worker.keys import KeyStore
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.tensors import weights_hash
 torch.set_num_threads(2)

@@ -19,7 +19,7 @@ STEPS, AT, LATER, LAST = 9, 3, 5, 7
 SCRIPT = """
 import runpy, sys, time
 from pathlib import Path
-from rallypoint.worker.keys.store import KeyStore
+from rallypoint.worker.keys import KeyStore
 gate, due, push = Path(sys.argv[1]), KeyStore.due, KeyStore.push
 me = lambda store: store._exchange.me
 def gated(self, names, steps):

@@ -14,12 +14,6 @@ from rallypoint.core import optimizer as specs
 from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW, Muon, Optimizer, RMSprop, of_shard
 from rallypoint.core.schedule import rate_at
 
-# ---- One table of the optimizers: torch's class of each, how it is built, and what it keeps for each parameter ----
-#
-# All but Muon work on each element by itself, so a server may step any piece of a parameter, and gets the bytes that
-# torch gets for all of it. Muon gets whole matrices. Tests compare both.
-
-
 # ---- What servers do in place of an optimizer where a version is a sum: the sum becomes the parameters ----
 
 
@@ -36,6 +30,12 @@ class Latest(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.copy_(parameter.grad)
+
+
+# ---- One table of the optimizers: torch's class of each, how it is built, and what it keeps for each parameter ----
+#
+# All but Muon work on each element by itself, so a server may step any piece of a parameter, and gets the bytes that
+# torch gets for all of it. Muon gets whole matrices. Tests compare both.
 
 
 @dataclass(frozen=True, slots=True)

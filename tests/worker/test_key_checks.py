@@ -13,9 +13,8 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.policy import Async, ServerPolicy, Sync
 from rallypoint.errors import ConfigError, ProtocolError, UsageError
 from rallypoint.net.frames import LATEST, SKIP, Header, Kind, wants
-from rallypoint.worker.keys.exchange import Heard, KeyArrivals
-from rallypoint.worker.keys.settings import KeySettings, declared
-from rallypoint.worker.keys.store import DenseKey, TableKey
+from rallypoint.worker.keys import DenseKey, KeySettings, TableKey, declared
+from rallypoint.worker.keys_exchange import Heard, KeyArrivals
 
 STEPS, CONTRIBUTORS, NBYTES = 9, 2, 16
 

@@ -17,9 +17,8 @@ from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import JobAborted, StoreRolledBack, UsageError
 from rallypoint.net.frames import Header, Kind
 from rallypoint.worker.exchange.links import Context
-from rallypoint.worker.keys.exchange import KeyExchange
-from rallypoint.worker.keys.settings import KeySettings, declared
-from rallypoint.worker.keys.store import KeyStore
+from rallypoint.worker.keys import KeySettings, KeyStore, declared
+from rallypoint.worker.keys_exchange import KeyExchange
 
 
 class Wire:

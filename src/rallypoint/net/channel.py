@@ -135,9 +135,6 @@ def _seals(secret: bytes, *, macs: bool) -> tuple[hashlib.blake2b, AESGCM | None
     return tags, AESGCM(expand(secret, b"payloads")) if macs else None
 
 
-# ---- A connection that carries frames. One thread sends from a queue; the owner's thread receives ----
-
-
 # ---- The frames that wait to be sent on one channel, and how many bytes of them may ----
 
 
@@ -239,6 +236,9 @@ class Outbox:
         nbytes = sign * (SEALED_BYTES + frame.header.length)
         self._counted += nbytes
         self.overflows = not backlog.change(nbytes, self._counted)
+
+
+# ---- A connection that carries frames. One thread sends from a queue; the owner's thread receives ----
 
 
 log = logging.getLogger("rallypoint")

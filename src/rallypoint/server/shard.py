@@ -212,9 +212,6 @@ class WireCopies:
         self._encoded.clear()
 
 
-# ---- A shard on a server where workers hold the state (AllReduce): the sum in progress, and the last two means ----
-
-
 # ---- The average of one dense shard's parameters over its versions (rp.EMA, rp.SWA) ----
 
 
@@ -257,6 +254,9 @@ class ShardAverage:
             return
         self.values.copy_(arrays[AVERAGE])
         self._averaged = int(scalars.get(AVERAGED, 0.0))
+
+
+# ---- A shard on a server where workers hold the state (AllReduce): the sum in progress, and the last two means ----
 
 
 class AveragedShard:

@@ -22,8 +22,8 @@ from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, SimulatedLink, World
 from rallypoint.testing.simulation.replicas.contents import Content
 from rallypoint.worker.exchange.links import Context, Receiver
-from rallypoint.worker.keys.exchange import Asked, KeyExchange, KeysHeard
-from rallypoint.worker.keys.store import LOOK_AGAIN_S
+from rallypoint.worker.keys import LOOK_AGAIN_S
+from rallypoint.worker.keys_exchange import Asked, KeyExchange, KeysHeard
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.plan import Plan
@@ -124,7 +124,7 @@ class SimulatedKeyLinks:
         self.number: Callable[[], ViewNumber]
         self._links: dict[str, _Link] = {}
 
-    # ---- see `worker.keys.sends.KeyLinks` ----
+    # ---- see `worker.keys_exchange.KeyLinks` ----
 
     def get(self, server: str) -> _Link | None:
         return self._links.get(server)

@@ -103,7 +103,7 @@ class Wire:
     ) -> None:
         """From end 0 or 1 to the other; `read` turns the message into what is sent when it leaves.
 
-        A message replaces the one of the same `place` that is still on its way (as `net/outbox.py` does it).
+        A message replaces the one of the same `place` that is still on its way (as `net/channel.py` does it).
         """
         if not self.open:
             return

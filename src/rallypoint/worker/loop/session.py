@@ -43,9 +43,8 @@ from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange, digest_of
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.kernels import kernels_of
-from rallypoint.worker.keys.exchange import KeyExchange
-from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape, declared, first_values
-from rallypoint.worker.keys.store import KeyStore
+from rallypoint.worker.keys import NOT_OF_RANKS, KeySettings, KeyShape, KeyStore, declared, first_values
+from rallypoint.worker.keys_exchange import KeyExchange
 from rallypoint.worker.loop.guard import Parts
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
 from rallypoint.worker.loop.run import Run

@@ -25,8 +25,7 @@ from rallypoint.observe.lenient import say
 from rallypoint.parallel import Kind, Order, Parallel, RankGroup, is_of_another_rank, whole_of
 from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.keys.settings import NOT_OF_RANKS, KeySettings, KeyShape
-from rallypoint.worker.keys.store import KeyStore
+from rallypoint.worker.keys import NOT_OF_RANKS, KeySettings, KeyShape, KeyStore
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.module_hooks import Activations
 from rallypoint.worker.precision import Autocast

@@ -1,1 +1,0 @@
-"""A worker's side of a key-value store (`job.store`)."""
