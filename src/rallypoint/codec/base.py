@@ -405,7 +405,7 @@ class RowSum:
         self.values.index_add_(0, torch.searchsorted(union, ids), values)
 
 
-# ---- The digest of a contribution that is in memory as a tensor: see `core.sums.digests` ----
+# ---- The digest of a contribution that is in memory as a tensor: see `core.sums` ----
 
 
 def digest_of(gradient: torch.Tensor, weight: float = 1.0) -> bytes:

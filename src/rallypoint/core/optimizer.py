@@ -222,7 +222,7 @@ def takes(average: Average, version: int) -> bool:
 # The scale of step t is a part of version t, like a buffer of the model: two words beside the buffers, `ENTRY` in the
 # layout. So it has a primary and a backup, is in snapshots, and reaches every worker with the version, before the
 # backward pass that needs it. The server that holds it tells it to the others with its measure of the step's sums
-# (`shard/clip.py`).
+# (`core/shard/clip.py`).
 
 
 ENTRY = "rallypoint.loss_scale"  # the layout's name for (scale, steps applied since it has changed)

@@ -475,7 +475,7 @@ class AuditFound(AnyMessage, frozen=True):
 class Admitted(AnyMessage, frozen=True):
     """The member's incarnation. If it differs from the earlier one, the member is new: what it held does not count.
 
-    `secret` is this incarnation's own: see `net.keys`. With it the member proves itself when it comes back, and a
+    `secret` is this incarnation's own: see `net.handshake`. With it the member proves itself when it comes back, and a
     server knows the tickets of those who connect to it. It is encrypted on its way.
     """
 

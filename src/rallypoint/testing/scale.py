@@ -296,7 +296,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def round_seconds(scenario: Scenario, groups: Mapping[Group, int], servers: int, blocks: float = 1.0) -> float:
-    """Seconds of a step (of a round of local steps) that nothing disturbs: `core.cost` alone, without a coordinator.
+    """Seconds of a step (of a round of local steps) that nothing disturbs: `core.plan` alone, without a coordinator.
 
     `groups`: how many workers are alike; `blocks`: how many blocks of replicas a sender pushes of each shard.
     """

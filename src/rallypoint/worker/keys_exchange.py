@@ -262,7 +262,7 @@ class KeysHeard:
 
 
 class KeyLink(Protocol):
-    """A link to one server: see `worker.exchange.link.ServerLink`."""
+    """A link to one server: see `worker.exchange.links.ServerLink`."""
 
     def push(self, header: Header, payload: memoryview, sent: Callable[[], None]) -> None: ...
 

@@ -176,7 +176,7 @@ class Stopping:
             self.wanted, self._from = " ".join(reason.split())[:LONGEST] or "run.stop()", step
 
     def say(self, version: int, generation: ViewNumber, *, left: int = -1) -> None:
-        """Tell the coordinator that the job is to end with `version`. For `left` see `core.cluster.events.Stopped`."""
+        """Tell the coordinator that the job is to end with `version`. For `left` see `core.protocol.Stop`."""
         with self._lock:
             reason = self._said.reason if self._said is not None else self.wanted or ""
             version = self._said.version if self._said is not None else version

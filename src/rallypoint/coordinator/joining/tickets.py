@@ -1,6 +1,6 @@
 """The secrets and tickets that the coordinator gives to members, and its proofs of the views that it writes.
 
-`net.keys` says what they are.
+`net.handshake` says what they are.
 """
 
 from __future__ import annotations

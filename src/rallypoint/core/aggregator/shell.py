@@ -1,6 +1,6 @@
 """The bookkeeping between an aggregator's machine and its links, without any input or output.
 
-It knows the workers' newest links, and decides which incoming frames reach the machine (I10). `aggregator/relay.py`
+It knows the workers' newest links, and decides which incoming frames reach the machine (I10). `aggregator.py`
 runs it over TCP channels, `testing/simulation` over simulated links. Its methods return the machine's
 effects, in order.
 """

@@ -42,7 +42,7 @@ class Remembered(Generic[P, R]):
     Nothing but the arguments may decide its answer, and nobody may change them or the answer afterwards. Example: with
     `placed = Remembered(place)` the second of two calls `placed(shards, ("a", "b"))` places nothing.
 
-    It is no closure, so that a machine which has one can be recorded (`observe.packed`).
+    It is no closure, so that a machine which has one can be recorded (`observe.recording`).
     """
 
     __slots__ = ("_function", "_last")

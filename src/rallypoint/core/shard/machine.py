@@ -1,6 +1,6 @@
 """The state machine of one shard on a server. Events go in, effects come out.
 
-The machine only decides; `server/reducer/effects.py` runs the effects. It has no lock: one thread calls it, its owner.
+The machine only decides; `server/reducer.py` runs the effects. It has no lock: one thread calls it, its owner.
 
 A shard has one primary, which sums contributions and publishes versions. It may have one backup, which applies the same
 updates and acknowledges them. `core/shard/replication.py` shows a backup's states and what is published when.

@@ -1,4 +1,4 @@
-"""``rallypoint plan``: what a job would cost on some machines, or an earlier run on others. `core.cost` computes it.
+"""``rallypoint plan``: what a job would cost on some machines, or an earlier run on others. `core.plan` computes it.
 
 `question_of` makes a workload and machines of the options, `answer` asks the cost model, `shown` and `as_json` say it.
 """

@@ -25,7 +25,7 @@ class ImportTask(msgspec.Struct, frozen=True):
     """What to import, and where to.
 
     Attributes:
-        checkpoint: see `store.checkpoints.reading`.
+        checkpoint: see `store.checkpoints`.
         step: the steps of training in it; -1: as it says itself.
         snapshots: the store that gets the snapshot.
         answer: the file that gets an `Answer` when that is done.

@@ -144,7 +144,7 @@ class SimulatedKeyLinks:
         missed = {server: link.link.unreachable() for server, link in self._links.items()}
         return {server: seconds for server, seconds in missed.items() if seconds > 0}
 
-    # ---- see `testing.simulation.link.Receiver` ----
+    # ---- see `testing.simulation.network.Receiver` ----
 
     def hello(self) -> Any:
         return ("worker", self._node.name, self.number())
