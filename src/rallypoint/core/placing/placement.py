@@ -92,7 +92,7 @@ def place_backups(
 
 
 def ranking(shard: int | str, servers: Sequence[str]) -> list[str]:
-    """All servers in the shard's order of preference. (Hosts, in that of a piece of a data set: `data/cache/`.)"""
+    """All servers in the shard's order of preference. (Hosts, in that of a piece of a data set: `data/peers.py`.)"""
     return sorted(servers, key=lambda server: (_score(shard, server), server), reverse=True)
 
 
