@@ -19,7 +19,7 @@ from rich.console import Console
 from rallypoint.launch.commands.chaos import _hash
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.plan import HERE, Launch, read_plan
-from rallypoint.launch.run import ClusterRun
+from rallypoint.launch.run import ClusterRun, launch
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.programs, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -67,7 +67,7 @@ def launched(folder: Path, intervene: Act | None = None, *, steps: int = STEPS, 
         if not going[0]:
             go.touch()
 
-    status = run.launch(plan, RunConsole(Console(file=said, width=1000, highlight=False)), look)
+    status = launch(plan, RunConsole(Console(file=said, width=1000, highlight=False)), look)
     assert status == 0, said.getvalue()
     assert not going[0], said.getvalue()
     return said.getvalue()

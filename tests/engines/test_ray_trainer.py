@@ -127,7 +127,7 @@ def test_ctrl_c_is_no_failed_training(tmp_path: Path, monkeypatch: pytest.Monkey
     from rallypoint.bridges import ray as bridge
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(bridge.launcher, "launch", lambda plan, console: bridge.launcher.INTERRUPTED)
+    monkeypatch.setattr(bridge.run, "launch", lambda plan, console: bridge.run.INTERRUPTED)
     with pytest.raises(KeyboardInterrupt):
         bridge.RallypointTrainer(print, run_config=RunConfig(name="x", storage_path=str(tmp_path))).fit()
 
