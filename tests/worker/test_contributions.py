@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import ConfigError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.reference import _Reference
+from rallypoint.worker.exchange.locked import LockedShell
 from rallypoint.worker.exchange.pushes import ReplicaPushes
 from rallypoint.worker.tensors import ModelTensors
 
@@ -50,10 +52,10 @@ def train(folder: Path, settings: dict[str, Any] = SETTINGS) -> None:
 def not_needed_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers hear that servers have shard 1 of every replica already; what is recorded beside is then sent after all.
     """
-    claim, not_needed = ReplicaPushes.claim, ReplicaPushes.not_needed
+    claim, not_needed = LockedShell.claim, ReplicaPushes.not_needed
 
-    def claims_all_but_one(pushes: ReplicaPushes, shard: int) -> bool:
-        return claim(pushes, shard) and shard != 1
+    def claims_all_but_one(locked: LockedShell, shard: int, describe: Callable[[], str]) -> bool:
+        return claim(locked, shard, describe) and shard != 1
 
     def sends(pushes: ReplicaPushes, shard: int, gradient: torch.Tensor) -> None:
         slot = pushes._pushes.words(shard)
@@ -62,7 +64,7 @@ def not_needed_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
             pushes.filled(shard)
         not_needed(pushes, shard, gradient)
 
-    monkeypatch.setattr(ReplicaPushes, "claim", claims_all_but_one)
+    monkeypatch.setattr(LockedShell, "claim", claims_all_but_one)
     monkeypatch.setattr(ReplicaPushes, "not_needed", sends)
 
 

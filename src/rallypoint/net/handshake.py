@@ -249,7 +249,7 @@ def check_exposure(transport: Transport, address: str, token: str) -> None:
         raise UsageError(
             f"{address} can be reached from other machines: set a job token of at least {_MIN_TOKEN} characters "
             "(RALLYPOINT_TOKEN, or --token-file), the same for every member, or give each TLS (--tls; `rallypoint "
-            "certs` makes certificates)"
+            "token --tls FOLDER` makes certificates)"
         )
 
 
