@@ -217,7 +217,7 @@ class Propose(AnyMessage, frozen=True):
 
 
 class Beat(AnyMessage, frozen=True):
-    """A heartbeat, with what it says about its sender: see `core.cluster.events.Beat`."""
+    """A heartbeat, with what it says about its sender: the fields of `core.cluster.events.Beat`, in its order."""
 
     unreachable: dict[str, float] = msgspec.field(default_factory=dict)
     waited: float = 0.0
