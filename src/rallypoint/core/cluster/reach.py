@@ -1,5 +1,5 @@
 """Who is given up, and why: `Silence` finds members that do not beat, `Reach` those that beat and hold the job up
-(pairs that cannot reach each other, threads that hang). A new reason from what beats say is a list of cases from `Reach.look`.
+(pairs that cannot reach each other, threads that hang). A new reason from what beats say: cases of `Reach.look`.
 
 Each beat says whom its sender cannot reach, and for how long its main thread has waited for others. A worker that waits
 for three heartbeats and cannot reach a server, or a server that cannot reach another one while every worker waits, is a

@@ -93,7 +93,7 @@ class Cluster(Protocol):
 
     A new engine: its name in `ENGINES`, a case in `kind_of` and in `cluster_of`, and what a plan needs of it in
     `RunOptions._machines` (launch/options.py). On other machines it replaces `plan.HERE` in each argument by the
-    address of the machine, and hands tokens over by stdin or a file, not in arguments as the sketch below: `ps` shows those.
+    address of the machine, and hands tokens over by stdin or a file, not in arguments (`ps` shows those).
 
     Attributes:
         notices: the signals after which the engine is asked to run the launcher again: see `run_again`.
