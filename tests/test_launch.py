@@ -582,7 +582,7 @@ def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
 def test_ctrl_c_and_a_notice_are_one_sentence(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, LONG_RUN) as (run, _):
         run.send_signal(number)
-        output, _ = run.communicate(timeout=30)
+        output, _ = run.communicate(timeout=120)
     assert run.returncode == 130
     rest = [line for line in output.splitlines() if not line.startswith("step ")]
     taken = rest[0].startswith("snapshot of step ")  # unless the machine is too busy for a quick one
