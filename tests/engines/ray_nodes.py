@@ -13,7 +13,10 @@ from typing import Any
 import psutil
 
 STORE_BYTES = 80 * 2**20  # the least that Ray takes for its object store: nothing of ours goes through it
-_OFF = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_AUTH_MODE": "disabled"}
+_OFF = {
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_AUTH_MODE": "disabled",
+    "RAY_worker_niceness": "0",  # 15 is Ray's own choice: beside other tests its processes would hardly be run
+}  # fmt: skip
 
 
 @contextmanager
