@@ -1,8 +1,11 @@
-"""`rallypoint chaos` asks for a backup of every shard: not where the job's mode supports none."""
+"""`rallypoint chaos` asks for a backup of every shard where the mode supports one, and lets what it stops go on."""
 
 from __future__ import annotations
 
 import io
+import signal
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -12,6 +15,7 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import AllReduce, Mode, Sync
 from rallypoint.launch.commands import chaos
 from rallypoint.launch.plan import Launch
+from rallypoint.launch.run import ClusterRun
 
 LAYOUT = build_layout([TensorSpec("w", (64,), "float32", 0)], 64)
 STOPPED = 9
@@ -38,3 +42,20 @@ def test_chaos_uses_the_highest_replication_that_the_mode_supports_and_says_so(
     assert [plan.replication for plan in plans] == [replication]
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("every shard is on one server (--replication 2 is not supported under rp.AllReduce()" in text) == said
+
+
+def test_a_stopped_worker_goes_on_although_the_job_is_over_and_nobody_else_is_hit() -> None:
+    """The launcher waits for its script."""
+    signals: list[int] = []
+    worker: Any = SimpleNamespace(command=SimpleNamespace(name="worker0", role="worker"), signal=signals.append)
+    state = SimpleNamespace(step=9, again=0, view=None)
+    shown = SimpleNamespace(state=state, finished=True, console=Console(file=io.StringIO()))
+    plan = Launch(worker=("train",))
+    run = cast(ClusterRun, SimpleNamespace(console=shown, plan=plan, of_role=lambda role: [worker]))
+    driver = chaos.Chaos([chaos.ChaosFault("stop worker"), chaos.ChaosFault("kill worker")], steps=10, seed=0)
+    driver._hit(driver._faults.pop(0), run)
+    (stopped,) = driver._stopped
+    driver._stopped = [(0.0, stopped[1])]  # its time is over
+    driver.intervene(run)
+    assert signals == [signal.SIGSTOP, signal.SIGCONT]
+    assert driver.left == 1

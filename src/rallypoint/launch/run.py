@@ -69,10 +69,10 @@ def launch(
 ) -> int:  # fmt: skip
     """Start the cluster, show its progress, restart what dies, end it. Returns the exit status.
 
-    `intervene` is called repeatedly during the run and may change the cluster. `overwrite` deletes what an earlier run
-    has left in the folder; without it that raises UsageError (except with `plan.resume`). With `original` a resumed run
-    uses the code that it began with, not the files as they are now. `made`: its folder was made for it (`new_folder`),
-    and goes if it cannot begin.
+    `intervene` is called repeatedly until all workers have ended, and may change the cluster. `overwrite` deletes what
+    an earlier run has left in the folder; without it that raises UsageError (except with `plan.resume`). With
+    `original` a resumed run uses the code that it began with, not the files as they are now. `made`: its folder was
+    made for it (`new_folder`), and goes if it cannot begin.
     """
     folder = Path(plan.folder)
     fresh = made or not folder.exists()
@@ -237,7 +237,7 @@ class ClusterRun:
                 time.sleep(_POLL_S)
             if self.failure and self.of_role("worker") and self.of_role(COORDINATOR):
                 _take_last_snapshot(self, interrupts)
-        self._wait()
+        self._wait(intervene)
         return self._verdict()
 
     def _release(self, interrupts: list[int]) -> bool:
@@ -382,12 +382,13 @@ class ClusterRun:
 
     # ---- the end ----
 
-    def _wait(self) -> None:
+    def _wait(self, intervene: Intervene) -> None:
         """Wait until workers have ended by themselves: to save the model, or with the error that ends the job."""
         _note_members(self)  # the last ones may have come together with the job's end
         began = said = time.monotonic()
         while left := self._worth_waiting_for(time.monotonic() - began):
             self._ended()
+            intervene(self)  # it may have stopped one of them
             time.sleep(_POLL_S)
             if self._is_over and time.monotonic() - said > _SILENCE_S:
                 said = time.monotonic()
