@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _running, _terms
+from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _running, _terms, beat
 from test_core_worker import _view
 
 from rallypoint.config import group_of, resolve, with_own_optimizer
 from rallypoint.core.cluster.effects import Abort, Capture, Effect, FindSnapshot, Hold, Say
-from rallypoint.core.cluster.events import Beat, Captured, Committed, Found, From, Left, SnapshotWanted, Tick
+from rallypoint.core.cluster.events import Captured, Committed, Found, From, Left, SnapshotWanted, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.recovery import StateHolders
 from rallypoint.core.cluster.state import Phase
@@ -280,10 +280,10 @@ def test_a_worker_that_evaluates_for_long_stores_its_share_afterwards(ending: bo
         job.step(step)
     job.play(Captured("w1", capture.snapshot, tuple(SHARDS[list(capture.writers).index("w1") :: 2])))
     for _ in range(3 * SNAPSHOT_PATIENCE):
-        job.play(Beat("w0", evaluating=True))
+        job.play(beat("w0", evaluating=True))
         assert _of(Hold, effects := job.tick(1.0)) == []
         assert _of(Say, effects) == []
-    job.play(Beat("w0"))
+    job.play(beat("w0"))
     for _ in range(2 * SNAPSHOT_PATIENCE - 1):
         assert job.tick(1.0) == []
     (said,) = _of(Hold if ending else Say, job.tick(2.0))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.config import JobConfig, record_of
+from rallypoint.core import protocol
 from rallypoint.core.cluster.effects import (
     Abort,
     Admit,
@@ -28,7 +29,6 @@ from rallypoint.core.cluster.effects import (
     Say,
 )
 from rallypoint.core.cluster.events import (
-    Applied,
     Captured,
     Committed,
     Event,
@@ -81,6 +81,16 @@ def _terms(workers: int = 2, servers: int = 2, **others: Any) -> Terms:
 
 def _of(kind: type, effects: Sequence[Effect]) -> list[Any]:
     return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def beat(member: str, *said: Any, **more: Any) -> From:
+    """The member's heartbeat."""
+    return From(member, protocol.Beat(*said, **more))
+
+
+def applied(server: str, step: int, generation: ViewNumber) -> From:
+    """The server says that it has applied this step."""
+    return From(server, protocol.Applied(step, 1, 0.0, generation=generation))
 
 
 class _Job:
@@ -156,7 +166,7 @@ class _Job:
     def done(self, *workers: str) -> list[Effect]:
         """The servers have applied the last round, and these workers hold its version."""
         last, server = self.record.rounds - 1, min(self.view.primary.values())
-        self.play(Applied(server, last, self.view.generation))
+        self.play(applied(server, last, self.view.generation))
         return self.play(*(From(worker, Done(self.view.generation)) for worker in workers))
 
     def step(self, step: int, seconds: float = 0.1, only: str = "") -> list[Effect]:
@@ -774,7 +784,7 @@ def test_what_was_assigned_for_steps_that_are_over_is_forgotten() -> None:
     for number in range(6, 36):
         for step in range(first := (number - 6) * (LATE + 6), first + LATE + 6):
             job.step(step)
-            job.play(Applied("s0", step, job.view.generation))
+            job.play(applied("s0", step, job.view.generation))
         leaver, before = sorted(job.view.assigned(step))[number % 6], job.view
         job.play(Left(leaver, "it died"))
         for worker, own in before.assigned(step).items():  # what is on its way now still counts
@@ -1522,7 +1532,7 @@ def test_a_snapshot_is_committed_when_all_parts_are_there_and_strangers_parts_do
 def test_a_snapshot_that_comes_too_late_is_taken_again_further_ahead() -> None:
     job = _begun(_SNAPSHOTS)
     (capture,) = job.play(SnapshotWanted())
-    job.play(Applied("s0", 8, job.view.generation))
+    job.play(applied("s0", 8, job.view.generation))
     assert job.play(SnapshotLost(capture.snapshot, "too late", passed=9)) == []
     (again,) = _of(Capture, job.tick(0.1))
     assert again.version == 9 + CAPTURE_AHEAD
@@ -1547,9 +1557,9 @@ def test_a_worker_s_word_that_it_holds_the_last_version_waits_until_the_last_rou
         assert job.play(From(liar, Done(job.view.generation))) == []
     job.step(1)
     assert (job.machine.course.furthest, job.view.ending) == (1, False)
-    job.play(Applied("s0", STEPS - 2, job.view.generation))
+    job.play(applied("s0", STEPS - 2, job.view.generation))
     assert not job.view.ending
-    effects = job.play(Applied("s0", STEPS - 1, job.view.generation))
+    effects = job.play(applied("s0", STEPS - 1, job.view.generation))
     assert job.view.ending, "its word was kept"
     assert [capture.version for capture in _of(Capture, effects)] == [STEPS]
     job.store(_of(Capture, effects)[0])
@@ -1561,26 +1571,26 @@ def test_a_word_of_the_last_version_that_was_kept_is_dropped_with_its_generation
     job.play(From("w0", Done(job.view.generation)))
     job.play(Left("w0", "it died"))
     job.come("w0")
-    job.play(Applied("s0", STEPS - 1, job.view.generation))
+    job.play(applied("s0", STEPS - 1, job.view.generation))
     assert not job.view.ending
 
 
 def test_a_worker_that_computes_alone_does_not_end_a_job_whose_servers_are_not_at_its_end() -> None:
     job = _begun(_terms(workers=1), ("s0", "s1", "w0"))
     generation = job.view.generation
-    job.play(Applied("s0", 0, generation))
+    job.play(applied("s0", 0, generation))
     assert job.play(From("w0", Done(generation))) == []
     assert not job.view.ending
-    job.play(Applied("s1", job.record.rounds - 2, generation))
+    job.play(applied("s1", job.record.rounds - 2, generation))
     assert job.machine.phase is Phase.RUNNING
-    assert job.play(Applied("s0", job.record.rounds - 1, generation)) != []
+    assert job.play(applied("s0", job.record.rounds - 1, generation)) != []
     assert job.machine.phase is Phase.OVER
 
 
 def test_a_server_that_is_gone_does_not_keep_a_job_from_its_end_with_words_that_were_lost() -> None:
     job = _begun(_terms(workers=1, replication=2), ("s0", "s1", "w0"))
     generation = job.view.generation
-    job.play(Applied("s0", job.record.rounds - 2, generation), Left("s0", "it has ended"))
+    job.play(applied("s0", job.record.rounds - 2, generation), Left("s0", "it has ended"))
     job.play(From("w0", Done(generation)))
     assert job.machine.phase is Phase.OVER
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_core_cluster import _begun, _Job, _of, _record, _terms
+from test_core_cluster import _begun, _Job, _of, _record, _terms, applied
 
 from rallypoint.codec.spec import TopK
 from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Finish, Hold, Publish, Say
-from rallypoint.core.cluster.events import Applied, Captured, Committed, From, Left, Released, SnapshotLost, Unlinked
+from rallypoint.core.cluster.events import Captured, Committed, From, Left, Released, SnapshotLost, Unlinked
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.storing.last_snapshot import PATIENCE_S
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
@@ -29,7 +29,7 @@ def at_step_5(*, heartbeat: float = 1.0, workers: Sequence[str] = ("w0", "w1"), 
     job = _begun(terms, ("s0", "s1", *workers), _record(**settings))
     for step in range(5):
         job.step(step)
-        job.play(*(Applied(s, step, job.view.generation) for s in ("s0", "s1")))
+        job.play(*(applied(s, step, job.view.generation) for s in ("s0", "s1")))
     return job
 
 
@@ -68,7 +68,7 @@ def test_a_failure_that_overtakes_the_servers_word_of_the_version_that_the_worke
 ) -> None:
     job = _begun(_terms(snapshots=True), record=_record())
     if stored:
-        job.play(*(Applied(s, 0, job.view.generation) for s in ("s0", "s1")))
+        job.play(*(applied(s, 0, job.view.generation) for s in ("s0", "s1")))
         job.machine._snapshots.duty.last = (1, 1.0)
     capture = asked(job.play(From("w0", GiveUp(WHY, stored + 1, job.view.generation))))
     assert capture.version == stored + 1
@@ -271,7 +271,7 @@ def test_others_compute_what_a_worker_owes_that_failed_in_a_backward_pass_and_no
 
 def test_others_compute_it_at_once_if_a_server_has_applied_the_step_already() -> None:
     job = at_step_5()
-    job.play(Applied("s0", 5, job.view.generation))
+    job.play(applied("s0", 5, job.view.generation))
     effects = torn(job)
     assert asked(effects).version == 6
     (published,) = _of(Publish, effects)
@@ -344,7 +344,7 @@ def test_what_a_lost_worker_owes_of_that_version_is_computed_by_one_that_has_not
 
 def test_the_next_coordinator_lets_others_compute_it_too() -> None:
     job = at_step_5()
-    job.play(Applied("s0", 5, job.view.generation))
+    job.play(applied("s0", 5, job.view.generation))
     torn(job)
     follower = followed(job)
     follower.tick(1.0, alive=())

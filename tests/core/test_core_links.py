@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from test_core_cluster import beat
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.effects import Effect, Publish, Say
@@ -60,9 +61,9 @@ class Cluster:
             self.now += BEAT_S
             paced = {server: (speed * self.busy * 1e6, self.busy) for server, speed in self.links.items()}
             for worker in ("w0", "w1", "w2"):
-                self.run(self.machine.handle(events.Beat(worker, paced=paced)))
+                self.run(self.machine.handle(beat(worker, paced=paced)))
             for server in SERVERS:
-                self.run(self.machine.handle(events.Beat(server)))
+                self.run(self.machine.handle(beat(server)))
             self.run(self.machine.handle(events.Tick(self.now)))
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from test_core_cluster import beat
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.effects import Effect, FindSnapshot, Publish
@@ -70,7 +71,7 @@ class Cluster:
 
     def tick(self, now: float) -> None:
         for name in (*self.machine.course.members.workers, *self.machine.course.members.servers):
-            self.play(events.Beat(name))
+            self.play(beat(name))
         self.play(events.Tick(now))
 
     def reach(self, worker: str, version: int, generation: ViewNumber | None = None) -> None:
@@ -329,7 +330,7 @@ def test_a_third_server_that_a_primary_cannot_reach_is_set_apart() -> None:
     for second in range(2, 60):
         for name in ("w0", "w1", "s0", "s1", "s2"):
             unreachable = {"s2": float(second)} if name == primary else {}
-            cluster.play(events.Beat(name, unreachable, float(second) if name[0] == "w" else 0.0, 1))
+            cluster.play(beat(name, unreachable, float(second) if name[0] == "w" else 0.0, 1))
         cluster.play(events.Tick(float(second)))
     assert cluster.machine.course.members.apart == {"s2"}
     assert not cluster.view.incoming

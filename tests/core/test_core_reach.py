@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from test_core_cluster import _begun, _Job, _of, _terms
+from test_core_cluster import _begun, _Job, _of, _terms, beat
 
 from rallypoint.core.cluster.effects import Effect, FindSnapshot, Finish, Refuse, Say
-from rallypoint.core.cluster.events import Beat, From, Tick
+from rallypoint.core.cluster.events import From, Tick
 from rallypoint.core.cluster.reach import FIRST, SOUND
 from rallypoint.core.protocol import Done
 from rallypoint.core.view import Member
@@ -44,7 +44,7 @@ class _Beats:
                 late = dict.fromkeys(missed.get(name, ()), self.stalled)
                 works = name.startswith("s") or name in busy or name in hung
                 activity = 7 if name in hung else self.activity
-                effects += self.job.play(Beat(name, late, 0.0 if works else self.stalled, activity))
+                effects += self.job.play(beat(name, late, 0.0 if works else self.stalled, activity))
             effects += self.job.play(Tick(self.job.now))
         return effects
 
@@ -88,12 +88,12 @@ def test_a_worker_that_began_to_wait_a_little_later_is_heard_first() -> None:
         job.now += TICK_S
         beats.stalled += TICK_S
         for worker, waited in (("w0", beats.stalled), ("w1", beats.stalled - late)):
-            job.play(Beat(worker, dict.fromkeys(missed[worker], beats.stalled), waited, 1))
-        job.play(Beat("s0", {}, 0.0, 1), Beat("s1", {}, 0.0, 1), Tick(job.now))
+            job.play(beat(worker, dict.fromkeys(missed[worker], beats.stalled), waited, 1))
+        job.play(beat("s0", {}, 0.0, 1), beat("s1", {}, 0.0, 1), Tick(job.now))
     assert _apart(job) == {"s1"}
 
 
-def _play_beats(job: _Job, seconds: float, beats: Callable[[float], Sequence[Beat]]) -> None:
+def _play_beats(job: _Job, seconds: float, beats: Callable[[float], Sequence[From]]) -> None:
     """`beats` gets the seconds since the first beat."""
     for count in range(1, round(seconds / TICK_S) + 1):
         job.now += TICK_S
@@ -108,7 +108,7 @@ def _sawtooth(now: float) -> float:
 def test_short_waits_of_a_worker_that_misses_nobody_put_no_other_pair_off() -> None:
     job = _job()
     _play_beats(job, 4 * HB, lambda now: [
-        Beat("w0", {"s1": now}, now), Beat("w1", {}, _sawtooth(now), round(now)), Beat("s0"), Beat("s1"),
+        beat("w0", {"s1": now}, now), beat("w1", {}, _sawtooth(now), round(now)), beat("s0"), beat("s1"),
     ])  # fmt: skip
     assert _apart(job) == {"w0"}
 
@@ -120,8 +120,8 @@ def test_a_pair_is_put_off_while_who_may_miss_the_same_peer_has_not_waited_long_
     missed = {name: {"s1": 4 * HB} if name in ("w0", witness) else {} for name in ("w0", "w1", "s0")}
     waits = {"w0": 4 * HB, "w1": 2 * HB}
 
-    def beats(_: float) -> Sequence[Beat]:
-        return [Beat("s1"), *(Beat(name, peers, waits.get(name, 0.0)) for name, peers in missed.items())]
+    def beats(_: float) -> Sequence[From]:
+        return [beat("s1"), *(beat(name, peers, waits.get(name, 0.0)) for name, peers in missed.items())]
 
     _play_beats(job, 4 * TICK_S, beats)
     assert _apart(job) == set()
@@ -236,7 +236,7 @@ def test_a_member_that_is_silent_is_left_to_the_heartbeat() -> None:
     for _ in range(round(3.5 * HB / TICK_S)):
         job.now += TICK_S
         late = job.now - 1.0
-        job.play(Beat("w0", {"s1": late}, late), Beat("w1", {"s1": late}, late), Beat("s0"), Tick(job.now))
+        job.play(beat("w0", {"s1": late}, late), beat("w1", {"s1": late}, late), beat("s0"), Tick(job.now))
     assert _apart(job) == set()
     assert "s1" not in {member.id for member in job.view.servers}
 
@@ -296,5 +296,5 @@ def test_a_hanging_worker_is_waited_for_if_told_so_or_if_too_few_would_be_left(t
 
 def test_an_unknown_member_s_beat_says_nothing() -> None:
     job = _job()
-    assert job.play(Beat("w9", {"s0": 100.0}, 100.0), Beat("w0", {"s9": 100.0}, 100.0), Tick(job.now + 0.1)) == []
+    assert job.play(beat("w9", {"s0": 100.0}, 100.0), beat("w0", {"s9": 100.0}, 100.0), Tick(job.now + 0.1)) == []
     assert Member("w9", "x") not in job.view.workers

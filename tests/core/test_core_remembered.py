@@ -11,10 +11,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_core_cluster import _begun, _terms
+from test_core_cluster import _begun, _terms, beat
 
 from rallypoint.core.cluster import view_sequence
-from rallypoint.core.cluster.events import Beat
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.view_sequence import Remembered, ViewSequence
 from rallypoint.core.layout import TensorSpec, build_layout
@@ -223,7 +222,7 @@ def test_who_is_silent_is_found_among_all_members(heard: list[tuple[int, float]]
 
 def test_a_beat_counts_for_the_next_tick_and_has_no_effects() -> None:
     job = _begun(_terms(replication=2), ("s0", "s1", "w0", "w1"))
-    assert job.machine.handle(Beat("w1", evaluating=True)) == []
+    assert job.machine.handle(beat("w1", evaluating=True)) == []
     assert job.machine.course.evaluating == {"w1"}
-    assert job.machine.handle(Beat("w1")) == []
+    assert job.machine.handle(beat("w1")) == []
     assert not job.machine.course.evaluating

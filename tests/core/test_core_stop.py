@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms
+from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms, applied
 
 from rallypoint.core import protocol
 from rallypoint.core.cluster.effects import Abort, Capture, Finish, Publish, Say
-from rallypoint.core.cluster.events import Applied, Captured, Committed, Found, From, Left, Progress, SnapshotLost
+from rallypoint.core.cluster.events import Captured, Committed, Found, From, Left, Progress, SnapshotLost
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.modes import Feature, ModeTraits
@@ -87,8 +87,8 @@ def test_a_version_that_exists_is_not_taken_back() -> None:
     for early in (True, False):
         job = _begun()
         _reported(job, 4)
-        applied = Applied("s0", 7, job.view.generation)
-        job.play(*((applied, _stop(job, 6)) if early else (_stop(job, 6), applied)))
+        seven = applied("s0", 7, job.view.generation)
+        job.play(*((seven, _stop(job, 6)) if early else (_stop(job, 6), seven)))
         assert job.view.stop is not None
         assert job.view.stop.version == 8
 
@@ -97,7 +97,7 @@ def test_with_a_lossy_down_the_last_version_is_one_that_is_yet_to_be_made() -> N
     job = _Job(_terms(1, 2), record=_record(down={"type": "bf16"}))  # type: ignore[arg-type]
     job.come("s0", "s1", "w0")
     _reported(job, 4)
-    job.play(Applied("s0", 7, job.view.generation), _stop(job, 6))
+    job.play(applied("s0", 7, job.view.generation), _stop(job, 6))
     assert job.view.stop is not None
     assert job.view.stop.version == 9
 
@@ -140,7 +140,7 @@ def test_if_all_have_left_in_the_middle_of_a_step_the_job_ends_with_a_sentence()
     """Some shards are a version ahead already, and nobody is left who could bring the others there."""
     job = _begun()
     _reported(job, 4)
-    job.play(Applied("s0", 5, job.view.generation), _stop(job, 6, "w0", left=5))
+    job.play(applied("s0", 5, job.view.generation), _stop(job, 6, "w0", left=5))
     (abort,) = _of(Abort, job.play(_stop(job, 6, "w1", left=5)))
     assert "call run.stop() instead" in abort.reason
 
@@ -154,7 +154,7 @@ def test_a_snapshot_of_a_version_that_is_not_made_any_more_is_dropped() -> None:
     job.play(_stop(job, 7))
     (capture,) = _of(Capture, job.play(Progress("w1", 5, 2, 0.1, job.view.generation)))
     assert capture.version == 7
-    job.play(SnapshotLost(capture.snapshot, "past it", 9), Applied("s0", 8, job.view.generation))
+    job.play(SnapshotLost(capture.snapshot, "past it", 9), applied("s0", 8, job.view.generation))
     assert job.view.stop is not None
     assert job.view.stop.version == 9
 
@@ -210,7 +210,7 @@ def test_servers_send_the_last_version_as_it_is() -> None:
 
 def _ended(job: _Job, version: int, *before: From) -> list[str]:
     """What is said where both workers hold the last version."""
-    effects = job.play(*before, Applied("s0", version - 1, job.view.generation))
+    effects = job.play(*before, applied("s0", version - 1, job.view.generation))
     effects += job.play(_done(job, "w0", version), _done(job, "w1", version))
     for capture in _of(Capture, effects):
         effects += job.play(*(Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers))

@@ -216,8 +216,7 @@ class CoordinatorShell:
         if self.members.get(hello.id) != connection:
             return []  # this member was refused: ignore its messages
         if isinstance(message, Beat):
-            told = (message.unreachable, message.waited, message.activity, message.evaluating, message.paced)
-            return self._drive(cluster_events.Beat(hello.id, *told))
+            return self._drive(cluster_events.From(hello.id, message))
         acts = self._drive(cluster_events.Heard(hello.id))
         if isinstance(message, Propose):
             self.announcer.comparable.propose(hello.id, message)
@@ -242,7 +241,7 @@ class CoordinatorShell:
                     self._early.keep(step, Metrics(step, values, generation), EVALUATED)
                 return [*acts, *self._count_early(), *self._drive(event_of(hello.id, message))]
             case Applied():
-                acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
+                acts += self._drive(cluster_events.From(hello.id, message))
                 return [*acts, *self.announcer.applied(message)]
             case Offers():
                 return [*acts, *self._tell(self._tickets.offered(hello.id, message, self.machine.view, self._now))]

@@ -32,7 +32,6 @@ from rallypoint.errors import ProtocolError
 
 # ---- The messages of the greeting (`handshake.py`), and what all messages have in common ----
 
-
 Secret = Annotated[bytes, msgspec.Meta(max_length=32)]
 Hidden = Annotated[bytes, msgspec.Meta(max_length=60)]  # a secret, encrypted on its way (`seal.Secrets`)
 
@@ -122,7 +121,6 @@ class Refused(Shown, frozen=True):
 
 
 # ---- The messages of a member about its machine, itself, its links and its script ----
-
 
 MOST_LINKS = 64  # of a member: those with the most bytes
 MOST_GPUS = 16
@@ -217,7 +215,14 @@ class Propose(AnyMessage, frozen=True):
 
 
 class Beat(AnyMessage, frozen=True):
-    """A heartbeat, with what it says about its sender: the fields of `core.cluster.events.Beat`, in its order."""
+    """A sign of life that says how its sender gets on.
+
+    `unreachable` gives the seconds for which it could not reach a peer that it should reach, `waited` those for which a
+    worker's main thread has waited for others since it last did something new (0.0: it does not wait). `activity` rises
+    whenever that thread gets on; `evaluating`: it evaluates, and does nothing else until that is over. `paced` gives,
+    by server, the bytes a second that the sender has sent to it since its last beat, and the share of the time in which
+    some were on their way. Of itself a server says what it has sent to workers.
+    """
 
     unreachable: dict[str, float] = msgspec.field(default_factory=dict)
     waited: float = 0.0
@@ -428,8 +433,7 @@ class Unrestored(Shown, frozen=True):
     generation: ViewNumber
 
 
-# ---- digests for replays (`fingerprints=`), findings of audits (`audit=`) -------------------------------------------
-
+# ---- digests for replays, findings of audits ----
 
 class Fingerprint(AnyMessage, frozen=True):
     """Digests of 16 bytes each, one after the other, and the generation in which they were computed."""
@@ -783,9 +787,9 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     """Decode a message. ProtocolError if the bytes are no message."""
     try:
         message: Message = _decoder.decode(data)
+        return message
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"a control message that cannot be read: {printable(str(error))}") from None
-    return message
 
 
 def expect(data: bytes | bytearray | memoryview, kind: type[_M]) -> _M:

@@ -119,7 +119,7 @@ class Pacing:
     _then: float = 0.0
 
     def since_last(self, view: View | None, me: str, now: float) -> dict[str, tuple[float, float]]:
-        """What was sent since the last call, by server of the `view`: see `core.cluster.events.Beat`.
+        """What was sent since the last call, by server of the `view`: see `core.protocol.Beat`.
 
         A server (`me`) says of itself what it has sent on the connections that it has accepted. `now` in seconds.
         """

@@ -36,7 +36,7 @@ from rallypoint.core.plan.failures import NEVER
 from rallypoint.core.plan.pipeline import step_cost
 from rallypoint.core.plan.site import ONE_SITE, Servers, Site, Sites, Workers, sites_seconds
 from rallypoint.core.plan.workload import Workload
-from rallypoint.core.protocol import CaughtUp, Leaving, Propose, ViewChange, encode
+from rallypoint.core.protocol import Applied, Beat, CaughtUp, Leaving, Propose, ViewChange, encode
 from rallypoint.core.sums import blocks_of
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.view_difference import canonical, difference
@@ -89,7 +89,7 @@ class BigCluster:
     clock: Callable[[], float] = time.perf_counter
     spent: dict[str, tuple[float, int]] = field(default_factory=dict)
     views: int = 0
-    _beats: dict[str, events.Beat] = field(default_factory=dict)
+    _beats: dict[str, events.From] = field(default_factory=dict)
     machine: ClusterMachine = field(init=False)
     record: JobRecord = field(init=False)
 
@@ -154,7 +154,7 @@ class BigCluster:
     def beat(self, now: float) -> None:
         """Each member beats once, then time is `now`."""
         here = self.machine.course.members.everybody
-        self._beats |= {name: events.Beat(name) for name in here if name not in self._beats}
+        self._beats |= {name: events.From(name, Beat()) for name in here if name not in self._beats}
         self._handle([self._beats[name] for name in here], "Beat")
         self.handle(events.Tick(now))
 
@@ -167,7 +167,8 @@ class BigCluster:
             for replica in replicas
         ]
         self._handle(reports, "Progress")
-        self._handle([events.Applied(server.id, number, generation) for server in self.view.servers], "Applied")
+        applied = Applied(number, 0, 0.0, generation=generation)
+        self._handle([events.From(server.id, applied) for server in self.view.servers], "Applied")
 
     def catch_up(self) -> None:
         """All backups, and all third servers, that have not caught up by now have."""

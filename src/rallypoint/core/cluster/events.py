@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.state import ClusterState
@@ -64,15 +63,6 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """A server has applied `step` in that generation: workers may be at the step after it."""
-
-    server: str
-    step: int
-    generation: ViewNumber
-
-
-@dataclass(frozen=True, slots=True)
 class Left:
     """A member's process closed its connection, or has ended; `reason` says why, as far as known."""
 
@@ -95,28 +85,6 @@ class Heard:
     """A member sent a sign of life."""
 
     member: str
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """A sign of life that says how its sender gets on.
-
-    Attributes:
-        unreachable: peer -> seconds for which the sender could not reach it. Only peers that it should reach.
-        waited: seconds for which a worker's main thread has waited for others since it last did something new; 0.0
-            while it does not wait.
-        activity: rises whenever a worker's main thread gets on.
-        evaluating: a worker's main thread evaluates, and does nothing else until that is over.
-        paced: server -> (bytes a second that the sender has sent to it, the share of the time in which some were on
-            their way), since its last beat. Of itself a server says what it has sent to workers.
-    """
-
-    member: str
-    unreachable: Mapping[str, float] = field(default_factory=dict)
-    waited: float = 0.0
-    activity: int = 0
-    evaluating: bool = False
-    paced: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +162,8 @@ class Found:
 
 
 Event = (
-    From | Joined | Progress | Applied | Left | Unlinked | Heard | Beat | Tick | Resized | SnapshotWanted | Captured
-    | SnapshotLost | Committed | Found | TookOver | Outrun | Released | Paused
+    From | Joined | Progress | Left | Unlinked | Heard | Tick | Resized | SnapshotWanted | Captured | SnapshotLost
+    | Committed | Found | TookOver | Outrun | Released | Paused
 )  # fmt: skip
 
-OFTEN = (Heard, Beat, Progress, Applied)  # these come all the time
+OFTEN = (Heard, Progress)  # these come all the time

@@ -36,7 +36,9 @@ from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.placing.assigner import Assigner
 from rallypoint.core.protocol import (
+    Applied,
     AuditFound,
+    Beat,
     CaughtUp,
     Disproved,
     Done,
@@ -184,10 +186,13 @@ class ClusterMachine:
 
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event; return the effects, to be run in order."""
-        if isinstance(event, events.Beat) and self.course.phase not in (Phase.FAILING, Phase.OVER):
-            return take_beat(event, self.course, self._reach)  # the short way: they are most of the events
+        often = isinstance(event, events.OFTEN)
+        if isinstance(event, events.From):
+            if isinstance(message := event.message, Beat) and self.course.phase not in (Phase.FAILING, Phase.OVER):
+                return take_beat(event.member, message, self.course, self._reach)  # the short way: the most frequent
+            often = isinstance(message, Beat | Applied)
         known, effects = self.course.known, self._handle(event)
-        same = isinstance(event, events.OFTEN) and self.course.known == known
+        same = often and self.course.known == known
         after = () if same else (*self._decisions.advance(), *self._succession.lease(), *self._auditing.advance())
         return [*effects, *after]
 
@@ -202,10 +207,6 @@ class ClusterMachine:
                 course.members.spoke(member, course.now)
             case events.Progress():
                 return self._progress(event)
-            case events.Applied(server=server, step=step, generation=generation):
-                if course.is_current(generation):
-                    course.has_applied(server, step)
-                return self._completion.advance()
             case events.Tick(now=now, replaced=replaced):
                 return self._tick(now, replaced)
             case events.Joined():
@@ -237,6 +238,10 @@ class ClusterMachine:
         """A member's message."""
         course = self.course
         match message:
+            case Applied(step=step, generation=generation):
+                if course.is_current(generation):
+                    course.has_applied(member, step)
+                return self._completion.advance()
             case Propose():
                 return self._proposal(member, message)
             case Disproved():

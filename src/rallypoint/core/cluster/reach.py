@@ -25,12 +25,11 @@ from statistics import median
 
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Effect, Refuse, Say
-from rallypoint.core.cluster.events import Beat
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.terms import LIVING_S
 from rallypoint.core.placing.view_change import surviving_primaries
-from rallypoint.core.protocol import Disproved
+from rallypoint.core.protocol import Beat, Disproved
 
 STALLED = 3.0  # heartbeats without progress
 MISSED = 1.5  # heartbeats for which a peer could not be reached: a link that comes back sooner is no reason
@@ -69,14 +68,14 @@ class Reach:
 
     # ---- what is heard ----
 
-    def beat(self, beat: Beat) -> None:
+    def beat(self, member: str, beat: Beat) -> None:
         """Take a member's beat."""
-        before, now = self._beats.get(beat.member), self.course.now
+        before, now = self._beats.get(member), self.course.now
         if before is None or before.activity != beat.activity or beat.waited > 0:
-            self._moved[beat.member] = now
-        self._beats[beat.member] = beat
-        (self._waits.add if beat.waited > 0 else self._waits.discard)(beat.member)
-        (self._misses.add if beat.unreachable else self._misses.discard)(beat.member)
+            self._moved[member] = now
+        self._beats[member] = beat
+        (self._waits.add if beat.waited > 0 else self._waits.discard)(member)
+        (self._misses.add if beat.unreachable else self._misses.discard)(member)
 
     def computed(self, worker: str, step: int) -> None:
         """Note that a worker has computed a replica of `step`."""
@@ -415,12 +414,11 @@ def disagrees(worker: str, why: str, course: Course) -> list[Effect]:
 # Takes the members' beats: most of what a coordinator gets.
 
 
-def take_beat(beat: Beat, course: Course, reach: Reach) -> list[Effect]:
+def take_beat(member: str, beat: Beat, course: Course, reach: Reach) -> list[Effect]:
     """Note what a member's beat says. Nothing is done about it before the next tick: it has no effects."""
-    member = beat.member
     course.members.spoke(member, course.now)
     if member in course.members:
-        reach.beat(beat)
+        reach.beat(member, beat)
         course.links.speeds.heard(member, beat.paced)
     if beat.evaluating:
         course.evaluating.add(member)

@@ -51,7 +51,7 @@ class LinkSpeeds:
     _beats: dict[str, float] = field(default_factory=dict)
 
     def heard(self, member: str, paced: Mapping[str, tuple[float, float]]) -> None:
-        """A member's beat says what it has sent: see `core.cluster.events.Beat`. What cannot be is ignored."""
+        """A member's beat says what it has sent: see `core.protocol.Beat`. What cannot be is ignored."""
         if not paced and member not in self._said:
             return
         said = self._said.setdefault(member, {})
