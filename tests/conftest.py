@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 import torch
@@ -29,6 +30,11 @@ _MAY_CHANGE = {
     "KMP_INIT_AT_FORK",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by importing Lightning
 }
+
+
+# Hypothesis fails an example that takes 200 ms: beside other tests on two cores any may.
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")
 
 
 def pytest_configure(config: pytest.Config) -> None:
