@@ -18,7 +18,7 @@ from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import Sync
 from rallypoint.core.protocol import Report
-from rallypoint.core.worker.slots import Compute, Initialise, Install
+from rallypoint.core.worker.slots import Compute, Install, UploadFirst
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.lifeline import hold_lifeline
@@ -79,7 +79,7 @@ def _exchange_all(job: Job, exchange: Exchange, task: Task) -> list[float]:
     finishes: list[float] = []
     while (action := exchange.next_action()) is not None:
         match action:
-            case Initialise():
+            case UploadFirst():
                 exchange.initialise(lambda start, stop: torch.ones(stop - start))
             case Install(version=version):
                 if exchange.begin_install(version) is None:

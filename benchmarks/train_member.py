@@ -21,7 +21,7 @@ from rallypoint.core.schedule import rate_at
 from rallypoint.data.loader import MicroBatches
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.optim import build_optimizer
-from rallypoint.recipes.gpt_model import GPT, Block, GPTConfig
+from rallypoint.recipes.gpt_model import GPT, GPTConfig, TransformerLayer
 from rallypoint.recipes.text import TextDataset, load_text
 from rallypoint.worker.collective import Sums
 
@@ -176,7 +176,7 @@ def model_of(task: Task) -> GPT:
     model = GPT(task.model)
     if task.accelerator:
         for block in model.blocks:  # by their multiplications: 4 width^2 for each token, and 8 width^2
-            assert isinstance(block, Block)
+            assert isinstance(block, TransformerLayer)
             block.attention.register_forward_hook(partial(_computed, task.accelerator / 3))
             block.down.register_forward_hook(partial(_computed, task.accelerator * 2 / 3))
     return model

@@ -17,7 +17,7 @@ import pytest
 
 from rallypoint.bridges import joining
 from rallypoint.data import tars
-from rallypoint.data.cache import Cache, CacheEntries, Piece
+from rallypoint.data.cache import Cache, CacheEntries, FilePiece
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.engines.discovery import FolderBoard, FoundJob, Place, check_own, look, private_folder
@@ -124,8 +124,8 @@ def test_whose_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- the cache ----
 
 
-def piece() -> Piece:
-    return Piece(b"f" * 16, 0, 100)
+def piece() -> FilePiece:
+    return FilePiece(b"f" * 16, 0, 100)
 
 
 def test_a_cache_overwrites_nothing_through_links(tmp_path: Path, precious: Path) -> None:

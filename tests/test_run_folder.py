@@ -26,7 +26,7 @@ from rallypoint import cli
 from rallypoint.config import JobConfig, record_of
 from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.journal import Journal
-from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.protocol import Say
@@ -49,7 +49,7 @@ from rallypoint.launch.folder import (
     write_where,
 )
 from rallypoint.launch.kept_code import keep, refuse_others_script, refuse_others_words
-from rallypoint.launch.observing.replay import Wanted, replay
+from rallypoint.launch.observing.replay import ReplayWanted, replay
 from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import Launch, program_of, read_plan, write_plan
 from rallypoint.own_files import OpenFolder, is_alone_in_group
@@ -82,7 +82,7 @@ def test_a_run_that_others_may_write_is_not_resumed(tmp_path: Path, name: str, m
     with pytest.raises(UsageError, match=rf"^other users may write {path}, .* chmod -R go-w {tmp_path}$"):
         refuse_others_words(tmp_path)
     with pytest.raises(UsageError, match="and replaying a run runs what it says"):
-        replay(tmp_path, Wanted(step=3), lambda text: None)
+        replay(tmp_path, ReplayWanted(step=3), lambda text: None)
     result = CliRunner().invoke(cli.app, ["resume", str(tmp_path)])
     assert isinstance(result.exception, UsageError)
     assert "other users may write" in str(result.exception)
@@ -295,7 +295,7 @@ def test_what_runs_is_said_without_its_arguments(tmp_path: Path) -> None:
     assert program_of(Launch(worker=("true",))) == "true"
 
 
-def old_run(folder: Path, last_word: Finish | Abort | None, *, snapshots: str = "") -> None:
+def old_run(folder: Path, last_word: FinishJob | Abort | None, *, snapshots: str = "") -> None:
     folder.mkdir(exist_ok=True)
     write_plan(Launch(worker=("true",), folder=str(folder), snapshots=snapshots))
     journal = Journal(str(folder))
@@ -391,7 +391,7 @@ def test_no_command_that_cannot_begin_leaves_a_folder(
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
-    old_run(tmp_path, Finish("worker0"))
+    old_run(tmp_path, FinishJob("worker0"))
     with pytest.raises(UsageError, match=r"holds a finished run of 800 steps: choose another --folder, or --overwrite"):
         refuse_an_old_run(tmp_path, "")
 
@@ -426,7 +426,7 @@ def test_a_new_run_is_not_started_over_the_snapshots_of_another_one(tmp_path: Pa
     shared = str(tmp_path / "shared")
     for folder in (tmp_path / "new", tmp_path / "old"):
         if folder.name == "old":
-            old_run(folder, Finish("worker0"))
+            old_run(folder, FinishJob("worker0"))
             clear(folder)
         with pytest.raises(UsageError, match=f"{shared} holds snapshots of another run: choose another --snapshots"):
             refuse_an_old_run(folder, shared)
@@ -578,7 +578,7 @@ def test_where_a_job_runs_is_for_its_user_only(tmp_path: Path) -> None:
 def test_a_finished_run_is_not_resumed_and_an_interrupted_one_is(tmp_path: Path) -> None:
     old_run(tmp_path, None)
     refuse_a_finished_run(tmp_path)
-    old_run(tmp_path, Finish("worker0"))
+    old_run(tmp_path, FinishJob("worker0"))
     with pytest.raises(UsageError, match="holds a finished run of 800 steps: nothing is left to do") as refused:
         refuse_a_finished_run(tmp_path)
     assert f"`rallypoint resume {tmp_path} --set steps=N` makes more than 800 steps" in str(refused.value)

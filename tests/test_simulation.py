@@ -23,7 +23,7 @@ from rallypoint.core.placing import assigner as trial
 from rallypoint.core.placing import view_change
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
 from rallypoint.core.shard.clip import Rule
-from rallypoint.core.shard.clip import Verdict as ClipVerdict
+from rallypoint.core.shard.clip import StepVerdict as ClipVerdict
 from rallypoint.core.shard.effects import Effect, Publish
 from rallypoint.core.shard.events import Decide
 from rallypoint.core.shard.machine import ShardMachine

@@ -6,7 +6,7 @@ import pytest
 
 from rallypoint.core.aggregator.sums import BlockSum
 from rallypoint.core.policy import AllReduce, Sync
-from rallypoint.core.shard.server import Plan
+from rallypoint.core.shard.server import ServerPlan
 from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
@@ -43,14 +43,14 @@ def test_a_worker_that_leaves_the_state_to_replica_0_is_found(monkeypatch: pytes
 
 def test_a_server_that_takes_the_state_of_replica_0_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a server does not know which replica carries a shard."""
-    whole = Plan.machine
+    whole = ServerPlan.machine
 
-    def forgets(plan: Plan, index: int, *, primary: bool):  # type: ignore[no-untyped-def]
+    def forgets(plan: ServerPlan, index: int, *, primary: bool):  # type: ignore[no-untyped-def]
         machine = whole(plan, index, primary=primary)
         machine.lowest = machine._sum.lowest = 0  # type: ignore[attr-defined]
         return machine
 
-    monkeypatch.setattr(Plan, "machine", forgets)
+    monkeypatch.setattr(ServerPlan, "machine", forgets)
     assert first_failure(Carrying(), ENOUGH)
 
 

@@ -11,47 +11,49 @@ import pytest
 from rallypoint.codec.spec import TopK
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
-from rallypoint.core.worker.handover import CodecStateCustody, Handover
+from rallypoint.core.worker.handover import CodecStateCustody, StateHandover
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
-from rallypoint.testing.simulation.policies import CodecState, word_for
+from rallypoint.testing.simulation.policies import CodecStatePlay, word_for
 from rallypoint.testing.simulation.replicas.codec_states import ServerCodecStates
 from rallypoint.testing.simulation.run import first_failure, play, simulate
 
 FIXED = range(18)
 ENOUGH = range(150)  # seeds within which a planted bug has to be found
-OTHERS = tuple(CodecState(mode) for mode in (Sync(quorum=2), BoundedStaleness(1), Async(), LocalSteps(2, fragments=2)))
+OTHERS = tuple(
+    CodecStatePlay(mode) for mode in (Sync(quorum=2), BoundedStaleness(1), Async(), LocalSteps(2, fragments=2))
+)
 
 
 @pytest.mark.slow
 def test_codec_states_follow_replicas_and_are_restored_so_that_the_bytes_are_those_of_an_undisturbed_job() -> None:
     """Two of three plans promise the bytes: workers leave as told and join, or servers die and the job rolls back."""
-    assert {make_plan(seed, CodecState()).job.loses_states for seed in FIXED} == {True, False}
+    assert {make_plan(seed, CodecStatePlay()).job.loses_states for seed in FIXED} == {True, False}
     for seed in FIXED:
-        simulate(seed, CodecState())
+        simulate(seed, CodecStatePlay())
 
 
 @pytest.mark.some("codec-state:quorum:2")
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
-def test_where_codec_states_are_lost_none_is_used_twice_and_none_is_stale(policy: CodecState) -> None:
+def test_where_codec_states_are_lost_none_is_used_twice_and_none_is_stale(policy: CodecStatePlay) -> None:
     for seed in FIXED[:6]:
         simulate(seed, policy)
 
 
 def test_a_worker_that_computes_a_replica_just_reassigned_does_not_keep_its_codec_states() -> None:
     """It had not recalled them, so it never gave them back, and the replica's next worker waited for it for ever."""
-    simulate(137, CodecState(BoundedStaleness(1)))
+    simulate(137, CodecStatePlay(BoundedStaleness(1)))
 
 
 @pytest.mark.parametrize("seed", [334281247, 334281655, 334281979])
 def test_a_worker_that_leaves_gives_the_codec_states_of_the_replica_that_it_was_about_to_compute(seed: int) -> None:
     """The view that took the replica from it came between its choice and its first step: it went, and gave nothing."""
-    simulate(seed, CodecState())
+    simulate(seed, CodecStatePlay())
 
 
 def test_a_worker_that_was_given_up_uses_no_codec_state_that_lacks_what_others_have_contributed_since() -> None:
     """It was paused after step 2, another worker made step 3, and it went on with step 4 before it heard of that."""
-    simulate(334281942, CodecState())
+    simulate(334281942, CodecStatePlay())
 
 
 @pytest.mark.some("0.1-2")
@@ -69,14 +71,14 @@ def test_a_codec_state_between_two_workers_is_not_lost_when_its_shard_moves(seed
 @pytest.mark.slow
 def test_no_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
     """Seed 14 did: a server crashes, the other restores all shards, a third joins and takes half of them."""
-    plans = {seed: plan for seed in FIXED if not (plan := make_plan(seed, CodecState())).job.loses_states}
+    plans = {seed: plan for seed in FIXED if not (plan := make_plan(seed, CodecStatePlay())).job.loses_states}
     for plan in plans.values():
         play(plan)
     assert 14 in plans
     assert [seed for seed, plan in plans.items() if plan.job.lost] == []
 
 
-def _nothing_is_given(self: Handover, keeps: frozenset[int]) -> list[Any]:
+def _nothing_is_given(self: StateHandover, keeps: frozenset[int]) -> list[Any]:
     """The worker lets go of replicas, and says nothing to the primaries."""
     self._here &= keeps
     return []
@@ -86,7 +88,7 @@ def _a_roll_back_changes_nothing(self: CodecStateCustody) -> None:
     """The encoder goes on with codec states of a stale generation."""
 
 
-def _nobody_waits(self: Handover, replica: int) -> bool:
+def _nobody_waits(self: StateHandover, replica: int) -> bool:
     """A replica is computed before its codec states have come."""
     return True
 
@@ -97,8 +99,8 @@ def _no_copies(self: ServerCodecStates, shard: int, version: int, record: Any) -
 
 
 @pytest.mark.parametrize(("owner", "name", "bug", "sentence"), [
-    (Handover, "release", _nothing_is_given, "stuck after|made from"),
-    (Handover, "ready", _nobody_waits, "made from"),
+    (StateHandover, "release", _nothing_is_given, "stuck after|made from"),
+    (StateHandover, "ready", _nobody_waits, "made from"),
     (CodecStateCustody, "rolled_back", _a_roll_back_changes_nothing, "codec state of generation|codec state is ahead"),
     (ServerCodecStates, "awaited", _no_copies, "made from no codec state"),
 ], ids=["nothing is given", "nobody waits", "not rolled back", "not in snapshots"])  # fmt: skip
@@ -107,4 +109,4 @@ def test_a_bug_in_codec_states_planted_on_purpose_is_found(
     owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, first_failure(CodecState(), ENOUGH))
+    assert re.search(sentence, first_failure(CodecStatePlay(), ENOUGH))

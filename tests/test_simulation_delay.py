@@ -15,20 +15,20 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.local import Drift, GoneAhead, InnerStates, OwnParameters
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
-from rallypoint.testing.simulation.policies import InnerState, word_for
+from rallypoint.testing.simulation.policies import InnerStatePlay, word_for
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas, Drifting
 from rallypoint.testing.simulation.replicas.inner import Inner
 from rallypoint.testing.simulation.run import SimulationFailed, first_failure, play, simulate
 
 FIXED = range(18)
 ENOUGH = range(200)  # seeds within which a planted bug has to be found
-WHOLE = InnerState(LocalSteps(3, delay=2))
-FRAGMENTS = InnerState(LocalSteps(6, fragments=2, delay=2))
+WHOLE = InnerStatePlay(LocalSteps(3, delay=2))
+FRAGMENTS = InnerStatePlay(LocalSteps(6, fragments=2, delay=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [WHOLE, FRAGMENTS], ids=word_for)
-def test_a_delay_gives_the_same_bytes_while_no_worker_dies_and_nothing_rolls_back(policy: InnerState) -> None:
+def test_a_delay_gives_the_same_bytes_while_no_worker_dies_and_nothing_rolls_back(policy: InnerStatePlay) -> None:
     """One of three plans promises them: links break, members are slow. In the others the job ends, and a round that is
     computed again on the same worker comes to the same (I2)."""
     plans = [make_plan(seed, policy) for seed in FIXED]

@@ -19,7 +19,7 @@ from rallypoint.testing.simulation.operating import resuming
 from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.operating.resuming import RESUME, WAYS, Resuming
 from rallypoint.testing.simulation.plan import make_plan
-from rallypoint.testing.simulation.policies import Resumed as PlayedResumed
+from rallypoint.testing.simulation.policies import ResumedPlay as PlayedResumed
 from rallypoint.testing.simulation.policies import parse_policy, word_for
 from rallypoint.testing.simulation.run import first_failure, simulate
 from rallypoint.testing.simulation.store import SimulatedStore

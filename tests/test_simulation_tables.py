@@ -11,26 +11,26 @@ import pytest
 from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.core.shard.pulls import Request, Requests
 from rallypoint.testing.simulation.plan import make_plan
-from rallypoint.testing.simulation.policies import Tables, word_for
-from rallypoint.testing.simulation.pulls import RowPulls
+from rallypoint.testing.simulation.policies import TablesPlay, word_for
+from rallypoint.testing.simulation.pulls import SimulatedRowPulls
 from rallypoint.testing.simulation.run import first_failure, simulate
-from rallypoint.worker.exchange.arrivals import Pull
+from rallypoint.worker.exchange.arrivals import RowPull
 
 FIXED = range(12)
 ENOUGH = range(100)  # seeds within which a planted bug has to be found
-OTHERS = (Tables(Sync(quorum=2)), Tables(BoundedStaleness(1)), Tables(Async()))
+OTHERS = (TablesPlay(Sync(quorum=2)), TablesPlay(BoundedStaleness(1)), TablesPlay(Async()))
 
 
 @pytest.mark.slow
 def test_rows_are_those_of_the_step_in_progress_so_that_the_bytes_are_the_same_whatever_fails() -> None:
-    assert any(make_plan(seed, Tables()).faults for seed in FIXED)
+    assert any(make_plan(seed, TablesPlay()).faults for seed in FIXED)
     for seed in FIXED:
-        simulate(seed, Tables())
+        simulate(seed, TablesPlay())
 
 
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
 @pytest.mark.some("tables:async")
-def test_in_the_other_modes_rows_have_what_the_replica_may_count_on(policy: Tables) -> None:
+def test_in_the_other_modes_rows_have_what_the_replica_may_count_on(policy: TablesPlay) -> None:
     """All of its own contributions, those within the bound, or exactly a version's."""
     for seed in FIXED[:6]:
         simulate(seed, policy)
@@ -38,10 +38,10 @@ def test_in_the_other_modes_rows_have_what_the_replica_may_count_on(policy: Tabl
 
 def test_nobody_is_told_to_leave_while_the_only_other_worker_sleeps_and_was_told_before() -> None:
     """The simulated launcher counted the sleeper among those that stay, and no worker was left."""
-    simulate(359152051, Tables(Sync(quorum=2)))
+    simulate(359152051, TablesPlay(Sync(quorum=2)))
 
 
-_answered, _ready = Requests.answered, RowPulls.ready
+_answered, _ready = Requests.answered, SimulatedRowPulls.ready
 
 
 def _the_newest_for_everybody(
@@ -51,14 +51,14 @@ def _the_newest_for_everybody(
     return [(request, published) for request, _ in _answered(self, shard, published, keeps)]
 
 
-def _asked_once(self: Pull, view: Any, homes: Any, connections: Any) -> Iterator[int]:
+def _asked_once(self: RowPull, view: Any, homes: Any, connections: Any) -> Iterator[int]:
     """A request that is lost with its link is not sent again."""
     for shard in self.missing:
         if homes[shard] in connections and shard not in self._asked:
             yield shard
 
 
-def _nobody_waits(self: RowPulls) -> bool:
+def _nobody_waits(self: SimulatedRowPulls) -> bool:
     """A replica computes with the rows that are here."""
     _ready(self)
     return True
@@ -66,12 +66,12 @@ def _nobody_waits(self: RowPulls) -> bool:
 
 @pytest.mark.parametrize(("owner", "name", "bug", "sentence"), [
     (Requests, "answered", _the_newest_for_everybody, "other bytes"),
-    (Pull, "unasked", _asked_once, "stuck after"),
-    (RowPulls, "ready", _nobody_waits, "other bytes"),
+    (RowPull, "unasked", _asked_once, "stuck after"),
+    (SimulatedRowPulls, "ready", _nobody_waits, "other bytes"),
 ], ids=["the newest", "asked once", "nobody waits"])  # fmt: skip
 @pytest.mark.some("the newest")
 def test_a_bug_planted_on_purpose_is_found(
     owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, first_failure(Tables(), ENOUGH))
+    assert re.search(sentence, first_failure(TablesPlay(), ENOUGH))

@@ -10,18 +10,18 @@ from rallypoint.testing.simulation.operating.played import played_by
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import (
     Audited,
-    CodecState,
+    CodecStatePlay,
     Deciding,
-    Paused,
+    PausedPlay,
     Stopped,
-    Tables,
+    TablesPlay,
     Uneven,
     parse_policy,
 )  # fmt: skip
 from rallypoint.testing.simulation.run import first_failure, simulate
 
 KINDS = (
-    Sync(), Sync(), Sync(), Paused(), Stopped(), Deciding(), Audited(), CodecState(), Tables(),
+    Sync(), Sync(), Sync(), PausedPlay(), Stopped(), Deciding(), Audited(), CodecStatePlay(), TablesPlay(),
     AllReduce(), Async(), LocalSteps(2, fragments=2),
 )  # fmt: skip
 

@@ -60,13 +60,13 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticked:
+class AggregatorTick:
     """The time is `now`, in seconds."""
 
     now: float
 
 
-Event = ServerUp | ServerLost | Arrived | Ticked | of_servers.Event
+Event = ServerUp | ServerLost | Arrived | AggregatorTick | of_servers.Event
 
 
 _CODEC_HEAD = 4096  # bytes beside the values that a codec may need for a small shard
@@ -223,7 +223,7 @@ def _strange(kind: Kind) -> str:
 _NAMED = 32  # a frame can name so many replicas of a block
 
 
-class Relay:
+class AggregatorRelay:
     """One aggregator's tensors and channels. Not thread-safe: only the owner thread calls it.
 
     `taken` and `sent` count the contributions that came from workers, and those that went upstream.
@@ -243,13 +243,13 @@ class Relay:
             of_servers.Linked: lambda e: shell.linked(e.channel, e.worker),
             of_servers.Gone: lambda e: shell.gone(e.channel, e.peer),
             of_servers.Followed: lambda e: shell.followed(e.channel, e.worker, e.header.step, e.header.view),
-            of_servers.Unfollowed: lambda e: shell.unfollowed(e.channel, e.worker),
+            of_servers.UnfollowCame: lambda e: shell.unfollowed(e.channel, e.worker),
             of_servers.Fetched: lambda e: shell.fetched(e.channel, e.worker, e.shard, e.version),
-            of_servers.Viewed: lambda e: shell.adopt(e.view),
+            of_servers.ViewCame: lambda e: shell.adopt(e.view),
             ServerUp: lambda e: shell.server_up(e.server),
             ServerLost: lambda e: shell.server_lost(e.server),
             Arrived: self._arrived,
-            Ticked: self._ticked,
+            AggregatorTick: self._ticked,
         }
 
     def handle(self, event: Event) -> None:
@@ -275,14 +275,14 @@ class Relay:
         replicas = bad_replicas(header) or tuple(range(header.replica, header.replica + header.base + 1))
         flags = header.flags & (NOT_FINITE | BAD_GRADIENT)
         self.taken += 1
-        new = machine.Contribution(
+        new = machine.BlockContribution(
             header.shard, header.step, Block(header.replica, header.replica + header.base + 1), header.weight,
             self._ticket(header, event.buffer, event.channel), replicas if flags & NOT_FINITE else (),
             replicas if flags == BAD_GRADIENT else (),
         )  # fmt: skip
         return self._shell.contributed(event.worker, new, header.view)
 
-    def _ticked(self, event: Ticked) -> Iterable[machine.Effect]:
+    def _ticked(self, event: AggregatorTick) -> Iterable[machine.Effect]:
         """Give every worker a sign of life of this thread, too."""
         for channel in self._shell.workers.values():
             self._credit(channel, 0)
@@ -307,32 +307,32 @@ class Relay:
                 _, buffer, sender = self._tickets.pop(ticket)
                 self._parts[effect.shard, effect.step, effect.at] = buffer
                 self._credit(sender)
-            case machine.Drop(ticket=ticket, fault=fault):
+            case machine.DropPayload(ticket=ticket, fault=fault):
                 _, buffer, sender = self._tickets.pop(ticket)
                 buffer.release()
                 self._credit(sender)
                 if fault and sender is not None:
                     sender.refuse(fault)
-            case machine.Merge():
+            case machine.MergeParts():
                 self._merge(effect)
             case machine.Forget(shard=shard, step=step, at=at):
                 self._parts.pop((shard, step, at)).release()
-            case machine.Push():
+            case machine.PushPart():
                 self._push(effect)
-            case machine.Store(shard=shard, version=version, ticket=ticket):
+            case machine.KeepVersion(shard=shard, version=version, ticket=ticket):
                 header, buffer, _ = self._tickets.pop(ticket)
                 self._versions[shard, version] = header, buffer
-            case machine.Give():
+            case machine.GiveVersion():
                 self._give(effect)
-            case machine.Release(shard=shard, version=version):
+            case machine.ReleaseVersion(shard=shard, version=version):
                 self._versions.pop((shard, version))[1].release()
-            case machine.Follow(server=server):
+            case machine.FollowServer(server=server):
                 if (link := self._upstream.get(server)) is not None:
                     link.follow(self._shell.fence.number, on=True)
-            case machine.Fetch(shard=shard, version=version, server=server):
+            case machine.FetchVersion(shard=shard, version=version, server=server):
                 if (link := self._upstream.get(server)) is not None:
                     link.fetch(shard, version, self._shell.fence.number)
-            case machine.Dismiss(why=why):
+            case machine.DismissWorkers(why=why):
                 for channel in self._shell.dismissed(effect):
                     channel.refuse(why)
 
@@ -340,7 +340,7 @@ class Relay:
         if sender is not None:
             sender.send(Header(Kind.CREDIT, self._shell.fence.number, replica=count), urgent=True)
 
-    def _merge(self, merge: machine.Merge) -> None:
+    def _merge(self, merge: machine.MergeParts) -> None:
         words = self._job.shards[merge.shard].words
         with self._tracer.span("reduce", shard=merge.shard):
             left = self._parts[merge.shard, merge.step, merge.left].tensor[:words]
@@ -352,7 +352,7 @@ class Relay:
             left.add_(right)
             other.release()
 
-    def _push(self, push: machine.Push) -> None:
+    def _push(self, push: machine.PushPart) -> None:
         buffer = self._parts[push.shard, push.step, push.block.start]
         if (link := self._upstream.get(push.server)) is None:
             return  # it has just been closed: the next view names another
@@ -366,7 +366,7 @@ class Relay:
         self.sent += 1
         link.push(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
 
-    def _give(self, give: machine.Give) -> None:
+    def _give(self, give: machine.GiveVersion) -> None:
         if (channel := self._shell.workers.get(give.worker)) is None:
             return
         header, buffer = self._versions[give.shard, give.version]
@@ -400,7 +400,7 @@ class AggregatorService(ListeningMember):
     role, waits_for = "aggregator", "workers near it"
     serves = ("worker",)
 
-    _relay: Relay | None = None  # the job's, once it is known
+    _relay: AggregatorRelay | None = None  # the job's, once it is known
 
     def start(self) -> None:
         """See `ListeningMember.start`."""
@@ -431,13 +431,13 @@ class AggregatorService(ListeningMember):
         )  # fmt: skip
         machine = AggregatorMachine(self.id, job.plan.expected, job.plan.cadence, job.plan.carried)
         shell: AggregatorShell[Channel] = AggregatorShell(observed(machine, self.id))
-        self._relay = self._owner.handler = Relay(job, shell, upstream, self._tracer)
+        self._relay = self._owner.handler = AggregatorRelay(job, shell, upstream, self._tracer)
         self._intake = Intake(job, self._views, self._owner.put, self._tracer, self._link.welcome.trace)
         return upstream
 
     def _tell_time(self) -> None:
         while not self._views.over.wait(_TICK_S):
-            self._owner.put(Ticked(time.monotonic()))
+            self._owner.put(AggregatorTick(time.monotonic()))
 
     def _receiver(self, hello: Hello) -> Receive:
         """See `ListeningMember`. The current view must give this worker to this aggregator."""

@@ -39,7 +39,7 @@ class Latest(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OptimizerRow:
     """One of torch's optimizers, or `Latest`.
 
     Attributes:
@@ -59,19 +59,19 @@ class Row:
 
 
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
-_TABLE: dict[type[Optimizer], Row] = {
-    specs.AdamW: Row(torch.optim.AdamW, _MOMENTS),
-    specs.Adam: Row(torch.optim.Adam, _MOMENTS),
-    specs.SGD: Row(torch.optim.SGD, frozenset({"momentum_buffer"}), frozenset()),
-    specs.Adagrad: Row(torch.optim.Adagrad, frozenset({"sum"}), begun=True),
-    specs.NAdam: Row(torch.optim.NAdam, _MOMENTS, frozenset({"step", "mu_product"}), foreach=False),
-    specs.RAdam: Row(torch.optim.RAdam, _MOMENTS, foreach=False),
-    specs.Adamax: Row(torch.optim.Adamax, frozenset({"exp_avg", "exp_inf"})),
-    specs.Adadelta: Row(torch.optim.Adadelta, frozenset({"square_avg", "acc_delta"})),
-    specs.RMSprop: Row(torch.optim.RMSprop, frozenset({"square_avg", "momentum_buffer", "grad_avg"})),
-    specs.ASGD: Row(torch.optim.ASGD, frozenset({"ax"}), frozenset({"step", "eta", "mu"}), foreach=False),
-    specs.Muon: Row(torch.optim.Muon, frozenset({"momentum_buffer"}), frozenset(), foreach=None),
-    specs.Sum: Row(Latest, frozenset(), frozenset(), foreach=None),
+_TABLE: dict[type[Optimizer], OptimizerRow] = {
+    specs.AdamW: OptimizerRow(torch.optim.AdamW, _MOMENTS),
+    specs.Adam: OptimizerRow(torch.optim.Adam, _MOMENTS),
+    specs.SGD: OptimizerRow(torch.optim.SGD, frozenset({"momentum_buffer"}), frozenset()),
+    specs.Adagrad: OptimizerRow(torch.optim.Adagrad, frozenset({"sum"}), begun=True),
+    specs.NAdam: OptimizerRow(torch.optim.NAdam, _MOMENTS, frozenset({"step", "mu_product"}), foreach=False),
+    specs.RAdam: OptimizerRow(torch.optim.RAdam, _MOMENTS, foreach=False),
+    specs.Adamax: OptimizerRow(torch.optim.Adamax, frozenset({"exp_avg", "exp_inf"})),
+    specs.Adadelta: OptimizerRow(torch.optim.Adadelta, frozenset({"square_avg", "acc_delta"})),
+    specs.RMSprop: OptimizerRow(torch.optim.RMSprop, frozenset({"square_avg", "momentum_buffer", "grad_avg"})),
+    specs.ASGD: OptimizerRow(torch.optim.ASGD, frozenset({"ax"}), frozenset({"step", "eta", "mu"}), foreach=False),
+    specs.Muon: OptimizerRow(torch.optim.Muon, frozenset({"momentum_buffer"}), frozenset(), foreach=None),
+    specs.Sum: OptimizerRow(Latest, frozenset(), frozenset(), foreach=None),
 }
 NUMBERS = frozenset[str]().union(*(row.numbers for row in _TABLE.values()))
 _NOT_TORCHS = frozenset(  # set for each group, or in another way
@@ -79,7 +79,7 @@ _NOT_TORCHS = frozenset(  # set for each group, or in another way
 )
 
 
-def row_of(spec: Optimizer) -> Row:
+def row_of(spec: Optimizer) -> OptimizerRow:
     """The optimizer's row."""
     return _TABLE[type(spec)]
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from rallypoint.core.ranks import Block, Held, Spread
+from rallypoint.core.ranks import HeldTensor, Spread, TensorBox
 from rallypoint.errors import ModelError, RankLost, UsageError
 
 # ---- A board in shared memory on which each rank of a worker writes what it does, and that it lives ----
@@ -42,7 +42,7 @@ _WHERE, _SPOT, _WORDS = 64, 64 + _TEXT, 64 + 2 * _TEXT  # offsets of the texts
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RankRow:
     """What one rank has written.
 
     Attributes:
@@ -93,7 +93,7 @@ class Board:
         if time.monotonic() - self._began > _SPOT_AFTER_S:
             self._text(_SPOT, spot_of(sys._current_frames().get(threading.main_thread().ident or 0)))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RankRow]:
         """Return what all ranks have written."""
         return [self._row(rank) for rank in range(self.size)]
 
@@ -101,14 +101,14 @@ class Board:
         """Give up the memory."""
         self._memory.close()
 
-    def _row(self, rank: int) -> Row:
+    def _row(self, rank: int) -> RankRow:
         start = rank * _ROW
         pid, beat, began = _HEAD.unpack_from(self._memory, start)
         where, spot, words = (
             self._memory[start + at : start + at + _TEXT].split(b"\0")[0].decode(errors="replace")
             for at in (_WHERE, _SPOT, _WORDS)
         )
-        return Row(rank, pid, beat, began, where, spot, words)
+        return RankRow(rank, pid, beat, began, where, spot, words)
 
     def _head(self) -> None:
         _HEAD.pack_into(self._memory, self._at, os.getpid(), self._beats, self._began)
@@ -151,7 +151,7 @@ LEADER = 0
 LOST = "another rank of this worker has ended"
 
 
-class Kind(enum.IntEnum):
+class OrderKind(enum.IntEnum):
     """What the leader tells the other ranks."""
 
     VALUE = 1  # send your blocks of tensor `first`
@@ -161,10 +161,10 @@ class Kind(enum.IntEnum):
     END = 5  # the loop is over; `first`: 1 if this worker was told to leave; `second`: 1 if it is the one that saves
 
 
-class Order(NamedTuple):
+class RankOrder(NamedTuple):
     """An order of the leader. The meaning of the numbers is the kind's."""
 
-    kind: Kind
+    kind: OrderKind
     first: int = 0
     second: int = 0
 
@@ -208,19 +208,19 @@ class RankGroup:
         if self._ends and dist.is_initialized():
             dist.destroy_process_group()
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: RankOrder) -> None:
         """Leader only: give an order to the other ranks, which call `hear`."""
         with _others_live():
             dist.broadcast(torch.tensor(order, dtype=torch.int64, device="cpu"), LEADER, group=self._group)
 
-    def hear(self) -> Order:
+    def hear(self) -> RankOrder:
         """Return the leader's next order. Waits as long as it takes."""
-        numbers = torch.zeros(len(Order._fields), dtype=torch.int64, device="cpu")
+        numbers = torch.zeros(len(RankOrder._fields), dtype=torch.int64, device="cpu")
         self.at("waiting for what rank 0 does next")
         with _others_live():
             dist.broadcast(numbers, LEADER, group=self._group)
         kind, first, second = (int(number) for number in numbers)
-        return Order(Kind(kind), first, second)
+        return RankOrder(OrderKind(kind), first, second)
 
     def all_bytes(self, data: bytes) -> list[bytes]:
         """Return what each rank has passed, in the order of ranks."""
@@ -365,7 +365,7 @@ class Parallel:
         return (self.split,) if isinstance(self.split, str) else tuple(self.split)
 
 
-def held_of(model: torch.nn.Module) -> tuple[list[Held], dict[str, torch.Tensor]]:
+def held_of(model: torch.nn.Module) -> tuple[list[HeldTensor], dict[str, torch.Tensor]]:
     """Return what this rank holds of the model's parameters and shared buffers, and the tensors by name.
 
     Raises ModelError for a tensor whose part on this rank is not one block.
@@ -443,18 +443,18 @@ def check_data_parallel(tensors: dict[str, torch.Tensor], split: tuple[str, ...]
             )
 
 
-def _held(name: str, tensor: torch.Tensor) -> Held:
+def _held(name: str, tensor: torch.Tensor) -> HeldTensor:
     trains = "trained" if tensor.requires_grad else "frozen"
     role = trains if isinstance(tensor, torch.nn.Parameter) else "buffer"
-    return Held(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), role, _block(name, tensor))
+    return HeldTensor(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), role, _block(name, tensor))
 
 
-def _block(name: str, tensor: torch.Tensor) -> Block | None:
+def _block(name: str, tensor: torch.Tensor) -> TensorBox | None:
     if not isinstance(tensor, DTensor):
-        return Block((0,) * tensor.dim(), tuple(tensor.shape))
+        return TensorBox((0,) * tensor.dim(), tuple(tensor.shape))
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     if not chunks:
         return None
     if len(chunks) > 1 or tuple(chunks[0].sizes) != tuple(tensor.to_local().shape):
         raise ModelError(f"{name} is spread as {tensor.placements}: a rank must hold one block of each tensor")
-    return Block(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+    return TensorBox(tuple(chunks[0].offsets), tuple(chunks[0].sizes))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rallypoint.bridges import joining
 from rallypoint.bridges.c10d import FutureWork, RallypointGroup
 from rallypoint.errors import JobAborted
-from rallypoint.worker.collective import Sum, Sums
+from rallypoint.worker.collective import PendingSum, Sums
 
 
 def _future() -> torch.futures.Future[list[torch.Tensor]]:
@@ -114,8 +114,8 @@ class _NoSums:
         self.world, self.failed, self.reducer = 1, None, self
         self._error = error
 
-    def sum(self, *_: Any) -> Sum:
-        one = Sum()
+    def sum(self, *_: Any) -> PendingSum:
+        one = PendingSum()
         one.ended(self._error)
         return one
 

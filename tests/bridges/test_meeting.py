@@ -13,7 +13,7 @@ import torch
 from rallypoint.bridges import joining
 from rallypoint.errors import JobAborted, UsageError
 from rallypoint.launch import environment
-from rallypoint.worker.collective import Sum, Sums
+from rallypoint.worker.collective import PendingSum, Sums
 from rallypoint.worker.loop.session import Job
 
 ADDRESS = "127.0.0.1:4700"
@@ -55,7 +55,7 @@ def test_a_result_that_no_thread_can_be_started_for_is_an_error_and_no_silence(
         def start(self) -> None:
             raise RuntimeError("can't start new thread")
 
-    here = Sum()
+    here = PendingSum()
     here.ended(None)
     made = SimpleNamespace(reducer=SimpleNamespace(sum=lambda *args: here), failed=None)
     tensor = torch.ones(2)

@@ -247,7 +247,9 @@ def test_a_server_that_claims_all_shards_stores_only_its_own() -> None:
 def test_a_snapshot_s_parts_and_failures_count_only_from_who_was_asked() -> None:
     play = Play(snapshots=True, snapshot_steps=0, snapshot_seconds=0.0)
     play.begin("w0", "w1")
-    (asked,) = {a.message.snapshot for a in play.done if isinstance(a, acts.Send) and isinstance(a.message, Capture)}
+    (asked,) = {
+        a.message.snapshot for a in play.done if isinstance(a, acts.SendMessage) and isinstance(a.message, Capture)
+    }
     before = play.shell.machine.course.furthest
     assert play.say("w1", Stored(asked, {}, {0: ("", 0, 0, ""), 1: ("", 0, 0, "")})) == []
     assert play.say("w1", NotStored(asked, "a lie", STEPS)) == []

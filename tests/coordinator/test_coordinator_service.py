@@ -24,7 +24,7 @@ from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.inbox import Barrier
 from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
-from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.terms import Terms
@@ -479,9 +479,9 @@ def test_a_process_that_comes_under_a_taken_name_after_the_end_hears_of_the_end(
     assert other.receive_message(other.receive_header()) == Aborted("somebody pulled the plug")
 
 
-@pytest.mark.parametrize("word", [Finish("worker0"), Abort("worker0 gave up")], ids=["finished", "aborted"])
+@pytest.mark.parametrize("word", [FinishJob("worker0"), Abort("worker0 gave up")], ids=["finished", "aborted"])
 def test_a_last_word_that_died_with_its_coordinator_is_said_by_the_next(
-    house: House, tmp_path: Path, word: Finish | Abort
+    house: House, tmp_path: Path, word: FinishJob | Abort
 ) -> None:
     folder = JoinInfo(folder=str(tmp_path))
     first = house.open(join_info=folder)
@@ -493,7 +493,7 @@ def test_a_last_word_that_died_with_its_coordinator_is_said_by_the_next(
     second = house.open(join_info=folder, heartbeat=0.5)
     member = house.call("worker", "worker0", incarnation=1)
     said = member.receive_message(member.receive_header())
-    assert said == (Finished("worker0") if isinstance(word, Finish) else Aborted("worker0 gave up"))
+    assert said == (Finished("worker0") if isinstance(word, FinishJob) else Aborted("worker0 gave up"))
     second.wait()  # after a heartbeat: whoever has not come by then does not come any more
 
 

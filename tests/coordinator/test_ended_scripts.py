@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rallypoint.coordinator.acts import Log, Send
+from rallypoint.coordinator.acts import AppendLog, SendMessage
 from rallypoint.coordinator.announcer import Announcer
 from rallypoint.core.modes import Feature
 from rallypoint.core.protocol import ScriptAt
@@ -30,9 +30,9 @@ def test_who_was_away_hears_of_it_when_it_is_back() -> None:
     connected: dict[str, Any] = {"w0": "to w0", "s0": "to s0"}
     made = announcer(connected)
     told = ScriptAt(0, 5, 100, True, "w0")
-    assert made.told_by("w0", ScriptAt(0, 5, 100, True), 1.0) == [Log(told), Send("to w0", told)]  # type: ignore[arg-type]
+    assert made.told_by("w0", ScriptAt(0, 5, 100, True), 1.0) == [AppendLog(told), SendMessage("to w0", told)]  # type: ignore[arg-type]
     connected["w1"] = "to w1"
-    assert made.ended_scripts("w1") == [Send("to w1", told)]  # type: ignore[arg-type]
+    assert made.ended_scripts("w1") == [SendMessage("to w1", told)]  # type: ignore[arg-type]
     assert made.ended_scripts("s0") == []
 
 

@@ -18,7 +18,7 @@ from rallypoint.config import record_of, resolve
 from rallypoint.coordinator import journal as journal_module
 from rallypoint.coordinator.journal import JOURNAL, Journal, Persistence, kept_state
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
-from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
@@ -56,7 +56,7 @@ def view(count: int) -> View:
     )  # fmt: skip
 
 
-def state(count: int = 1, *, last_word: Finish | Abort | None = None) -> ClusterState:
+def state(count: int = 1, *, last_word: FinishJob | Abort | None = None) -> ClusterState:
     return ClusterState(
         RECORD, view(count), (0, 1), incarnations=3, epoch=2, begun=True, furthest=count, workers_max=2,
         last_word=last_word,
@@ -130,7 +130,7 @@ def test_a_new_journal_knows_nothing(tmp_path: Path) -> None:
         ClusterState(None, None, (), incarnations=0, epoch=1, begun=False, furthest=-1, workers_max=1),
         ClusterState(RECORD, None, (), incarnations=2, epoch=1, begun=False, furthest=-1, workers_max=1),
         state(),
-        state(last_word=Finish("w0")),
+        state(last_word=FinishJob("w0")),
         state(last_word=Abort("w0 gave up")),
     ],
     ids=["empty", "gathering", "running", "finished", "aborted"],

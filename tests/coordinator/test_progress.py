@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from rallypoint.coordinator.progress import Evaluations, Lateness, StepTally, StreamTally
+from rallypoint.coordinator.progress import EvaluationMetrics, Lateness, StepTally, StreamTally
 from rallypoint.core.protocol import Report, StepDone
 from rallypoint.core.typed import MOST_METRICS
 from rallypoint.core.view import ViewNumber
@@ -45,7 +45,7 @@ def test_figures_that_cannot_be_added_up_are_not_a_number_or_infinite_and_end_no
 
 
 def test_one_step_has_so_many_figures_and_no_more() -> None:
-    found = Evaluations()
+    found = EvaluationMetrics()
     for number in range(MOST_METRICS + 5):
         shown = found.add(3, {f"m{number}": 1.0})
     assert len(shown) == MOST_METRICS

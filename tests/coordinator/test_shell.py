@@ -82,9 +82,9 @@ class Play:
     def _do(self, todo: Iterable[acts.Act]) -> list[acts.Act]:
         todo = [self._whole(act) for act in todo]
         for act in todo:
-            if isinstance(act, acts.Send) and isinstance(act.message, Admitted):
+            if isinstance(act, acts.SendMessage) and isinstance(act.message, Admitted):
                 self.incarnations[str(act.connection)] = act.message.incarnation
-            if isinstance(act, acts.Send) and isinstance(act.message, NewView):
+            if isinstance(act, acts.SendMessage) and isinstance(act.message, NewView):
                 self.known[str(act.connection)] = act.message.view
                 self.views.append(act.message.view)
         self.done += todo
@@ -92,10 +92,10 @@ class Play:
 
     def _whole(self, act: acts.Act) -> acts.Act:
         """A view as a member takes it: whole, also where it travels as a difference."""
-        if not isinstance(act, acts.Send) or not isinstance(act.message, NewView | ViewChange):
+        if not isinstance(act, acts.SendMessage) or not isinstance(act.message, NewView | ViewChange):
             return act
         self.changes += isinstance(act.message, ViewChange)
-        return acts.Send(act.connection, self.receivers[str(act.connection)].take(act.message))
+        return acts.SendMessage(act.connection, self.receivers[str(act.connection)].take(act.message))
 
     def take(self, event: inbox.Event, seconds: float = 0.0) -> list[acts.Act]:
         self.now += seconds
@@ -125,7 +125,9 @@ class Play:
 
     def store(self, writer: str = "s0") -> list[acts.Act]:
         """The snapshot that was asked for last is stored by `writer` and committed."""
-        asked = [act.message for act in self.done if isinstance(act, acts.Send) and isinstance(act.message, Capture)]
+        asked = [
+            act.message for act in self.done if isinstance(act, acts.SendMessage) and isinstance(act.message, Capture)
+        ]
         parts = self.say(writer, Stored(asked[-1].snapshot, {}, dict.fromkeys(SHARDS, ("", 0, 0, ""))))
         (commit,) = (act for act in parts if isinstance(act, acts.CommitSnapshot))
         return [commit, *self.take(inbox.SnapshotCommitted(commit.snapshot, commit.version, 1, 0.1))]
@@ -149,10 +151,10 @@ class Play:
         return self.shell.machine.view
 
     def sent(self, kind: type[Message]) -> list[Any]:
-        return [act.message for act in self.done if isinstance(act, acts.Send) and isinstance(act.message, kind)]
+        return [act.message for act in self.done if isinstance(act, acts.SendMessage) and isinstance(act.message, kind)]
 
     def logged(self, kind: type[Any]) -> list[Any]:
-        return [act.message for act in self.done if isinstance(act, acts.Log) and isinstance(act.message, kind)]
+        return [act.message for act in self.done if isinstance(act, acts.AppendLog) and isinstance(act.message, kind)]
 
 
 # ---- claims carry the generation in which they became true (I10) -----------------------------------------------
@@ -226,7 +228,7 @@ def test_figures_that_come_after_their_snapshot_are_sent_after_it() -> None:
     play.steps(0, 3)
     play.say("w0", Evaluated(3, play.view.generation, {"loss": 1.0}))
     said = play.say("w0", Evaluated(3, play.view.generation, {"accuracy": 0.5}))
-    assert acts.Judge(3, {"loss": 1.0, "accuracy": 0.5}) in said
+    assert acts.AddFigures(3, {"loss": 1.0, "accuracy": 0.5}) in said
 
 
 @pytest.mark.parametrize("loss", [1.0, float("nan")])
@@ -237,7 +239,7 @@ def test_figures_that_are_said_again_count_once(loss: float) -> None:
     play.steps(0, 3)
     figures = Evaluated(3, play.view.generation, {"loss": loss, "accuracy": 0.5})
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(figures), type=Evaluated)
-    assert any(isinstance(act, acts.Judge) for act in play.say("w0", figures))
+    assert any(isinstance(act, acts.AddFigures) for act in play.say("w0", figures))
     assert play.say("w0", again) == []
     assert play.say("w0", Evaluated(3, play.view.generation, {"loss": 2.0}))
 
@@ -331,13 +333,13 @@ def test_after_the_last_step_nobody_waits_for_one_more() -> None:
 def launcher(play: Play) -> list[Message]:
     """What a launcher is sent that connects now."""
     opened = play.take(inbox.Opened("o9", Hello("observer", "launcher", "here", "")))
-    return [act.message for act in opened if isinstance(act, acts.Send)]
+    return [act.message for act in opened if isinstance(act, acts.SendMessage)]
 
 
 def test_a_launcher_that_connects_again_hears_what_was_said_meanwhile_and_others_do_not() -> None:
     play = after_the_first_step(of=9)
     play.take(inbox.Closed("o0", play.hello("o0"), "it is away"))
-    play.take(inbox.Said("server1 is gone"))
+    play.take(inbox.SentenceSaid("server1 is gone"))
     play.join("o1")
     assert Say("server1 is gone") not in play.sent(Say)
     assert Say("server1 is gone") in launcher(play)
@@ -346,8 +348,8 @@ def test_a_launcher_that_connects_again_hears_what_was_said_meanwhile_and_others
 def test_a_launcher_that_connects_when_the_job_is_over_hears_how_that_came() -> None:
     play = after_the_first_step(of=9)
     play.take(inbox.Closed("o0", play.hello("o0"), "it is away"))
-    play.take(inbox.Said("worker1 has had enough"))
-    play.take(inbox.Ended("the disk is full"))
+    play.take(inbox.SentenceSaid("worker1 has had enough"))
+    play.take(inbox.EndWanted("the disk is full"))
     heard = launcher(play)
     assert Say("worker1 has had enough") in heard
     assert heard[-1] == Aborted("the disk is full")
@@ -368,7 +370,9 @@ def test_the_plan_says_how_many_items_a_step_uses_and_how_many_steps_are_behind_
 
 def test_workers_without_a_replica_are_told_about_once_with_what_to_do() -> None:
     def idle(play: Play) -> list[str]:
-        said = [act.message.text for act in play.done if isinstance(act, acts.Log) and isinstance(act.message, Say)]
+        said = [
+            act.message.text for act in play.done if isinstance(act, acts.AppendLog) and isinstance(act.message, Say)
+        ]
         return [text for text in said if "nothing" in text]
 
     play = Play(workers_start=4, workers_max=4)
@@ -441,8 +445,8 @@ def test_once_the_journal_knows_that_the_job_has_begun_it_may_fall_behind() -> N
 def test_a_job_that_is_ended_from_outside_says_so_once() -> None:
     play = Play()
     play.begin()
-    play.take(inbox.Ended("somebody pulled the plug"))
-    play.take(inbox.Ended("again"))
+    play.take(inbox.EndWanted("somebody pulled the plug"))
+    play.take(inbox.EndWanted("again"))
     assert play.sent(Aborted) == [Aborted("somebody pulled the plug")] * 2, "the server and the worker"
     assert [act for act in play.done if isinstance(act, acts.Over)] == [acts.Over("somebody pulled the plug")]
 
@@ -460,7 +464,7 @@ def test_the_end_is_told_to_a_member_whose_link_is_broken_just_then_and_it_is_no
     assert play.sent(Finished) == [Finished("w1")] * 2, "the server and the worker that are here"
     assert not [act for act in play.done if isinstance(act, acts.Over)]
     told = play.take(inbox.Opened("w0", play.hello("w0")))
-    assert told == [acts.Send("w0", Finished("w1"))]
+    assert told == [acts.SendMessage("w0", Finished("w1"))]
     assert play.take(inbox.Ticked(), 2.9) == []
     assert play.take(inbox.Ticked(), 0.2) == [acts.Over(None)]
 
@@ -539,8 +543,8 @@ def test_a_view_travels_as_a_difference_and_whole_over_a_new_connection() -> Non
 def test_what_is_saved_comes_before_what_is_said_about_it() -> None:
     play = Play()
     play.begin()
-    published = next(i for i, act in enumerate(play.done) if isinstance(act, acts.Send) and isinstance(act.message,
-        NewView))  # fmt: skip
+    sent = [act.message if isinstance(act, acts.SendMessage) else None for act in play.done]
+    published = next(i for i, message in enumerate(sent) if isinstance(message, NewView))
     saved = [act.state for act in play.done[:published] if isinstance(act, acts.Save)]
     assert saved[-1].view == play.view
 
@@ -582,7 +586,7 @@ def test_a_process_that_comes_again_before_it_heard_of_its_admission_is_who_it_w
     assert [act.connection for act in play.done if isinstance(act, acts.Close)] == ([] if closed else ["s0"])
     assert play.view == view
     refused = play.take(inbox.Opened("another", msgspec.structs.replace(hello, process=b"of another")))
-    assert refused == [acts.Refuse("another", "the id s0 is taken: give every member one of its own")]
+    assert refused == [acts.RefuseConnection("another", "the id s0 is taken: give every member one of its own")]
 
 
 # ---- a journal that fell behind (its disk was full) -------------------------------------------------------------
@@ -724,7 +728,7 @@ def test_a_member_that_comes_too_late_with_a_newer_view_sends_everybody_back_to_
     said = " ".join(say.text for say in after.logged(Say))
     assert f"w0 comes back with view {newest.number}, which the journal had no room for" in said
     assert after.shell.machine.phase is Phase.RECOVERING
-    assert any(isinstance(act, acts.FindSnapshot) for act in after.done)
+    assert any(isinstance(act, acts.ReadNewestSnapshot) for act in after.done)
 
 
 def test_a_job_that_ends_before_anything_is_taken_over_ends_for_all_who_have_come_and_who_come_soon() -> None:
@@ -732,8 +736,8 @@ def test_a_job_that_ends_before_anything_is_taken_over_ends_for_all_who_have_com
     after.known |= {"s0": newest, "w0": newest}
     after.join("s0", "w0", "s1")
     after.take(inbox.Closed("s1", after.hello("s1"), "its connection ended", inbox.End.LOST))
-    after.take(inbox.Ended("the coordinator failed"))
-    told = lambda: [act.connection for act in after.done if isinstance(act, acts.Send)]  # noqa: E731
+    after.take(inbox.EndWanted("the coordinator failed"))
+    told = lambda: [act.connection for act in after.done if isinstance(act, acts.SendMessage)]  # noqa: E731
     assert after.sent(Aborted) == [Aborted("the coordinator failed")] * 3
     assert set(told()) == {"s0", "w0", "s1"}
     assert not [act for act in after.done if isinstance(act, acts.Over)], "others are about to come"
@@ -787,7 +791,7 @@ def test_a_process_that_comes_in_the_place_of_another_waits_until_that_one_is_gi
             after.say(name, Beat())
         after.take(inbox.Ticked(), seconds=1.5)
     assert after.incarnations["w0"] > before
-    assert [act for act in after.done if isinstance(act, acts.Refuse)] == []
+    assert [act for act in after.done if isinstance(act, acts.RefuseConnection)] == []
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -809,10 +813,10 @@ def test_a_token_holder_does_not_take_the_place_of_a_member_that_is_about_to_com
     after.join("s0", "w0")
     assert after.view == view, "no shard is lost"
     sentence = "the id s0 is taken: give every member one of its own"
-    refused = [act for act in after.done if isinstance(act, acts.Refuse)]
+    refused = [act for act in after.done if isinstance(act, acts.RefuseConnection)]
     assert sorted(str(act.connection) for act in refused) == ["another", "thief"]
     assert {act.reason for act in refused} == {sentence}
-    assert not [act for act in after.done if isinstance(act, acts.Send) and act.connection == "thief"]
+    assert not [act for act in after.done if isinstance(act, acts.SendMessage) and act.connection == "thief"]
 
 
 def test_who_waits_for_a_name_and_goes_is_forgotten() -> None:
@@ -825,7 +829,7 @@ def test_who_waits_for_a_name_and_goes_is_forgotten() -> None:
     assert said[-1] == "another process has come as s0: it waits until s0 is back, or is given up"
     play.take(inbox.Closed("newcomer", newcomer, "it closed its connection"))
     play.join("s0")
-    assert not [act for act in play.done if isinstance(act, acts.Refuse)]
+    assert not [act for act in play.done if isinstance(act, acts.RefuseConnection)]
     assert play.shell.members.keys() == {"s0", "w0"}
 
 
@@ -845,7 +849,9 @@ def test_a_cluster_that_comes_back_under_its_own_names_waits_for_its_ghosts_no_l
     seconds = 0.0
     while len(admitted) < 2 and seconds < 60.0:
         done, seconds = after.take(inbox.Ticked(), seconds=0.5), seconds + 0.5
-        admitted |= {act.connection for act in done if isinstance(act, acts.Send) and isinstance(act.message, Admitted)}
+        admitted |= {
+            act.connection for act in done if isinstance(act, acts.SendMessage) and isinstance(act.message, Admitted)
+        }
     assert admitted == {"new s0", "new w0"}
     assert seconds <= 2 * 6.0
     assert not [say.text for say in after.logged(Say) if "cut off" in say.text]
@@ -854,10 +860,10 @@ def test_a_cluster_that_comes_back_under_its_own_names_waits_for_its_ghosts_no_l
 def test_an_end_that_the_shell_decides_is_in_the_journal_before_anybody_hears_of_it() -> None:
     play = Play()
     play.begin()
-    ended = play.take(inbox.Ended("the coordinator was interrupted"))
+    ended = play.take(inbox.EndWanted("the coordinator was interrupted"))
     saved = [act.state.last_word for act in ended if isinstance(act, acts.Save)]
     assert saved == [Abort("the coordinator was interrupted")]
-    first = next(index for index, act in enumerate(ended) if isinstance(act, acts.Send))
+    first = next(index for index, act in enumerate(ended) if isinstance(act, acts.SendMessage))
     assert any(isinstance(act, acts.Save) for act in ended[:first])
 
 
@@ -866,8 +872,8 @@ def test_who_waits_for_a_name_hears_that_the_job_has_ended() -> None:
     play.begin()
     play.take(inbox.Closed("w0", play.hello("w0"), "its connection ended", inbox.End.LOST))
     play.take(inbox.Opened("newcomer", Hello("worker", "w0", "elsewhere", process=b"new")))
-    play.take(inbox.Ended("enough"))
-    assert [act for act in play.done if act == acts.Send("newcomer", Aborted("enough"))]
+    play.take(inbox.EndWanted("enough"))
+    assert [act for act in play.done if act == acts.SendMessage("newcomer", Aborted("enough"))]
     play.take(inbox.Ticked(), seconds=20.0)
     assert not play.shell.members.keys() & {"w0"}, "nobody is admitted to a job that has ended"
 
@@ -912,7 +918,7 @@ def test_a_new_size_is_written_down_before_the_launcher_hears_of_it() -> None:
     play.join("o0")
     done = play.say("o0", Resize(5))
     written = [n for n, act in enumerate(done) if isinstance(act, acts.Save) and act.state.workers_max == 5]
-    told = [n for n, act in enumerate(done) if isinstance(act, acts.Send) and act.message == Resize(5)]
+    told = [n for n, act in enumerate(done) if isinstance(act, acts.SendMessage) and act.message == Resize(5)]
     assert written < told
     assert len(written) == len(told) == 1
 
@@ -931,7 +937,7 @@ def test_a_member_whose_link_breaks_while_a_failing_job_is_stored_is_told_of_the
     assert play.shell.last_word == Aborted("w0: its loss is nan")
     assert [act for act in ended if isinstance(act, acts.Over)] == [], "it is about to come back"
     play.take(inbox.Opened("w1", play.hello("w1")))
-    assert acts.Send("w1", Aborted("w0: its loss is nan")) in play.done
+    assert acts.SendMessage("w1", Aborted("w0: its loss is nan")) in play.done
     assert play.take(inbox.Ticked(), 3.0) == [acts.Over("w0: its loss is nan")]
 
 
@@ -960,7 +966,7 @@ def test_a_coordinator_killed_in_any_phase_is_followed_by_one_that_ends_the_job(
     if phase is Phase.RECOVERING:
         old.take(inbox.Closed("s0", old.hello("s0"), "it died"))
     if phase is Phase.OVER:
-        old.take(inbox.Ended("somebody pulled the plug"))
+        old.take(inbox.EndWanted("somebody pulled the plug"))
         old.shell.machine.course.end(Abort("somebody pulled the plug"))
     assert old.shell.machine.phase is phase
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(old.shell.machine.state()), type=ClusterState)
@@ -983,7 +989,7 @@ def test_a_coordinator_killed_in_any_phase_is_followed_by_one_that_ends_the_job(
             new.say("w0", Beat())
         new.join("s1")
         if not settings:
-            assert acts.FindSnapshot() in new.done
+            assert acts.ReadNewestSnapshot() in new.done
             new.take(inbox.SnapshotFound("step-00000010-10002", 10))
     new.shell.machine.validate()
     new.steps(step, STEPS)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from rallypoint.coordinator import inbox
-from rallypoint.coordinator.acts import AddPart, BeginSnapshot, CommitSnapshot, FindSnapshot, Judge
+from rallypoint.coordinator.acts import AddFigures, AddPart, BeginSnapshot, CommitSnapshot, ReadNewestSnapshot
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.protocol import Stored
 from rallypoint.errors import DamagedSnapshot, SnapshotError
@@ -39,7 +39,7 @@ class Keeper:
         self.keeper = SnapshotKeeper(self.url, "zstd", retention or Retention(), self.put)
 
     def put(self, event: inbox.Event) -> None:
-        if isinstance(event, inbox.Said):
+        if isinstance(event, inbox.SentenceSaid):
             self.said.append(event.text)
         else:
             self.answers.put(event)
@@ -63,7 +63,7 @@ class Keeper:
         return self.answers.get(timeout=PATIENCE_S)
 
     def find(self) -> inbox.Event:
-        self.keeper.do(FindSnapshot())
+        self.keeper.do(ReadNewestSnapshot())
         return self.answers.get(timeout=PATIENCE_S)
 
     def on_disk(self) -> list[int]:
@@ -105,7 +105,7 @@ def test_old_ones_are_deleted_and_the_one_that_a_server_may_still_need_is_not(tm
 def test_the_parts_of_a_snapshot_that_was_given_up_are_forgotten(keeper: Keeper) -> None:
     name = keeper.store(3)
     keeper.keeper.do(BeginSnapshot(snapshot_id(4, 1)))
-    assert keeper.commit(name, 3) == inbox.SnapshotFailed(name, "its parts have been forgotten")
+    assert keeper.commit(name, 3) == inbox.ManifestFailed(name, "its parts have been forgotten")
     keeper.keeper.do(AddPart(Stored(name, {}, {})))  # a straggler's word changes nothing
     assert keeper.find() == inbox.SnapshotFound("")
 
@@ -117,7 +117,7 @@ def test_a_snapshot_that_lacks_a_part_is_not_committed(keeper: Keeper) -> None:
     entries = {shard: (e.file, e.offset, e.length, e.checksum) for shard, e in part.shards.items()}
     keeper.keeper.do(AddPart(Stored(name, part.files, entries)))
     failed = keeper.commit(name, 3)
-    assert isinstance(failed, inbox.SnapshotFailed)
+    assert isinstance(failed, inbox.ManifestFailed)
     assert "lacks 1 shards" in failed.reason
 
 
@@ -135,7 +135,7 @@ def test_a_store_that_fails_is_an_answer_and_never_silence(
     name = keeper.store(3)
     with monkeypatch.context() as patch:
         patch.setattr(SnapshotStore, "commit", broken(error))
-        assert keeper.commit(name, 3) == inbox.SnapshotFailed(name, sentence)
+        assert keeper.commit(name, 3) == inbox.ManifestFailed(name, sentence)
     name = keeper.store(4)
     assert isinstance(keeper.commit(name, 4), inbox.SnapshotCommitted), "the next one is none the worse for it"
     monkeypatch.setattr(SnapshotStore, "retain", broken(error))
@@ -183,7 +183,7 @@ def test_a_store_that_stays_silent_ends_the_job_with_what_to_do(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, hasty: None
 ) -> None:
     monkeypatch.setattr(SnapshotStore, "latest_usable", broken(RuntimeError("the bucket's own exception")))
-    assert keeper.find() == inbox.Ended(
+    assert keeper.find() == inbox.EndWanted(
         "the snapshots cannot be read: RuntimeError: the bucket's own exception (4 tries, looking for the newest "
         "snapshot): when it answers again, go on with `rallypoint resume`"
     )
@@ -194,7 +194,7 @@ def test_what_no_patience_mends_is_not_tried_again(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, hasty: None, error: Exception
 ) -> None:
     monkeypatch.setattr(SnapshotStore, "latest_usable", broken(error))
-    assert keeper.find() == inbox.Ended(f"the snapshots cannot be read: {error}")
+    assert keeper.find() == inbox.EndWanted(f"the snapshots cannot be read: {error}")
     assert keeper.said == []
 
 
@@ -205,8 +205,8 @@ def test_the_figures_of_an_evaluation_that_ends_after_its_snapshot_are_added_to_
     keeper = Keeper(tmp_path, Retention(keep_last=1, keep_best="loss"))
     for version, loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, 4.0)):
         assert isinstance(keeper.commit(keeper.store(version), version, metrics={}), inbox.SnapshotCommitted)
-        keeper.keeper.do(Judge(version, {"loss": loss}))
-    keeper.keeper.do(Judge(9, {"loss": 0.0}))  # of a version of which there is no snapshot
+        keeper.keeper.do(AddFigures(version, {"loss": loss}))
+    keeper.keeper.do(AddFigures(9, {"loss": 0.0}))  # of a version of which there is no snapshot
     assert keeper.find() == inbox.SnapshotFound(snapshot_id(4, 1), 4)
     end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [2, 4], "the best and the newest"
@@ -235,7 +235,7 @@ def test_the_best_version_is_kept_and_those_that_are_not_decided_yet(tmp_path: P
 
 def test_a_new_coordinator_adds_the_figures_of_the_best_version_once_more(keeper: Keeper, tmp_path: Path) -> None:
     take(SnapshotStore(keeper.url), 7)
-    keeper.keeper.do(Judge(7, {"loss": 0.5}, version=7))
+    keeper.keeper.do(AddFigures(7, {"loss": 0.5}, version=7))
     assert keeper.find() == inbox.SnapshotFound(snapshot_id(7, 1), 7)
     assert SnapshotStore(keeper.url).load(snapshot_id(7, 1)).metrics == {"loss": 0.5}
 
@@ -295,4 +295,4 @@ def test_a_fault_on_the_keeper_s_thread_ends_the_job_with_a_sentence(
 ) -> None:
     """Else the coordinator would wait for ever for an answer."""
     monkeypatch.setattr(SnapshotKeeper, "_commit", broken(KeyError("a bug")))
-    assert keeper.commit(keeper.store(3), 3) == inbox.Ended("the thread for snapshots failed: KeyError: 'a bug'")
+    assert keeper.commit(keeper.store(3), 3) == inbox.EndWanted("the thread for snapshots failed: KeyError: 'a bug'")

@@ -7,7 +7,7 @@ import msgspec
 from rallypoint.config import JobConfig, record_of
 from rallypoint.core.audits import alike
 from rallypoint.core.cluster.auditing import unlike
-from rallypoint.core.cluster.effects import Publish, Say
+from rallypoint.core.cluster.effects import Announce, PublishView
 from rallypoint.core.cluster.events import From, Joined
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.terms import Terms
@@ -53,10 +53,10 @@ def test_the_coordinator_puts_probes_into_the_view_and_says_who_is_unlike() -> N
         machine.handle(Joined(Member(id, "here"), "worker"))
         effects += machine.handle(From(id, Propose(record, kernels)))
         effects += machine.handle(From(id, Propose(record, kernels)))  # again, after a lost connection
-    said = [effect.text for effect in effects if isinstance(effect, Say)]
+    said = [effect.text for effect in effects if isinstance(effect, Announce)]
     assert [text for text in said if "other bytes" in text] == [text for text in said if text.startswith("w1 on here")]
     assert len([text for text in said if "other bytes" in text]) == 1
-    view = next(effect.view for effect in effects if isinstance(effect, Publish))
+    view = next(effect.view for effect in effects if isinstance(effect, PublishView))
     assert alike(view, "w1") == {"w1", "w2"}
     assert alike(view, "w0") == {"w0"}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(view), type=View) == view

@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.aggregator import effects as machine
-from rallypoint.core.aggregator.effects import Contribution, Dismiss, Drop, Fetch, Follow, Give, Push, Release, Store
+from rallypoint.core.aggregator.effects import (
+    BlockContribution,
+    DismissWorkers,
+    DropPayload,
+    FetchVersion,
+    FollowServer,
+    GiveVersion,
+    KeepVersion,
+    PushPart,
+    ReleaseVersion,
+)
 from rallypoint.core.aggregator.machine import CUT_OFF_S, AggregatorMachine
 from rallypoint.core.aggregator.shell import AggregatorShell
 from rallypoint.core.shard.effects import Discard, Merge, Take
@@ -49,18 +59,18 @@ def aggregator(
     made.server_up("s0")
     made.server_up("s1")
     for worker in workers if follow is None else follow:
-        assert not any(isinstance(effect, Dismiss) for effect in made.followed(worker, 0))
+        assert not any(isinstance(effect, DismissWorkers) for effect in made.followed(worker, 0))
     return made
 
 
 def push(made: AggregatorMachine, block: tuple[int, int], ticket: int = 1, step: int = STEP) -> list[machine.Effect]:
-    effects = made.contributed(Contribution(SHARD, step, Block(*block), float(block[1] - block[0]), ticket))
+    effects = made.contributed(BlockContribution(SHARD, step, Block(*block), float(block[1] - block[0]), ticket))
     made.validate()
     return effects
 
 
 def pushed(effects: Iterable[machine.Effect]) -> list[tuple[int, int]]:
-    return [tuple(effect.block) for effect in effects if isinstance(effect, Push)]
+    return [tuple(effect.block) for effect in effects if isinstance(effect, PushPart)]
 
 
 # ---- what is merged, and when it leaves ----
@@ -70,16 +80,18 @@ def test_siblings_of_two_workers_leave_as_one_block() -> None:
     made = aggregator({"w0": (0, 1), "w1": (2, 3)})
     assert pushed(push(made, (0, 2))) == []
     effects = push(made, (2, 4))
-    assert machine.Merge(SHARD, STEP, 0, 2, 1.0, 1.0) in effects
+    assert machine.MergeParts(SHARD, STEP, 0, 2, 1.0, 1.0) in effects
     assert pushed(effects) == [(0, 4)]
 
 
 def test_a_leaf_that_is_merged_is_weighted_first_and_one_that_leaves_alone_is_not() -> None:
     made = aggregator({"w0": (0,), "w1": (1, 2)}, replicas=4)
-    made.contributed(Contribution(SHARD, STEP, leaf(0), 0.5, 1))
-    effects = made.contributed(Contribution(SHARD, STEP, leaf(1), 3.0, 2))
-    assert machine.Merge(SHARD, STEP, 0, 1, 0.5, 3.0) in effects
-    (alone,) = [e for e in made.contributed(Contribution(SHARD, STEP, leaf(2), 0.25, 3)) if isinstance(e, Push)]
+    made.contributed(BlockContribution(SHARD, STEP, leaf(0), 0.5, 1))
+    effects = made.contributed(BlockContribution(SHARD, STEP, leaf(1), 3.0, 2))
+    assert machine.MergeParts(SHARD, STEP, 0, 1, 0.5, 3.0) in effects
+    (alone,) = [
+        e for e in made.contributed(BlockContribution(SHARD, STEP, leaf(2), 0.25, 3)) if isinstance(e, PushPart)
+    ]
     assert (alone.block, alone.weight) == ((2, 3), 0.25)
 
 
@@ -93,9 +105,9 @@ def test_only_the_highest_nodes_leave() -> None:
 def test_a_repeat_is_dropped_and_a_larger_block_replaces_what_it_covers() -> None:
     made = aggregator({"w0": (0, 1), "w1": (2, 3)})
     push(made, (0, 1), 1)
-    assert push(made, (0, 1), 2) == [Drop(2)]
+    assert push(made, (0, 1), 2) == [DropPayload(2)]
     assert machine.Forget(SHARD, STEP, 0) in push(made, (0, 2), 3)
-    assert push(made, (1, 2), 4) == [Drop(4)]
+    assert push(made, (1, 2), 4) == [DropPayload(4)]
 
 
 def test_nobody_waits_for_a_worker_that_goes_another_way() -> None:
@@ -119,7 +131,7 @@ def test_what_was_sent_is_not_merged_any_more() -> None:
     made.followed("w1", 0)
     effects = push(made, (2, 4), 2)
     assert pushed(effects) == [(2, 4)]
-    assert not any(isinstance(effect, machine.Merge) for effect in effects)
+    assert not any(isinstance(effect, machine.MergeParts) for effect in effects)
 
 
 # ---- servers come and go ----
@@ -129,14 +141,14 @@ def test_what_was_under_way_to_a_server_is_sent_again() -> None:
     made = aggregator({"w0": (0, 1)})
     assert pushed(push(made, (0, 2))) == [(0, 2)]
     made.server_lost("s0")
-    assert made.server_up("s0") == [Follow("s0"), Push(SHARD, STEP, Block(0, 2), 2.0, "s0")]
+    assert made.server_up("s0") == [FollowServer("s0"), PushPart(SHARD, STEP, Block(0, 2), 2.0, "s0")]
 
 
 def test_a_shard_that_moves_gets_all_of_its_parts_again() -> None:
     made = aggregator({"w0": (0, 1)})
     push(made, (0, 2))
     effects = made.viewed(view_of({"w0": (0, 1)}, ["w0"], count=2, home="s1"))
-    assert [effect.server for effect in effects if isinstance(effect, Push)] == ["s1"]
+    assert [effect.server for effect in effects if isinstance(effect, PushPart)] == ["s1"]
     made.validate()
 
 
@@ -163,9 +175,9 @@ def test_the_next_version_ends_the_step() -> None:
     made = aggregator({"w0": (0, 1)})
     push(made, (0, 2))
     effects = made.arrived(SHARD, STEP + 1, 9)
-    assert effects[:2] == [Store(SHARD, STEP + 1, 9), machine.Forget(SHARD, STEP, 0)]
-    assert Give("w0", SHARD, STEP + 1) in effects
-    assert push(made, (0, 2), 3) == [Drop(3)]  # it is over
+    assert effects[:2] == [KeepVersion(SHARD, STEP + 1, 9), machine.Forget(SHARD, STEP, 0)]
+    assert GiveVersion("w0", SHARD, STEP + 1) in effects
+    assert push(made, (0, 2), 3) == [DropPayload(3)]  # it is over
     made.server_lost("s0")
     assert pushed(made.server_up("s0")) == []
 
@@ -176,9 +188,9 @@ def test_a_server_that_cannot_be_reached_for_long_sends_the_workers_away() -> No
     made.server_lost("s1")
     assert made.tick(10.0 + CUT_OFF_S) == []
     (dismissed,) = made.tick(10.1 + CUT_OFF_S)
-    assert isinstance(dismissed, Dismiss)
+    assert isinstance(dismissed, DismissWorkers)
     assert dismissed.workers == ("w0",)
-    assert isinstance(made.followed("w0", STEP)[0], Dismiss)
+    assert isinstance(made.followed("w0", STEP)[0], DismissWorkers)
     made.server_up("s1")
     assert made.followed("w0", STEP) == []
 
@@ -194,26 +206,26 @@ def test_what_workers_ask_for_is_bounded_and_what_no_server_keeps_any_more_is_fo
     assert asked == {7, 8, 9, 10}
     made.arrived(SHARD, 10, 2)  # 7 and 8 never came
     again = made.server_up("s0")
-    assert [effect.version for effect in again if isinstance(effect, Fetch)] == [9]
+    assert [effect.version for effect in again if isinstance(effect, FetchVersion)] == [9]
 
 
 def test_two_versions_are_kept_and_each_is_fetched_once() -> None:
     made = aggregator({"w0": (0,), "w1": (1,)})
-    assert made.fetched("w0", SHARD, 7) == [Fetch(SHARD, 7, "s0")]
+    assert made.fetched("w0", SHARD, 7) == [FetchVersion(SHARD, 7, "s0")]
     assert made.fetched("w1", SHARD, 7) == []  # asked for already
     effects = made.arrived(SHARD, 7, 1)
-    assert {effect.worker for effect in effects if isinstance(effect, Give) and effect.asked} == {"w0", "w1"}
-    assert made.arrived(SHARD, 7, 2) == [Drop(2)]
+    assert {effect.worker for effect in effects if isinstance(effect, GiveVersion) and effect.asked} == {"w0", "w1"}
+    assert made.arrived(SHARD, 7, 2) == [DropPayload(2)]
     made.arrived(SHARD, 8, 3)
-    assert Release(SHARD, 7) in made.arrived(SHARD, 9, 4)
-    assert made.fetched("w0", SHARD, 8) == [Give("w0", SHARD, 8, asked=True)]
+    assert ReleaseVersion(SHARD, 7) in made.arrived(SHARD, 9, 4)
+    assert made.fetched("w0", SHARD, 8) == [GiveVersion("w0", SHARD, 8, asked=True)]
     assert made.fetched("w0", SHARD, 7) == []  # too old: newer ones have been sent
 
 
 def test_who_begins_to_follow_gets_the_newest_version() -> None:
     made = aggregator({"w0": (0,)}, follow=[])
     made.arrived(SHARD, 4, 1)
-    assert made.followed("w0", 4) == [Give("w0", SHARD, 4)]
+    assert made.followed("w0", 4) == [GiveVersion("w0", SHARD, 4)]
 
 
 def test_a_new_generation_forgets_everything_and_follows_again() -> None:
@@ -222,8 +234,8 @@ def test_a_new_generation_forgets_everything_and_follows_again() -> None:
     made.arrived(SHARD, STEP, 2)
     effects = made.viewed(view_of({"w0": (0, 1), "w1": (2,)}, ["w0", "w1"], count=2, generation=2))
     assert machine.Forget(SHARD, STEP, 0) in effects
-    assert Release(SHARD, STEP) in effects
-    assert effects[-2:] == [Follow("s0"), Follow("s1")]
+    assert ReleaseVersion(SHARD, STEP) in effects
+    assert effects[-2:] == [FollowServer("s0"), FollowServer("s1")]
     assert pushed(push(made, (0, 2), step=0)) == [(0, 2)]  # nobody follows in it yet
 
 
@@ -231,18 +243,18 @@ def test_a_worker_that_the_view_takes_away_is_sent_away() -> None:
     made = aggregator({"w0": (0, 1), "w1": (2, 3)})
     push(made, (0, 2))
     effects = made.viewed(view_of({"w0": (0, 1), "w1": (2, 3)}, ["w0"], count=2))
-    assert [effect.workers for effect in effects if isinstance(effect, Dismiss)] == [("w1",)]
+    assert [effect.workers for effect in effects if isinstance(effect, DismissWorkers)] == [("w1",)]
     assert pushed(effects) == [(0, 2)]
 
 
 def test_impossible_contributions_end_their_connection() -> None:
     made = aggregator({"w0": (0, 1, 2)}, replicas=3)
     (dropped,) = push(made, (1, 3), 1)
-    assert isinstance(dropped, Drop)
+    assert isinstance(dropped, DropPayload)
     assert "no block" in dropped.fault
     made.arrived(SHARD, STEP, 2)
     (far,) = push(made, (0, 1), 3, step=STEP + 2)
-    assert isinstance(far, Drop)
+    assert isinstance(far, DropPayload)
     assert far.fault
 
 
@@ -265,11 +277,11 @@ def test_frames_of_an_older_generation_and_of_older_links_do_not_count() -> None
     shell.linked(older, "w0")
     assert shell.followed(older, "w0", 0, ViewNumber(1, 3)) == []
     assert shell.followed(newer, "w0", 0, ViewNumber(1, 2)) == []  # stale
-    new = Contribution(SHARD, 0, Block(0, 2), 2.0, 1)
-    assert shell.contributed("w0", new, ViewNumber(1, 2)) == [Drop(1)]
-    assert shell.arrived(SHARD, 0, 2, ViewNumber(1, 2)) == [Drop(2)]
+    new = BlockContribution(SHARD, 0, Block(0, 2), 2.0, 1)
+    assert shell.contributed("w0", new, ViewNumber(1, 2)) == [DropPayload(1)]
+    assert shell.arrived(SHARD, 0, 2, ViewNumber(1, 2)) == [DropPayload(2)]
     assert pushed(shell.contributed("w0", new, ViewNumber(1, 3))) == [(0, 2)]
-    assert shell.contributed("w1", new, ViewNumber(1, 3)) == [Drop(1)]  # another worker's replicas
+    assert shell.contributed("w1", new, ViewNumber(1, 3)) == [DropPayload(1)]  # another worker's replicas
     assert shell.gone(older, "w0") == []
     assert shell.workers == {"w0": newer}
 
@@ -330,17 +342,17 @@ class Play:
             match effect:
                 case machine.Keep(at=at, ticket=ticket):
                     self.parts[at] = self.payloads.pop(ticket)
-                case machine.Drop(ticket=ticket, fault=fault):
+                case machine.DropPayload(ticket=ticket, fault=fault):
                     assert not fault, fault
                     del self.payloads[ticket]
-                case machine.Merge(left=left, right=right, left_factor=one, right_factor=other):
+                case machine.MergeParts(left=left, right=right, left_factor=one, right_factor=other):
                     self.parts[left] = self.parts[left] * one + self.parts.pop(right) * other
                 case machine.Forget(at=at):
                     del self.parts[at]
-                case machine.Push(block=block, weight=weight, server=server):
+                case machine.PushPart(block=block, weight=weight, server=server):
                     if server == self.home and not lost:
                         self.serve(block, weight, self.parts[block.start])
-                case machine.Dismiss(workers=workers):
+                case machine.DismissWorkers(workers=workers):
                     for name in workers:
                         self.go_direct(name)
         self.made.validate()
@@ -357,7 +369,7 @@ class Play:
             if name in self.through:
                 self.tickets += 1
                 self.payloads[self.tickets] = values.clone()
-                self.run(self.made.contributed(Contribution(SHARD, STEP, block, weight, self.tickets)), lost=lost)
+                self.run(self.made.contributed(BlockContribution(SHARD, STEP, block, weight, self.tickets)), lost=lost)
             else:
                 self.serve(block, weight, values)
 

@@ -10,23 +10,23 @@ from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _running, _term
 from test_core_worker import _view
 
 from rallypoint.config import group_of, resolve, with_own_optimizer
-from rallypoint.core.cluster.effects import Abort, Capture, Effect, FindSnapshot, Hold, Say
-from rallypoint.core.cluster.events import Captured, Committed, Found, From, Left, SnapshotWanted, Tick
+from rallypoint.core.cluster.effects import Abort, Announce, Effect, FindSnapshot, TakeSnapshot, TellHeld
+from rallypoint.core.cluster.events import Captured, Committed, From, Left, NewestFound, SnapshotOrdered, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.recovery import StateHolders
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
-from rallypoint.core.modes import Holder
+from rallypoint.core.modes import StateHolder
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
 from rallypoint.core.protocol import Leaving
-from rallypoint.core.shard.effects import Apply, Drop, Install
+from rallypoint.core.shard.effects import Apply, Drop, InstallFirst
 from rallypoint.core.shard.effects import Publish as Published
 from rallypoint.core.shard.events import Contribute, Initialise
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
-from rallypoint.core.worker.slots import Arriving, Compute, Discard, Fetch, Installed, Land, Landed, LinkUp, Viewed
+from rallypoint.core.worker.slots import Arriving, Compute, DropArriving, Fetch, Installed, Land, Landed, LinkUp, Viewed
 from rallypoint.core.worker.slots import Install as InstallAction
 from rallypoint.errors import ConfigError
 
@@ -71,7 +71,7 @@ def test_a_worker_that_joins_makes_all_go_on_from_what_the_furthest_uploads() ->
 
 def test_before_anybody_has_reported_it_is_whoever_uploaded_the_first_weights_that_has_the_state() -> None:
     job = _Job(_terms(1, 1, workers_max=2, snapshots=True), record=RECORD)
-    capture = _of(Capture, job.come("s0", "w0"))[0]
+    capture = _of(TakeSnapshot, job.come("s0", "w0"))[0]
     job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
     before = job.view
     effects = job.come("w1")
@@ -82,7 +82,7 @@ def test_before_anybody_has_reported_it_is_whoever_uploaded_the_first_weights_th
 
 def test_who_dies_right_after_bringing_the_first_weights_may_have_left_them_in_part_on_the_servers() -> None:
     job = _Job(_terms(2, 1, snapshots=True), record=RECORD)
-    capture = _of(Capture, job.come("s0", "w0", "w1"))[0]
+    capture = _of(TakeSnapshot, job.come("s0", "w0", "w1"))[0]
     job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
     assert (job.view.uploader, job.machine.course.recovery.reached) == ("w0", {"w0": 0})
     effects = _gone(job, "w0")
@@ -124,7 +124,7 @@ def test_a_lost_server_costs_the_step_in_progress_and_no_more_and_so_does_one_th
     said = _gone(job, "s0")
     assert job.view.generation > before.generation
     assert (job.view.uploader, job.view.origin, set(job.view.primary.values())) == ("w1", "", {"s1"})
-    assert not [effect for effect in _of(Say, said) if "snapshot" in effect.text]
+    assert not [effect for effect in _of(Announce, said) if "snapshot" in effect.text]
     again = job.view
     job.come("s2")
     assert job.view.generation > again.generation
@@ -176,8 +176,8 @@ def test_when_nobody_has_the_state_the_last_snapshot_has_it() -> None:
     _gone(job, "w0", "w1")
     said = job.come("w2")
     assert _of(FindSnapshot, said) == [FindSnapshot()]
-    assert "the model's state is lost with the workers" in _of(Say, said)[0].text
-    job.play(Found("step-00000002-1", 2))
+    assert "the model's state is lost with the workers" in _of(Announce, said)[0].text
+    job.play(NewestFound("step-00000002-1", 2))
     assert (job.view.origin, sorted(job.view.assigned(2))) == ("step-00000002-1", ["w2"])
     assert job.machine.course.furthest == 1
 
@@ -186,7 +186,7 @@ def test_when_nobody_has_the_state_and_there_is_no_snapshot_the_job_ends_with_a_
     job = _begun(steps=4)
     _gone(job, "w0", "w1")
     job.come("w2")
-    (abort,) = _of(Abort, job.play(Found("")))
+    (abort,) = _of(Abort, job.play(NewestFound("")))
     assert "no worker is left that has the model's state" in abort.reason
 
 
@@ -257,7 +257,7 @@ def test_stateful_workers_store_a_share_each() -> None:
     job.play(Committed(taken.id))
     assert job.view.generation == generation  # it has only to begin
     job.step(0)
-    (capture,) = _of(Capture, job.play(SnapshotWanted()))
+    (capture,) = _of(TakeSnapshot, job.play(SnapshotOrdered()))
     assert capture.writers == ("w0", "w1")
     _gone(job, "w1")
     assert job.machine._snapshots.duty.under_way(capture.snapshot) is None  # its share will not come
@@ -275,24 +275,24 @@ def test_a_worker_that_evaluates_for_long_stores_its_share_afterwards(ending: bo
     job.play(Captured("w0", first.id, tuple(SHARDS)), Committed(first.id))
     for step in range(STEPS if ending else 1):
         job.step(step)
-    (capture,) = _of(Capture, job.done("w1") if ending else job.play(SnapshotWanted()))
+    (capture,) = _of(TakeSnapshot, job.done("w1") if ending else job.play(SnapshotOrdered()))
     for step in range(1, 0 if ending else capture.version + 1):
         job.step(step)
     job.play(Captured("w1", capture.snapshot, tuple(SHARDS[list(capture.writers).index("w1") :: 2])))
     for _ in range(3 * SNAPSHOT_PATIENCE):
         job.play(beat("w0", evaluating=True))
-        assert _of(Hold, effects := job.tick(1.0)) == []
-        assert _of(Say, effects) == []
+        assert _of(TellHeld, effects := job.tick(1.0)) == []
+        assert _of(Announce, effects) == []
     job.play(beat("w0"))
     for _ in range(2 * SNAPSHOT_PATIENCE - 1):
         assert job.tick(1.0) == []
-    (said,) = _of(Hold if ending else Say, job.tick(2.0))
+    (said,) = _of(TellHeld if ending else Announce, job.tick(2.0))
     assert "of its shards (w0) are not stored, and none was for 20 s" in said.text
 
 
 def test_a_shard_begins_at_the_version_that_is_uploaded() -> None:
     machine = ShardMachine(Sync(), 2, rounds=9)
-    assert machine.handle(Initialise(1, 5)) == [Install(1, 5), Published(5)]
+    assert machine.handle(Initialise(1, 5)) == [InstallFirst(1, 5), Published(5)]
     assert machine.handle(Initialise(2, 6)) == [Drop(2)]
     assert machine.handle(Contribute(4, 0, 1.0, 3)) == [Drop(3)]  # of a past that is void
     machine.handle(Contribute(5, 0, 1.0, 4))
@@ -337,7 +337,7 @@ class _Bench:
 def test_a_worker_begins_with_a_whole_version_and_with_no_other() -> None:
     bench = _Bench()
     for shard in range(2):
-        assert bench.arrive(shard, 7) == [Discard(shard)]
+        assert bench.arrive(shard, 7) == [DropArriving(shard)]
     assert bench.machine.next_action() is None
     assert bench.machine.target == -1
     bench.install(6, whole=True)
@@ -350,7 +350,7 @@ def test_what_others_begin_again_with_is_not_taken_before_the_view_says_so() -> 
     assert Land(0) in bench.arrive(0, 7)
     bench.machine.handle(Landed(0))  # a mean; with a state for the other shard the two would not fit together
     early = Arriving(1, 7, ViewNumber(1, 2), begins=True)
-    assert bench.machine.handle(early) == [Discard(1)]
+    assert bench.machine.handle(early) == [DropArriving(1)]
     assert not isinstance(bench.machine.next_action(), InstallAction)
     bench.view(count=2, generation=2)
     bench.install(7, whole=True)
@@ -362,7 +362,7 @@ def test_a_mean_that_came_while_the_state_was_copied_is_fetched_then() -> None:
     bench.land(6, whole=True)
     assert bench.machine.next_action() == InstallAction(6)
     assert bench.machine.take(bench.machine.next_action())
-    assert [bench.arrive(shard, 7) for shard in range(2)] == [[Discard(0)], [Discard(1)]]
+    assert [bench.arrive(shard, 7) for shard in range(2)] == [[DropArriving(0)], [DropArriving(1)]]
     assert bench.machine.handle(Installed()) == [Fetch(0, 7, "s0"), Fetch(1, 7, "s1")]
 
 
@@ -371,7 +371,7 @@ def test_no_version_is_left_out_however_many_there_are() -> None:
     bench.install(6, whole=True)
     assert bench.machine.next_action() == Compute(6, 0)
     for shard in range(2):
-        assert bench.arrive(shard, 8)[0] == Discard(shard)
+        assert bench.arrive(shard, 8)[0] == DropArriving(shard)
     assert bench.machine.target == 7
     assert bench.machine.next_action() is None  # nobody needs its contribution any more
     bench.install(7)
@@ -385,7 +385,7 @@ def test_nothing_lands_while_a_version_that_has_become_stale_is_still_being_copi
     bench.land(7)
     assert bench.machine.take(bench.machine.next_action())
     bench.view(count=2, generation=2)
-    assert [bench.arrive(shard, 6, whole=True) for shard in range(2)] == [[Discard(0)], [Discard(1)]]
+    assert [bench.arrive(shard, 6, whole=True) for shard in range(2)] == [[DropArriving(0)], [DropArriving(1)]]
     assert bench.machine.handle(Installed()) == [Fetch(0, 6, "s0"), Fetch(1, 6, "s1")]
     assert bench.machine.step == -1
     bench.install(6, whole=True)
@@ -396,7 +396,7 @@ def test_nothing_lands_while_a_version_that_has_become_stale_is_still_being_copi
 
 def test_all_reduce_is_set_from_the_command_line_like_any_mode() -> None:
     config = resolve({"sync": LocalSteps(4)}, {"sync": {"type": "all-reduce"}})
-    assert (config.sync, config.policy, config.mode.holder) == (AllReduce(), Sync(), Holder.WORKERS)
+    assert (config.sync, config.policy, config.mode.holder) == (AllReduce(), Sync(), StateHolder.WORKERS)
     assert config.clips_on_servers is False
     assert resolve({"sync": AllReduce(), "clip": 1.0}).clips_on_servers
     assert group_of(config, "any", 2) == 0

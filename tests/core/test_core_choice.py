@@ -13,7 +13,7 @@ from rallypoint.core.shard.effects import (
     Acknowledge,
     Add,
     Apply,
-    CaughtUp,
+    BackupCaughtUp,
     Choose,
     Drop,
     Effect,
@@ -37,7 +37,7 @@ from rallypoint.core.shard.events import (
     Replicated,
 )
 from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.core.shard.server import Plan
+from rallypoint.core.shard.server import ServerPlan
 
 PURE = settings(derandomize=True, deadline=None, max_examples=150)
 OF = 4  # replicas
@@ -174,7 +174,7 @@ def test_a_backup_that_is_filled_in_the_middle_of_a_decision_gets_the_choice_wit
     assert pair.at(FillBackup()) == [Choose(0, (3, 1)), Fill(0)], "who has the state may be promoted: choice first"
     assert pair.deliver_down() == []
     assert pair.deliver_down() == [Acknowledge(0, chosen=True)]
-    assert pair.at(pair.up.pop()) == [CaughtUp()]
+    assert pair.at(pair.up.pop()) == [BackupCaughtUp()]
     pair.backup.handle(PROMOTED)
     assert _sum_of(pair.backup, 0, [0, 1, 2, 3]) == (3, 1)
 
@@ -265,7 +265,7 @@ def test_a_demoted_primary_forgets_the_sum_that_waited() -> None:
 def test_a_choice_is_told_where_the_decision_depends_on_it(
     policy: ServerPolicy, index: int, decides: set[int], chooses: bool
 ) -> None:
-    plan = Plan(policy, [OF, OF], frozenset({0}), frozenset(decides), rounds=9)
+    plan = ServerPlan(policy, [OF, OF], frozenset({0}), frozenset(decides), rounds=9)
     assert plan.machine(index, primary=True).chooses is chooses
 
 

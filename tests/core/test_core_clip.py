@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, Tell, Verdict, clip_scale, total_norm
+from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, StepVerdict, Tell, clip_scale, total_norm
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -29,7 +29,7 @@ class _Servers:
         ]
         self.under_way: list[tuple[int, Tell]] = []
         self.delivered: list[tuple[int, Tell]] = []
-        self.verdicts: dict[int, list[tuple[int, Verdict]]] = defaultdict(list)
+        self.verdicts: dict[int, list[tuple[int, StepVerdict]]] = defaultdict(list)
 
     def step(self, step: int, norms: list[float], bad: dict[int, tuple[int, ...]]) -> None:
         waiting = list(range(len(norms)))
@@ -49,7 +49,7 @@ class _Servers:
         self.delivered.append(mail)
         self._run(server, self.machines[server].told(tell.step, tell.measures))
 
-    def _run(self, server: int, effects: list[Tell | Verdict]) -> None:
+    def _run(self, server: int, effects: list[Tell | StepVerdict]) -> None:
         for effect in effects:
             if isinstance(effect, Tell):
                 self.under_way += [(other, effect) for other in range(len(self.machines)) if other != server]
@@ -76,7 +76,7 @@ def test_all_servers_reach_the_same_verdict_in_every_step(
         assert sorted(server for server, _ in verdicts) == list(range(count))
         norm = math.sqrt(math.fsum(n * n for n in norms[:shards]))
         scale = None if skip and bad else min(1.0, 2.5 / (norm + 1e-6))
-        expected = Verdict(step, norm, scale, (1, 3) if bad else ())
+        expected = StepVerdict(step, norm, scale, (1, 3) if bad else ())
         assert {verdict for _, verdict in verdicts} == {expected}
     assert sorted(servers.verdicts) == list(range(len(steps)))
     for verdicts in servers.verdicts.values():  # a late repeat may bring an old one again, the same
@@ -87,29 +87,29 @@ def test_the_others_are_told_once_all_own_shards_are_measured() -> None:
     machine = ClipMachine([0, 1, 2], frozenset({0, 2}), Rule(1.0, False))
     assert machine.measured(0, Measure(2, 2.0)) == []
     assert machine.measured(0, Measure(0, 1.0)) == [Tell(0, (Measure(0, 1.0), Measure(2, 2.0)))]
-    assert machine.told(0, [Measure(1, 2.0)]) == [Verdict(0, 3.0, 1.0 / (3.0 + 1e-6))]
+    assert machine.told(0, [Measure(1, 2.0)]) == [StepVerdict(0, 3.0, 1.0 / (3.0 + 1e-6))]
 
 
 def test_a_server_alone_decides_alone() -> None:
     machine = ClipMachine([4], frozenset({4}), Rule(None, False))
-    assert machine.measured(3, Measure(4, 7.0)) == [Tell(3, (Measure(4, 7.0),)), Verdict(3, 7.0, 1.0)]
-    assert machine.measured(3, Measure(4, 7.0)) == [Verdict(3, 7.0, 1.0)]  # a repeat changes nothing
+    assert machine.measured(3, Measure(4, 7.0)) == [Tell(3, (Measure(4, 7.0),)), StepVerdict(3, 7.0, 1.0)]
+    assert machine.measured(3, Measure(4, 7.0)) == [StepVerdict(3, 7.0, 1.0)]  # a repeat changes nothing
 
 
 def test_the_first_measure_of_a_shard_counts_and_a_repeat_changes_nothing() -> None:
     machine = ClipMachine([0, 1], frozenset({0}), Rule(None, False))
     machine.told(0, [Measure(1, 3.0)])
     machine.told(0, [Measure(1, 99.0)])
-    assert machine.measured(0, Measure(0, 4.0))[-1] == Verdict(0, 5.0, 1.0)
+    assert machine.measured(0, Measure(0, 4.0))[-1] == StepVerdict(0, 5.0, 1.0)
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan])
 def test_a_step_with_an_infinite_or_nan_norm_is_skipped_only_where_asked_for(norm: float) -> None:
     skipping = ClipMachine([0], frozenset({0}), Rule(None, True)).measured(0, Measure(0, norm))[-1]
-    assert isinstance(skipping, Verdict)
+    assert isinstance(skipping, StepVerdict)
     assert skipping.scale is None
     continuing = ClipMachine([0], frozenset({0}), Rule(None, False)).measured(0, Measure(0, norm))[-1]
-    assert isinstance(continuing, Verdict)
+    assert isinstance(continuing, StepVerdict)
     assert continuing.scale == 1.0
 
 
@@ -117,7 +117,7 @@ def test_a_step_with_a_bad_replica_is_skipped_only_where_asked_for_and_the_repli
     for skip, scale in ((True, None), (False, 1.0)):
         verdict = ClipMachine([0, 1], frozenset({0, 1}), Rule(None, skip))
         verdict.measured(0, Measure(1, 1.0, (5, 2)))
-        assert verdict.measured(0, Measure(0, 0.0, (2,)))[-1] == Verdict(0, 1.0, scale, (2, 5))
+        assert verdict.measured(0, Measure(0, 0.0, (2,)))[-1] == StepVerdict(0, 1.0, scale, (2, 5))
 
 
 @PURE
@@ -151,7 +151,7 @@ def test_a_nan_norm_scales_by_nan_as_torch_does() -> None:
 
 def test_a_measure_of_a_shard_that_does_not_exist_decides_nothing() -> None:
     machine = ClipMachine([0, 1], frozenset({0}), Rule(1.0, False))
-    assert not any(isinstance(e, Verdict) for e in machine.told(0, [Measure(0, 1.0), Measure(77, 1.0)]))
+    assert not any(isinstance(e, StepVerdict) for e in machine.told(0, [Measure(0, 1.0), Measure(77, 1.0)]))
 
 
 # ---- servers that come and go ----
@@ -173,9 +173,9 @@ def test_a_server_that_died_after_telling_only_some_is_made_up_for_by_those_that
     missed.told(0, [Measure(1, 1.0)])
     missed.measured(0, Measure(2, 2.0))
     (told,) = heard.retell()
-    assert missed.told(told.step, told.measures) == [Verdict(0, 3.0, 1.0)]
+    assert missed.told(told.step, told.measures) == [StepVerdict(0, 3.0, 1.0)]
     (told,) = missed.retell()
-    assert heard.told(told.step, told.measures) == [Verdict(0, 3.0, 1.0)]
+    assert heard.told(told.step, told.measures) == [StepVerdict(0, 3.0, 1.0)]
 
 
 def test_a_shard_that_is_measured_after_the_decision_gets_the_same_decision() -> None:
@@ -210,7 +210,7 @@ def test_who_took_over_a_shard_that_was_measured_before_tells_what_it_has_measur
     heir = ClipMachine([0, 1, 2], frozenset({1, 2}), Rule(None, False))
     assert heir.measured(0, Measure(2, 2.0)) == []
     effects = heir.told(0, [Measure(0, 2.0), Measure(1, 1.0)])  # shard 1 was the teller's when it was measured
-    assert Verdict(0, 3.0, 1.0) in effects
+    assert StepVerdict(0, 3.0, 1.0) in effects
     told = {measure.shard for effect in effects if isinstance(effect, Tell) for measure in effect.measures}
     assert told == {1, 2}  # nobody else can know 2
     assert heir.told(0, [Measure(0, 2.0), Measure(1, 1.0)]) == []

@@ -15,33 +15,33 @@ from rallypoint.core import protocol
 from rallypoint.core.cluster.effects import (
     Abort,
     Admit,
-    Assist,
-    Capture,
+    Announce,
+    AskBackupTask,
     Commit,
     Dismiss,
     Effect,
     FindSnapshot,
-    Finish,
-    Hold,
-    Prepare,
-    Publish,
+    FinishJob,
+    PublishView,
     Refuse,
-    Say,
+    SendRecord,
+    TakeSnapshot,
+    TellHeld,
 )
 from rallypoint.core.cluster.events import (
     Captured,
     Committed,
+    Computed,
     Event,
-    Found,
     From,
     Heard,
     Joined,
     Left,
-    Progress,
+    NewestFound,
     Released,
     Resized,
     SnapshotLost,
-    SnapshotWanted,
+    SnapshotOrdered,
     Tick,
     Unlinked,
 )
@@ -174,7 +174,7 @@ class _Job:
         effects = []
         for worker, own in self.view.assigned(step).items():
             for replica in own if only in ("", worker) else ():
-                effects += self.play(Progress(worker, step, replica, seconds, self.view.generation))
+                effects += self.play(Computed(worker, step, replica, seconds, self.view.generation))
         return effects
 
     def rounds(self, first: int, count: int, seconds: float, slow: float = 1.0) -> list[Effect]:
@@ -186,7 +186,7 @@ class _Job:
             effects += self.tick(seconds)
         return effects
 
-    def store(self, taken: Capture) -> list[Effect]:
+    def store(self, taken: TakeSnapshot) -> list[Effect]:
         """Every server stores its part, and the manifest is written."""
         effects = []
         for server in taken.writers:
@@ -218,7 +218,7 @@ def _begun(
     job = _running(terms, members, record)
     job.all_caught_up()
     if job.machine.terms.snapshots:
-        job.store(Capture(job.machine._snapshots.taking.id, 0, job.machine._snapshots.taking.writers))  # type: ignore[union-attr]
+        job.store(TakeSnapshot(job.machine._snapshots.taking.id, 0, job.machine._snapshots.taking.writers))  # type: ignore[union-attr]
     job.step(0)
     return job
 
@@ -244,8 +244,8 @@ def test_whatever_order_members_come_in_the_job_begins_once_and_ends_once(
             to_propose += [name] if name.startswith("w") else []
     assert job.machine.phase is Phase.RUNNING
     assert sorted(admitted.incarnation for admitted in _of(Admit, effects)) == [1, 2, 3, 4, 5]
-    assert {prepare.member for prepare in _of(Prepare, effects)} == {"s0", "s1"}
-    ((publish,)) = _of(Publish, effects)
+    assert {prepare.member for prepare in _of(SendRecord, effects)} == {"s0", "s1"}
+    ((publish,)) = _of(PublishView, effects)
     view = publish.view
     assert sorted(publish.members) == ["s0", "s1", "w0", "w1", "w2"]
     assert view.assigned(0) == {"w0": (0, 1), "w1": (2,), "w2": (3,)}  # sorted: not by who came first
@@ -255,9 +255,9 @@ def test_whatever_order_members_come_in_the_job_begins_once_and_ends_once(
     assert sorted(view.primary) == SHARDS
     assert view.backup == {}
     a, b, c = data.draw(st.permutations(["w0", "w1", "w2"]))
-    assert _of(Finish, job.done(a, b, a)) == []
+    assert _of(FinishJob, job.done(a, b, a)) == []
     assert job.view.ending
-    assert job.done(c) == [Finish("w0")]
+    assert job.done(c) == [FinishJob("w0")]
     assert job.machine.phase is Phase.OVER
 
 
@@ -280,7 +280,7 @@ def test_it_says_what_it_waits_for_all_the_way() -> None:
     assert job.machine.waiting_for() == "1 more server"
     job.join("s2")
     assert job.machine.waiting_for() == "a snapshot to go back to"
-    job.play(Found("step-1", 1), From("w2", Propose(RECORD)))
+    job.play(NewestFound("step-1", 1), From("w2", Propose(RECORD)))
     job.come("w3")
     job.done("w2", "w3")
     assert job.machine.phase is Phase.OVER
@@ -339,7 +339,7 @@ def test_a_late_worker_with_a_different_model_is_refused_and_the_job_goes_on() -
     assert isinstance(refuse, Refuse)
     assert refuse.member == "w2"
     assert "head.weight [5]" in refuse.reason
-    assert say == Say(f"refused: {refuse.reason}")
+    assert say == Announce(f"refused: {refuse.reason}")
     assert job.machine.phase is Phase.RUNNING
     assert job.play(Left("w2", "it was refused")) == []
 
@@ -385,10 +385,10 @@ def test_a_record_of_workers_that_leave_before_the_first_view_is_sent_to_nobody_
     job = _Job(_terms(1, 1))
     job.join("w0")
     job.play(From("w0", Propose(_record(width=9))), From("w0", Leaving()))
-    assert _of(Prepare, job.join("s0")) == []
+    assert _of(SendRecord, job.join("s0")) == []
     job.play(Left("w0", "it has left"))
     job.join("w1")
-    assert _of(Prepare, job.play(From("w1", Propose(RECORD)))) == [Prepare("s0", RECORD)]
+    assert _of(SendRecord, job.play(From("w1", Propose(RECORD)))) == [SendRecord("s0", RECORD)]
 
 
 def test_a_worker_that_returns_while_the_job_gathers_again_is_not_sent_the_view_of_those_who_left() -> None:
@@ -426,8 +426,8 @@ def test_a_dead_worker_s_replicas_go_to_the_others_at_once_and_survivors_keep_th
     job = _begun(_terms(3), ("s0", "s1", "w0", "w1", "w2"))
     before = job.view.assigned(0)
     said, published = job.play(Left("w1", "its connection ended"))
-    assert said == Say("w1 is gone: its connection ended")
-    assert isinstance(published, Publish)
+    assert said == Announce("w1 is gone: its connection ended")
+    assert isinstance(published, PublishView)
     assigned = published.view.assigned(0)
     assert sorted(replica for own in assigned.values() for replica in own) == [0, 1, 2, 3]
     assert set(before["w0"]) <= set(assigned["w0"])
@@ -508,10 +508,10 @@ def test_below_the_minimum_of_workers_nobody_computes_and_the_job_goes_on_when_o
 
 def test_a_worker_told_to_go_hands_its_replicas_back_and_its_leaving_is_no_fault() -> None:
     job = _begun()
-    assert [type(effect) for effect in job.play(From("w0", Leaving()))] == [Publish]
+    assert [type(effect) for effect in job.play(From("w0", Leaving()))] == [PublishView]
     assert not job.view.takes_part("w0", 0)
     assert dict(job.view.assigned(1)) == {"w1": (0, 1, 2, 3)}
-    assert job.play(Left("w0", "it closed its connection"))[0] == Say("w0 has left: it closed its connection")
+    assert job.play(Left("w0", "it closed its connection"))[0] == Announce("w0 has left: it closed its connection")
     assert job.play(From("w7", Leaving())) == []
 
 
@@ -519,7 +519,7 @@ def test_a_process_that_comes_under_the_name_of_another_replaces_it_under_a_new_
     job = _begun()
     old = job.incarnations["w0"]
     effects = job.come("w0")
-    assert Say("w0 is gone: another process came under its name") in effects
+    assert Announce("w0 is gone: another process came under its name") in effects
     assert job.incarnations["w0"] > old
     assert [member.incarnation for member in job.view.workers if member.id == "w0"] == [job.incarnations["w0"]]
 
@@ -538,7 +538,7 @@ def test_a_server_that_was_told_to_go_is_let_go_once_all_of_its_shards_are_elsew
     assert set(job.view.primary.values()) == {"s0"}
     generation = job.view.generation
     effects = job.play(Left("s1", "it closed its connection"))
-    assert Say("s1 has left: it closed its connection") in effects
+    assert Announce("s1 has left: it closed its connection") in effects
     assert job.view.generation == generation  # nothing was rolled back
 
 
@@ -610,7 +610,7 @@ def test_a_server_that_is_killed_while_its_shards_move_is_a_lost_server() -> Non
     job.play(From("s1", Leaving()))
     moving = job.view.shards_of("s1")
     for shard in moving[1:]:
-        assert _of(Publish, job.caught_up(shard)) == []  # all of them move together
+        assert _of(PublishView, job.caught_up(shard)) == []  # all of them move together
     effects = job.play(Left("s1", "its connection ended"))
     assert _of(FindSnapshot, effects) == [FindSnapshot()]
     assert job.machine.phase is Phase.RECOVERING
@@ -698,7 +698,7 @@ def test_whoever_comes_and_goes_every_replica_of_every_step_is_assigned_once(hap
             effects = job.play(From(name, Leaving()))
         elif what == 4:
             effects = job.tick(2.5)
-        for publish in _of(Publish, effects):
+        for publish in _of(PublishView, effects):
             assert publish.view.number > number
             number = publish.view.number
         if not job.machine.course.active():
@@ -717,7 +717,7 @@ def test_a_silent_member_is_given_up_after_a_heartbeat_and_told_so() -> None:
     assert job.tick(1.9, alive=["s0", "s1", "w1"]) == []
     effects = job.tick(0.2, alive=["s0", "s1", "w1"])
     assert effects[0] == Refuse("w0", "given up: no sign of life for 2.1 s")
-    assert effects[1] == Say("w0 is gone: no sign of life for 2.1 s")
+    assert effects[1] == Announce("w0 is gone: no sign of life for 2.1 s")
     assert "w0" not in {member.id for member in job.view.workers}
 
 
@@ -725,14 +725,14 @@ def test_who_is_given_up_just_before_the_end_may_still_come_back_for_the_last_ve
     job = _begun(_terms(heartbeat=2.0, snapshots=False))
     job.tick(1.9, alive=["s0", "s1", "w1"])
     job.tick(0.2, alive=["s0", "s1", "w1"])
-    assert _of(Finish, job.done("w1")) == []
+    assert _of(FinishJob, job.done("w1")) == []
     assert job.machine.waiting_for() == "w0 to come back, given up just before the end"
     job.join("w0")  # that is not enough: it has no model yet, and would go without the last version
-    assert _of(Finish, job.tick(1.0)) == []
+    assert _of(FinishJob, job.tick(1.0)) == []
     effects = job.play(From("w0", Propose(RECORD)))
-    assert any("w0" in publish.members for publish in _of(Publish, effects))
-    assert _of(Finish, job.tick(1.9)) == []
-    assert _of(Finish, job.done("w0")) == [Finish("w1")]
+    assert any("w0" in publish.members for publish in _of(PublishView, effects))
+    assert _of(FinishJob, job.tick(1.9)) == []
+    assert _of(FinishJob, job.done("w0")) == [FinishJob("w1")]
 
 
 @pytest.mark.parametrize("comes", [True, False])
@@ -743,15 +743,15 @@ def test_who_does_not_come_back_in_a_heartbeat_puts_the_end_off_no_longer(comes:
     job.done("w1")
     if comes:
         job.join("w0")
-        assert _of(Finish, job.play(Left("w0", "it died"))) == []  # the next process of its name may come
-    assert _of(Finish, job.tick(1.9)) == []
-    assert _of(Finish, job.tick(0.2)) == [Finish("w1")]
+        assert _of(FinishJob, job.play(Left("w0", "it died"))) == []  # the next process of its name may come
+    assert _of(FinishJob, job.tick(1.9)) == []
+    assert _of(FinishJob, job.tick(0.2)) == [FinishJob("w1")]
 
 
 def test_a_report_is_a_sign_of_life() -> None:
     job = _begun(_terms(heartbeat=2.0))
     job.tick(1.9, alive=["s0", "s1", "w1"])
-    job.play(Progress("w0", 1, 0, 0.1, job.view.generation))
+    job.play(Computed("w0", 1, 0, 0.1, job.view.generation))
     assert _of(Refuse, job.tick(0.2, alive=["s0", "s1", "w1"])) == []
 
 
@@ -805,8 +805,8 @@ def test_an_assignment_by_speed_that_does_not_make_steps_shorter_is_taken_back_a
     back = job.view.assignments[-1]
     assert (back.start, back.replicas) == (job.machine.course.furthest + AHEAD, before)
     quiet = int(PAUSE_S / 0.8) - 1
-    assert _of(Publish, job.rounds(job.machine.course.furthest + 1, quiet, 0.8, slow=4.0)) == []
-    assert len(_of(Publish, job.rounds(job.machine.course.furthest + 1, 3, 0.8, slow=4.0))) == 1
+    assert _of(PublishView, job.rounds(job.machine.course.furthest + 1, quiet, 0.8, slow=4.0)) == []
+    assert len(_of(PublishView, job.rounds(job.machine.course.furthest + 1, 3, 0.8, slow=4.0))) == 1
     assert _sizes(job.view.assignments[-1].replicas) == {"w0": 1, "w1": 3}
 
 
@@ -864,14 +864,14 @@ def test_an_idle_worker_is_asked_for_a_straggler_s_replicas_once_and_only_where_
     job.step(4, only="w1")
     before = job.view
     done = [job.tick(0.3) for _ in range(3)]
-    asked = [_of(Assist, effects) for effects in done]
-    assert asked == ([[Assist("w1", 4, 1)], [Assist("w1", 4, 0)], []] if wanted else [[], [], []])
+    asked = [_of(AskBackupTask, effects) for effects in done]
+    assert asked == ([[AskBackupTask("w1", 4, 1)], [AskBackupTask("w1", 4, 0)], []] if wanted else [[], [], []])
     if not wanted:
         assert job.view == before
         return
     for effects in done[:2]:  # servers hear of it before the worker can contribute it
         kinds = [type(effect) for effect in effects]
-        assert kinds.index(Publish) < kinds.index(Assist)
+        assert kinds.index(PublishView) < kinds.index(AskBackupTask)
     assert 1 in job.view.contributors["w1"]
     assert msgspec.structs.replace(job.view, number=before.number, contributors=before.contributors) == before
 
@@ -883,8 +883,8 @@ def test_a_backup_task_that_was_given_before_needs_no_other_view() -> None:
     for step in (4, 5):
         job.step(step, only="w1")
         done = job.tick(0.3)
-        assert _of(Assist, done)
-        assert bool(_of(Publish, done)) == (step == 4)
+        assert _of(AskBackupTask, done)
+        assert bool(_of(PublishView, done)) == (step == 4)
         job.step(step)
 
 
@@ -953,7 +953,7 @@ def _rolled_back(snapshot: str, version: int) -> _Job:
     for step in range(6):
         job.step(step)
     assert FindSnapshot() in job.play(Left("s0", "x"))
-    job.play(Found(snapshot, version))
+    job.play(NewestFound(snapshot, version))
     assert job.view.origin == snapshot
     return job
 
@@ -963,16 +963,18 @@ def test_of_a_snapshot_that_was_damaged_after_it_was_verified_the_one_before_is_
     first = job.view
     damaged = From("s1", Unrestored("its file 0 has other bytes", first.generation))
     effects = job.play(damaged)
-    assert "s1 cannot go on from snapshot step-4: its file 0 has other bytes" in [say.text for say in _of(Say, effects)]
+    assert "s1 cannot go on from snapshot step-4: its file 0 has other bytes" in [
+        say.text for say in _of(Announce, effects)
+    ]
     assert _of(FindSnapshot, effects) == [FindSnapshot()]
     assert job.play(damaged) == []  # said again: it is being answered
-    job.play(Found("step-2", 2))
+    job.play(NewestFound("step-2", 2))
     assert (job.view.origin, job.machine.course.furthest) == ("step-2", 1)
     assert job.view.generation > first.generation
     assert job.play(damaged) == []  # of the generation before
     job.play(Left("s1", "x"))
     job.come("s9")
-    job.play(Found("step-8", 8))  # taken long after: the damage is over
+    job.play(NewestFound("step-8", 8))  # taken long after: the damage is over
     assert job.view.origin == "step-8"
 
 
@@ -982,7 +984,7 @@ def test_a_damage_that_the_search_does_not_see_or_goes_past_ends_the_job(snapsho
     """
     job = _rolled_back("step-4", 4)
     job.play(From("s1", Unrestored("its file 0 has other bytes", job.view.generation)))
-    (abort,) = _of(Abort, job.play(Found(snapshot, version)))
+    (abort,) = _of(Abort, job.play(NewestFound(snapshot, version)))
     assert abort.reason == "s1 cannot go on: its file 0 has other bytes"
 
 
@@ -1172,12 +1174,12 @@ def test_shards_that_are_lost_send_everybody_back_to_the_last_snapshot() -> None
         job.step(step)
     effects = job.play(Left("s0", "its connection ended"))
     assert effects == [
-        Say("s0 is gone: its connection ended"),
-        Say("parameters are lost with their servers: going back to the last snapshot"),
+        Announce("s0 is gone: its connection ended"),
+        Announce("parameters are lost with their servers: going back to the last snapshot"),
         FindSnapshot(),
     ]
-    said, published = job.play(Found("step-00000005-1", 5))
-    assert said == Say(
+    said, published = job.play(NewestFound("step-00000005-1", 5))
+    assert said == Announce(
         "going on from snapshot step-00000005-1: version 5; 4 steps are computed again. With two servers and "
         "--replication 2 a server's death costs none"
     )
@@ -1186,13 +1188,13 @@ def test_shards_that_are_lost_send_everybody_back_to_the_last_snapshot() -> None
     assert set(published.view.primary.values()) == {"s1"}
     assert sorted(r for own in published.view.assigned(5).values() for r in own) == [0, 1, 2, 3]
     assert job.machine.course.furthest == 4
-    assert job.play(Found("step-00000005-1", 5)) == []
+    assert job.play(NewestFound("step-00000005-1", 5)) == []
 
 
 def test_without_a_snapshot_to_go_back_to_the_job_ends_and_says_what_to_set() -> None:
     job = _begun()
     job.play(Left("s0", "x"))
-    (abort,) = job.play(Found("", -1))
+    (abort,) = job.play(NewestFound("", -1))
     assert isinstance(abort, Abort)
     assert "set replication to 2, or snapshots" in abort.reason
     assert job.machine.phase is Phase.OVER
@@ -1201,12 +1203,12 @@ def test_without_a_snapshot_to_go_back_to_the_job_ends_and_says_what_to_set() ->
 def test_while_it_recovers_members_come_and_go_and_no_view_is_published() -> None:
     job = _begun()
     job.play(Left("s0", "x"))
-    assert job.play(Left("s1", "y")) == [Say("s1 is gone: y")]
-    assert job.play(Found("step-5", 5)) == []  # there is nobody to load it
-    assert _of(Publish, job.come("w2")) == []
+    assert job.play(Left("s1", "y")) == [Announce("s1 is gone: y")]
+    assert job.play(NewestFound("step-5", 5)) == []  # there is nobody to load it
+    assert _of(PublishView, job.come("w2")) == []
     assert FindSnapshot() in job.join("s3")
-    effects = job.play(Found("step-5", 5))
-    assert _of(Publish, effects)[0].view.servers[0].id == "s3"
+    effects = job.play(NewestFound("step-5", 5))
+    assert _of(PublishView, effects)[0].view.servers[0].id == "s3"
     assert job.view.workers[-1].id == "w2"
 
 
@@ -1217,7 +1219,7 @@ def test_who_comes_back_to_a_job_that_has_lost_all_workers_gets_no_view_of_it() 
     assert job.machine.phase is Phase.GATHERING
     assert job.join("s1", incarnation=job.incarnations["s1"]) == [Admit("s1", job.incarnations["s1"])]
     job.come("w5", "s5")
-    assert [view.members for view in _of(Publish, job.join("s1", incarnation=job.incarnations["s1"]))] == [("s1",)]
+    assert [view.members for view in _of(PublishView, job.join("s1", incarnation=job.incarnations["s1"]))] == [("s1",)]
 
 
 def test_when_everybody_who_could_begin_is_gone_the_job_gathers_again() -> None:
@@ -1265,19 +1267,19 @@ def test_first_values_of_a_store_that_any_worker_may_give_go_back_for_no_dead_wo
 def test_whoever_was_done_before_a_roll_back_is_not_done_any_more() -> None:
     job = _begun(_terms(2, 2, workers_max=3))
     job.done("w0")
-    job.play(Left("s0", "x"), Found("step-5", 5))
+    job.play(Left("s0", "x"), NewestFound("step-5", 5))
     assert not job.view.ending
-    assert _of(Finish, job.done("w1")) == []
-    assert _of(Finish, job.done("w0")) == [Finish("w0")]
+    assert _of(FinishJob, job.done("w1")) == []
+    assert _of(FinishJob, job.done("w0")) == [FinishJob("w0")]
 
 
 def test_a_word_of_being_done_from_before_a_roll_back_does_not_count() -> None:
     job = _begun()
     stale = job.view
-    job.play(Left("s0", "x"), Found("step-5", 5))
+    job.play(Left("s0", "x"), NewestFound("step-5", 5))
     assert job.play(From("w0", Done(stale.generation)), From("w1", Done(stale.generation))) == []
     assert not job.view.ending
-    assert job.play(Progress("w0", 17, 0, 0.1, stale.generation)) == []
+    assert job.play(Computed("w0", 17, 0, 0.1, stale.generation)) == []
     assert job.machine.course.furthest == 4
 
 
@@ -1298,9 +1300,9 @@ def test_members_that_outlived_the_coordinator_keep_their_incarnation_and_get_th
     job = _again(old)
     assert job.machine.phase is Phase.RUNNING
     assert job.view == old.view
-    for name, prepare in (("w0", []), ("s1", [Prepare("s1", RECORD)])):  # the server may have missed it
+    for name, prepare in (("w0", []), ("s1", [SendRecord("s1", RECORD)])):  # the server may have missed it
         assert job.join(name, incarnation=old.incarnations[name]) == [
-            Admit(name, old.incarnations[name]), *prepare, Publish(old.view, (name,)),
+            Admit(name, old.incarnations[name]), *prepare, PublishView(old.view, (name,)),
         ]  # fmt: skip
     assert job.machine.state().caught_up == old.machine.state().caught_up
 
@@ -1359,9 +1361,9 @@ def test_a_job_that_was_over_stays_over() -> None:
     old.done("w0", "w1")
     job = _again(old)
     assert job.machine.phase is Phase.OVER
-    assert job.machine.last_word == Finish("w0")
+    assert job.machine.last_word == FinishJob("w0")
     assert job.join("w0", incarnation=old.incarnations["w0"]) == [Refuse("w0", "the job is over")]
-    assert job.play(Left("w0", "x"), From("w1", GiveUp("x")), Tick(9.0), Found("x", 1)) == []
+    assert job.play(Left("w0", "x"), From("w1", GiveUp("x")), Tick(9.0), NewestFound("x", 1)) == []
 
 
 def test_a_coordinator_that_had_not_begun_gathers_again() -> None:
@@ -1395,7 +1397,7 @@ def test_a_resumed_job_starts_from_its_snapshot_and_never_from_first_weights() -
     assert job.machine.waiting_for() == "2 more servers and 2 more workers"
     effects = job.come("s0", "s1", "w0", "w1")
     assert job.view.origin == "step-00000007-1"
-    assert _of(Capture, effects) == []
+    assert _of(TakeSnapshot, effects) == []
     assert sorted(r for own in job.view.assigned(7).values() for r in own) == [0, 1, 2, 3]
 
 
@@ -1432,16 +1434,16 @@ def test_nothing_is_computed_before_the_first_weights_are_stored() -> None:
     assert publish.view.uploader == "w0"
     assert (capture.version, sorted(capture.writers)) == (0, ["s0", "s1"])
     stored = job.store(capture)
-    assert len(_of(Publish, stored)) == 1
+    assert len(_of(PublishView, stored)) == 1
     assert sorted(r for own in job.view.assigned(0).values() for r in own) == [0, 1, 2, 3]
     assert job.view.generation == publish.view.generation
 
 
 def test_when_the_first_weights_cannot_be_stored_the_job_says_so_and_goes_on() -> None:
     job = _Job(_SNAPSHOTS)
-    (capture,) = _of(Capture, job.come("s0", "s1", "w0", "w1"))
+    (capture,) = _of(TakeSnapshot, job.come("s0", "s1", "w0", "w1"))
     effects = job.play(SnapshotLost(capture.snapshot, "no space left"))
-    assert effects[0] == Say(f"snapshot {capture.snapshot} could not be taken: no space left")
+    assert effects[0] == Announce(f"snapshot {capture.snapshot} could not be taken: no space left")
     assert job.view.assignments != ()
 
 
@@ -1461,10 +1463,10 @@ def test_a_coordinator_that_finds_first_weights_half_stored_begins_again() -> No
 
 def test_shards_that_change_hands_while_first_weights_are_stored_begin_anew() -> None:
     job = _Job(_terms(snapshots=True, replication=2))
-    (first,) = _of(Capture, job.come("s0", "s1", "w0", "w1"))
+    (first,) = _of(TakeSnapshot, job.come("s0", "s1", "w0", "w1"))
     job.all_caught_up()
     effects = job.play(Left("s0", "x"))
-    (second,) = _of(Capture, effects)
+    (second,) = _of(TakeSnapshot, effects)
     assert job.view.generation == job.view.number
     assert second.snapshot != first.snapshot
 
@@ -1474,7 +1476,7 @@ def test_a_snapshot_is_taken_of_each_multiple_of_so_many_steps(every: int, versi
     job = _begun(_terms(snapshots=True, heartbeat=1000.0, snapshot_steps=every))
     taken = []
     for step in range(1, 15):
-        for capture in _of(Capture, [*job.step(step), *job.tick(0.1)]):
+        for capture in _of(TakeSnapshot, [*job.step(step), *job.tick(0.1)]):
             taken.append(capture.version)
             assert capture.version == step + CAPTURE_AHEAD, "no shard can have passed it"
             job.store(capture)
@@ -1483,9 +1485,9 @@ def test_a_snapshot_is_taken_of_each_multiple_of_so_many_steps(every: int, versi
 
 def test_a_snapshot_that_takes_longer_than_the_time_between_two_is_followed_by_one_at_once() -> None:
     job = _begun(_terms(snapshots=True, heartbeat=1000.0, snapshot_steps=5))
-    (first,) = [capture for step in range(1, 9) for capture in _of(Capture, job.step(step))]
+    (first,) = [capture for step in range(1, 9) for capture in _of(TakeSnapshot, job.step(step))]
     assert first.version == 5
-    (second,) = _of(Capture, [*job.store(first), *job.step(9)])
+    (second,) = _of(TakeSnapshot, [*job.store(first), *job.step(9)])
     assert second.version == 9 + CAPTURE_AHEAD
 
 
@@ -1493,32 +1495,32 @@ def test_a_round_of_local_steps_counts_as_so_many_steps_for_a_snapshot() -> None
     record = _record(sync=LocalSteps(steps=4))
     assert record.rounds == STEPS // 4
     job = _begun(_terms(snapshots=True, heartbeat=1000.0, snapshot_steps=16), record=record)
-    (capture,) = _of(Capture, job.step(1))
+    (capture,) = _of(TakeSnapshot, job.step(1))
     assert capture.version == 4
 
 
 def test_a_snapshot_is_due_every_so_many_seconds_if_steps_were_made() -> None:
     job = _begun(_terms(snapshots=True, snapshot_seconds=5.0, heartbeat=1000.0))
-    assert _of(Capture, job.tick(4.9)) == []
-    (capture,) = _of(Capture, job.tick(0.2))
+    assert _of(TakeSnapshot, job.tick(4.9)) == []
+    (capture,) = _of(TakeSnapshot, job.tick(0.2))
     job.store(capture)
-    assert _of(Capture, job.tick(60.0)) == []  # nothing is new beyond that version
+    assert _of(TakeSnapshot, job.tick(60.0)) == []  # nothing is new beyond that version
     effects = [effect for step in range(1, capture.version + 1) for effect in job.step(step)]
-    assert len(_of(Capture, effects)) == 1
+    assert len(_of(TakeSnapshot, effects)) == 1
 
 
 def test_one_snapshot_at_a_time_and_one_on_demand() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = job.play(SnapshotWanted())
-    assert job.play(SnapshotWanted()) == []
+    (capture,) = job.play(SnapshotOrdered())
+    assert job.play(SnapshotOrdered()) == []
     effects = job.store(capture)
-    assert _of(Capture, effects) == []
-    assert len(_of(Capture, job.tick(0.1))) == 1  # the second wish was not forgotten
+    assert _of(TakeSnapshot, effects) == []
+    assert len(_of(TakeSnapshot, job.tick(0.1))) == 1  # the second wish was not forgotten
 
 
 def test_a_snapshot_is_committed_when_all_parts_are_there_and_strangers_parts_do_not_count() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = job.play(SnapshotWanted())
+    (capture,) = job.play(SnapshotOrdered())
     assert job.play(Captured("s0", "another", tuple(SHARDS)), Committed("another")) == []
     assert job.play(SnapshotLost("another", "x")) == []
     assert job.play(Captured("s0", capture.snapshot, tuple(SHARDS))) == [], "one cannot know of the other's shards"
@@ -1531,20 +1533,20 @@ def test_a_snapshot_is_committed_when_all_parts_are_there_and_strangers_parts_do
 
 def test_a_snapshot_that_comes_too_late_is_taken_again_further_ahead() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = job.play(SnapshotWanted())
+    (capture,) = job.play(SnapshotOrdered())
     job.play(applied("s0", 8, job.view.generation))
     assert job.play(SnapshotLost(capture.snapshot, "too late", passed=9)) == []
-    (again,) = _of(Capture, job.tick(0.1))
+    (again,) = _of(TakeSnapshot, job.tick(0.1))
     assert again.version == 9 + CAPTURE_AHEAD
     assert again.snapshot != capture.snapshot
 
 
 def test_one_server_s_word_that_it_has_passed_a_version_proves_one_step_more_than_is_known() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = job.play(SnapshotWanted())
+    (capture,) = job.play(SnapshotOrdered())
     job.play(SnapshotLost(capture.snapshot, "too late", passed=STEPS))
     assert job.machine.course.furthest == 1
-    (again,) = _of(Capture, job.tick(0.1))
+    (again,) = _of(TakeSnapshot, job.tick(0.1))
     assert again.version == 1 + CAPTURE_AHEAD, "it is tried again, until the servers' other words are here"
 
 
@@ -1561,9 +1563,9 @@ def test_a_worker_s_word_that_it_holds_the_last_version_waits_until_the_last_rou
     assert not job.view.ending
     effects = job.play(applied("s0", STEPS - 1, job.view.generation))
     assert job.view.ending, "its word was kept"
-    assert [capture.version for capture in _of(Capture, effects)] == [STEPS]
-    job.store(_of(Capture, effects)[0])
-    assert job.play(From("w1", Done(job.view.generation))) == [Finish("w0")]
+    assert [capture.version for capture in _of(TakeSnapshot, effects)] == [STEPS]
+    job.store(_of(TakeSnapshot, effects)[0])
+    assert job.play(From("w1", Done(job.view.generation))) == [FinishJob("w0")]
 
 
 def test_a_word_of_the_last_version_that_was_kept_is_dropped_with_its_generation_and_its_worker() -> None:
@@ -1601,7 +1603,7 @@ def test_a_worker_that_was_set_apart_and_computes_alone_now_ends_the_job() -> No
     job.play(Left("w1", "killed"))
     assert job.machine.course.computing() == ["w0"], "there is nobody else"
     job.done("w0")
-    assert job.machine.last_word == Finish("w0")
+    assert job.machine.last_word == FinishJob("w0")
 
 
 def test_when_all_workers_that_compute_say_that_they_hold_the_last_version_nothing_more_is_waited_for() -> None:
@@ -1610,21 +1612,21 @@ def test_when_all_workers_that_compute_say_that_they_hold_the_last_version_nothi
     assert job.play(From("w0", Done(job.view.generation))) == []
     job.play(From("w1", Done(job.view.generation)))
     assert job.view.ending, "so that the one that stands by gets the last version too"
-    assert job.play(From("w2", Done(job.view.generation))) == [Finish("w0")]
+    assert job.play(From("w2", Done(job.view.generation))) == [FinishJob("w0")]
 
 
 def test_a_snapshot_that_is_lost_is_told_and_the_job_goes_on() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = job.play(SnapshotWanted())
+    (capture,) = job.play(SnapshotOrdered())
     assert job.play(SnapshotLost(capture.snapshot, "no space left")) == [
-        Say(f"snapshot {capture.snapshot} could not be taken: no space left")
+        Announce(f"snapshot {capture.snapshot} could not be taken: no space left")
     ]
     assert job.tick(0.1) == []
 
 
 def test_a_snapshot_without_news_is_given_up_and_taken_again() -> None:
     job = _begun(_terms(snapshots=True, heartbeat=2.0))
-    (capture,) = job.play(SnapshotWanted())
+    (capture,) = job.play(SnapshotOrdered())
     job.rounds(1, capture.version, 0.0)
     for _ in range(SNAPSHOT_PATIENCE):
         assert job.tick(1.0) == []
@@ -1634,18 +1636,18 @@ def test_a_snapshot_without_news_is_given_up_and_taken_again() -> None:
         assert job.tick(1.0) == []
     effects = job.tick(1.0)
     missing = len(SHARDS) - 1
-    assert effects == [Say(
+    assert effects == [Announce(
         f"snapshot {capture.snapshot} could not be taken: {missing} of its shards (s0, s1) are not stored, and none "
         "was for 20 s"
     )]  # fmt: skip
     assert job.tick(1.0) == [], "whatever keeps the store may last"
-    assert len(_of(Capture, job.tick(1.0))) == 1
+    assert len(_of(TakeSnapshot, job.tick(1.0))) == 1
 
 
 def test_a_snapshot_of_a_version_that_takes_longer_than_the_patience_is_waited_for() -> None:
     """Three rounds of local steps, or three steps of a large model, may take minutes."""
     job = _begun(_terms(snapshots=True, heartbeat=2.0))
-    (capture,) = job.play(SnapshotWanted())
+    (capture,) = job.play(SnapshotOrdered())
     for step in range(1, capture.version):
         job.step(step)
         for _ in range(SNAPSHOT_PATIENCE):
@@ -1656,10 +1658,10 @@ def test_a_snapshot_of_a_version_that_takes_longer_than_the_patience_is_waited_f
 
 def test_a_snapshot_is_taken_again_when_shards_have_changed_hands_under_it() -> None:
     job = _begun(_terms(snapshots=True, replication=2, heartbeat=1000.0))
-    (capture,) = job.play(SnapshotWanted())
+    (capture,) = job.play(SnapshotOrdered())
     job.play(Left("s0", "x"))
     assert job.play(Captured("s1", capture.snapshot, tuple(SHARDS))) == []
-    (again,) = _of(Capture, job.tick(0.1))
+    (again,) = _of(TakeSnapshot, job.tick(0.1))
     assert again.writers == ("s1",)
     assert again.snapshot != capture.snapshot
 
@@ -1668,14 +1670,14 @@ def test_no_snapshot_is_begun_while_a_server_that_outlived_the_coordinator_is_no
     old = _begun(_SNAPSHOTS)
     job = _again(old)
     job.join("s0", incarnation=old.incarnations["s0"])
-    assert job.play(SnapshotWanted()) == []
+    assert job.play(SnapshotOrdered()) == []
     job.join("s1", incarnation=old.incarnations["s1"])
-    assert len(_of(Capture, job.tick(0.1))) == 1
+    assert len(_of(TakeSnapshot, job.tick(0.1))) == 1
 
 
 def test_where_snapshots_are_not_kept_none_is_taken() -> None:
     job = _begun()
-    assert job.play(SnapshotWanted()) == []
+    assert job.play(SnapshotOrdered()) == []
     assert job.tick(0.1) == []
 
 
@@ -1685,27 +1687,27 @@ def test_where_snapshots_are_not_kept_none_is_taken() -> None:
 def test_the_job_is_over_when_all_are_done_and_the_last_version_is_stored() -> None:
     job = _begun(_SNAPSHOTS)
     effects = job.done("w0")
-    assert _of(Publish, effects)[0].view.ending
-    (capture,) = _of(Capture, effects)
+    assert _of(PublishView, effects)[0].view.ending
+    (capture,) = _of(TakeSnapshot, effects)
     assert capture.version == STEPS
     assert job.done("w1") == []
     assert job.machine.waiting_for() == "a snapshot of the last version, which s0, s1 hold"
-    assert job.store(capture)[-1] == Finish("w0")
+    assert job.store(capture)[-1] == FinishJob("w0")
 
 
 def test_a_last_version_that_is_stored_before_all_are_done_waits_for_them() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = _of(Capture, job.done("w0"))
-    assert _of(Finish, job.store(capture)) == []
-    assert job.done("w1") == [Finish("w0")]
+    (capture,) = _of(TakeSnapshot, job.done("w0"))
+    assert _of(FinishJob, job.store(capture)) == []
+    assert job.done("w1") == [FinishJob("w0")]
 
 
 def test_when_the_last_version_cannot_be_stored_its_members_hold_it_until_there_is_room() -> None:
     job = _begun(msgspec.structs.replace(_SNAPSHOTS, heartbeat=2.0))
-    (capture,) = _of(Capture, job.done("w0"))
+    (capture,) = _of(TakeSnapshot, job.done("w0"))
     job.done("w1")
     (held,) = job.play(SnapshotLost(capture.snapshot, "no space left"))
-    assert isinstance(held, Hold)
+    assert isinstance(held, TellHeld)
     assert held.text.startswith(f"version {STEPS}, the last, is not stored (no space left). s0, s1 hold it in memory")
     assert job.machine.waiting_for() == (
         "room for the last version, which s0, s1 hold (Ctrl-C ends the job without it)"
@@ -1719,53 +1721,53 @@ def test_when_the_last_version_cannot_be_stored_its_members_hold_it_until_there_
     assert pauses == sorted(pauses)
     assert pauses[-1] > 4 * pauses[0]
     (again,) = _tries_again(job)
-    assert job.store(again)[-1] == Finish("w0")
+    assert job.store(again)[-1] == FinishJob("w0")
 
 
-def _tries_again(job: Any) -> list[Capture]:
+def _tries_again(job: Any) -> list[TakeSnapshot]:
     while True:
         for member in ("s0", "s1", "w0", "w1"):
             job.play(Heard(member))
-        if captures := _of(Capture, job.play(Tick(job.machine.course.now + 1.0))):
+        if captures := _of(TakeSnapshot, job.play(Tick(job.machine.course.now + 1.0))):
             return captures
 
 
 def test_a_user_may_let_the_job_end_without_its_last_version() -> None:
     job = _begun(_SNAPSHOTS)
-    (capture,) = _of(Capture, job.done("w0"))
+    (capture,) = _of(TakeSnapshot, job.done("w0"))
     job.done("w1")
     job.play(SnapshotLost(capture.snapshot, "no space left"))
-    assert job.play(Released()) == [Finish("w0")]
+    assert job.play(Released()) == [FinishJob("w0")]
 
 
 def test_a_snapshot_under_way_is_followed_by_that_of_the_last_version() -> None:
     job = _begun(_SNAPSHOTS)
-    (early,) = job.play(SnapshotWanted())
-    assert _of(Capture, job.done("w0")) == []
-    (last,) = _of(Capture, job.store(early))
+    (early,) = job.play(SnapshotOrdered())
+    assert _of(TakeSnapshot, job.done("w0")) == []
+    (last,) = _of(TakeSnapshot, job.store(early))
     assert last.version == STEPS
     job.done("w1")
-    assert job.store(last)[-1] == Finish("w0")
+    assert job.store(last)[-1] == FinishJob("w0")
 
 
 def test_a_worker_that_leaves_at_the_end_is_not_waited_for() -> None:
     job = _begun()
     job.done("w0")
-    assert job.play(Left("w1", "x"))[-1] == Finish("w0")
+    assert job.play(Left("w1", "x"))[-1] == FinishJob("w0")
 
 
 def test_a_worker_that_comes_at_the_end_is_waited_for() -> None:
     job = _begun(_terms(2, workers_max=3))
     job.done("w0")
     job.come("w2")
-    assert _of(Finish, job.done("w1")) == []
-    assert job.done("w2") == [Finish("w0")]
+    assert _of(FinishJob, job.done("w1")) == []
+    assert job.done("w2") == [FinishJob("w0")]
 
 
 def test_the_lead_saves_the_model_and_another_if_the_lead_is_gone() -> None:
     job = _begun()
     job.play(Left("w0", "x"))
-    assert job.done("w1")[-1] == Finish("w1")
+    assert job.done("w1")[-1] == FinishJob("w1")
 
 
 def test_a_done_from_somebody_who_is_no_worker_finishes_nothing() -> None:
@@ -1777,7 +1779,7 @@ def test_a_worker_that_has_not_proposed_the_job_can_have_computed_nothing_of_it(
     job.join("w9")
     furthest = job.machine.course.furthest
     assert job.done("w9") == []
-    assert job.play(Progress("w9", furthest + 5, 0, 0.1, job.view.generation)) == []
+    assert job.play(Computed("w9", furthest + 5, 0, 0.1, job.view.generation)) == []
     assert (job.machine.course.furthest, job.view.ending) == (furthest, False)
 
 
@@ -1785,7 +1787,7 @@ def test_a_worker_that_has_not_proposed_the_job_can_have_computed_nothing_of_it(
 def test_a_report_of_a_step_that_the_job_does_not_have_does_not_count(step: int) -> None:
     job = _begun()
     furthest = job.machine.course.furthest
-    assert job.play(Progress("w0", step, 0, 0.1, job.view.generation)) == []
+    assert job.play(Computed("w0", step, 0, 0.1, job.view.generation)) == []
     assert job.machine.course.furthest == furthest
 
 
@@ -1852,7 +1854,7 @@ def test_a_member_without_a_part_in_the_job_fails_alone(failing: str) -> None:
     effects = job.play(From(failing, GiveUp("for fun")))
     assert not _of(Abort, effects)
     assert _of(Refuse, effects) == [Refuse(failing, "it has failed: for fun", final=True)]
-    assert Say(f"{failing} is gone: it has failed: for fun") in effects
+    assert Announce(f"{failing} is gone: it has failed: for fun") in effects
     assert job.machine.phase is Phase.RUNNING
     assert job.view.generation == before.generation
     assert failing not in job.machine.course.members

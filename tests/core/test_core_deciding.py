@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _terms
 
-from rallypoint.core.cluster.effects import Abort, Capture, Commit, Finish, Refuse, Say
+from rallypoint.core.cluster.effects import Abort, Announce, Commit, FinishJob, Refuse, TakeSnapshot
 from rallypoint.core.cluster.evaluations import KEPT, EvaluationLedger
-from rallypoint.core.cluster.events import Captured, Committed, Found, From, Left, Progress
+from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, NewestFound
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.protocol import Done, Evaluated, Evaluates
-from rallypoint.core.view import Lease, Stop
+from rallypoint.core.view import EarlyEnd, Lease
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.ending import LeasedVersion
 
@@ -29,7 +29,7 @@ def _begun(
     """A job of 20 steps that evaluates every 4 steps, and whose evaluations decide."""
     job = _Job(_terms(workers, 2, **(terms or {})), record=_record(**config))
     names = [f"w{i}" for i in range(workers + standby)]
-    for capture in _of(Capture, job.come("s0", "s1", *names)):
+    for capture in _of(TakeSnapshot, job.come("s0", "s1", *names)):
         _store(job, capture)
     for name in names:
         job.play(From(name, Evaluates((EVERY,), stops=stops)))
@@ -37,7 +37,7 @@ def _begun(
     return job
 
 
-def _store(job: _Job, capture: Capture) -> list[Any]:
+def _store(job: _Job, capture: TakeSnapshot) -> list[Any]:
     effects = job.play(*(Captured(writer, capture.snapshot, tuple(SHARDS)) for writer in capture.writers))
     committed = [Committed(commit.snapshot) for commit in _of(Commit, effects)]
     return [*effects, *job.play(*committed)]
@@ -47,7 +47,7 @@ def _reported(job: _Job, step: int) -> list[Any]:
     effects: list[Any] = []
     for reached in range(max(0, job.machine.course.furthest), step + 1):
         for worker in job.view.assigned(reached):
-            effects += job.play(Progress(worker, reached, 0, 0.1, job.view.generation))
+            effects += job.play(Computed(worker, reached, 0, 0.1, job.view.generation))
     return effects
 
 
@@ -89,13 +89,13 @@ def test_a_rule_ends_the_job_with_the_version_that_is_due_next() -> None:
     assert job.view.stop is None
     _reported(job, 12)
     effects = _result(job, 12, 3.0)
-    assert job.view.stop == Stop(16, "loss has not become better than 1 in 2 evaluations", "run.stop_when")
-    assert Say(f"the job ends with step 16: {job.view.stop.reason}") in effects
+    assert job.view.stop == EarlyEnd(16, "loss has not become better than 1 in 2 evaluations", "run.stop_when")
+    assert Announce(f"the job ends with step 16: {job.view.stop.reason}") in effects
     _reported(job, 15)
     _result(job, 16, 1.0)
     generation = job.view.generation
     effects = job.play(*(From(worker, Done(generation, 16)) for worker in ("w0", "w1", "w2")))
-    assert effects[-1] == Finish("w0", 16, job.view.stop.reason)
+    assert effects[-1] == FinishJob("w0", 16, job.view.stop.reason)
 
 
 def test_a_result_that_comes_early_waits_for_those_of_earlier_versions() -> None:
@@ -135,7 +135,7 @@ def test_a_job_that_goes_back_to_a_snapshot_decides_what_that_says() -> None:
     after4 = Decided().after(Rules((RULE,)), 4, {"loss": 1.0}, 8)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2", "s3")
-    job.play(Found("step-00000006-1", 6, None, after4))
+    job.play(NewestFound("step-00000006-1", 6, None, after4))
     assert job.machine.course.evaluations.decided == after4
     assert job.view.lease == Lease(8, "w2", until=12)
 
@@ -153,7 +153,7 @@ def test_what_a_snapshot_says_goes_on_in_a_run_that_is_resumed() -> None:
 
 def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() -> None:
     job = _begun(terms={"snapshots": True, "snapshot_steps": 6})
-    (capture,) = _of(Capture, _reported(job, 4))
+    (capture,) = _of(TakeSnapshot, _reported(job, 4))
     assert capture.version == 6
     assert not _of(Commit, _store(job, capture)), "nobody could evaluate version 4 any more after going back to 6"
     assert [commit.version for commit in _of(Commit, _result(job, 4, 1.0))] == [6]
@@ -162,12 +162,12 @@ def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() ->
 def test_where_the_best_is_kept_each_version_that_is_evaluated_gets_a_snapshot_before_it_is_passed() -> None:
     job = _begun(stops=(), terms={"snapshots": True}, keep_best="loss")
     assert job.view.lease == Lease(4, "w2", until=4), "its snapshot is not asked for"
-    (capture,) = _of(Capture, _reported(job, 1))
+    (capture,) = _of(TakeSnapshot, _reported(job, 1))
     assert capture.version == 4
     assert job.view.lease == Lease(4, "w2", until=8)
     _reported(job, 4)
     _store(job, capture)
-    assert Say("step 4 is the best so far: loss 1; its snapshot is kept") in _result(job, 4, 1.0)
+    assert Announce("step 4 is the best so far: loss 1; its snapshot is kept") in _result(job, 4, 1.0)
     ledger = job.machine.course.evaluations
     assert ledger.decided.best == Best(4, 1.0, KeepBest("loss"))
     assert job.machine.course.kept == (4, 4)
@@ -295,7 +295,7 @@ def test_a_coordinator_that_does_not_know_what_is_evaluated_completes_no_snapsho
     ledger = after.machine.course.evaluations
     ledger.periods, ledger.stops, ledger.registered = (), (), False  # the journal had no room for it
     after.machine.course.furthest = job.machine.course.furthest
-    (capture,) = _of(Capture, _reported(after, 4))
+    (capture,) = _of(TakeSnapshot, _reported(after, 4))
     assert not _of(Commit, _store(after, capture))
     for name in ("w0", "w1", "w2"):
         after.play(From(name, Evaluates((EVERY,), stops=(RULE,))))

@@ -20,7 +20,7 @@ from rallypoint.core.decisions import (
     checked,
     reductions_at,
 )
-from rallypoint.core.view import Stop
+from rallypoint.core.view import EarlyEnd
 from rallypoint.errors import ConfigError
 
 EVERY = 10
@@ -35,24 +35,24 @@ def _decided(rules: Rules, values: Iterable[float | None], decided: Decided | No
     return decided
 
 
-def _stops(*values: float | None, **rule: object) -> Stop | None:
+def _stops(*values: float | None, **rule: object) -> EarlyEnd | None:
     return _decided(Rules(stops=(StopWhen(metric="loss", **rule),)), values).stop  # type: ignore[arg-type]
 
 
 def test_patience_counts_evaluations_without_an_improvement() -> None:
     stop = _stops(3.0, 2.0, 2.1, 2.0, patience=2)
-    assert stop == Stop(50, "loss has not become better than 2 in 2 evaluations", "run.stop_when")
+    assert stop == EarlyEnd(50, "loss has not become better than 2 in 2 evaluations", "run.stop_when")
     assert _stops(3.0, 2.0, 2.1, 1.9, 2.0, patience=2) is None
     assert _stops(3.0, 2.9, 2.8, patience=1, min_delta=0.5) == _stops(3.0, 2.9, patience=1, min_delta=0.5)
-    assert _stops(0.1, 0.2, 0.1, patience=1, mode="max") == Stop(
+    assert _stops(0.1, 0.2, 0.1, patience=1, mode="max") == EarlyEnd(
         40, "loss has not become better than 0.2 in 1 evaluations", "run.stop_when"
     )
 
 
 def test_it_stops_below_or_above_a_limit_with_the_next_version_that_is_due() -> None:
-    assert _stops(3.0, 1.9, below=2.0) == Stop(30, "loss is 1.9, below 2", "run.stop_when")
+    assert _stops(3.0, 1.9, below=2.0) == EarlyEnd(30, "loss is 1.9, below 2", "run.stop_when")
     assert _stops(2.0, below=2.0) is None
-    assert _stops(0.8, 0.95, above=0.9) == Stop(30, "loss is 0.95, above 0.9", "run.stop_when")
+    assert _stops(0.8, 0.95, above=0.9) == EarlyEnd(30, "loss is 0.95, above 0.9", "run.stop_when")
 
 
 def test_a_figure_that_is_not_finite_is_no_improvement_and_one_that_is_missing_does_not_count() -> None:
@@ -64,7 +64,7 @@ def test_a_figure_that_is_not_finite_is_no_improvement_and_one_that_is_missing_d
 def test_nothing_ends_the_job_after_the_last_evaluation_and_the_first_end_counts() -> None:
     rules = Rules(stops=(StopWhen(metric="loss", below=2.0),))
     assert Decided().after(rules, 10, {"loss": 1.0}, None).stop is None
-    assert _decided(rules, [1.0, 0.5]).stop == Stop(20, "loss is 1, below 2", "run.stop_when")
+    assert _decided(rules, [1.0, 0.5]).stop == EarlyEnd(20, "loss is 1, below 2", "run.stop_when")
 
 
 @pytest.mark.parametrize(

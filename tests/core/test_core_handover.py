@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from rallypoint.core.placing.speeds import Speeds
 from rallypoint.core.placing.view_change import following_assignments
-from rallypoint.core.shard.relay import Answer, Relay
+from rallypoint.core.shard.relay import Relay, StateAnswer
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
-from rallypoint.core.worker.handover import Handover, Paths
+from rallypoint.core.worker.handover import Paths, StateHandover
 
 REPLICAS, SHARDS, ROUNDS, MOST_WORKERS = 3, 2, 12, 4
 HOMES = {shard: f"server{shard}" for shard in range(SHARDS)}
@@ -60,7 +60,7 @@ class Worker:
     view: View
     step: int = 0
     leaving: bool = False
-    handover: Handover = field(default_factory=lambda: Handover(tuple(range(SHARDS))))
+    handover: StateHandover = field(default_factory=lambda: StateHandover(tuple(range(SHARDS))))
     codec_states: dict[tuple[int, int], tuple[int, Lineage]] = field(default_factory=dict)
     given: dict[tuple[int, int], tuple[int, Lineage] | None] = field(default_factory=dict)
     delivered: set[tuple[int, int]] = field(default_factory=set)  # (shard, replica) of this step
@@ -257,7 +257,7 @@ class Play:
                 self.tell(shard.relay.recalled(shard.index, replica, worker.name, shard.upcoming(replica)))
         return True
 
-    def tell(self, answers: list[Answer[Lineage]]) -> None:
+    def tell(self, answers: list[StateAnswer[Lineage]]) -> None:
         for name, shard, replica, step, lineage in answers:
             if name in self.workers:
                 self.workers[name].down[shard].append(("answer", replica, step, lineage))

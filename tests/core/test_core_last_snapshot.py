@@ -10,7 +10,16 @@ import pytest
 from test_core_cluster import _begun, _Job, _of, _record, _terms, applied
 
 from rallypoint.codec.spec import TopK
-from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Finish, Hold, Publish, Say
+from rallypoint.core.cluster.effects import (
+    Abort,
+    Announce,
+    Commit,
+    Effect,
+    FinishJob,
+    PublishView,
+    TakeSnapshot,
+    TellHeld,
+)
 from rallypoint.core.cluster.events import Captured, Committed, From, Left, Released, SnapshotLost, Unlinked
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.storing.last_snapshot import PATIENCE_S
@@ -33,9 +42,9 @@ def at_step_5(*, heartbeat: float = 1.0, workers: Sequence[str] = ("w0", "w1"), 
     return job
 
 
-def asked(effects: Sequence[Effect]) -> Capture:
-    (capture,) = _of(Capture, effects)
-    assert isinstance(capture, Capture)
+def asked(effects: Sequence[Effect]) -> TakeSnapshot:
+    (capture,) = _of(TakeSnapshot, effects)
+    assert isinstance(capture, TakeSnapshot)
     return capture
 
 
@@ -44,7 +53,7 @@ def test_the_version_that_the_servers_hold_is_stored_before_the_job_ends() -> No
     effects = job.play(From("w0", GiveUp(WHY)))
     capture = asked(effects)
     assert (capture.version, capture.writers) == (5, ("s0", "s1"))
-    assert [said.text for said in _of(Hold, effects)] == [
+    assert [said.text for said in _of(TellHeld, effects)] == [
         "w0 has failed; storing the newest version before the job ends (Ctrl-C ends it now)"
     ]
     assert _of(Abort, effects) == []
@@ -88,7 +97,10 @@ def test_a_failure_before_there_is_anything_new_ends_the_job_at_once(version: in
 def test_while_it_is_stored_nobody_takes_the_failed_worker_s_replicas() -> None:
     job = at_step_5()
     capture = asked(job.play(From("w0", GiveUp(WHY))))
-    assert _of(Publish, job.play(Left("w0", "it has ended")) + job.come("w9") + job.tick(100 * PATIENCE_S / 1000)) == []
+    assert (
+        _of(PublishView, job.play(Left("w0", "it has ended")) + job.come("w9") + job.tick(100 * PATIENCE_S / 1000))
+        == []
+    )
     assert job.play(From("w1", GiveUp("the same"))) == []
     assert _of(Abort, job.store(capture)) == ENDED
 
@@ -118,7 +130,7 @@ def test_what_cannot_be_stored_is_not_waited_for(event: Any, said: list[str]) ->
         event = SnapshotLost(capture.snapshot, event.reason)
     effects = job.play(event)
     assert _of(Abort, effects) == ENDED
-    assert [effect.text.removeprefix(f"snapshot {capture.snapshot} ") for effect in _of(Say, effects)] == said
+    assert [effect.text.removeprefix(f"snapshot {capture.snapshot} ") for effect in _of(Announce, effects)] == said
 
 
 def test_a_slow_store_is_waited_for_as_long_as_files_come() -> None:
@@ -198,7 +210,7 @@ def test_the_next_coordinator_goes_on_with_the_end_and_says_the_same_reason() ->
     job = at_step_5()
     job.play(From("w0", GiveUp(WHY)))
     follower = followed(job)
-    assert _of(Capture, follower.tick(1.0, alive=())) == [], "it waits for the servers to come back"
+    assert _of(TakeSnapshot, follower.tick(1.0, alive=())) == [], "it waits for the servers to come back"
     for member in ("s0", "s1", "w1"):
         follower.join(member, incarnation=job.incarnations[member])
     capture = asked(follower.tick(0.1, alive=()))
@@ -238,7 +250,7 @@ def test_the_next_coordinator_of_a_failing_job_believes_no_worker_that_the_job_i
     follower.tick(1.0, alive=())
     for member in ("s0", "w0", "w1"):
         follower.join(member, incarnation=job.incarnations[member])
-    assert _of(Finish, follower.done("w0", "w1")) == []
+    assert _of(FinishJob, follower.done("w0", "w1")) == []
     follower.join("s1", incarnation=job.incarnations["s1"])
     capture = asked(follower.tick(0.1, alive=()))
     assert _of(Abort, follower.store(capture)) == ENDED
@@ -262,7 +274,7 @@ def test_others_compute_what_a_worker_owes_that_failed_in_a_backward_pass_and_no
     assert capture.version == 5, "no shard is known to have the update of step 5"
     effects = job.play(SnapshotLost(capture.snapshot, "s1: too late", 6))
     capture = asked(effects)
-    (published,) = _of(Publish, effects)
+    (published,) = _of(PublishView, effects)
     assert (capture.version, published.view.paused) == (6, 6)
     assert published.view.assigned(5) == {"w1": (0, 1, 2, 3)}
     assert published.view.primary == {shard: job.view.primary[shard] for shard in published.view.primary}
@@ -274,7 +286,7 @@ def test_others_compute_it_at_once_if_a_server_has_applied_the_step_already() ->
     job.play(applied("s0", 5, job.view.generation))
     effects = torn(job)
     assert asked(effects).version == 6
-    (published,) = _of(Publish, effects)
+    (published,) = _of(PublishView, effects)
     assert published.view.paused == 6
     assert published.view.assigned(5) == {"w1": (0, 1, 2, 3)}
 
@@ -285,7 +297,7 @@ def test_what_nobody_can_compute_any_more_is_not_waited_for() -> None:
     job.play(SnapshotLost(capture.snapshot, "s1: too late", 6))
     effects = job.play(From("w1", GiveUp("the same", 5, job.view.generation, sent="some")))
     assert _of(Abort, effects) == ENDED
-    (said,) = _of(Say, effects)
+    (said,) = _of(Announce, effects)
     assert said.text.startswith("the newest version is not stored: w0 has failed in the middle of a backward pass")
 
 
@@ -295,8 +307,8 @@ def test_others_compute_what_a_failed_worker_owes_that_is_gone_before_the_shards
     capture = asked(job.play(From("w0", GiveUp(WHY, 5, job.view.generation))))
     gone, further = Left("w0", "killed"), SnapshotLost(capture.snapshot, "s1: too late", 6)
     before, after = (gone, further) if first == "it is gone" else (further, gone)
-    assert _of(Publish, job.play(before)) == []
-    (published,) = _of(Publish, job.play(after))
+    assert _of(PublishView, job.play(before)) == []
+    (published,) = _of(PublishView, job.play(after))
     assert (published.view.paused, published.view.assigned(5)) == (6, {"w1": (0, 1, 2, 3)})
 
 
@@ -309,7 +321,7 @@ def test_the_version_that_a_failed_worker_has_sent_all_for_is_stored_though_no_s
     capture = asked(sent_all(job))
     assert capture.version == 6
     assert sent_all(job, "w1") == [], "it has sent all too: the version comes"
-    assert _of(Capture, job.play(Left("w0", "it has ended"), Left("w1", "it has ended"))) == [], "they have it"
+    assert _of(TakeSnapshot, job.play(Left("w0", "it has ended"), Left("w1", "it has ended"))) == [], "they have it"
     assert _of(Abort, job.store(capture)) == ENDED
 
 
@@ -326,19 +338,19 @@ def test_where_others_are_too_slow_for_that_version_the_one_before_is_stored() -
     job = at_step_5()
     sent_all(job)
     effects: list[Effect] = []
-    while not _of(Capture, effects):
+    while not _of(TakeSnapshot, effects):
         assert _of(Abort, effects) == []
         effects = job.tick(1.0)
     assert asked(effects).version == 5
     late = job.play(SnapshotLost(asked(effects).snapshot, "s1: too late", 6))
     assert _of(Abort, late) == ENDED
-    assert [said.text for said in _of(Say, late)][-1].startswith("the newest version is not stored: others cannot")
+    assert [said.text for said in _of(Announce, late)][-1].startswith("the newest version is not stored: others cannot")
 
 
 def test_what_a_lost_worker_owes_of_that_version_is_computed_by_one_that_has_not_failed() -> None:
     job = at_step_5(workers=("w0", "w1", "w2"))
     sent_all(job)
-    (published,) = _of(Publish, job.play(Left("w1", "killed")))
+    (published,) = _of(PublishView, job.play(Left("w1", "killed")))
     assert (published.view.paused, published.view.assigned(5)) == (6, {"w2": (0, 1, 2, 3)})
 
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from test_core_cluster import STEPS, _Job, _of, _record, _terms
 
-from rallypoint.core.cluster.effects import Abort, Finish, Publish, Say
-from rallypoint.core.cluster.events import Found, From, Left, Progress, Resized
+from rallypoint.core.cluster.effects import Abort, Announce, FinishJob, PublishView
+from rallypoint.core.cluster.events import Computed, From, Left, NewestFound, Resized
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.policy import AllReduce, Async, Sync
 from rallypoint.core.protocol import Done, Evaluated, Evaluates, GiveUp, Leaving
@@ -42,7 +42,7 @@ def _reported(job: _Job, step: int) -> None:
     """All workers have computed the steps up to this one."""
     for reached in range(max(0, job.machine.course.furthest), step + 1):
         for worker in job.view.assigned(reached):
-            job.play(Progress(worker, reached, 0, 0.1, job.view.generation))
+            job.play(Computed(worker, reached, 0, 0.1, job.view.generation))
 
 
 def _result(job: _Job, worker: str, version: int, figures: Mapping[str, float] | None = None) -> Evaluated:
@@ -145,8 +145,8 @@ def test_the_view_that_replaces_a_lead_lost_in_its_evaluation_leases_that_versio
     job.play(_result(job, "w0", 4))
     _reported(job, 7)
     for worker in ("w1",):  # it has computed step 8; the lead evaluates version 8
-        job.play(Progress(worker, 8, 3, 0.1, job.view.generation))
-    (publish,) = _of(Publish, job.play(Left("w0", "killed")))
+        job.play(Computed(worker, 8, 3, 0.1, job.view.generation))
+    (publish,) = _of(PublishView, job.play(Left("w0", "killed")))
     assert publish.view.lease == Lease(8, "w1", until=STEPS)
 
 
@@ -154,7 +154,7 @@ def test_a_lead_that_is_told_to_go_ends_its_evaluation_and_if_it_dies_another_ma
     job = _begun("w0", "w1")
     _reported(job, 7)
     job.play(_result(job, "w0", 4))
-    job.play(Progress("w1", 8, 3, 0.1, job.view.generation), From("w0", Leaving()))
+    job.play(Computed("w1", 8, 3, 0.1, job.view.generation), From("w0", Leaving()))
     assert job.view.lease == Lease(8, "w0", until=STEPS)
     job.play(Left("w0", "killed"))
     assert job.view.lease == Lease(8, "w1", until=STEPS)
@@ -168,9 +168,9 @@ def test_the_job_ends_when_the_last_version_has_its_result() -> None:
     assert job.view.lease == Lease(16, "w2", until=STEPS)
     job.play(_result(job, "w2", 16))
     assert job.view.lease == Lease(20, "w2", until=STEPS)
-    assert not _of(Finish, _end(job, "w0", "w1", "w2"))
+    assert not _of(FinishJob, _end(job, "w0", "w1", "w2"))
     assert job.machine.waiting_for() == "the evaluation of step 20 by w2"
-    assert _of(Finish, job.play(_result(job, "w2", 20)))
+    assert _of(FinishJob, job.play(_result(job, "w2", 20)))
 
 
 def test_if_the_lead_is_lost_in_the_last_evaluation_another_makes_it() -> None:
@@ -180,9 +180,9 @@ def test_if_the_lead_is_lost_in_the_last_evaluation_another_makes_it() -> None:
         job.play(_result(job, "w0", version))
     _end(job, "w1")
     effects = job.play(Left("w0", "killed"))
-    assert not _of(Finish, effects)
+    assert not _of(FinishJob, effects)
     assert job.view.lease == Lease(20, "w1", until=STEPS)
-    assert _of(Finish, job.play(_result(job, "w1", 20)))
+    assert _of(FinishJob, job.play(_result(job, "w1", 20)))
 
 
 def test_a_result_counts_once_and_of_this_generation_only() -> None:
@@ -217,7 +217,7 @@ def test_after_a_roll_back_what_is_made_again_is_evaluated_again() -> None:
     job.play(_result(job, "w2", 4), _result(job, "w2", 8))
     job.play(Left("s0", "killed"))
     assert job.machine.phase is Phase.RECOVERING
-    job.play(Found("snapshot", 5))
+    job.play(NewestFound("snapshot", 5))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
     assert job.view.lease == Lease(8, "w2", until=STEPS)
 
@@ -225,14 +225,14 @@ def test_after_a_roll_back_what_is_made_again_is_evaluated_again() -> None:
 def test_a_version_that_was_lost_with_its_server_is_named_at_the_end() -> None:
     job = _begun()
     _reported(job, 9)
-    job.play(Left("s0", "killed"), Found("snapshot", 6))
+    job.play(Left("s0", "killed"), NewestFound("snapshot", 6))
     assert job.machine.course.evaluations.results == {4: None}
     _reported(job, 18)
     for version in (8, 12, 16, 20):
         job.play(_result(job, "w2", version))
     effects = _end(job, "w0", "w1", "w2")
-    assert _of(Finish, effects)
-    assert [said.text for said in _of(Say, effects)] == [
+    assert _of(FinishJob, effects)
+    assert [said.text for said in _of(Announce, effects)] == [
         "without an evaluation: step 4; whoever had that version was lost"
     ]
 
@@ -265,7 +265,7 @@ def test_elsewhere_the_lead_evaluates_and_the_end_waits_for_no_result(config: di
     _reported(job, STEPS - 1)
     job.done("w0")
     generation = job.view.generation
-    assert _of(Finish, job.play(*(From(worker, Done(generation)) for worker in ("w0", "w1", "w2"))))
+    assert _of(FinishJob, job.play(*(From(worker, Done(generation)) for worker in ("w0", "w1", "w2"))))
 
 
 def test_a_standby_whose_script_evaluates_otherwise_gets_no_lease() -> None:

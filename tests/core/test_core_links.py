@@ -10,7 +10,7 @@ import pytest
 from test_core_cluster import beat
 
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.effects import Effect, Publish, Say
+from rallypoint.core.cluster.effects import Announce, Effect, PublishView
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
@@ -36,10 +36,10 @@ class Cluster:
     said: list[str] = field(default_factory=list)
 
     def run(self, effects: list[Effect]) -> None:
-        self.said += [effect.text for effect in effects if isinstance(effect, Say)]
+        self.said += [effect.text for effect in effects if isinstance(effect, Announce)]
         self.machine.validate()
         for effect in effects:
-            if isinstance(effect, Publish):
+            if isinstance(effect, PublishView):
                 self.catch_up(effect.view)
 
     def catch_up(self, view: View) -> None:

@@ -12,7 +12,7 @@ import pytest
 from test_core_cluster import beat
 
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.effects import Effect, FindSnapshot, Publish
+from rallypoint.core.cluster.effects import Effect, FindSnapshot, PublishView
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.placing.handover import Handover
@@ -47,7 +47,7 @@ class Cluster:
     def play(self, event: events.Event) -> list[Effect]:
         effects = self.machine.handle(event)
         self.machine.validate()
-        self.views += [effect.view for effect in effects if isinstance(effect, Publish)]
+        self.views += [effect.view for effect in effects if isinstance(effect, PublishView)]
         return effects
 
     def come(self, name: str) -> None:
@@ -58,7 +58,7 @@ class Cluster:
     def compute(self, step: int) -> None:
         for worker, own in self.view.assigned(step).items():
             for replica in own:
-                self.play(events.Progress(worker, step, replica, 0.1, self.view.generation))
+                self.play(events.Computed(worker, step, replica, 0.1, self.view.generation))
 
     def catch_up(self) -> None:
         """All backups and third servers of the view that is in force now have been filled."""
@@ -344,7 +344,7 @@ def test_a_third_server_that_has_caught_up_is_none_after_a_roll_back() -> None:
     cluster.machine.course.views.arrived |= set(cluster.view.incoming)
     for server in ("s0", "s1"):
         cluster.play(events.Left(server, "killed"))
-    cluster.play(events.Found("step-2", 2))
+    cluster.play(events.NewestFound("step-2", 2))
     assert not cluster.machine.course.views.arrived
     cluster.come("s3")
     cluster.catch_up()

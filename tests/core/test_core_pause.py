@@ -8,8 +8,18 @@ from test_core_cluster import STEPS, _of
 from test_core_stop import _begun, _reported
 
 from rallypoint.coordinator.operator import Orders
-from rallypoint.core.cluster.effects import Capture, Publish
-from rallypoint.core.cluster.events import Captured, Committed, Found, From, Heard, Left, Paused, SnapshotWanted, Tick
+from rallypoint.core.cluster.effects import PublishView, TakeSnapshot
+from rallypoint.core.cluster.events import (
+    Captured,
+    Committed,
+    From,
+    Heard,
+    Left,
+    NewestFound,
+    Paused,
+    SnapshotOrdered,
+    Tick,
+)
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.protocol import AnyOrder, Drain, Ordered, Pause, Stop, StopWanted
@@ -21,11 +31,11 @@ from rallypoint.core.worker.slots import Compute
 def test_a_paused_job_computes_the_step_in_progress_and_no_further_one() -> None:
     job = _begun()
     _reported(job, 4)
-    (publish,) = _of(Publish, job.play(Paused(True)))
+    (publish,) = _of(PublishView, job.play(Paused(True)))
     assert publish.view.paused == 5
     assert job.machine.waiting_for() == "the operator, who has paused the job before step 5"
-    assert _of(Publish, job.play(Paused(True))) == []
-    (publish,) = _of(Publish, job.play(Paused(False)))
+    assert _of(PublishView, job.play(Paused(True))) == []
+    (publish,) = _of(PublishView, job.play(Paused(False)))
     assert publish.view.paused is None
     assert job.machine.waiting_for() is None
 
@@ -49,11 +59,11 @@ def test_a_pause_outlives_the_coordinator_a_worker_and_a_roll_back() -> None:
     generation = job.view.generation
     job.play(Left("s0", "killed"), Left("s1", "killed"))
     job.come("s2", "s3")
-    (publish,) = _of(Publish, job.play(Found("step-00000003-1", 3)))
+    (publish,) = _of(PublishView, job.play(NewestFound("step-00000003-1", 3)))
     assert publish.view.generation > generation
     assert publish.view.paused == 3
     assert "operator, who has paused the job before step 3" in str(job.machine.waiting_for())
-    (publish,) = _of(Publish, job.play(Paused(False)))
+    (publish,) = _of(PublishView, job.play(Paused(False)))
     assert publish.view.paused is None
 
 
@@ -63,7 +73,7 @@ def test_an_order_to_go_on_outlives_the_coordinator_though_no_view_says_it_yet()
     job.play(Paused(True))
     job.play(Left("s0", "killed"), Left("s1", "killed"))
     revision = job.machine.revision
-    assert _of(Publish, job.play(Paused(False))) == []
+    assert _of(PublishView, job.play(Paused(False))) == []
     assert job.machine.revision > revision
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(job.machine.state()), type=ClusterState)
     again = ClusterMachine(job.machine.terms, state)
@@ -75,7 +85,7 @@ def test_a_snapshot_that_is_wanted_in_a_pause_is_of_the_version_that_there_is() 
     job = _begun(snapshots=True)
     _reported(job, 4)
     job.play(Paused(True))
-    (capture,) = _of(Capture, job.play(SnapshotWanted()))
+    (capture,) = _of(TakeSnapshot, job.play(SnapshotOrdered()))
     assert capture.version == 5
 
 
@@ -86,7 +96,7 @@ def test_while_the_job_is_paused_no_version_is_stored_twice() -> None:
     versions = []
     for now in range(10):
         alive = [Heard(name) for name in ("s0", "s1", "w0", "w1")]
-        for capture in _of(Capture, job.play(*alive, Tick(20.0 * now))):
+        for capture in _of(TakeSnapshot, job.play(*alive, Tick(20.0 * now))):
             versions.append(capture.version)
             job.play(*(Captured(server, capture.snapshot, tuple(range(99))) for server in capture.writers))
             job.play(Committed(capture.snapshot))
@@ -95,9 +105,9 @@ def test_while_the_job_is_paused_no_version_is_stored_twice() -> None:
 
 def test_a_job_that_has_not_begun_or_is_at_its_end_is_not_paused() -> None:
     job = _begun()
-    assert not _of(Publish, _begun(workers=1).play(Paused(False)))
+    assert not _of(PublishView, _begun(workers=1).play(Paused(False)))
     _reported(job, STEPS - 1)
-    assert not _of(Publish, job.play(Paused(True)))
+    assert not _of(PublishView, job.play(Paused(True)))
 
 
 @pytest.mark.parametrize(("order", "said"), [

@@ -21,7 +21,7 @@ from rallypoint.core.policy import (
     Verdict,
     server_policy,
 )
-from rallypoint.core.shard.effects import Apply, Drop, Gather, Hold, Publish, Reply, Take, Wait
+from rallypoint.core.shard.effects import Apply, Drop, Gather, Hold, Publish, Reply, Take, TellWait
 from rallypoint.core.shard.events import Acked, Assigned, Contribute, FillBackup, Initialise, Loaded, Want
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.testing.contracts.policies import PolicyContract
@@ -97,7 +97,7 @@ def test_under_a_bound_who_runs_ahead_waits_for_the_slowest_and_is_told_so() -> 
     machine.handle(Contribute(0, 0, 1.0, 1))
     assert machine.handle(Want("a", 0)) == [Reply("a", 0, 1, 1)]
     machine.handle(Contribute(1, 0, 1.0, 2, base=1))
-    assert machine.handle(Want("a", 0)) == [Wait("a", 0, 2)]
+    assert machine.handle(Want("a", 0)) == [TellWait("a", 0, 2)]
     assert machine.handle(Contribute(0, 1, 1.0, 3))[-1] == Reply("a", 0, 2, 3)
 
 
@@ -227,7 +227,7 @@ def _play_many(policy: ServerPolicy, bound: int | None, needed: Callable[[int], 
 def test_who_asked_before_the_snapshot_was_read_is_told_too_that_its_replica_has_to_wait() -> None:
     machine = ShardMachine(BoundedStaleness(1), 2, rounds=9)
     assert machine.handle(Want("a", 0)) == []
-    assert machine.handle(Loaded(5, (3, 1))) == [Wait("a", 0, 3)]
+    assert machine.handle(Loaded(5, (3, 1))) == [TellWait("a", 0, 3)]
     assert machine.handle(Contribute(1, 1, 1.0, 1))[-1] == Reply("a", 0, 3, 6)
 
 

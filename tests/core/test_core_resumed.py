@@ -9,14 +9,14 @@ import pytest
 from test_core_all_reduce import RECORD as ALL_REDUCE
 from test_core_cluster import RECORD, _Job, _of, _terms
 
-from rallypoint.core.cluster.effects import Abort, FindSnapshot, Finish, Prepare, Publish
-from rallypoint.core.cluster.events import Found, Left, Tick
+from rallypoint.core.cluster.effects import Abort, FindSnapshot, FinishJob, PublishView, SendRecord
+from rallypoint.core.cluster.events import Left, NewestFound, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed, begun_by
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import Stop
+from rallypoint.core.view import EarlyEnd
 
 MEMBERS = ("s0", "s1", "w0", "w1")
 SNAPSHOT, ELSEWHERE = "step-00000010-10002", "s3://bucket/other/step-00000010-10002"
@@ -49,10 +49,10 @@ def test_a_coordinator_killed_while_members_gather_is_followed_by_one_that_begin
 
 
 def test_it_has_what_the_snapshot_knows() -> None:
-    known = {"stop": Stop(14, "enough", "w0"), "decided": Decided(version=8)}
+    known = {"stop": EarlyEnd(14, "enough", "w0"), "decided": Decided(version=8)}
     job = _next(_Job(_terms(), resume=_resumed(**known)))
     job.come(*MEMBERS)
-    assert job.view.stop == Stop(14, "enough", "w0")
+    assert job.view.stop == EarlyEnd(14, "enough", "w0")
     assert job.machine.course.evaluations.decided == Decided(version=8)
 
 
@@ -75,10 +75,10 @@ def test_a_job_that_has_begun_and_whose_journal_does_not_know_with_what_looks_fo
     state = msgspec.structs.replace(_Job(_terms(), resume=_resumed()).machine.state(), origin=None)
     job = _Job(_terms(), recovered=state)
     effects = job.come(*MEMBERS)
-    assert _of(Publish, effects) == []
+    assert _of(PublishView, effects) == []
     assert len(_of(FindSnapshot, effects)) == 1
-    assert {prepare.member for prepare in _of(Prepare, effects)} == {"s0", "s1"}
-    job.play(Found("step-00000012-20001", 12))
+    assert {prepare.member for prepare in _of(SendRecord, effects)} == {"s0", "s1"}
+    job.play(NewestFound("step-00000012-20001", 12))
     assert (job.view.origin, job.machine.course.furthest) == ("step-00000012-20001", 11)
 
 
@@ -96,7 +96,7 @@ def test_without_its_snapshot_it_ends_and_never_begins_anew(snapshot: str, versi
     job.come(*MEMBERS)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2")
-    assert len(_of(Abort, job.play(Found("")))) == 1
+    assert len(_of(Abort, job.play(NewestFound("")))) == 1
 
 
 def test_another_jobs_snapshot_is_gone_back_to_until_this_job_has_one_of_its_own() -> None:
@@ -106,11 +106,11 @@ def test_another_jobs_snapshot_is_gone_back_to_until_this_job_has_one_of_its_own
     job.step(10)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2")
-    job.play(Found(""))
+    job.play(NewestFound(""))
     assert (job.view.origin, job.machine.course.furthest) == (ELSEWHERE, 9)
     job.play(Left("s2", "x"))
     job.come("s3")
-    job.play(Found("step-00000012-10001", 12))
+    job.play(NewestFound("step-00000012-10001", 12))
     assert job.view.origin == "step-00000012-10001"
 
 
@@ -133,7 +133,7 @@ def test_a_command_given_again_goes_on_with_the_job_that_it_has_begun() -> None:
     again.play(Tick(1.0))
     assert begun_by(again.machine.state(), "resume 10"), "also after a coordinator that was started without --resume"
     assert again.view.origin == SNAPSHOT
-    assert begun_by(msgspec.structs.replace(state, last_word=Finish("w0")), "resume 10")
+    assert begun_by(msgspec.structs.replace(state, last_word=FinishJob("w0")), "resume 10")
     assert not begun_by(msgspec.structs.replace(state, last_word=Abort("a loss is not finite")), "resume 10")
 
 

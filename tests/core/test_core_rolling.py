@@ -10,13 +10,12 @@ from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.slots import (
     Arriving,
-    Discard,
+    DropArriving,
     Effect,
     Event,
     Fetch,
     Filled,
     Follow,
-    Initialise,
     Land,
     Landed,
     LinkLost,
@@ -24,6 +23,7 @@ from rallypoint.core.worker.slots import (
     Send,
     Sent,
     Slot,
+    UploadFirst,
     Viewed,
 )
 
@@ -103,12 +103,12 @@ def test_nothing_is_sent_before_the_first_version_of_the_shard_is_here() -> None
 
 def test_the_worker_that_the_view_names_uploads_once_it_is_linked_to_all_servers() -> None:
     bench = _Bench(begun=False, uploader="me")
-    assert bench.machine.next_action() == Initialise()
-    assert bench.machine.take(Initialise())
+    assert bench.machine.next_action() == UploadFirst()
+    assert bench.machine.take(UploadFirst())
     assert bench.machine.next_action() is None
     bench.say(LinkLost("s1"))  # what was uploaded to it may be lost
     bench.say(LinkUp("s1"))
-    assert bench.machine.next_action() == Initialise()
+    assert bench.machine.next_action() == UploadFirst()
 
 
 def test_what_a_lost_link_may_have_taken_with_it_is_sent_again() -> None:
@@ -142,7 +142,7 @@ def test_a_version_that_comes_while_its_contribution_waits_to_be_sent_again_is_f
     bench.say(LinkLost("s1"))
     bench.say(LinkUp("s1"))
     again = bench.push(1)  # the round is over there: its version is on its way
-    assert bench.say(Arriving(1, 1, V1)) == [Discard(1)]
+    assert bench.say(Arriving(1, 1, V1)) == [DropArriving(1)]
     assert bench.sent(again) == [Fetch(1, 1, "s1")]
     bench.arrives(1, 1)
     bench.machine.taken(1)
@@ -154,7 +154,7 @@ def test_a_version_that_lands_is_not_overwritten_and_one_that_is_known_is_waited
     bench = _Bench()
     bench.sent(bench.push(0))
     bench.arrives(0, 1)
-    assert bench.say(Arriving(0, 1, V1)) == [Discard(0)]  # once more, after a link came back
+    assert bench.say(Arriving(0, 1, V1)) == [DropArriving(0)]  # once more, after a link came back
     assert not bench.machine.may_fill(0)
 
 
@@ -174,10 +174,10 @@ def test_when_servers_have_lost_sums_nothing_goes_on() -> None:
 
 def test_a_worker_that_comes_after_the_first_sums_says_so() -> None:
     bench = _Bench(begun=False)
-    assert bench.say(Arriving(0, 3, V1))[0] == Discard(0)
+    assert bench.say(Arriving(0, 3, V1))[0] == DropArriving(0)
     assert "too late" in bench.machine.broken
 
 
 def test_what_belongs_to_an_older_generation_is_dropped() -> None:
     bench = _Bench()
-    assert bench.say(Arriving(0, 1, ViewNumber(0, 1))) == [Discard(0)]
+    assert bench.say(Arriving(0, 1, ViewNumber(0, 1))) == [DropArriving(0)]

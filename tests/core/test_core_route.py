@@ -16,7 +16,7 @@ from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import (
     Arriving,
     Compute,
-    Discard,
+    DropArriving,
     Effect,
     Filled,
     Follow,
@@ -105,7 +105,7 @@ def bench() -> Bench:
 def test_a_worker_begins_with_the_servers_and_its_next_step_goes_through_the_aggregator() -> None:
     bench = Bench(view_of(1))
     assert bench.shell.route.through == ""
-    assert bench.arrive(0, "a0") == [Discard(0), Discard(1)]  # it was not asked
+    assert bench.arrive(0, "a0") == [DropArriving(0), DropArriving(1)]  # it was not asked
     effects = bench.install(0)
     assert followed(effects) == [Follow("a0", step=0), Follow("s0", on=False), Follow("s1", on=False)]
     assert bench.compute() == [(0, "a0"), (1, "a0")]
@@ -113,7 +113,7 @@ def test_a_worker_begins_with_the_servers_and_its_next_step_goes_through_the_agg
 
 def test_versions_come_from_the_route_only(bench: Bench) -> None:
     bench.compute()
-    assert bench.arrive(1, "s0", [0]) == [Discard(0)]
+    assert bench.arrive(1, "s0", [0]) == [DropArriving(0)]
     bench.install(1, "a0")
     assert bench.shell.machine.step == 1
 
@@ -123,7 +123,7 @@ def test_a_lost_aggregator_costs_the_step_in_progress_and_nobody_is_waited_for(b
     assert followed(bench.shell.link_lost("a0")) == [Follow("s0"), Follow("s1")]
     assert bench.shell.next_action() == Compute(0, 0)
     assert bench.compute() == [(0, "s0"), (1, "s1")]
-    assert bench.arrive(1, "a0") == [Discard(0), Discard(1)]
+    assert bench.arrive(1, "a0") == [DropArriving(0), DropArriving(1)]
     bench.install(1)
 
 

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.policy import Async, Policy, Sync
-from rallypoint.core.shard.clip import Measure, Rule, Tell, Verdict
+from rallypoint.core.shard.clip import Measure, Rule, StepVerdict, Tell
 from rallypoint.core.shard.effects import (
     Abandon,
     Apply,
-    Capture,
-    CaughtUp,
+    BackupCaughtUp,
+    CaptureShard,
     Drop,
     Fill,
     Finish,
-    Install,
+    InstallFirst,
     Prove,
     Publish,
     Reply,
@@ -32,14 +32,14 @@ from rallypoint.core.shard.replication import Proofs
 from rallypoint.core.shard.server import (
     FILLS_AT_ONCE,
     Disown,
-    Disproved,
     Effect,
     On,
     Own,
-    Plan,
-    Report,
     Restore,
     ServerMachine,
+    ServerPlan,
+    TellDisproved,
+    TellNotFinite,
 )
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import Incoming, Member, View, ViewNumber
@@ -56,10 +56,10 @@ def applied(step: int, scale: float | None) -> Apply:
 def _plan(
     shards: int, *, decides: bool = False, buffers: frozenset[int] = frozenset(), skip: bool = False,
     policy: Policy | None = None,
-) -> Plan:  # fmt: skip
+) -> ServerPlan:  # fmt: skip
     parameters = frozenset(range(shards)) - buffers
     waiting = frozenset(range(shards)) if skip else parameters
-    return Plan(
+    return ServerPlan(
         policy or Sync(), [1] * shards, parameters, waiting if decides else frozenset(),
         Rule(1.0 if decides else None, skip),
     )
@@ -83,7 +83,7 @@ def _on(effects: list[Effect], kind: type) -> list[tuple[int, Any]]:
     return [(e.shard, e.effect) for e in effects if isinstance(e, On) and isinstance(e.effect, kind)]
 
 
-def _server(plan: Plan, view: View, *linked: str, initialised: bool = True) -> ServerMachine:
+def _server(plan: ServerPlan, view: View, *linked: str, initialised: bool = True) -> ServerMachine:
     """s0 under its first view, with links to others, its primaries at version 0."""
     server = ServerMachine("s0", plan)
     server.adopt(view)
@@ -102,16 +102,18 @@ def test_buffers_that_are_one_version_ahead_are_captured_at_the_version_before()
     server = _server(_plan(3, buffers=frozenset({2})), _view(1, {0: "s0", 1: "s0", 2: "s0"}))
     server.handle(2, Contribute(0, 0, 5, 1.0))
     assert server.machine(2).version == 1  # type: ignore[union-attr]
-    assert _on(server.capture(0), Capture) == [(0, Capture(0)), (1, Capture(0)), (2, Capture(0))]
+    assert _on(server.capture(0), CaptureShard) == [(0, CaptureShard(0)), (1, CaptureShard(0)), (2, CaptureShard(0))]
     server.handle(0, Contribute(0, 0, 6, 1.0))
-    assert _on(server.capture(0), Capture)[0] == (0, Capture(1, missed=True)), "parameters have an optimizer's state"
+    assert _on(server.capture(0), CaptureShard)[0] == (0, CaptureShard(1, missed=True)), (
+        "parameters have an optimizer's state"
+    )
 
 
 def test_buffers_that_come_from_a_snapshot_have_no_version_before_it() -> None:
     server = _server(_plan(2, buffers=frozenset({1})), _view(1, {0: "s0", 1: "s0"}), initialised=False)
     server.handle(0, Loaded(3))
     server.handle(1, Loaded(4))
-    assert _on(server.capture(3), Capture) == [(0, Capture(3)), (1, Capture(4, missed=True))]
+    assert _on(server.capture(3), CaptureShard) == [(0, CaptureShard(3)), (1, CaptureShard(4, missed=True))]
 
 
 # ---- views ----
@@ -198,14 +200,14 @@ def test_backups_are_filled_a_few_at_a_time_once_they_are_linked_and_there_is_so
     assert _on(effects, Fill) == [(index, Fill(0)) for index in range(FILLS_AT_ONCE)]
     assert server.peer_linked("s1") == []
     effects = server.handle(0, Acked(0))
-    assert _on(effects, CaughtUp) == [(0, CaughtUp())]
+    assert _on(effects, BackupCaughtUp) == [(0, BackupCaughtUp())]
     assert _on(effects, Fill) == [(FILLS_AT_ONCE, Fill(0))]
     assert server.caught_up == {0: FIRST}
 
 
 def test_a_backup_that_is_linked_before_there_is_anything_to_send_is_filled_with_the_first_version() -> None:
     server = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}), "s1", initialised=False)
-    assert server.handle(0, Initialise(1)) == [On(0, Install(1)), On(0, Publish(0)), On(0, Fill(0))]
+    assert server.handle(0, Initialise(1)) == [On(0, InstallFirst(1)), On(0, Publish(0)), On(0, Fill(0))]
     restored = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}, origin="step-3"), "s1", initialised=False)
     assert restored.handle(0, Loaded(3)) == [On(0, Publish(3)), On(0, Fill(3))]
 
@@ -272,8 +274,8 @@ def test_a_primary_that_missed_the_view_in_which_they_parted_has_no_false_caught
     assert _on(effects, Fill) == [(0, Fill(0))]
     assert _on(server.handle(0, Contribute(0, 0, 1.0, 1)), Publish) == [(0, Publish(1))]  # it waits for nobody
     assert server.caught_up == {1: FIRST}
-    assert _on(server.handle(0, Acked(0)), CaughtUp) == []  # what has been published since is not there yet
-    assert _on(server.handle(0, Acked(1)), CaughtUp) == [(0, CaughtUp())]
+    assert _on(server.handle(0, Acked(0)), BackupCaughtUp) == []  # what has been published since is not there yet
+    assert _on(server.handle(0, Acked(1)), BackupCaughtUp) == [(0, BackupCaughtUp())]
     assert server.caught_up == {0: ViewNumber(1, 3), 1: FIRST}
 
 
@@ -383,7 +385,7 @@ def _step(server: ServerMachine, index: int, step: int, norm: float) -> list[Eff
 
 
 def _finish(server: ServerMachine, effects: list[Effect]) -> list[Effect]:
-    (verdict,) = [effect for effect in effects if isinstance(effect, Verdict)]
+    (verdict,) = [effect for effect in effects if isinstance(effect, StepVerdict)]
     return server.decided(verdict)
 
 
@@ -421,12 +423,12 @@ def test_buffers_do_not_wait_for_clipping_and_wait_to_be_skipped() -> None:
 
 @pytest.mark.parametrize("word", [0, 7])
 def test_a_server_refuses_a_sum_that_is_not_finite_by_itself_and_says_so_again(word: int) -> None:
-    plan = Plan(Sync(), [1, 1], frozenset({0, 1}), frozenset(), Rule(stops=True), rounds=9)
+    plan = ServerPlan(Sync(), [1, 1], frozenset({0, 1}), frozenset(), Rule(stops=True), rounds=9)
     server = _server(plan, _view(1, {0: "s0", 1: "s0"}))
     assert _on(_step(server, 0, 0, 1.0), Apply) == [(0, applied(0, 1.0))]
     server.handle(1, Contribute(0, 0, 1.0, 7))
     (report,) = server.measured(0, Measure(1, 0.0, at=word))
-    assert isinstance(report, Report)
+    assert isinstance(report, TellNotFinite)
     assert (report.verdict.stops, report.verdict.gradients, report.verdict.at) == (True, (0,), (1, word))
     assert server.machine(1).version == 0  # type: ignore[union-attr]
     assert server.report_again() == [report]
@@ -436,13 +438,13 @@ def test_a_server_refuses_a_sum_that_is_not_finite_by_itself_and_says_so_again(w
 
 @pytest.mark.parametrize("rule", [Rule(1.0, stops=True), Rule(1.0, skips=True), Rule(None, skips=True)])
 def test_all_servers_refuse_or_skip_what_one_of_them_finds(rule: Rule) -> None:
-    plan = Plan(Sync(), [1, 1], frozenset({0, 1}), frozenset({0, 1}), rule)
+    plan = ServerPlan(Sync(), [1, 1], frozenset({0, 1}), frozenset({0, 1}), rule)
     server = _server(plan, _view(1, {0: "s0", 1: "s1"}), "s1")
     _step(server, 0, 0, 1.0)
-    (verdict,) = [e for e in server.told(0, [Measure(1, 0.0, gradients=(2,), at=5)]) if isinstance(e, Verdict)]
+    (verdict,) = [e for e in server.told(0, [Measure(1, 0.0, gradients=(2,), at=5)]) if isinstance(e, StepVerdict)]
     assert (verdict.scale, verdict.stops, verdict.at, verdict.gradients) == (None, rule.stops, (1, 5), (2,))
     assert _on(server.decided(verdict), Apply) == ([] if rule.stops else [(0, applied(0, None))])
-    assert server.report_again() == ([Report(verdict)] if rule.stops else [])
+    assert server.report_again() == ([TellNotFinite(verdict)] if rule.stops else [])
     server.validate()
 
 
@@ -489,7 +491,7 @@ def test_decisions_of_a_stale_generation_are_forgotten() -> None:
     assert not any(isinstance(effect, Tell) for effect in server.adopt(view))
     server.handle(0, Loaded(0))
     effects = _step(server, 0, 0, 3.0)
-    assert [effect for effect in effects if isinstance(effect, Verdict)] == []
+    assert [effect for effect in effects if isinstance(effect, StepVerdict)] == []
 
 
 def test_a_view_survives_being_adopted_after_the_wire() -> None:
@@ -500,10 +502,10 @@ def test_a_view_survives_being_adopted_after_the_wire() -> None:
 def test_a_verdict_of_a_generation_that_is_over_decides_nothing() -> None:
     """It was in the inbox when all went back to a snapshot: with a quorum the step's sum is another one now."""
     server = _server(_plan(1, decides=True), _view(1, {0: "s0"}))
-    (old,) = [effect for effect in _step(server, 0, 0, 4.0) if isinstance(effect, Verdict)]
+    (old,) = [effect for effect in _step(server, 0, 0, 4.0) if isinstance(effect, StepVerdict)]
     server.adopt(_view(2, {0: "s0"}, generation=2))
     server.handle(0, Initialise(5))
-    (new,) = [effect for effect in _step(server, 0, 0, 8.0) if isinstance(effect, Verdict)]
+    (new,) = [effect for effect in _step(server, 0, 0, 8.0) if isinstance(effect, StepVerdict)]
     assert server.decided(old) == []
     assert _on(server.decided(new), Apply) == [(0, applied(0, 1.0 / (8.0 + 1e-6)))]
     server.validate()
@@ -580,14 +582,14 @@ def _filled() -> tuple[ServerShell[_Link], _Link]:
 
 def test_a_backup_that_proves_what_it_acknowledges_is_caught_up() -> None:
     shell, link = _filled()
-    assert shell.acked("s1", link, 0, Acked(0), FIRST, b"version 0") == [On(0, CaughtUp())]
+    assert shell.acked("s1", link, 0, Acked(0), FIRST, b"version 0") == [On(0, BackupCaughtUp())]
     assert shell.machine.caught_up
 
 
 @pytest.mark.parametrize("digest", [b"", b"version 1", bytes(16)])
 def test_a_backup_that_acknowledges_what_it_does_not_hold_is_found_out(digest: bytes) -> None:
     shell, link = _filled()
-    assert shell.acked("s1", link, 0, Acked(0), FIRST, digest) == [Disproved(0, 0, FIRST)]
+    assert shell.acked("s1", link, 0, Acked(0), FIRST, digest) == [TellDisproved(0, 0, FIRST)]
     assert not shell.machine.caught_up
     replication = shell.machine.machine(0).copies.backup  # type: ignore[union-attr]
     assert replication.acked == -1, "nothing is published that it says it has"
@@ -707,7 +709,7 @@ def test_a_demoted_primary_that_holds_something_else_is_filled_and_is_no_liar(di
     servers.shells["s1"].fill(0, "s0", 0, b"at 0")
     servers.shells["s0"].replicated(_Link(), 0, Loaded(0))
     assert servers.acks("s0", 0, by="s1") == [On(0, Publish(0))]
-    assert servers.acks("s0", 0, b"made up", by="s1") == [Disproved(0, 0, FIRST)]  # now it is one
+    assert servers.acks("s0", 0, b"made up", by="s1") == [TellDisproved(0, 0, FIRST)]  # now it is one
 
 
 def test_a_frame_from_before_its_sender_became_the_primary_does_not_count() -> None:
@@ -722,7 +724,7 @@ def test_with_a_third_server_nothing_is_published_that_one_of_the_two_does_not_h
     primary = servers.machine("s0")
     assert primary.published == 0
     servers.fill("s2", 0)
-    assert servers.acks("s2", 0) == [On(0, CaughtUp(incoming=True))]
+    assert servers.acks("s2", 0) == [On(0, BackupCaughtUp(incoming=True))]
     assert servers.shells["s0"].machine.arrived == {0: FIRST}
     done = servers.shells["s0"].machine.handle(0, Contribute(0, 0, 1.0, 9))
     assert [(apply.version, apply.copies) for _, apply in _on(done, Apply)] == [(1, (False, True))]

@@ -17,8 +17,8 @@ from rallypoint.core.shard.effects import (
     Acknowledge,
     Add,
     Apply,
-    Capture,
-    CaughtUp,
+    BackupCaughtUp,
+    CaptureShard,
     Discard,
     Drop,
     Effect,
@@ -26,7 +26,7 @@ from rallypoint.core.shard.effects import (
     Finish,
     Gather,
     Hold,
-    Install,
+    InstallFirst,
     Merge,
     OnTime,
     Publish,
@@ -334,7 +334,7 @@ def test_a_buffer_shard_takes_replica_0_alone() -> None:
 def test_the_first_parameters_are_installed_and_later_ones_dropped_without_fault() -> None:
     bench = _Bench(ShardMachine(Sync(), 1))
     assert bench.machine.version == -1
-    assert bench.handle(Initialise(10)) == [Install(10), Publish(0)]
+    assert bench.handle(Initialise(10)) == [InstallFirst(10), Publish(0)]
     assert bench.handle(Initialise(11)) == [Drop(11)]
     bench.push(0, 0)
     assert bench.handle(Initialise(12)) == [Drop(12)]
@@ -415,7 +415,7 @@ class _Pair:
         return effects
 
     def _count(self, effects: list[Effect]) -> None:
-        self.out.update(effect.ticket for effect in effects if isinstance(effect, (Install, Take, Add, Drop)))
+        self.out.update(effect.ticket for effect in effects if isinstance(effect, (InstallFirst, Take, Add, Drop)))
 
     def step(self, step: int) -> list[Effect]:
         for replica in range(self.primary.expected - 1):
@@ -442,7 +442,7 @@ def _caught_up(expected: int = 1, decides: bool = False) -> _Pair:
 def test_before_its_first_acknowledgement_a_backup_holds_nothing_up() -> None:
     pair = _Pair()
     assert pair.run(FillBackup()) == []  # there is nothing to send yet
-    assert pair.run(Initialise(pair.ticket())) == [Install(1), Publish(0)]
+    assert pair.run(Initialise(pair.ticket())) == [InstallFirst(1), Publish(0)]
     assert pair.primary.copies.backup.needs_sync
     assert pair.step(0)[1:] == [Finish(0, 1.0, False, (), 1), applied(0, 1.0), Publish(1)]
     assert pair.run(FillBackup()) == [Fill(1)]
@@ -460,7 +460,7 @@ def test_a_backup_has_caught_up_once_it_holds_all_that_has_been_published() -> N
     assert not pair.primary.copies.backup.caught_up
     pair.step(1)
     assert pair.published == [0, 1]  # from the first acknowledgement on it is waited for
-    assert pair.run(Acked(1)) == [CaughtUp()]
+    assert pair.run(Acked(1)) == [BackupCaughtUp()]
     assert pair.run(Acked(2)) == [Publish(2)]
 
 
@@ -519,7 +519,7 @@ def test_after_a_lost_link_the_backup_gets_the_whole_state_again_and_nothing_pas
     assert pair.published == [0]
     pair.deliver()
     assert pair.published == [0, 1]
-    assert CaughtUp() not in pair.effects[-2:]  # that was said
+    assert BackupCaughtUp() not in pair.effects[-2:]  # that was said
 
 
 def test_a_lost_link_before_the_first_state_was_sent_changes_nothing() -> None:
@@ -585,7 +585,7 @@ def test_a_backup_takes_no_contribution_no_first_weights_no_decision_and_no_snap
     backup.handle(Loaded(2))
     assert backup.handle(Contribute(2, 0, 1.0, 2)) == [Drop(2)]
     assert backup.handle(Decide(2, 0.5)) == []
-    assert backup.handle(CaptureAt(5)) == [Capture(6, missed=True)]
+    assert backup.handle(CaptureAt(5)) == [CaptureShard(6, missed=True)]
     assert backup.handle(FillBackup()) == []
     assert backup.handle(Acked(2)) == []
 
@@ -675,25 +675,25 @@ def test_a_capture_happens_at_exactly_its_version_or_is_too_late(now: int, wante
         bench.push(step, 0)
     effects = bench.handle(CaptureAt(wanted))
     if wanted < now:
-        assert effects == [Capture(now, missed=True)]
+        assert effects == [CaptureShard(now, missed=True)]
         return
-    assert effects == ([Capture(wanted)] if wanted == now else [])
+    assert effects == ([CaptureShard(wanted)] if wanted == now else [])
     for step in range(now, 10):
         effects = bench.push(step, 0)
-        captured = [effect for effect in effects if isinstance(effect, Capture)]
-        assert captured == ([Capture(wanted)] if step + 1 == wanted else [])
+        captured = [effect for effect in effects if isinstance(effect, CaptureShard)]
+        assert captured == ([CaptureShard(wanted)] if step + 1 == wanted else [])
 
 
 def test_a_version_is_captured_before_it_is_published_and_even_while_the_backup_is_waited_for() -> None:
     pair = _caught_up()
     pair.run(CaptureAt(1))
-    assert pair.step(0)[2:] == [applied(0, 1.0, replicate=True), Capture(1)]
+    assert pair.step(0)[2:] == [applied(0, 1.0, replicate=True), CaptureShard(1)]
     fresh = _Bench(ShardMachine(Sync(), 1))
     assert fresh.handle(CaptureAt(0)) == []
-    assert fresh.handle(Initialise(1)) == [Install(1), Capture(0), Publish(0)]
+    assert fresh.handle(Initialise(1)) == [InstallFirst(1), CaptureShard(0), Publish(0)]
     restored = ShardMachine(Sync(), 1)
     restored.handle(CaptureAt(3))
-    assert restored.handle(Loaded(3)) == [Capture(3), Publish(3)]
+    assert restored.handle(Loaded(3)) == [CaptureShard(3), Publish(3)]
 
 
 @pytest.mark.parametrize("policy", [Async(), BoundedStaleness(2)], ids=repr)
@@ -701,8 +701,8 @@ def test_a_capture_that_comes_while_a_shard_of_a_streaming_job_is_restored_is_ma
     """Versions count updates there: the version that names the snapshot may never be one of the shard."""
     machine = ShardMachine(policy, 2, rounds=9)
     assert machine.handle(CaptureAt(4)) == []
-    assert Capture(9) in machine.handle(Loaded(9, (5, 4)))
-    assert not [effect for effect in machine.handle(Contribute(5, 0, 1.0, 1)) if isinstance(effect, Capture)]
+    assert CaptureShard(9) in machine.handle(Loaded(9, (5, 4)))
+    assert not [effect for effect in machine.handle(Contribute(5, 0, 1.0, 1)) if isinstance(effect, CaptureShard)]
 
 
 def test_a_capture_is_forgotten_with_the_role() -> None:
@@ -712,7 +712,7 @@ def test_a_capture_is_forgotten_with_the_role() -> None:
     bench.handle(Loaded(0))
     bench.handle(Assigned(primary=True, backup=False, fresh=False))
     bench.push(0, 0)
-    assert bench.of(Capture) == []
+    assert bench.of(CaptureShard) == []
 
 
 def test_what_is_being_folded_when_a_backup_is_filled_is_in_its_state() -> None:

@@ -6,16 +6,16 @@ import msgspec
 from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms, applied
 
 from rallypoint.core import protocol
-from rallypoint.core.cluster.effects import Abort, Capture, Finish, Publish, Say
-from rallypoint.core.cluster.events import Captured, Committed, Found, From, Left, Progress, SnapshotLost
+from rallypoint.core.cluster.effects import Abort, Announce, FinishJob, PublishView, TakeSnapshot
+from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, NewestFound, SnapshotLost
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.modes import Feature, ModeTraits
 from rallypoint.core.order import stream_unread
 from rallypoint.core.policy import Async, Sync
-from rallypoint.core.shard.server import Plan, ServerMachine
+from rallypoint.core.shard.server import ServerMachine, ServerPlan
 from rallypoint.core.shard.shell import ServerShell
-from rallypoint.core.view import Stop
+from rallypoint.core.view import EarlyEnd
 from rallypoint.core.worker import slots
 from rallypoint.core.worker.factory import WorkerPlan, shell_for
 
@@ -23,7 +23,7 @@ from rallypoint.core.worker.factory import WorkerPlan, shell_for
 def _begun(workers: int = 2, **terms: object) -> _Job:
     job = _Job(_terms(workers, 2, **terms))
     effects = job.come("s0", "s1", *(f"w{i}" for i in range(workers)))
-    for capture in _of(Capture, effects):  # version 0 is stored
+    for capture in _of(TakeSnapshot, effects):  # version 0 is stored
         job.play(*(Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers))
         job.play(Committed(capture.snapshot))
     return job
@@ -31,7 +31,7 @@ def _begun(workers: int = 2, **terms: object) -> _Job:
 
 def _reported(job: _Job, step: int, worker: str = "w0") -> None:
     for reached in range(step + 1):
-        job.play(Progress(worker, reached, 0, 0.1, job.view.generation))
+        job.play(Computed(worker, reached, 0, 0.1, job.view.generation))
 
 
 def _stop(job: _Job, version: int, worker: str = "w0", left: int = -1) -> From:
@@ -46,19 +46,19 @@ def test_the_next_view_says_with_which_version_the_job_ends() -> None:
     job = _begun()
     _reported(job, 4)
     effects = job.play(_stop(job, 6))
-    (publish,) = _of(Publish, effects)
-    assert publish.view.stop == Stop(6, "enough", "w0")
+    (publish,) = _of(PublishView, effects)
+    assert publish.view.stop == EarlyEnd(6, "enough", "w0")
     assert set(publish.members) == {"s0", "s1", "w0", "w1"}
     _reported(job, 5)
-    assert job.play(_done(job, "w0", 6), _done(job, "w1", 6))[-1] == Finish("w0", 6, "enough")
+    assert job.play(_done(job, "w0", 6), _done(job, "w1", 6))[-1] == FinishJob("w0", 6, "enough")
 
 
 def test_a_job_resumed_from_a_snapshot_that_knows_the_stop_ends_with_the_same_version() -> None:
-    job = _Job(_terms(1, 2), resume=Resumed(RECORD, "step-00000005-1", 5, Stop(6, "enough", "w0")))
+    job = _Job(_terms(1, 2), resume=Resumed(RECORD, "step-00000005-1", 5, EarlyEnd(6, "enough", "w0")))
     job.come("s0", "s1", "w0")
-    assert job.view.stop == Stop(6, "enough", "w0")
+    assert job.view.stop == EarlyEnd(6, "enough", "w0")
     _reported(job, 5)
-    assert job.play(_done(job, "w0", 6))[-1] == Finish("w0", 6, "enough")
+    assert job.play(_done(job, "w0", 6))[-1] == FinishJob("w0", 6, "enough")
 
 
 def test_a_snapshot_says_what_the_journal_had_no_room_for() -> None:
@@ -66,8 +66,8 @@ def test_a_snapshot_says_what_the_journal_had_no_room_for() -> None:
     _reported(job, 4)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2", "s3")
-    job.play(Found("step-00000005-1", 5, Stop(6, "enough", "w0")))
-    assert job.view.stop == Stop(6, "enough", "w0")
+    job.play(NewestFound("step-00000005-1", 5, EarlyEnd(6, "enough", "w0")))
+    assert job.view.stop == EarlyEnd(6, "enough", "w0")
 
 
 def test_of_two_workers_who_stop_it_the_lower_version_counts_whoever_is_heard_first() -> None:
@@ -106,8 +106,8 @@ def test_who_says_that_it_is_done_with_another_version_is_not_believed() -> None
     job = _begun()
     _reported(job, 5)
     job.play(_done(job, "w1", 7), _stop(job, 6))
-    assert not _of(Finish, job.play(_done(job, "w0", 6)))
-    assert _of(Finish, job.play(_done(job, "w1", 6)))
+    assert not _of(FinishJob, job.play(_done(job, "w0", 6)))
+    assert _of(FinishJob, job.play(_done(job, "w1", 6)))
 
 
 def test_the_replicas_of_a_worker_that_has_left_its_loop_go_to_others() -> None:
@@ -115,7 +115,7 @@ def test_the_replicas_of_a_worker_that_has_left_its_loop_go_to_others() -> None:
     _reported(job, 4)
     job.play(_stop(job, 6, left=5))
     assert job.view.assigned(5) == {"w1": (0, 1, 2, 3)}
-    assert job.view.stop == Stop(6, "enough", "w0")
+    assert job.view.stop == EarlyEnd(6, "enough", "w0")
 
 
 def test_a_worker_that_left_its_loop_after_its_part_keeps_its_replicas() -> None:
@@ -132,7 +132,7 @@ def test_if_all_have_left_before_a_step_the_job_ends_with_the_version_that_all_h
     job.play(_stop(job, 6, "w0", left=5), _stop(job, 6, "w1", left=5))
     assert job.view.stop is not None
     assert job.view.stop.version == 5
-    (finish,) = _of(Finish, job.play(_done(job, "w0", 5), _done(job, "w1", 5)))
+    (finish,) = _of(FinishJob, job.play(_done(job, "w0", 5), _done(job, "w1", 5)))
     assert (finish.stopped_at, finish.why) == (5, "enough")
 
 
@@ -152,7 +152,7 @@ def test_a_snapshot_of_a_version_that_is_not_made_any_more_is_dropped() -> None:
     assert taking is not None
     assert taking.version == 8
     job.play(_stop(job, 7))
-    (capture,) = _of(Capture, job.play(Progress("w1", 5, 2, 0.1, job.view.generation)))
+    (capture,) = _of(TakeSnapshot, job.play(Computed("w1", 5, 2, 0.1, job.view.generation)))
     assert capture.version == 7
     job.play(SnapshotLost(capture.snapshot, "past it", 9), applied("s0", 8, job.view.generation))
     assert job.view.stop is not None
@@ -188,7 +188,7 @@ def test_a_worker_gives_up_a_step_that_is_not_made_any_more_and_says_that_it_has
     shell = shell_for("w0", WorkerPlan(shards=2, rounds=20, mode=ModeTraits(), buffer_shards=frozenset()))
     shell.adopt(job.view, [])
     shell.machine.step, shell.machine._computing = 5, 0
-    stopped = msgspec.structs.replace(job.view, number=job.view.number.__class__(1, 9), stop=Stop(5))
+    stopped = msgspec.structs.replace(job.view, number=job.view.number.__class__(1, 9), stop=EarlyEnd(5))
     shell.adopt(stopped, [])
     assert shell.machine.rewound
     assert shell.ending.reached == (job.view.generation, 5)
@@ -200,11 +200,11 @@ def test_a_worker_gives_up_a_step_that_is_not_made_any_more_and_says_that_it_has
 
 def test_servers_send_the_last_version_as_it_is() -> None:
     job = _begun(1)
-    plan = Plan(Sync(), [4] * len(SHARDS), frozenset(SHARDS), frozenset(), rounds=20)
+    plan = ServerPlan(Sync(), [4] * len(SHARDS), frozenset(SHARDS), frozenset(), rounds=20)
     shell: ServerShell = ServerShell(ServerMachine("s0", plan))  # type: ignore[type-arg]
     shell.adopt(job.view)
     assert (shell.is_last(0, 5), shell.is_last(0, 20)) == (False, True)
-    shell.adopt(msgspec.structs.replace(job.view, number=job.view.number.__class__(1, 9), stop=Stop(5)))
+    shell.adopt(msgspec.structs.replace(job.view, number=job.view.number.__class__(1, 9), stop=EarlyEnd(5)))
     assert (shell.is_last(0, 4), shell.is_last(0, 5)) == (False, True)
 
 
@@ -212,11 +212,11 @@ def _ended(job: _Job, version: int, *before: From) -> list[str]:
     """What is said where both workers hold the last version."""
     effects = job.play(*before, applied("s0", version - 1, job.view.generation))
     effects += job.play(_done(job, "w0", version), _done(job, "w1", version))
-    for capture in _of(Capture, effects):
+    for capture in _of(TakeSnapshot, effects):
         effects += job.play(*(Captured(server, capture.snapshot, tuple(SHARDS)) for server in capture.writers))
         effects += job.play(Committed(capture.snapshot))
-    assert _of(Finish, effects)
-    return [said.text for said in _of(Say, effects)]
+    assert _of(FinishJob, effects)
+    return [said.text for said in _of(Announce, effects)]
 
 
 def _job_of(**settings: object) -> _Job:
@@ -228,7 +228,7 @@ def _job_of(**settings: object) -> _Job:
 def test_the_end_is_said_as_an_end_and_not_as_a_failure() -> None:
     job = _begun()
     _reported(job, 4)
-    said = [effect.text for effect in _of(Say, job.play(_stop(job, 6)))]
+    said = [effect.text for effect in _of(Announce, job.play(_stop(job, 6)))]
     assert said == ["the job ends with step 6: enough (w0)"]
 
 
@@ -236,7 +236,7 @@ def test_where_scripts_make_sums_their_end_is_no_stop() -> None:
     record = msgspec.structs.replace(RECORD, features=(*RECORD.features, Feature.SUMS))
     job = _Job(_terms(2, 2), record=record)
     job.come("s0", "s1", "w0", "w1")
-    assert not _of(Say, job.play(_stop(job, 1)))
+    assert not _of(Announce, job.play(_stop(job, 1)))
     assert job.view.stop is not None
 
 

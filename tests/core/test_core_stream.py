@@ -12,12 +12,12 @@ from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker.slots import (
     Arriving,
+    AskNext,
     Assisted,
     Compute,
-    Discard,
+    DropArriving,
     Effect,
     Filled,
-    Initialise,
     Install,
     Installed,
     Land,
@@ -30,8 +30,8 @@ from rallypoint.core.worker.slots import (
     Sent,
     Slot,
     ToWait,
+    UploadFirst,
     Viewed,
-    Want,
 )
 from rallypoint.core.worker.streaming import StreamMachine
 
@@ -141,7 +141,7 @@ def test_a_worker_keeps_what_is_assigned_to_it_and_the_step_in_progress() -> Non
 
 
 def _wants(replica: int, *shards: int) -> list[Effect]:
-    return [Want(shard, replica, f"s{shard % 2}") for shard in shards]
+    return [AskNext(shard, replica, f"s{shard % 2}") for shard in shards]
 
 
 def _in_turn(shards: int = 2, assigned: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10) -> _Bench:
@@ -261,7 +261,7 @@ def test_a_slot_may_not_be_filled_again_before_its_gradient_has_left() -> None:
     assert bench.machine.slots.unsent == [1]
     assert bench.arrive(0, 1, 0) == [Land(0)]
     # An answer that overtakes the news that the gradient has left finds no room, and is asked for again.
-    assert bench.arrive(1, 1, 0) == [Discard(1), *_wants(1, 1)]
+    assert bench.arrive(1, 1, 0) == [DropArriving(1), *_wants(1, 1)]
 
 
 def test_late_news_of_sending_does_not_free_what_is_in_the_slot_now() -> None:
@@ -282,7 +282,7 @@ def test_an_answer_that_comes_too_early_is_asked_for_again_once_the_step_is_over
     bench = _in_turn(2)
     bench.begin()
     (first,) = bench.fill(0)
-    assert bench.arrive(0, 0, 1) == [Discard(0)]
+    assert bench.arrive(0, 0, 1) == [DropArriving(0)]
     assert isinstance(first, Send)
     bench.handle(Sent(0, first.serial))
     (second,) = bench.fill(1)
@@ -308,11 +308,11 @@ def test_an_answer_may_land_while_other_shards_of_the_step_are_still_computed() 
 @pytest.mark.parametrize("replica", [3, EVERYTHING])
 def test_a_late_answer_to_what_is_not_wanted_any_more_is_read_and_forgotten(replica: int) -> None:
     bench = _Bench(2)
-    assert bench.arrive(0, replica, 4) == [Discard(0)]
+    assert bench.arrive(0, replica, 4) == [DropArriving(0)]
     assert bench.arrive(0, 0, 4) == [Land(0)]
-    assert bench.arrive(0, 0, 4) == [Discard(0)]
+    assert bench.arrive(0, 0, 4) == [DropArriving(0)]
     bench.handle(Landed(0))
-    assert bench.arrive(0, 0, 4) == [Discard(0)]
+    assert bench.arrive(0, 0, 4) == [DropArriving(0)]
     assert bench.machine.missing == [1]
 
 
@@ -321,7 +321,7 @@ def test_while_answers_are_copied_into_the_model_nothing_lands() -> None:
     bench.land(0, 0)
     assert bench.machine.take(bench.machine.next_action())
     assert bench.machine.next_action() is None
-    assert bench.arrive(0, 0, 0) == [Discard(0)]
+    assert bench.arrive(0, 0, 0) == [DropArriving(0)]
     bench.handle(Installed())
     assert bench.machine.next_action() == Compute(0, 0)
 
@@ -556,7 +556,7 @@ def test_what_another_replica_contributed_may_be_lost_with_a_primary_in_the_midd
     assert [send.wants for send in bench.fill(0) if isinstance(send, Send)] == [EVERYTHING]
     bench.handle(Viewed(_view(2, [0, 1], count=2, homes=["s0", "s0"])))  # server 1 had not replicated all of it
     bench.fill(1)
-    assert bench.handle(ReplicaComputed()) == [Want(0, 0, "s0"), Want(1, 0, "s0")]
+    assert bench.handle(ReplicaComputed()) == [AskNext(0, 0, "s0"), AskNext(1, 0, "s0")]
     bench.handle(Sent(0, 3))
     bench.handle(Sent(1, 4))
     bench.land(0, 1, [0])
@@ -595,7 +595,7 @@ def test_whose_replicas_are_finished_wants_everything_and_computes_nothing_any_m
     bench = _in_turn(2, [0], steps=1)
     assert [send.wants for send in bench.compute()] == [EVERYTHING, EVERYTHING]
     assert bench.machine.target == 1
-    assert bench.arrive(0, 0, 1) == [Discard(0)]
+    assert bench.arrive(0, 0, 1) == [DropArriving(0)]
     bench.answer(EVERYTHING, 1)
     assert bench.machine.step == 1
     assert bench.machine.next_action() is None
@@ -628,8 +628,8 @@ def test_a_standby_worker_wants_everything_when_the_job_is_ending() -> None:
 
 def test_the_first_weights_are_uploaded_by_whom_the_view_names_and_again_if_they_may_be_lost() -> None:
     bench = _Bench(2, view=_view(2, uploader="me"))
-    assert bench.machine.next_action() == Initialise()
-    assert bench.machine.take(Initialise())
+    assert bench.machine.next_action() == UploadFirst()
+    assert bench.machine.take(UploadFirst())
     assert bench.machine.next_action() is None
     bench.land(0, 0, [1])
     bench.handle(LinkLost("s1"))
@@ -638,7 +638,7 @@ def test_the_first_weights_are_uploaded_by_whom_the_view_names_and_again_if_they
     bench.handle(LinkLost("s0"))
     assert bench.machine.next_action() is None
     bench.handle(LinkUp("s0"))
-    assert bench.machine.next_action() == Initialise()
+    assert bench.machine.next_action() == UploadFirst()
 
 
 def test_after_a_roll_back_everything_is_wanted_anew_and_the_step_in_progress_is_stale() -> None:
@@ -652,7 +652,7 @@ def test_after_a_roll_back_everything_is_wanted_anew_and_the_step_in_progress_is
     assert bench.machine.step == -1
     assert bench.machine.may_fill(1) is None
     assert [bench.handle(LinkUp(server)) for server in ("s0", "s1")] == [_wants(0, 0), _wants(0, 1)]
-    assert bench.arrive(0, 0, 0)[0] == Discard(0)  # the main thread has not let go of the slot
+    assert bench.arrive(0, 0, 0)[0] == DropArriving(0)  # the main thread has not let go of the slot
     assert bench.land(0, 0, [1]) == []
     assert bench.handle(Filled(0)) == []  # not sent: it belongs to a void past
     assert bench.machine.next_action() is None
@@ -679,13 +679,13 @@ def test_an_answer_from_before_the_roll_back_is_read_and_forgotten() -> None:
     bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
     for server in ("s0", "s1"):
         bench.handle(LinkUp(server))
-    assert bench.handle(Arriving(0, 7, ViewNumber(1, 4), 0, 3)) == [Discard(0)]
+    assert bench.handle(Arriving(0, 7, ViewNumber(1, 4), 0, 3)) == [DropArriving(0)]
     assert bench.handle(Arriving(0, 7, ViewNumber(1, 5), 0, 3)) == [Land(0)]
 
 
 def test_before_any_view_nothing_is_taken() -> None:
     machine = StreamMachine("me", 2, frozenset(), 10)
-    assert machine.handle(Arriving(0, 0, V1)) == [Discard(0)]
+    assert machine.handle(Arriving(0, 0, V1)) == [DropArriving(0)]
     assert machine.assigned == []
     assert machine.next_action() is None
     assert machine.upcoming is None
@@ -727,8 +727,8 @@ def test_whatever_comes_no_slot_has_two_uses_and_nothing_is_wanted_of_a_server_t
         elif what == "arrive":
             replica, clock = data.draw(st.integers(-1, 2)), data.draw(st.integers(0, machine.steps))
             effects = bench.arrive(shard, replica, clock)
-            assert isinstance(effects[0], (Land, Discard))
-            assert not any(isinstance(effect, (Land, Discard)) for effect in effects[1:])
+            assert isinstance(effects[0], (Land, DropArriving))
+            assert not any(isinstance(effect, (Land, DropArriving)) for effect in effects[1:])
         elif what == "landed" and bench.slot(shard) is Slot.LANDING:
             effects = bench.handle(Landed(shard))
         elif what in ("up", "lost"):
@@ -745,7 +745,7 @@ def test_whatever_comes_no_slot_has_two_uses_and_nothing_is_wanted_of_a_server_t
             effects = bench.handle(ToWait(data.draw(st.integers(0, 2)), data.draw(st.integers(0, 10))))
         for effect in effects:
             assert not (isinstance(effect, Land) and effect.shard in filling)
-            if isinstance(effect, Want):
+            if isinstance(effect, AskNext):
                 assert effect.server in linked
                 assert effect.replica == machine._next
                 assert bench.slot(effect.shard) not in (Slot.LANDING, Slot.LANDED)
@@ -796,4 +796,4 @@ def test_whatever_was_lost_everything_gets_to_a_job_that_answers(data: st.DataOb
 
 
 def _asks(effects: Sequence[Effect]) -> dict[int, int]:
-    return {effect.shard: effect.replica for effect in effects if isinstance(effect, Want)}
+    return {effect.shard: effect.replica for effect in effects if isinstance(effect, AskNext)}

@@ -16,12 +16,11 @@ from rallypoint.core.worker.slots import (
     Arriving,
     Assisted,
     Compute,
-    Discard,
+    DropArriving,
     Effect,
     Fetch,
     Filled,
     Follow,
-    Initialise,
     Install,
     Installed,
     Land,
@@ -33,6 +32,7 @@ from rallypoint.core.worker.slots import (
     Send,
     Sent,
     Slot,
+    UploadFirst,
     Viewed,
 )
 
@@ -154,8 +154,8 @@ def test_the_first_weights_are_uploaded_by_whom_the_view_names_and_only_when_eve
     mine.handle(LinkUp("s0"))
     assert mine.machine.next_action() is None
     mine.handle(LinkUp("s1"))
-    assert mine.machine.next_action() == Initialise()
-    assert mine.machine.take(Initialise())
+    assert mine.machine.next_action() == UploadFirst()
+    assert mine.machine.take(UploadFirst())
     assert mine.machine.next_action() is None
     assert _Bench(2, _view(2, uploader="somebody")).machine.next_action() is None
     assert _Bench(2, _view(2, uploader="me", origin="step-7")).machine.next_action() is None  # the servers have them
@@ -163,27 +163,27 @@ def test_the_first_weights_are_uploaded_by_whom_the_view_names_and_only_when_eve
 
 def test_the_first_weights_are_uploaded_again_after_a_new_generation_and_not_after_any_other_view() -> None:
     bench = _Bench(2, _view(2, uploader="me"))
-    assert bench.machine.take(Initialise())
+    assert bench.machine.take(UploadFirst())
     bench.handle(Viewed(_view(2, uploader="me", count=2)))
     assert bench.machine.next_action() is None
     bench.handle(Viewed(_view(2, uploader="me", count=3, generation=3)))
     assert bench.machine.next_action() is None  # all links are made anew
     assert [bench.handle(LinkUp(server)) for server in ("s0", "s1")] == [[Follow("s0")], [Follow("s1")]]
-    assert bench.machine.next_action() == Initialise()
+    assert bench.machine.next_action() == UploadFirst()
 
 
 def test_first_weights_that_were_lost_with_a_link_are_uploaded_again() -> None:
     bench = _Bench(2, _view(2, uploader="me"))
-    assert bench.machine.take(Initialise())
+    assert bench.machine.take(UploadFirst())
     bench.handle(LinkLost("s1"))
     assert bench.machine.next_action() is None
     bench.handle(LinkUp("s1"))
-    assert bench.machine.next_action() == Initialise()
+    assert bench.machine.next_action() == UploadFirst()
 
 
 def test_first_weights_that_are_known_to_have_come_are_not_uploaded_again() -> None:
     bench = _Bench(2, _view(2, uploader="me"))
-    assert bench.machine.take(Initialise())
+    assert bench.machine.take(UploadFirst())
     bench.arrive(1, 0)
     bench.handle(LinkLost("s1"))
     bench.handle(LinkUp("s1"))
@@ -273,7 +273,7 @@ def test_a_version_does_not_land_over_a_gradient_that_is_being_sent_and_is_fetch
     """Others were quicker. The frame under way has a checksum: its bytes must not change."""
     bench = _at_step_0(2)
     sends = bench.compute(sent=False)
-    assert bench.arrive(0, 1) == [Discard(0)]
+    assert bench.arrive(0, 1) == [DropArriving(0)]
     assert bench.machine._slots[0] is Slot.QUEUED
     assert bench.handle(Sent(0, sends[0].serial)) == [Fetch(0, 1, sends[0].server)]
     assert bench.arrive(0, 1) == [Land(0)]
@@ -316,7 +316,7 @@ def test_a_version_never_lands_in_a_slot_that_is_being_filled_and_is_fetched_whe
     bench = _at_step_0(2)
     bench.begin()
     bench.machine.fill(0)
-    assert bench.arrive(0, 1) == [Discard(0)]
+    assert bench.arrive(0, 1) == [DropArriving(0)]
     assert bench.arrive(1, 1) == [Land(1)]  # and now all shards are known at version 1
     assert bench.machine.may_fill(0)  # what was begun may be ended
     assert bench.handle(Filled(0)) == [Fetch(0, 1, "s0")]  # but nobody needs it
@@ -342,7 +342,7 @@ def test_a_version_that_was_let_go_is_fetched_once_when_the_replica_is_given_up(
     bench = _at_step_0(1)
     bench.begin()
     bench.machine.fill(0)
-    assert bench.arrive(0, 1) == [Discard(0)]
+    assert bench.arrive(0, 1) == [DropArriving(0)]
     assert bench.handle(ReplicaAbandoned()) == [Fetch(0, 1, "s0")]
     assert bench.handle(LinkUp("s1")) == [Follow("s1")]
     assert bench.arrive(0, 1) == [Land(0)]
@@ -351,11 +351,11 @@ def test_a_version_that_was_let_go_is_fetched_once_when_the_replica_is_given_up(
 def test_old_and_repeated_versions_are_read_and_forgotten() -> None:
     bench = _at_step_0(2)
     bench.compute()
-    assert bench.arrive(0, 0) == [Discard(0)]
+    assert bench.arrive(0, 0) == [DropArriving(0)]
     assert bench.arrive(0, 1) == [Land(0)]
-    assert bench.arrive(0, 1) == [Discard(0)]
+    assert bench.arrive(0, 1) == [DropArriving(0)]
     bench.handle(Landed(0))
-    assert bench.arrive(0, 1) == [Discard(0)]
+    assert bench.arrive(0, 1) == [DropArriving(0)]
     assert bench.machine.missing == [1]
 
 
@@ -364,7 +364,7 @@ def test_a_buffer_shard_that_runs_a_version_ahead_is_fetched_as_soon_as_this_wor
     bench.compute()
     assert bench.arrive(1, 1) == [Land(1)]
     bench.handle(Landed(1))
-    assert bench.arrive(1, 2) == [Discard(1)]
+    assert bench.arrive(1, 2) == [DropArriving(1)]
     assert bench.arrive(0, 1) == [Land(0)]
     bench.handle(Landed(0))
     assert bench.machine.next_action() == Install(1)
@@ -375,7 +375,7 @@ def test_a_buffer_shard_that_runs_a_version_ahead_is_fetched_as_soon_as_this_wor
 def test_the_target_jumps_when_every_shard_is_known_to_have_moved_on() -> None:
     bench = _at_step_0(2)
     assert bench.machine.target == 1
-    assert bench.arrive(0, 2) == [Discard(0), Fetch(0, 1, "s0")]  # the server keeps two versions (I5)
+    assert bench.arrive(0, 2) == [DropArriving(0), Fetch(0, 1, "s0")]  # the server keeps two versions (I5)
     assert bench.machine.target == 1  # the other may still need our part of step 0
     assert bench.arrive(1, 2) == [Land(1), Fetch(0, 2, "s0")]
     assert bench.machine.target == 2
@@ -389,7 +389,7 @@ def test_the_target_jumps_when_every_shard_is_known_to_have_moved_on() -> None:
 def test_what_has_landed_of_a_target_that_was_left_behind_gives_way() -> None:
     bench = _at_step_0(2)
     bench.land(1, [0])
-    assert bench.arrive(0, 2) == [Discard(0)]
+    assert bench.arrive(0, 2) == [DropArriving(0)]
     assert bench.arrive(1, 2) == [Land(1), Fetch(0, 2, "s0")]
     assert bench.arrive(0, 2) == [Land(0)]
     bench.handle(Landed(0))
@@ -412,7 +412,7 @@ def test_a_version_that_all_others_have_gone_on_from_before_it_is_taken_up_is_no
     bench.land(1)
     action = bench.machine.next_action()
     assert action == Install(1)
-    assert bench.arrive(0, 2) == [Discard(0)]
+    assert bench.arrive(0, 2) == [DropArriving(0)]
     assert bench.arrive(1, 2)[0] == Land(1)  # now all are known to be at version 2: what is here is of two versions
     assert not bench.machine.take(action)
     assert bench.machine.next_action() is None
@@ -539,7 +539,7 @@ def test_a_replica_that_servers_would_refuse_is_not_sent_and_is_computed_again_w
     assert bench.handle(Filled(0)) == []
     bench.handle(Viewed(_view(2, {"me": [3]}, count=3)))
     for shard in range(2):
-        assert bench.arrive(shard, 0) == [Discard(shard)]  # it follows again, and hears that the step is not over
+        assert bench.arrive(shard, 0) == [DropArriving(shard)]  # it follows again, and hears that the step is not over
     assert [send.shard for send in bench.fill(1) if isinstance(send, Send)] == [1]
     bench.handle(ReplicaComputed())
     assert [send.shard for send in bench.compute()] == [0]
@@ -580,7 +580,7 @@ def test_when_it_follows_again_within_the_same_step_it_goes_on_with_it() -> None
     bench = _at_step_0(2)
     bench.handle(Viewed(_view(2, {"other": [0]}, count=2)))
     bench.handle(Viewed(_view(2, {"me": [0]}, count=3)))
-    assert [bench.arrive(shard, 0)[0] for shard in (0, 1)] == [Discard(0), Discard(1)]
+    assert [bench.arrive(shard, 0)[0] for shard in (0, 1)] == [DropArriving(0), DropArriving(1)]
     assert bench.machine.next_action() == Compute(0, 0)
 
 
@@ -606,7 +606,7 @@ def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_sta
     assert bench.machine.rewound
     assert bench.machine.step == -1
     assert bench.machine.may_fill(1) is None
-    assert bench.arrive(0, 0) == [Discard(0)]  # the main thread has not let go of the slot
+    assert bench.arrive(0, 0) == [DropArriving(0)]  # the main thread has not let go of the slot
     assert bench.arrive(1, 0)[0] == Land(1)
     assert bench.handle(Filled(0)) == [Fetch(0, 0, "s0")]  # not sent: it belongs to a void past
     bench.handle(Landed(1))
@@ -646,14 +646,14 @@ def test_a_roll_back_while_nothing_is_computed_leaves_nothing_to_abandon() -> No
 def test_a_version_from_before_the_roll_back_is_read_and_forgotten() -> None:
     bench = _at_step_0(2)
     bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
-    assert bench.handle(Arriving(0, 7, ViewNumber(1, 4))) == [Discard(0)]
+    assert bench.handle(Arriving(0, 7, ViewNumber(1, 4))) == [DropArriving(0)]
     assert bench.machine.target == -1
     assert bench.handle(Arriving(0, 0, ViewNumber(1, 5))) == [Land(0)]
 
 
 def test_before_any_view_nothing_is_taken() -> None:
     bench = _Bench(2)
-    assert bench.handle(Arriving(0, 0, V1)) == [Discard(0)]
+    assert bench.handle(Arriving(0, 0, V1)) == [DropArriving(0)]
     assert bench.machine.next_action() is None
     assert list(bench.machine.assigned) == []
 
@@ -690,8 +690,8 @@ def test_no_version_ever_lands_in_a_slot_that_is_being_filled_and_no_slot_is_fil
             effects = bench.handle(Filled(shard))
         elif what == "arrive":
             effects = bench.arrive(shard, max(0, machine.step) + data.draw(st.integers(0, 2)))
-            assert isinstance(effects[0], (Land, Discard))
-            assert not any(isinstance(effect, (Land, Discard)) for effect in effects[1:])
+            assert isinstance(effects[0], (Land, DropArriving))
+            assert not any(isinstance(effect, (Land, DropArriving)) for effect in effects[1:])
         elif what == "landed" and machine._slots[shard] is Slot.LANDING:
             effects = bench.handle(Landed(shard))
         elif what == "link":
@@ -794,7 +794,7 @@ def test_a_version_that_was_let_go_is_fetched_by_the_shard_s_own_number() -> Non
     bench.installed()
     bench.begin()
     bench.machine.fill(1)
-    assert bench.arrive(1, 1) == [Discard(1)]
+    assert bench.arrive(1, 1) == [DropArriving(1)]
     assert bench.handle(Filled(1)) == [Fetch(1, 1, "s1")]
     assert bench.arrive(1, 1) == [Land(1)]
 
@@ -809,6 +809,6 @@ def test_what_the_model_holds_already_is_not_taken_again() -> None:
     bench.handle(LinkLost("s0"))
     bench.handle(LinkUp("s0"))
     assert [bench.arrive(shard, version) for shard, version in enumerate([1, 0, 1])] == [
-        [Discard(0)], [Discard(1)], [Discard(2)],
+        [DropArriving(0)], [DropArriving(1)], [DropArriving(2)],
     ]  # fmt: skip
     assert bench.machine.next_action() == Compute(1, 0)

@@ -196,7 +196,7 @@ class Play:
                     self.run(self.shard.handle(ev.Fold()))
                 case fx.Reply(follower=w, replica=c, clock=clock, version=v):
                     self.down[w].append(lambda m, c=c, clock=clock, v=v: m.replied(0, c, clock, v))
-                case fx.Wait(follower=w, replica=c):
+                case fx.TellWait(follower=w, replica=c):
                     self.down[w].append(lambda m, c=c: m.to_wait(c))
 
     def answer(self) -> None:

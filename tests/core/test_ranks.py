@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.ranks import Block, Held, Piece, check_shared, spread_over
+from rallypoint.core.ranks import HeldTensor, RankPiece, TensorBox, check_shared, spread_over
 from rallypoint.errors import ModelError
 
 
 def held(
     name: str, shape: tuple[int, ...], offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = (), role: str = "trained"
-) -> Held:
+) -> HeldTensor:
     """What a rank holds of a tensor: by default all of it."""
-    return Held(name, shape, "float32", role, Block(offsets or (0,) * len(shape), sizes or shape))
+    return HeldTensor(name, shape, "float32", role, TensorBox(offsets or (0,) * len(shape), sizes or shape))
 
 
 @given(rows=st.integers(1, 9), ranks=st.integers(1, 5), copies=st.integers(1, 3))
@@ -33,7 +33,7 @@ def test_each_element_is_sent_once_however_many_ranks_hold_it(rows: int, ranks: 
 def test_a_tensor_cut_in_two_dimensions_is_whole() -> None:
     blocks = [(a, b) for a in (0, 3) for b in (0, 2)]
     (tensor,) = spread_over([[held("w", (6, 4), block, (3, 2))] for block in blocks])
-    assert tensor.sent == tuple(Piece(r, Block(b, (3, 2))) for r, b in enumerate(blocks))
+    assert tensor.sent == tuple(RankPiece(r, TensorBox(b, (3, 2))) for r, b in enumerate(blocks))
 
 
 def test_a_scalar_is_whole() -> None:
@@ -64,7 +64,7 @@ def test_interleaved_stages_get_the_order_of_the_whole_model() -> None:
         ([[held("w", (4,), (0,), (3,))], [held("w", (4,), (2,), (2,))]], "overlap and are not the same"),
     ],
 )
-def test_ranks_that_do_not_fit_together_are_told(ranks: list[list[Held]], sentence: str) -> None:
+def test_ranks_that_do_not_fit_together_are_told(ranks: list[list[HeldTensor]], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         spread_over(ranks)
 
@@ -73,12 +73,12 @@ def test_a_parameter_that_two_stages_train_is_refused() -> None:
     ends = [held("tied", (2,)), held("first", (2,))], [held("last", (2,)), held("tied", (2,))]
     with pytest.raises(ModelError, match="tied is on two stages"):
         spread_over(ends)
-    frozen = [[Held(one.name, one.shape, one.dtype, "frozen", one.block) for one in stage] for stage in ends]
+    frozen = [[HeldTensor(one.name, one.shape, one.dtype, "frozen", one.block) for one in stage] for stage in ends]
     assert len(spread_over(frozen)) == 3
 
 
 def test_ranks_that_share_neither_model_nor_batch_are_refused() -> None:
-    whole = [Held("w", (4,), "float32", "trained", Block((0,), (4,)))]
+    whole = [HeldTensor("w", (4,), "float32", "trained", TensorBox((0,), (4,)))]
     spread = spread_over([whole, whole])
     check_shared(spread, 2, 2)
     check_shared(spread_over([whole]), 1, 1)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from test_core_cluster import RECORD, _begun, _Job, _of, _terms
 
-from rallypoint.core.cluster.effects import Abort, Publish, Say
+from rallypoint.core.cluster.effects import Abort, Announce, PublishView
 from rallypoint.core.cluster.events import From
 from rallypoint.core.protocol import AuditFound
 
@@ -36,7 +36,7 @@ def test_a_server_tells_a_dispute_by_a_shard_that_has_moved_meanwhile() -> None:
 def test_no_view_says_that_nobody_decides_while_somebody_can() -> None:
     job = begun()
     told = AuditFound(1, 0, job.view.shards_of("s0")[0], (), ("w0", "w1"), job.view.generation)
-    views = [p.view for p in _of(Publish, job.machine._auditing.handle("s0", told, lambda *_: []))]
+    views = [p.view for p in _of(PublishView, job.machine._auditing.handle("s0", told, lambda *_: []))]
     assert [[d.third != "" for d in view.disputes] for view in views] == [[True]]
 
 
@@ -57,7 +57,7 @@ def test_a_verdict_needs_two_who_agree() -> None:
         found(job, 0, "w1", agreed=agreed)
         assert "w1" in job.machine.course.members.workers
     effects = found(job, 0, "w1", agreed=("w0", "w2"))
-    assert "w0 on host-of-w0 and w2 on host-of-w2 agree" in " ".join(say.text for say in _of(Say, effects))
+    assert "w0 on host-of-w0 and w2 on host-of-w2 agree" in " ".join(say.text for say in _of(Announce, effects))
     assert "w1" not in job.machine.course.members.workers
 
 

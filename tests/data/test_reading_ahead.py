@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 import rallypoint as rp
 from rallypoint.config import JobConfig
 from rallypoint.data import processes
-from rallypoint.data.cache import Piece
+from rallypoint.data.cache import FilePiece
 from rallypoint.data.dataset import fetch
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.order import Place, places_from
@@ -228,7 +228,7 @@ def test_the_store_is_read_before_the_first_version_is_here(rows: str, tmp_path:
     made = data(rows, tmp_path / "cache")
     try:
         processes.coming(0, 0, (0, 1))
-        while not all(made._store.cache.has(Piece(file.digest, *range_)) for file, *range_ in pieces(made)):
+        while not all(made._store.cache.has(FilePiece(file.digest, *range_)) for file, *range_ in pieces(made)):
             multiprocessing.active_children()[0].join(0.01)
         places = list(places_from(0, 0, (0, 1), CONFIG))
         found = [(place, processes.take(place)) for place in places]

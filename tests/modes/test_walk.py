@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.modes import TABLE, Bytes, Feature, Holder, ModeName, No
+from rallypoint.core.modes import TABLE, Bytes, Feature, ModeName, No, StateHolder
 from rallypoint.core.protocol import SnapshotWanted
 from rallypoint.store.export import average_state
 from rallypoint.store.snapshots import SnapshotStore
@@ -137,7 +137,7 @@ def everybody_with_the_state_is_killed(walk: Walk) -> None:
     stage = walk.begin(servers=1, snapshots=True, snapshot_steps=1)
     stage.until_held("worker0", "worker1")
     stage.until(lambda: stage.events("Snapshotted") != [], "a snapshot is taken")
-    if walk.mode.holder is Holder.WORKERS:
+    if walk.mode.holder is StateHolder.WORKERS:
         stage.kill("worker0", "worker1")
         stage.workers_come("worker2", "worker3")
         survivors = ("worker2", "worker3")

@@ -22,7 +22,7 @@ from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.transport import InprocConnection, InprocListener, InprocTransport
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.exchange.links import Context
+from rallypoint.worker.exchange.links import ExchangeContext
 from rallypoint.worker.exchange.locked import Rewound
 
 SECRET = b"the secret of every server here."
@@ -77,12 +77,12 @@ class FakeServers:
     def _servers(self) -> dict[str, Member]:
         return {server.id: server for server in self.view.servers}
 
-    def _context(self, transport: InprocTransport) -> Context:
+    def _context(self, transport: InprocTransport) -> ExchangeContext:
         incarnation = next(worker.incarnation for worker in self.view.workers if worker.id == self.me)
         known = Credentials(Identity("worker", self.me, TOKEN))
         known.admitted(incarnation, b"")
         known.given(self.view, {id: ticket(SECRET, "worker", self.me, incarnation) for id in self._servers})
-        return Context(known, transport, Tracer(self.me), lambda text: None)
+        return ExchangeContext(known, transport, Tracer(self.me), lambda text: None)
 
     def _accept(self, server: Member, listener: InprocListener) -> tuple[InprocConnection, Sealer]:
         connection = listener.accept()
@@ -126,7 +126,7 @@ class FakeServers:
     def _take(self, exchange: Exchange) -> bool:
         action = exchange.next_action()
         match action:
-            case None | machine.Store() | machine.Initialise():
+            case None | machine.Store() | machine.UploadFirst():
                 return False
             case machine.Install(version=version):
                 if exchange.begin_install(version) is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from test_strangers import Job, reducer, refusal, standby
 
-from rallypoint.codec.build import Limits, ShardCodecStates
+from rallypoint.codec.build import ShardCodecStates, StateLimits
 from rallypoint.codec.spec import Int8
 from rallypoint.config import parse, record_of, resolve
 from rallypoint.core.job import JobRecord
@@ -40,7 +40,7 @@ def own_shard(job: Job) -> int:
     return job.view.shards_of("server0")[0]
 
 
-def limits(job: Job) -> Limits:
+def limits(job: Job) -> StateLimits:
     return ShardCodecStates(parse(job.record.config)).of(job.record.layout.shards[own_shard(job)])
 
 

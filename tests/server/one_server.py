@@ -36,7 +36,7 @@ class Context:
     def sentences(self) -> list[str]:
         return [message.text for message in list(self.said) if isinstance(message, Say)]
 
-    def not_finite(self, verdict: clip.Verdict, *, alone: bool) -> None:
+    def not_finite(self, verdict: clip.StepVerdict, *, alone: bool) -> None:
         pytest.fail("nothing here is not finite")
 
 
@@ -72,7 +72,7 @@ class OneServer:
             number, number, *members, (Assignment(0, {"w": (0, 1, 2)}),), {0: "s"}, {}, origin=origin,
             uploader="" if origin else "w", contributors={"w": (0, 1, 2)},
         )  # fmt: skip
-        self.reducer.handle(inbox.Viewed(view))
+        self.reducer.handle(inbox.ViewCame(view))
 
     def send(self, kind: Kind, number: ViewNumber, value: float, replica: int = 0) -> None:
         buffer = self.job.pool.take()

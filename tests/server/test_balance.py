@@ -10,7 +10,7 @@ from gathering import Gathering, Once, gathering, reference_hash
 
 from rallypoint.net.frames import Header, Kind
 from rallypoint.server.intake import Intake
-from rallypoint.server.parts import Tickets
+from rallypoint.server.parts import PayloadTickets
 from rallypoint.testing.contracts.beside import until
 
 
@@ -21,7 +21,7 @@ class Credits:
         self.came: dict[Any, int] = {}
         self.given: dict[Any, int] = {}
         self.channels: dict[Any, set[Any]] = {}
-        payload, credit, give_back = Intake._payload, Tickets.credit, Intake._give_back
+        payload, credit, give_back = Intake._payload, PayloadTickets.credit, Intake._give_back
 
         def receive(intake: Intake, channel: Any, header: Header) -> Any:
             received = payload(intake, channel, header)
@@ -35,7 +35,9 @@ class Credits:
             assert self.given[channel] <= self.came.get(channel, 0) + 1, "more credits than payloads"
 
         monkeypatch.setattr(Intake, "_payload", receive)
-        monkeypatch.setattr(Tickets, "credit", lambda tickets, channel: (count(channel), credit(tickets, channel)))
+        monkeypatch.setattr(
+            PayloadTickets, "credit", lambda tickets, channel: (count(channel), credit(tickets, channel))
+        )
         monkeypatch.setattr(Intake, "_give_back", lambda intake, channel: (count(channel), give_back(intake, channel)))
 
 

@@ -12,7 +12,7 @@ from rallypoint.config import ranks_of, resolve
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import COPY, Header, Kind
-from rallypoint.server.snapshots import CodecStates
+from rallypoint.server.snapshots import StateRelay
 from rallypoint.store.record import ShardRecord
 
 REPLICAS = 2
@@ -30,7 +30,7 @@ class Server:
         self.layout: Layout = build_layout(specs, config.shard_bytes, ranks_of(config))
         self.formats = ShardCodecStates(config)
         self.sent: list[Frame] = []
-        self.codec_states = CodecStates("server0", self.formats, REPLICAS, self._send)
+        self.codec_states = StateRelay("server0", self.formats, REPLICAS, self._send)
         (self.shard,) = self.formats.among(self.layout)
         self.adopt(1)
 

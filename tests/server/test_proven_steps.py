@@ -33,16 +33,16 @@ def view(number: ViewNumber, primary: str, backup: str) -> View:
 
 def test_who_has_got_a_shard_from_another_server_says_what_it_proves_at_once_and_at_each_admission() -> None:
     server, channel = OneServer(), None
-    server.reducer.handle(inbox.Viewed(view(FIRST, "p", "s")))
+    server.reducer.handle(inbox.ViewCame(view(FIRST, "p", "s")))
     record = ShardRecord(0, 3, {"master": np.zeros(WORDS, np.float32)}, {"step": 3.0})
     channel: Any = server.channel
-    server.reducer.handle(inbox.Filled(channel, "p", record, FIRST))
+    server.reducer.handle(inbox.StateCame(channel, "p", record, FIRST))
     proven = [Applied(2, 0, 0.0, generation=FIRST)]  # without a time: the ledger gets no entry
     assert said(server) == proven
-    server.reducer.handle(inbox.Viewed(view(ViewNumber(1, 2), "s", "p")))
+    server.reducer.handle(inbox.ViewCame(view(ViewNumber(1, 2), "s", "p")))
     assert said(server) == []  # it was said
     for _ in range(2):
-        server.reducer.handle(inbox.Admitted(False))
+        server.reducer.handle(inbox.AdmissionCame(False))
         assert said(server) == proven
-    server.reducer.handle(inbox.Admitted(True))  # as a new member: what it held before does not count
+    server.reducer.handle(inbox.AdmissionCame(True))  # as a new member: what it held before does not count
     assert said(server) == []

@@ -188,13 +188,13 @@ def test_a_snapshot_that_was_damaged_after_it_was_verified_is_told_of_and_anothe
     server.reducer.handle(next_of(server))
     told = Unrestored("snapshot one is damaged: file 0 has other bytes", SECOND)
     assert server.context.said.pop() == told
-    server.reducer.handle(inbox.Admitted(False))  # by a coordinator that may not have heard it
+    server.reducer.handle(inbox.AdmissionCame(False))  # by a coordinator that may not have heard it
     assert server.context.said.pop() == told
     server.adopt(THIRD, "two")
     server.reducer.handle(next_of(server))
     assert (server.version, master(server)) == (3, 2.0)
     server.context.said.clear()
-    server.reducer.handle(inbox.Admitted(False))
+    server.reducer.handle(inbox.AdmissionCame(False))
     assert told not in server.context.said
 
 

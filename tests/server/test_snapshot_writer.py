@@ -14,7 +14,7 @@ import pytest
 
 from rallypoint.core.protocol import NotStored, Stored
 from rallypoint.observe.trace import Tracer
-from rallypoint.server.snapshots import Capture
+from rallypoint.server.snapshots import SnapshotCapture
 from rallypoint.store import files
 from rallypoint.store.files import DirectFile
 from rallypoint.store.manifest import snapshot_id
@@ -251,7 +251,7 @@ def test_after_a_failure_the_owner_copies_no_more_shards(writer: Writer, monkeyp
         return everything[shard]
 
     job: Any = None  # not asked at version 0
-    capture = Capture(writer.writer, job, None, state, Tracer("server0"), wake=lambda: None)
+    capture = SnapshotCapture(writer.writer, job, None, state, Tracer("server0"), wake=lambda: None)
     capture.begin(snapshot_id(0, 1), len(everything))
     for record in everything:
         capture.wanted(record.shard, 0)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import JOB, LAYOUT
 
-from rallypoint.core.view import Stop
+from rallypoint.core.view import EarlyEnd
 from rallypoint.errors import DamagedSnapshot, SnapshotError, UsageError
 from rallypoint.store.manifest import (
     Manifest,
@@ -53,7 +53,7 @@ def forged(data: dict[str, Any]) -> bytes:
 @given(st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)), st.floats(0, 1e12))
 @PURE
 def test_a_manifest_comes_back_exactly(metrics: dict[str, float], created: float) -> None:
-    written = manifest(metrics=metrics, created=created, stop=Stop(45, "enough", "worker1"))
+    written = manifest(metrics=metrics, created=created, stop=EarlyEnd(45, "enough", "worker1"))
     read = decode_manifest(encode_manifest(written))
     assert read == written
     assert read.job == JOB

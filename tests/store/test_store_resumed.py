@@ -11,7 +11,7 @@ from samples import JOB, take
 from rallypoint.config import JobConfig, record_of
 from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.service import JoinInfo
-from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, begun_by
 from rallypoint.core.cluster.storing.snapshot_duty import ATTEMPTS
@@ -95,7 +95,7 @@ def test_without_a_store_a_name_says_nothing(about: JoinInfo) -> None:
         start_of("step-00000040-20001", msgspec.structs.replace(about, snapshots=""), "")
 
 
-@pytest.mark.parametrize("changed", [{}, {"last_word": Finish("w0")}], ids=["goes-on", "has-finished"])
+@pytest.mark.parametrize("changed", [{}, {"last_word": FinishJob("w0")}], ids=["goes-on", "has-finished"])
 def test_the_same_command_needs_no_snapshot_once_it_has_begun_a_job(
     about: JoinInfo, changed: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rallypoint.worker.sources.streamed import Order
+from rallypoint.worker.sources.streamed import UseOrder
 
 BYTES = [10, 20, 30, 40]
 
 
-def run(order: Order, uses: Sequence[int]) -> None:
+def run(order: UseOrder, uses: Sequence[int]) -> None:
     order.begin()
     for index in uses:
         order.use(index)
@@ -17,14 +17,14 @@ def run(order: Order, uses: Sequence[int]) -> None:
 
 
 def test_nothing_is_known_in_the_first_pass() -> None:
-    order = Order(BYTES)
+    order = UseOrder(BYTES)
     order.begin()
     order.use(0)
     assert order.ahead(100) == []
 
 
 def test_the_next_ones_are_asked_for_each_once_up_to_so_many_bytes() -> None:
-    order = Order(BYTES)
+    order = UseOrder(BYTES)
     run(order, [0, 1, 2, 3, 3, 2, 1, 0])
     order.begin()
     assert order.ahead(60) == [0, 1, 2]
@@ -37,7 +37,7 @@ def test_the_next_ones_are_asked_for_each_once_up_to_so_many_bytes() -> None:
 
 
 def test_a_pass_in_another_order_finds_its_place_and_is_learnt() -> None:
-    order = Order(BYTES)
+    order = UseOrder(BYTES)
     run(order, [0, 1, 2, 3])
     order.begin()
     order.use(2)  # 0 and 1 are left out
@@ -50,7 +50,7 @@ def test_a_pass_in_another_order_finds_its_place_and_is_learnt() -> None:
 
 
 def test_a_pass_that_uses_nothing_changes_nothing() -> None:
-    order = Order(BYTES)
+    order = UseOrder(BYTES)
     run(order, [1, 2])
     run(order, [])
     order.begin()

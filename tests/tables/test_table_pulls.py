@@ -19,7 +19,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
 from rallypoint.server.rows import first_rows
-from rallypoint.worker.exchange.arrivals import Pull
+from rallypoint.worker.exchange.arrivals import RowPull
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "net"))
 
@@ -164,7 +164,7 @@ def test_first_weights_for_a_table_and_pulls_of_what_is_none_are_refused(job: Jo
 
 def test_what_may_not_have_been_heard_is_asked_again() -> None:
     first, second = ViewNumber(1, 1), ViewNumber(1, 2)
-    pull = Pull(1, 5, newest=False, wanted={2: (memoryview(b""), 8), 3: (memoryview(b""), 8)})
+    pull = RowPull(1, 5, newest=False, wanted={2: (memoryview(b""), 8), 3: (memoryview(b""), 8)})
     homes = {2: "a", 3: "b"}
     assert list(pull.unasked(first, homes, {"a": 1})) == [2], "b is not connected"
     pull.ask(2, first, "a", 1)

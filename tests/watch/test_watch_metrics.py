@@ -24,7 +24,7 @@ from rallypoint.core.protocol import (
     StepDone,
 )
 from rallypoint.core.shard.clip import Rule
-from rallypoint.core.shard.server import Plan, ServerMachine
+from rallypoint.core.shard.server import ServerMachine, ServerPlan
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.observe.trace import Tracer
 from rallypoint.watch.exposition import Exposition
@@ -138,7 +138,7 @@ def test_a_histogram_counts_a_value_at_its_own_bound() -> None:
 
 
 def test_a_server_tells_what_it_holds_and_what_has_no_backup() -> None:
-    plan = Plan(Sync(), (2, 2, 2), frozenset((0, 1, 2)), frozenset(), Rule())
+    plan = ServerPlan(Sync(), (2, 2, 2), frozenset((0, 1, 2)), frozenset(), Rule())
     machine = ServerMachine("s0", plan)
     number = ViewNumber(1, 1)
     servers = (Member("s0", "h", incarnation=1), Member("s1", "h", incarnation=2))

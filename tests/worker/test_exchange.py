@@ -29,7 +29,7 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange, push_initial
-from rallypoint.worker.exchange.links import Context, ServerLink
+from rallypoint.worker.exchange.links import ExchangeContext, ServerLink
 from rallypoint.worker.exchange.locked import Rewound
 
 PATIENCE_S = 60.0
@@ -69,7 +69,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchange]:
         changed.wait_for(ready)
 
     monkeypatch.setattr(module, "wait_until", only_when_told)
-    context = Context(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
+    context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
     exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64}), context)
     yield exchange
     exchange.finish()
@@ -145,7 +145,7 @@ def test_an_encoded_version_longer_than_any_codec_writes_is_refused(exchange: Ex
     ],
 )
 def test_a_version_that_the_job_cannot_have_is_refused(sync: dict[str, str], wrong: dict[str, int]) -> None:
-    context = Context(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
+    context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
     exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64, "sync": sync}), context)
     _adopt(exchange, _view(1, {"w": (0,), "x": (1,)}))
     last = Header(Kind.VERSION, exchange.view.number, shard=0, length=64, step=9 if sync["type"] == "sync" else 18)
@@ -346,7 +346,7 @@ def test_a_view_without_the_servers_of_a_dead_host_is_adopted_at_once() -> None:
     transport: Any = _Dead()
     exchange = Exchange(
         LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64}),
-        Context(credentials(), transport, Tracer("w"), lambda text: None),
+        ExchangeContext(credentials(), transport, Tracer("w"), lambda text: None),
     )  # fmt: skip
     dead = tuple(Member(f"s{n}", "dead", f"dead:{n}", n) for n in range(1, 5))
     before = msgspec.structs.replace(
@@ -577,7 +577,7 @@ def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(
 
     monkeypatch.setattr(module, "wait_until", many_looks)
     settings = {"replicas": 2, "steps": 9, "shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
-    context = Context(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
+    context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
     exchange = Exchange(LAYOUT, resolve(settings), context)
     resets: list[bool] = []
     recalls: list[tuple[int, bool]] = []
@@ -611,7 +611,7 @@ def with_codec_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exchang
     """The exchange of worker w, about to compute replica 0 of step 0; and what it has sent of codec states."""
     monkeypatch.setattr(module, "wait_until", lambda changed, ready, *_, **__: changed.wait_for(ready))
     settings = {"replicas": 2, "steps": 9, "shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
-    context = Context(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
+    context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
     exchange = Exchange(LAYOUT, resolve(settings), context)
     frames: list[Header] = []
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))

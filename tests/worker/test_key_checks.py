@@ -14,7 +14,7 @@ from rallypoint.core.policy import Async, ServerPolicy, Sync
 from rallypoint.errors import ConfigError, ProtocolError, UsageError
 from rallypoint.net.frames import LATEST, SKIP, Header, Kind, wants
 from rallypoint.worker.keys import DenseKey, KeySettings, TableKey, declared
-from rallypoint.worker.keys_exchange import Heard, KeyArrivals
+from rallypoint.worker.keys_exchange import KeyArrivals, StoreIntake
 
 STEPS, CONTRIBUTORS, NBYTES = 9, 2, 16
 
@@ -39,7 +39,7 @@ def arrivals(sync: ServerPolicy) -> tuple[KeyArrivals, Nobody]:
     settings = cast(KeySettings, {"steps": STEPS, "contributors": CONTRIBUTORS, "sync": sync})
     config, layout = declared({"w": (4,)}, settings, {})
     nobody = Nobody()
-    return KeyArrivals(layout, config, cast(Heard, nobody)), nobody
+    return KeyArrivals(layout, config, cast(StoreIntake, nobody)), nobody
 
 
 ROWS = Header(Kind.ROWS, length=NBYTES)

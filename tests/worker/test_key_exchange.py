@@ -16,7 +16,7 @@ from rallypoint.core.policy import Async
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import JobAborted, StoreRolledBack, UsageError
 from rallypoint.net.frames import Header, Kind
-from rallypoint.worker.exchange.links import Context
+from rallypoint.worker.exchange.links import ExchangeContext
 from rallypoint.worker.keys import KeySettings, KeyStore, declared
 from rallypoint.worker.keys_exchange import KeyExchange
 
@@ -67,7 +67,7 @@ class Stage:
         self.wires = Wires()
         given = cast(KeySettings, {"steps": 9, **settings})
         config, layout = cast(tuple[JobConfig, Layout], declared({"w": (4,)}, given, {}))
-        context = cast(Context, SimpleNamespace(me="w", say=lambda said: None))
+        context = cast(ExchangeContext, SimpleNamespace(me="w", say=lambda said: None))
         self.exchange = KeyExchange(layout, config, context, lambda report: None, cast(Any, self.wires))
         self.exchange.adopt(view(1, 1))
         self.exchange.heard.link_up("s")
@@ -175,10 +175,10 @@ def test_a_version_that_no_frame_can_name_is_refused_where_so_many_pushes_may_co
 
 def test_servers_take_no_first_value_where_a_generation_begins_from_a_snapshot() -> None:
     from rallypoint.core.policy import Sync
-    from rallypoint.core.shard.server import Plan, ServerMachine
+    from rallypoint.core.shard.server import ServerMachine, ServerPlan
     from rallypoint.core.shard.shell import ServerShell
 
-    plan = Plan(policy=Sync(), expected=[1], measured=frozenset({0}), decides=frozenset(), keyed=True)
+    plan = ServerPlan(policy=Sync(), expected=[1], measured=frozenset({0}), decides=frozenset(), keyed=True)
     shell: ServerShell[Any] = ServerShell(ServerMachine("s", plan))
     shell.adopt(view(1, 1))
     assert shell.may_begin("w")

@@ -13,7 +13,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.trace import Tracer
-from rallypoint.worker.exchange.links import Context, Links
+from rallypoint.worker.exchange.links import ExchangeContext, Links
 
 
 class Link:
@@ -29,7 +29,7 @@ class Link:
 
 
 def links_with(link: Any) -> Links:
-    context = Context(Credentials(Identity("worker", "w")), InprocTransport(), Tracer("w"), say=print)
+    context = ExchangeContext(Credentials(Identity("worker", "w")), InprocTransport(), Tracer("w"), say=print)
     config = resolve({"replicas": 1, "batch": 1, "steps": 9, "optimizer": {"type": "sgd", "lr": 1.0}})
     links = Links(context, config, view=ViewNumber)
     links._links["s"] = link

@@ -9,7 +9,7 @@ from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.handover import NoCodecStates
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import Evaluate
-from rallypoint.core.worker.snapshots import Snapshots
+from rallypoint.core.worker.snapshots import WorkerSnapshots
 from rallypoint.worker.evaluations import EvaluationReports
 
 FIRST = ViewNumber(1, 1)
@@ -26,7 +26,7 @@ def _view(count: int, incarnation: int) -> View:
 
 def test_a_worker_that_was_given_up_evaluates_again_because_its_result_may_be_lost() -> None:
     layout = build_layout([TensorSpec("weight", (4,), "float32", 0)], 64)
-    shell = WorkerShell(WorkerMachine("me", len(layout.shards), frozenset(), 10), NoCodecStates(), Snapshots())
+    shell = WorkerShell(WorkerMachine("me", len(layout.shards), frozenset(), 10), NoCodecStates(), WorkerSnapshots())
     shell.adopt(_view(1, 9), ())
     assert shell.next_action() == Evaluate(4)
     shell.leased.over(FIRST, 4)

@@ -19,9 +19,9 @@ from rallypoint.config import JobConfig
 from rallypoint.core.ranks import Spread
 from rallypoint.data.loader import MicroBatches
 from rallypoint.errors import ModelError, UsageError
-from rallypoint.parallel import Kind, Order, Parallel, RankGroup, whole_of
+from rallypoint.parallel import OrderKind, Parallel, RankGroup, RankOrder, whole_of
 from rallypoint.worker.precision import Losses
-from rallypoint.worker.ranks.followers import Figures, Logged, OtherRanks, Said
+from rallypoint.worker.ranks.followers import Figures, Logged, OtherRanks, RankSaid
 from rallypoint.worker.ranks.run import RankJob, RankRun
 from rallypoint.worker.ranks.tensors import SpreadModel, in_order, layout_of
 from rallypoint.worker.sources.hooks import HostStaging
@@ -32,16 +32,16 @@ class OneRank(RankGroup):
 
     def __init__(self) -> None:
         self.rank, self.size = 1, 1
-        self.orders: list[Order] = []
+        self.orders: list[RankOrder] = []
         self.told: list[float] = []
-        self.said: list[Said] = []  # of replicas
+        self.said: list[RankSaid] = []  # of replicas
 
-    def hear(self) -> Order:
+    def hear(self) -> RankOrder:
         return self.orders.pop(0)
 
     def all_bytes(self, data: bytes) -> list[bytes]:
         with suppress(msgspec.DecodeError):
-            self.said.append(msgspec.msgpack.decode(data, type=Said))
+            self.said.append(msgspec.msgpack.decode(data, type=RankSaid))
         return [data]
 
     def all_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -81,9 +81,9 @@ class Rank:
         self.run = RankRun(spread, config, MicroBatches(data, config, spread.device), order, Path())
         self.place = [tensor.name for _, tensor in order].index("seen")
 
-    def does(self, *orders: Order) -> None:
+    def does(self, *orders: RankOrder) -> None:
         """Run the loop with these orders."""
-        self.group.orders = [*orders, Order(Kind.END)]
+        self.group.orders = [*orders, RankOrder(OrderKind.END)]
         for micro in self.run:
             with micro:
                 micro.backward(self.net(micro.batch[0]).sum())
@@ -91,7 +91,7 @@ class Rank:
 
 def test_the_first_values_are_those_of_the_version_also_after_a_replica() -> None:
     rank = Rank()
-    rank.does(Order(Kind.INSTALL), Order(Kind.COMPUTE), Order(Kind.VALUE, rank.place))
+    rank.does(RankOrder(OrderKind.INSTALL), RankOrder(OrderKind.COMPUTE), RankOrder(OrderKind.VALUE, rank.place))
     assert rank.group.told == [1, 0]  # what the replica has made of it; then what all workers start from, once more
 
 
@@ -99,7 +99,7 @@ def test_an_evaluation_sees_the_version_s_buffers() -> None:
     rank = Rank()
     found: list[float] = []
     rank.run.every(2)(lambda step: found.append(float(rank.net.seen)))
-    rank.does(Order(Kind.INSTALL), Order(Kind.COMPUTE), Order(Kind.EVALUATE, 4, 1))
+    rank.does(RankOrder(OrderKind.INSTALL), RankOrder(OrderKind.COMPUTE), RankOrder(OrderKind.EVALUATE, 4, 1))
     assert found == [0]
 
 
@@ -107,12 +107,12 @@ def test_an_evaluation_of_rank_0_alone_is_refused() -> None:
     rank = Rank()
     rank.run.every(2)(lambda step: None)
     with pytest.raises(UsageError, match="has an evaluation that this rank does not have"):
-        rank.does(Order(Kind.INSTALL), Order(Kind.EVALUATE, 2, 2))
+        rank.does(RankOrder(OrderKind.INSTALL), RankOrder(OrderKind.EVALUATE, 2, 2))
 
 
 def test_a_rank_that_leaves_the_loop_says_so() -> None:
     rank = Rank()
-    rank.group.orders = [Order(Kind.INSTALL), Order(Kind.COMPUTE)]
+    rank.group.orders = [RankOrder(OrderKind.INSTALL), RankOrder(OrderKind.COMPUTE)]
     job = RankJob(rank.group, "worker0")
     job._run = rank.run
     next(iter(rank.run))
@@ -138,7 +138,12 @@ def test_losses_that_an_error_has_cut_short_are_agreed_on() -> None:
 
 def test_a_rank_s_wish_to_stop_reaches_rank_0_with_the_replica_s_figures() -> None:
     rank = Rank()
-    rank.group.orders = [Order(Kind.INSTALL), Order(Kind.COMPUTE), Order(Kind.COMPUTE, 1), Order(Kind.END)]
+    rank.group.orders = [
+        RankOrder(OrderKind.INSTALL),
+        RankOrder(OrderKind.COMPUTE),
+        RankOrder(OrderKind.COMPUTE, 1),
+        RankOrder(OrderKind.END),
+    ]
     for micro in rank.run:
         with micro:
             micro.log(seen=micro.step)
@@ -162,7 +167,7 @@ def test_an_evaluation_s_wish_to_stop_reaches_all_ranks() -> None:
 class Several(OneRank):
     """Ranks that say the same figures: each but the first is given."""
 
-    def __init__(self, *others: Said) -> None:
+    def __init__(self, *others: RankSaid) -> None:
         super().__init__()
         self.others = [msgspec.msgpack.encode(one) for one in others]
 
@@ -171,7 +176,9 @@ class Several(OneRank):
 
 
 def test_logged_figures_are_averaged_over_the_parts_of_the_batch() -> None:
-    group = Several(Said(0, 9.0, 2.0, {"right": 9.0}, None), Said(1, 3.0, 2.0, {"right": 3.0, "last": 7.0}, "done"))
+    group = Several(
+        RankSaid(0, 9.0, 2.0, {"right": 9.0}, None), RankSaid(1, 3.0, 2.0, {"right": 3.0, "last": 7.0}, "done")
+    )
     figures, logged = Figures(group, (0, 2)), Logged()
     logged.add({"right": 1.0})
     figures.agree([1.0], 2.0, logged)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rallypoint.parallel import Board, Row
+from rallypoint.parallel import Board, RankRow
 from rallypoint.worker.ranks.watch import HANGS_S, Judge, lost, process_state
 
 COMPUTING, GRADIENTS = "computing step 3, replica 0", "moving the replica's gradients to rank 0"
@@ -18,7 +18,7 @@ class Ranks:
     """Two ranks and a clock; `look` lets a second pass."""
 
     def __init__(self, *, state: str = "S") -> None:
-        self.rows = [Row(rank, 100 + rank, 0, 0.0, "", "", "") for rank in range(2)]
+        self.rows = [RankRow(rank, 100 + rank, 0, 0.0, "", "", "") for rank in range(2)]
         self.now, self.frozen = 0.0, {-1}
         self.judge = Judge("worker0", 3.0, lambda pid: state)
 
@@ -101,9 +101,9 @@ def test_time_in_which_the_leader_itself_was_stopped_does_not_count() -> None:
 
 
 def test_who_has_ended_is_named_with_its_last_words() -> None:
-    ended = Row(2, 2**22 + 1, 7, 0.0, COMPUTING, "", "")  # above the largest pid
-    lives = Row(0, os.getpid(), 7, 0.0, COMPUTING, "", "")
-    spoke = Row(1, os.getpid(), 7, 0.0, "", "", "ValueError: no")
+    ended = RankRow(2, 2**22 + 1, 7, 0.0, COMPUTING, "", "")  # above the largest pid
+    lives = RankRow(0, os.getpid(), 7, 0.0, COMPUTING, "", "")
+    spoke = RankRow(1, os.getpid(), 7, 0.0, "", "", "ValueError: no")
     assert lost([lives, spoke, ended]) == (
         f"rank 1: ValueError: no; rank 2 (process {2**22 + 1}) has ended without a word"
     )

@@ -14,7 +14,7 @@ import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.loop.micro import Versions
+from rallypoint.worker.loop.micro import BufferVersions
 from rallypoint.worker.tensors import weights_hash
 
 ALL_REDUCE = {**SETTINGS, "sync": rp.AllReduce()}
@@ -109,7 +109,7 @@ def test_a_server_lost_while_the_state_is_uploaded_to_it_gets_it_again(
     cluster: Cluster, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Once((3, 1, 0), cluster.lose_the_server)
-    returned = _before(monkeypatch, Versions, "initialise", cluster.lose_the_server, 3)
+    returned = _before(monkeypatch, BufferVersions, "initialise", cluster.lose_the_server, 3)
     assert _train(cluster, first)[0] == undisturbed
     assert returned
 

@@ -54,12 +54,12 @@ def replay(
         if replica is not None or find_spike or current_code:
             raise UsageError("two runs are compared by what they have recorded: with --step and --json alone")
         raise typer.Exit(_compare(run, other, -1 if step is None else step, json=json))
-    from rallypoint.launch.observing.replay import Wanted, differs, lines_of
+    from rallypoint.launch.observing.replay import ReplayWanted, differs, lines_of
     from rallypoint.launch.observing.replay import replay as play
 
     if (step is None) != find_spike:
         raise UsageError("which step? give --step N, or --find-spike for the first whose loss stands out")
-    wanted = Wanted(
+    wanted = ReplayWanted(
         step=-1 if step is None else step, replica=-1 if replica is None else replica,
         current=current_code, quiet=json,
     )  # fmt: skip

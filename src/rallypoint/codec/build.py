@@ -123,7 +123,7 @@ class CodecState:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StateLimits:
     """The possible codec states of one shard: the codec's number, and the smallest and largest size in bytes."""
 
     code: int
@@ -139,10 +139,10 @@ class Limits:
             )
 
 
-def limits_of(codec: Codec, words: int) -> Limits:
+def limits_of(codec: Codec, words: int) -> StateLimits:
     """Return the limits for a codec that serves a shard of `words` words."""
     state = state_bytes(codec)
-    return Limits(codec.code, state, state + codec.bytes_for(words))
+    return StateLimits(codec.code, state, state + codec.bytes_for(words))
 
 
 def state_bytes(codec: Codec) -> int:
@@ -187,13 +187,13 @@ class ShardCodecStates:
 
     def __init__(self, config: JobConfig) -> None:
         self._config, self._codecs = config, ShardCodecs(config)
-        self._limits: dict[tuple[int, tuple[int, ...]], Limits] = {}
+        self._limits: dict[tuple[int, tuple[int, ...]], StateLimits] = {}
 
     def has(self, shard: Shard) -> bool:
         """Return True if the shard's codec has state."""
         return has_state(codec_of(self._config, shard.group)) and self._codecs.of(shard) is not None
 
-    def of(self, shard: Shard) -> Limits:
+    def of(self, shard: Shard) -> StateLimits:
         """Return the limits of this shard's codec state. Raises ProtocolError when it has none."""
         if not self.has(shard):
             raise ProtocolError(f"a codec state of shard {shard.index}, whose codec has none in this job")

@@ -19,7 +19,7 @@ from rallypoint.core.audits import Audits
 from rallypoint.core.cadence import EVERY_ROUND, TOGETHER, Cadence, Period, cut_evenly, cycle, first_empty
 from rallypoint.core.decisions import ReduceOnPlateau
 from rallypoint.core.layout import MOST_SHARD_BYTES, SHARD_BYTES, WORD_BYTES, Role, Shard, TensorSpec
-from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
+from rallypoint.core.modes import Clock, Contribution, Feature, ModeTraits, Pace, StateHolder, describe
 from rallypoint.core.optimizer import EMA, SWA, AdamW, LossScaling, Muon, Optimizer, Sum
 from rallypoint.core.plan.tuning import shards_for
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
@@ -282,7 +282,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         mode, states = self.mode, any(has_state(codec) for codec in self.codecs)
         gradients = mode.contribution is Contribution.GRADIENT and mode.pace is Pace.ROUNDS
         here = self.overlap and not self.streamed  # streamed ones are pulled at a version that exists everywhere
-        return here and gradients and mode.holder is Holder.SERVERS and not states
+        return here and gradients and mode.holder is StateHolder.SERVERS and not states
 
     @property
     def codecs(self) -> tuple[CodecSpec, ...]:

@@ -9,12 +9,12 @@ import msgspec
 
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.core.cluster import effects
-from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.protocol import Aborted, Fingerprint, Finished, Held, Message, Say, SnapshotEvery, Stored
-from rallypoint.core.view import Stop
+from rallypoint.core.view import EarlyEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendMessage:
     """Send a message over this connection."""
 
     connection: Connection
@@ -38,7 +38,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseConnection:
     """Tell the other end why it cannot take part, then close the connection; `final`: it would be refused again."""
 
     connection: Connection
@@ -54,7 +54,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class AppendLog:
     """Append a message to the event log."""
 
     message: msgspec.Struct
@@ -96,13 +96,13 @@ class CommitSnapshot:
     record: JobRecord
     metrics: Mapping[str, float]
     origin: str
-    stop: Stop | None = None
+    stop: EarlyEnd | None = None
     decided: Decided = field(default_factory=Decided)
     kept: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class AddFigures:
     """An evaluation after `step` steps has ended: add its metrics to that step's snapshot, if one is complete.
 
     `version`: look for it in the store; -1: only if it is one of the last that were completed here.
@@ -114,7 +114,7 @@ class Judge:
 
 
 @dataclass(frozen=True, slots=True)
-class FindSnapshot:
+class ReadNewestSnapshot:
     """Look for the newest usable snapshot; the event SnapshotFound or Ended follows."""
 
 
@@ -126,25 +126,25 @@ class Over:
 
 
 Act = (
-    Save | Send | Refuse | Close | Log | Record | BeginSnapshot | AddPart | CommitSnapshot | Judge | FindSnapshot |
-    Over
+    Save | SendMessage | RefuseConnection | Close | AppendLog | Record | BeginSnapshot | AddPart | CommitSnapshot
+    | AddFigures | ReadNewestSnapshot | Over
 )  # fmt: skip
 
 
 def sentence_of(
-    effect: effects.Say | effects.Hold | effects.PeriodTuned,
+    effect: effects.Announce | effects.TellHeld | effects.PeriodTuned,
 ) -> Say | Held | SnapshotEvery:
     """The message that tells observers a sentence, or a figure."""
     if isinstance(effect, effects.PeriodTuned):
         return SnapshotEvery(effect.seconds)
-    if isinstance(effect, effects.Say):
+    if isinstance(effect, effects.Announce):
         return Say(effect.text)
     return Held(effect.text)
 
 
-def last_message(word: Finish | Abort) -> Finished | Aborted:
+def last_message(word: FinishJob | Abort) -> Finished | Aborted:
     """The message that tells everybody how the job ended."""
-    return Finished(word.lead, word.stopped_at, word.why) if isinstance(word, Finish) else Aborted(word.reason)
+    return Finished(word.lead, word.stopped_at, word.why) if isinstance(word, FinishJob) else Aborted(word.reason)
 
 
 def failure_of(word: Finished | Aborted) -> str | None:

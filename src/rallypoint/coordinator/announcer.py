@@ -10,7 +10,7 @@ import msgspec
 
 from rallypoint.codec.spec import Raw
 from rallypoint.config import JobConfig, parse
-from rallypoint.coordinator.acts import Act, Log, Record, Send
+from rallypoint.coordinator.acts import Act, AppendLog, Record, SendMessage
 from rallypoint.coordinator.claims import Early
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, tally_for
@@ -221,7 +221,7 @@ class Announcer:
             return self._script_told(member, message)
         if isinstance(message, Sampled):
             kept = self._samples.take(member, message, self._machine.view, now)
-            return [] if kept is None else [Log(kept)]
+            return [] if kept is None else [AppendLog(kept)]
         has_a_part = self._machine.course.has_a_part(member)
         if has_a_part and isinstance(message, Skipped):
             return self.announce(message, now)
@@ -245,19 +245,19 @@ class Announcer:
             return []
         self._ended[member] = told
         others = [self._members[worker] for worker in computing if worker in self._members]
-        return [Log(told), *(Send(one, told) for one in (*others, *self.observers))]
+        return [AppendLog(told), *(SendMessage(one, told) for one in (*others, *self.observers))]
 
     def ended_scripts(self, member: str) -> list[Act]:
         """Tell a worker that has just been admitted which scripts have ended: it may have been away meanwhile."""
         connection = self._members.get(member)
         if connection is None or self._machine.course.members.role_of(member) != "worker":
             return []
-        return [Send(connection, told) for told in self._ended.values()]
+        return [SendMessage(connection, told) for told in self._ended.values()]
 
     def _tell(self, message: Message) -> list[Act]:
         if isinstance(message, _KEPT) and not self.observers:
             self._unheard.append(message)
-        return [Log(message), *(Send(observer, message) for observer in self.observers)]
+        return [AppendLog(message), *(SendMessage(observer, message) for observer in self.observers)]
 
     def observe(self, connection: Connection, hello: Hello, last_word: Finished | Aborted | None = None) -> list[Act]:
         """Add an observer, and send it the plan and the members if they are known; once the job is over only its last
@@ -271,7 +271,7 @@ class Announcer:
         if hello.role == "observer" and hello.id == LAUNCHER:
             told = [self.planned, self._announced, *self._unheard]
             self._unheard.clear()
-        return [Send(connection, known) for known in (*told, last_word) if known is not None]
+        return [SendMessage(connection, known) for known in (*told, last_word) if known is not None]
 
     def plan(self, record: JobRecord, view: View, now: float, *, taking_over: bool = False) -> list[Act]:
         """Announce the job when its record is known. Does nothing when called again.
@@ -402,7 +402,7 @@ class Announcer:
     def applied(self, message: Applied) -> list[Act]:
         """Write a server's ledger entry to the event log, and count how late each worker was."""
         self._late.add(message.late)
-        return [Log(message)] if message.at else []  # without a time it says only what the server's state proves
+        return [AppendLog(message)] if message.at else []  # without a time it says only what the server's state proves
 
     # ---- what is waited for ----
 
@@ -422,7 +422,7 @@ class Announcer:
         if Feature.SUMS not in self.config.features or self.planned is None or now - self._script_said < SCRIPT_S:
             return []
         self._script_said = now
-        return [Send(observer, self._script) for observer in self.observers]
+        return [SendMessage(observer, self._script) for observer in self.observers]
 
     def _who_is_late(self) -> str:
         view = self._machine.view

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.decisions import Decided
 from rallypoint.core.protocol import Hello, Message
-from rallypoint.core.view import Stop
+from rallypoint.core.view import EarlyEnd
 
 Connection = Hashable  # a channel, or a simulated wire: the shell only compares it
 
@@ -64,7 +64,7 @@ class SnapshotCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotFailed:
+class ManifestFailed:
     """The manifest could not be written."""
 
     snapshot: str
@@ -73,23 +73,23 @@ class SnapshotFailed:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFound:
-    """The newest usable snapshot, and what it knows: see `core.cluster.events.Found`; "" if there is none."""
+    """The newest usable snapshot, and what it knows: see `core.cluster.events.NewestFound`; "" if there is none."""
 
     snapshot: str
     version: int = -1
-    stop: Stop | None = None
+    stop: EarlyEnd | None = None
     decided: Decided = field(default_factory=Decided)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndWanted:
     """End the job for a reason outside the machine: a user, a child process that died, an error of the coordinator."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SentenceSaid:
     """A sentence for the observers."""
 
     text: str
@@ -103,5 +103,5 @@ class Barrier:
 
 
 Event = (
-    Opened | Received | Closed | Ticked | SnapshotCommitted | SnapshotFailed | SnapshotFound | Ended | Said
+    Opened | Received | Closed | Ticked | SnapshotCommitted | ManifestFailed | SnapshotFound | EndWanted | SentenceSaid
 )  # fmt: skip

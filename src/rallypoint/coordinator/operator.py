@@ -16,7 +16,7 @@ _BURST, _EVERY_S = 16, 2.0  # orders that are followed at once; then one in so m
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OrderAnswer:
     """What is done about an order: events for the machine; the order itself to `workers`; then news for observers."""
 
     events: Sequence[events.Event] = ()
@@ -31,7 +31,7 @@ class Orders:
     def __init__(self, now: float) -> None:
         self._allowance = Allowance(_BURST, _EVERY_S, now)
 
-    def answer(self, order: AnyOrder, course: Course, now: float) -> Answer:
+    def answer(self, order: AnyOrder, course: Course, now: float) -> OrderAnswer:
         """What to do about this order, at the time `now` (s)."""
         if not self._allowance.take(now):
             return _refused(order, "too many orders: try again in some seconds")
@@ -43,7 +43,7 @@ class Orders:
             case Drain(member=member):
                 return self._drain(order, course, member)
 
-    def _pause(self, order: Pause, course: Course, *, on: bool) -> Answer:
+    def _pause(self, order: Pause, course: Course, *, on: bool) -> OrderAnswer:
         if on and (why := may_pause(course)):
             return _refused(order, why)
         if not on and course.views.paused is None:
@@ -51,9 +51,9 @@ class Orders:
         assert course.record is not None
         before = course.record.steps_at(course.known + 1)
         said = f"the operator pauses the job before step {before}" if on else "the operator lets the job go on"
-        return Answer([events.Paused(on)], news=[_ordered(order, said)])
+        return OrderAnswer([events.Paused(on)], news=[_ordered(order, said)])
 
-    def _stop(self, order: StopWanted, course: Course, reason: str) -> Answer:
+    def _stop(self, order: StopWanted, course: Course, reason: str) -> OrderAnswer:
         record, workers = course.record, course.computing()
         if record is None or not course.begun or not workers:
             return _refused(order, "no worker computes: nothing can be stopped")
@@ -63,9 +63,9 @@ class Orders:
             return _refused(order, f"the job ends with step {record.steps_at(course.last)} already")
         goes_on = [events.Paused(False)] if course.views.paused is not None else []
         said = f"the operator stops the job after the step that is computed now{f': {reason}' if reason else ''}"
-        return Answer(goes_on, workers, [_ordered(order, said)])
+        return OrderAnswer(goes_on, workers, [_ordered(order, said)])
 
-    def _drain(self, order: Drain, course: Course, member: str) -> Answer:
+    def _drain(self, order: Drain, course: Course, member: str) -> OrderAnswer:
         members = course.members
         if member not in members.workers and member not in members.servers:
             return _refused(order, f"there is no worker or server {member or 'without a name'}")
@@ -73,7 +73,7 @@ class Orders:
         if not peers.keys() - members.leaving - {member}:
             return _refused(order, f"{member} is the last {'worker' if peers is members.workers else 'server'}")
         said = f"the operator sends {member} away"
-        return Answer(news=[order, _ordered(order, said)])
+        return OrderAnswer(news=[order, _ordered(order, said)])
 
 
 class Sizes:
@@ -104,5 +104,5 @@ def _ordered(order: AnyOrder, text: str) -> Ordered:
     return Ordered(type(order).__name__, text)
 
 
-def _refused(order: AnyOrder, text: str) -> Answer:
-    return Answer(news=[Ordered(type(order).__name__, text, refused=True)])
+def _refused(order: AnyOrder, text: str) -> OrderAnswer:
+    return OrderAnswer(news=[Ordered(type(order).__name__, text, refused=True)])

@@ -88,7 +88,7 @@ class Owner:
             self._handle(event)
         except Exception as error:
             why = str(error) if isinstance(error, RallypointError) else f"{type(error).__name__}: {error}"
-            self._handle(inbox.Ended(f"the coordinator failed: {why}"))
+            self._handle(inbox.EndWanted(f"the coordinator failed: {why}"))
 
 
 # The time without pauses of this process.

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from rallypoint.config import JobConfig
-from rallypoint.coordinator.acts import Judge
+from rallypoint.coordinator.acts import AddFigures
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.modes import Pace
 from rallypoint.core.protocol import Report, StepDone
@@ -162,7 +162,7 @@ class Lateness:
 EVALUATED = 64  # versions
 
 
-class Evaluations:
+class EvaluationMetrics:
     """Metrics by step of training. It merges several evaluations of a step, and keeps the newest 64 steps."""
 
     def __init__(self) -> None:
@@ -182,13 +182,13 @@ class Evaluations:
         """All metrics of that step; empty if there are none."""
         return dict(self._by_step.get(step, {}))
 
-    def judged(self, course: Course) -> list[Judge]:
+    def judged(self, course: Course) -> list[AddFigures]:
         """What an earlier coordinator may not have added any more to the snapshot of the best version."""
         best, record = course.evaluations.decided.best, course.record
         if best is None or record is None or best.version not in course.evaluations.results:
             return []
         step = record.steps_at(best.version)
-        return [Judge(step, self.of(step), best.version)]
+        return [AddFigures(step, self.of(step), best.version)]
 
     def rewind(self, step: int) -> None:
         """Drop the metrics of steps after `step`: the job goes back to it."""

@@ -101,7 +101,7 @@ class CoordinatorService:
         me = Identity("coordinator", "", role_token(self._token, "coordinator"))
         self._journal = Journal(self._join_info.folder)
         me = replace(me, secret=job_secret(self._journal.secret, me.token))
-        self._persistence = Persistence(self._journal, lambda text: self._owner.put(inbox.Said(text)))
+        self._persistence = Persistence(self._journal, lambda text: self._owner.put(inbox.SentenceSaid(text)))
         recovered = self._journal.load()
         self._is_later = self._terms.earlier > 0 or recovered is not None
         word = None if recovered is None or self._resume is not None else recovered.last_word
@@ -179,11 +179,11 @@ class CoordinatorService:
 
     def abort(self, reason: str) -> None:
         """End the job from outside (a child process died, Ctrl-C); all members are told why. Any thread may call it."""
-        self._owner.put(inbox.Ended(reason))
+        self._owner.put(inbox.EndWanted(reason))
 
     def say(self, text: str) -> None:
         """Tell the observers a sentence, and write it into the event log. Any thread may call it."""
-        self._owner.put(inbox.Said(text))
+        self._owner.put(inbox.SentenceSaid(text))
 
     def close(self) -> None:
         """End every connection and thread; wait up to 2 s for members to receive the last word."""
@@ -246,13 +246,13 @@ class CoordinatorService:
 
     def _do(self, act: acts.Act) -> None:
         match act:
-            case acts.Send(connection=connection, message=message):
+            case acts.SendMessage(connection=connection, message=message):
                 _channel(connection).send_message(message)
-            case acts.Refuse(connection=connection, reason=reason, final=final):
+            case acts.RefuseConnection(connection=connection, reason=reason, final=final):
                 _channel(connection).refuse(reason, final=final)
             case acts.Close(connection=connection):
                 _channel(connection).connection.close()
-            case acts.Log(message=message):
+            case acts.AppendLog(message=message):
                 self._note(message)
             case acts.Record(member=member, claim=claim):
                 self._fingerprints.add(member, claim)
@@ -261,7 +261,7 @@ class CoordinatorService:
             case acts.Over(failure=failure):
                 self._failure = failure
                 self._over.set()
-            case acts.FindSnapshot() if self._keeper is None:
+            case acts.ReadNewestSnapshot() if self._keeper is None:
                 self._owner.put(inbox.SnapshotFound(""))
             case _:
                 if self._keeper is not None:

@@ -8,17 +8,17 @@ from dataclasses import replace
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.acts import (
     Act,
+    AddFigures,
     AddPart,
+    AppendLog,
     BeginSnapshot,
     Close,
     CommitSnapshot,
-    FindSnapshot,
-    Judge,
-    Log,
     Over,
-    Refuse,
+    ReadNewestSnapshot,
+    RefuseConnection,
     Save,
-    Send,
+    SendMessage,
     failure_of,
     last_message,
     sentence_of,
@@ -31,7 +31,7 @@ from rallypoint.coordinator.joining.take_over import TakeOver, has_begun, late_v
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.coordinator.operator import Orders, Sizes
 from rallypoint.coordinator.owner import AwakeTime
-from rallypoint.coordinator.progress import EVALUATED, Evaluations, agree
+from rallypoint.coordinator.progress import EVALUATED, EvaluationMetrics, agree
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -94,7 +94,7 @@ class CoordinatorShell:
         self.members: dict[str, Connection] = {}
         self.last_word: Finished | Aborted | None = None
         self.announcer = Announcer(self.machine, now, self.members)
-        self.evaluations, self._early, self._shown = Evaluations(), Early[Metrics](EVALUATED), Once(EVALUATED)
+        self.evaluations, self._early, self._shown = EvaluationMetrics(), Early[Metrics](EVALUATED), Once(EVALUATED)
         for version, figures in self.machine.course.evaluations.results.items():
             self.evaluations.add(self.announcer.config.steps_at(version), figures or {})
         self._agreement, self._claims, self._newcomers = Agreement(), Claims(), Newcomers.of(terms, now)
@@ -154,14 +154,14 @@ class CoordinatorShell:
             case inbox.SnapshotCommitted(snapshot=snapshot):
                 done = Snapshotted(snapshot, event.version, event.nbytes, event.seconds)
                 return [*self._announce(done), *self._drive(cluster_events.Committed(snapshot))]
-            case inbox.SnapshotFailed(snapshot=snapshot, reason=reason):
+            case inbox.ManifestFailed(snapshot=snapshot, reason=reason):
                 return self._drive(cluster_events.SnapshotLost(snapshot, reason))
             case inbox.SnapshotFound():
                 known = event.stop, event.decided
-                return self._drive(cluster_events.Found(event.snapshot, event.version, *known))
-            case inbox.Ended(reason=reason):
+                return self._drive(cluster_events.NewestFound(event.snapshot, event.version, *known))
+            case inbox.EndWanted(reason=reason):
                 return self._end(Aborted(reason))
-            case inbox.Said(text=text):
+            case inbox.SentenceSaid(text=text):
                 return self._announce(Say(text))
 
     # ---- connections ----
@@ -171,7 +171,7 @@ class CoordinatorShell:
         if self.last_word is not None or hello.role == "observer":
             return self.announcer.observe(connection, hello, self.last_word)
         if self.refuses(hello):
-            return [Refuse(connection, taken(hello.id))]
+            return [RefuseConnection(connection, taken(hello.id))]
         if (told := self._newcomers.keeps(opened, self.machine.course.members, self._now)) is not None:
             return self._announce(Say(told)) if told else []
         old = self.members.get(hello.id)  # the same process connected again before its old connection ended
@@ -212,7 +212,7 @@ class CoordinatorShell:
                 acts += self._send(message, *answer.workers)
                 return acts + [act for one in answer.news for act in self._announce(one)]
             released = isinstance(message, Release)
-            return self._drive(cluster_events.Released() if released else cluster_events.SnapshotWanted())
+            return self._drive(cluster_events.Released() if released else cluster_events.SnapshotOrdered())
         if self.members.get(hello.id) != connection:
             return []  # this member was refused: ignore its messages
         if isinstance(message, Beat):
@@ -227,7 +227,7 @@ class CoordinatorShell:
                 return acts
             case Report():
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
-                acts += self._drive(cluster_events.Progress(*done, now=self._awake.at(self._now)))
+                acts += self._drive(cluster_events.Computed(*done, now=self._awake.at(self._now)))
                 acts += self.announcer.report(message, self._now)
                 current = self.machine.course.is_current(message.generation)
                 own = self.machine.course.strategies.pinned
@@ -251,7 +251,7 @@ class CoordinatorShell:
                 part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))
                 return [*acts, AddPart(part), *self._drive(event_of(hello.id, part))]
             case _:
-                logged = [Log(message)] if isinstance(message, AuditFound) else []
+                logged = [AppendLog(message)] if isinstance(message, AuditFound) else []
                 return [*acts, *logged, *self._drive(event_of(hello.id, message))]
 
     def _resized(self, size: Resize | None) -> list[Act]:
@@ -282,7 +282,7 @@ class CoordinatorShell:
         if not self._shown.is_new((message.step, message.generation, str(message.values))):
             return []
         figures = self.evaluations.add(message.step, message.values)
-        return [*self._announce(message), Judge(message.step, figures)]
+        return [*self._announce(message), AddFigures(message.step, figures)]
 
     # ---- the machine ----
 
@@ -309,27 +309,27 @@ class CoordinatorShell:
         match effect:
             case cluster_effects.Refuse(member=member, reason=reason, final=final):
                 connection = self.members.pop(member, None)
-                return [] if connection is None else [Refuse(connection, reason, final)]
+                return [] if connection is None else [RefuseConnection(connection, reason, final)]
             case cluster_effects.Dismiss(server=server):
                 return self._send(Finished(), server)
             case cluster_effects.Admit(member=member, incarnation=incarnation):
                 admitted = self._tickets.admitted(member, incarnation, self.machine.course.members.role_of(member))
                 return [*self._send(admitted, member), *self.announcer.ended_scripts(member)]
-            case cluster_effects.Prepare(member=member, record=record):
+            case cluster_effects.SendRecord(member=member, record=record):
                 return self._send(Prepare(record), member)
-            case cluster_effects.Publish(view=view, members=members):
+            case cluster_effects.PublishView(view=view, members=members):
                 return self._publish(view, members)
-            case cluster_effects.Assist(worker=worker, step=step, replica=replica):
+            case cluster_effects.AskBackupTask(worker=worker, step=step, replica=replica):
                 return self._send(Assist(step, replica), worker)
             case (
-                cluster_effects.Say() | cluster_effects.Hold() | cluster_effects.PeriodTuned()
+                cluster_effects.Announce() | cluster_effects.TellHeld() | cluster_effects.PeriodTuned()
             ):  # fmt: skip
                 return self._announce(sentence_of(effect))
             case cluster_effects.Note(text=text):
-                return [Log(Say(text))]
-            case cluster_effects.Finish() | cluster_effects.Abort():
+                return [AppendLog(Say(text))]
+            case cluster_effects.FinishJob() | cluster_effects.Abort():
                 return self._end(last_message(effect))
-            case cluster_effects.Capture(snapshot=snapshot, version=version, writers=writers):
+            case cluster_effects.TakeSnapshot(snapshot=snapshot, version=version, writers=writers):
                 self._capture = Capture(snapshot, version, writers)
                 self._claims.asked(self._capture)
                 asked = self._send(self._capture, *writers)
@@ -337,7 +337,7 @@ class CoordinatorShell:
             case cluster_effects.Commit(snapshot=snapshot, version=version):
                 return [self._commit(snapshot, version)]
             case cluster_effects.FindSnapshot():
-                return [FindSnapshot()]
+                return [ReadNewestSnapshot()]
 
     def _publish(self, view: View, members: Sequence[str]) -> list[Act]:
         assert self.machine.record is not None
@@ -400,7 +400,7 @@ class CoordinatorShell:
     # ---- words ----
 
     def _send(self, message: Message, *members: str) -> list[Act]:
-        return [Send(self.members[member], message) for member in members if member in self.members]
+        return [SendMessage(self.members[member], message) for member in members if member in self.members]
 
     def _tell(self, news: Iterable[tuple[str, Message]]) -> list[Act]:
         return [act for member, message in news for act in self._send(message, member)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.coordinator import inbox
-from rallypoint.coordinator.acts import Act, AddPart, BeginSnapshot, CommitSnapshot, FindSnapshot, Judge
+from rallypoint.coordinator.acts import Act, AddFigures, AddPart, BeginSnapshot, CommitSnapshot, ReadNewestSnapshot
 from rallypoint.core.protocol import Stored
 from rallypoint.errors import RallypointError
 from rallypoint.store.files import EndingThread, patiently
@@ -55,9 +55,9 @@ class SnapshotKeeper:
                 self._add(part)
             case CommitSnapshot():
                 self._begin_commit(act)
-            case Judge():
+            case AddFigures():
                 self._tasks.put((f"the metrics of step {act.step}", lambda: self._judge(act)))
-            case FindSnapshot():
+            case ReadNewestSnapshot():
                 self._tasks.put(("the search for the newest snapshot", self._find))
             case _:
                 raise AssertionError(f"an act that is not about snapshots: {act}")
@@ -75,7 +75,7 @@ class SnapshotKeeper:
     def _begin_commit(self, act: CommitSnapshot) -> None:
         parts = self._parts.pop(act.snapshot, None)
         if parts is None:
-            self._put(inbox.SnapshotFailed(act.snapshot, "its parts have been forgotten"))
+            self._put(inbox.ManifestFailed(act.snapshot, "its parts have been forgotten"))
             return
         manifest = Manifest(
             id=act.snapshot, version=act.version, record=msgspec.to_builtins(act.record), created=time.time(),
@@ -93,13 +93,13 @@ class SnapshotKeeper:
             try:
                 call()
             except Exception as error:  # else the coordinator would wait for an answer for ever
-                self._put(inbox.Ended(f"the thread for snapshots failed: {type(error).__name__}: {error}"))
+                self._put(inbox.EndWanted(f"the thread for snapshots failed: {type(error).__name__}: {error}"))
 
     def _commit(self, act: CommitSnapshot, manifest: Manifest, began: float) -> None:
         try:
             self._store.commit(manifest)
         except Exception as error:  # a remote filesystem may raise anything; the job waits for an answer
-            self._put(inbox.SnapshotFailed(manifest.id, _sentence(error)))
+            self._put(inbox.ManifestFailed(manifest.id, _sentence(error)))
             return
         nbytes, seconds = sum(manifest.files.values()), time.monotonic() - began
         self._put(inbox.SnapshotCommitted(manifest.id, manifest.version, nbytes, seconds))
@@ -114,7 +114,7 @@ class SnapshotKeeper:
             keep = (manifest.id, act.origin)
             self._store.retain(self._kept_by(act), keep, thorough=False, versions=lambda v: v == best or v > decided)
         except Exception as error:
-            self._put(inbox.Said(f"old snapshots could not be deleted: {_sentence(error)}"))
+            self._put(inbox.SentenceSaid(f"old snapshots could not be deleted: {_sentence(error)}"))
 
     def _kept_by(self, act: CommitSnapshot) -> Retention:
         """Which snapshots are kept; the best one also if only the script asks for it."""
@@ -123,7 +123,7 @@ class SnapshotKeeper:
         metric, best_is = msgspec.structs.astuple(rule)
         return msgspec.structs.replace(self._retention, keep_best=metric, best_is=best_is)
 
-    def _judge(self, act: Judge) -> None:
+    def _judge(self, act: AddFigures) -> None:
         """Write the manifest again with the metrics of an evaluation that ended after its snapshot was complete."""
         manifest = self._complete.get(act.step) or self._of_version(act.version)
         if manifest is None or manifest.metrics.items() >= act.metrics.items():
@@ -133,18 +133,20 @@ class SnapshotKeeper:
             if self._store.amend(judged):
                 self._complete[act.step] = judged
         except Exception as error:
-            self._put(inbox.Said(f"the figures of snapshot {manifest.id} could not be stored: {_sentence(error)}"))
+            self._put(
+                inbox.SentenceSaid(f"the figures of snapshot {manifest.id} could not be stored: {_sentence(error)}")
+            )
 
     def _of_version(self, version: int) -> Manifest | None:
         found = self._store.manifests() if version >= 0 else []
         return next((manifest for manifest in found if manifest.version == version), None)
 
     def _find(self) -> None:
-        say = lambda text: self._put(inbox.Said(text))  # noqa: E731
+        say = lambda text: self._put(inbox.SentenceSaid(text))  # noqa: E731
         try:
             manifest = patiently(lambda: self._store.latest_usable(say), say, "looking for the newest snapshot")
         except Exception as error:
-            self._put(inbox.Ended(f"the snapshots cannot be read: {_sentence(error)}"))
+            self._put(inbox.EndWanted(f"the snapshots cannot be read: {_sentence(error)}"))
             return
         if manifest is None:
             self._put(inbox.SnapshotFound(""))

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from rallypoint.core.typed import Name, Settings
-from rallypoint.core.view import Stop
+from rallypoint.core.typed import Name, SettingsType
+from rallypoint.core.view import EarlyEnd
 from rallypoint.errors import ConfigError
 
 Mode = Literal["min", "max"]
@@ -65,7 +65,7 @@ class StopWhen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return value < best - self.min_delta if self.mode == "min" else value > best + self.min_delta
 
 
-class ReduceOnPlateau(msgspec.Struct, metaclass=Settings, frozen=True, forbid_unknown_fields=True):
+class ReduceOnPlateau(msgspec.Struct, metaclass=SettingsType, frozen=True, forbid_unknown_fields=True):
     """Multiply the learning rate by `factor` when `metric` has not improved in more than `patience` evaluations.
 
     The semantics are those of ``torch.optim.lr_scheduler.ReduceLROnPlateau``, whose `step` is called with each result.
@@ -158,7 +158,7 @@ class Decided(msgspec.Struct, frozen=True):
     trends: dict[str, Trend] = {}
     reductions: tuple[int, ...] = ()
     best: Best | None = None
-    stop: Stop | None = None
+    stop: EarlyEnd | None = None
 
     def after(self, rules: Rules, version: int, figures: Mapping[str, float], following: int | None) -> Decided:
         """With the result of one more version. `figures` are empty if it has none.
@@ -173,7 +173,7 @@ class Decided(msgspec.Struct, frozen=True):
             value, name = figures[rule.metric], repr(rule)
             trends[name] = trends.get(name, Trend()).after(rule, value)
             if following is not None and stop is None and (why := rule.why(value, trends[name])):
-                stop = Stop(following, why, "run.stop_when")
+                stop = EarlyEnd(following, why, "run.stop_when")
         if (plateau := rules.plateau) is not None and plateau.metric in figures:
             trend = trends.get(repr(plateau), Trend()).after(plateau, figures[plateau.metric])
             if trend.cooldown:

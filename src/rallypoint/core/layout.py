@@ -26,7 +26,7 @@ PART_BYTES = 16 << 20  # quick to move; with an optimizer's two moments far belo
 _SPREAD = 8  # the least number of parts, where each has at least a shard's bytes: every server should have some
 
 
-class Part(msgspec.Struct, frozen=True):
+class TablePart(msgspec.Struct, frozen=True):
     """Every `parts`-th row of a table, beginning with row `part`: `rows` rows in all.
 
     `table` is the table's index in the layout. Row r of the table is row ``r // parts`` of part ``r % parts``.
@@ -39,7 +39,7 @@ class Part(msgspec.Struct, frozen=True):
     rows: int
 
 
-def parts_of(table: int, rows: int, columns: int, shard_bytes: int) -> list[Part]:
+def parts_of(table: int, rows: int, columns: int, shard_bytes: int) -> list[TablePart]:
     """Cut table number `table` (`rows` x `columns`, fp32) into parts of at most about PART_BYTES.
 
     A small table has up to 8 parts, so that several servers share it. The result does not depend on the number of
@@ -47,7 +47,7 @@ def parts_of(table: int, rows: int, columns: int, shard_bytes: int) -> list[Part
     """
     nbytes = rows * columns * 4
     parts = min(rows, max(-(-nbytes // PART_BYTES), min(_SPREAD, -(-nbytes // shard_bytes))))
-    return [Part(table, part, parts, len(range(part, rows, parts))) for part in range(parts)]
+    return [TablePart(table, part, parts, len(range(part, rows, parts))) for part in range(parts)]
 
 
 WORD_BYTES = 4
@@ -109,7 +109,7 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     start: int
     stop: int
     columns: int = 0
-    part: Part | None = None
+    part: TablePart | None = None
 
     @cached_property
     def words(self) -> int:

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import msgspec
 
 from rallypoint.core.schedule import Schedule
-from rallypoint.core.typed import Settings
+from rallypoint.core.typed import SettingsType
 from rallypoint.errors import ConfigError
 
 
-class _ByNameOnly(Settings):
+class _ByNameOnly(SettingsType):
     """The type of optimizers' settings: a call with parameters, as of torch's optimizers, is answered by a sentence."""
 
     def __call__(cls, *arguments: Any, **settings: Any) -> Any:
@@ -186,7 +186,7 @@ def of_shard(spec: Optimizer, columns: int) -> Optimizer:
 # Averages of the weights as data: servers keep one beside the parameters, for evaluation and export.
 
 
-class EMA(msgspec.Struct, metaclass=Settings, frozen=True, tag="ema", forbid_unknown_fields=True):
+class EMA(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="ema", forbid_unknown_fields=True):
     """An exponential moving average: average = decay * average + (1 - decay) * parameters, after every update.
 
     The bytes are those of torch's AveragedModel with ``get_ema_multi_avg_fn(decay)``, updated after every step: the
@@ -196,7 +196,7 @@ class EMA(msgspec.Struct, metaclass=Settings, frozen=True, tag="ema", forbid_unk
     decay: float = 0.999
 
 
-class SWA(msgspec.Struct, metaclass=Settings, frozen=True, tag="swa", forbid_unknown_fields=True):
+class SWA(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="swa", forbid_unknown_fields=True):
     """The mean of the parameters after updates `start`, `start` + `every`, ... (Izmailov et al., 2018).
 
     The bytes are those of torch's AveragedModel, as it is by default on a CPU, updated after these steps.

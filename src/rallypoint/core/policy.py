@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from rallypoint.core.optimizer import SGD
-from rallypoint.core.typed import Settings
+from rallypoint.core.typed import SettingsType
 
 
 class Verdict(enum.Enum):
@@ -92,7 +92,7 @@ class Policy(Protocol):
         """The factor of the learning rate for a contribution that was computed `staleness` updates ago."""
 
 
-class Sync(msgspec.Struct, metaclass=Settings, frozen=True, tag="sync", forbid_unknown_fields=True):
+class Sync(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="sync", forbid_unknown_fields=True):
     """Every round has all R contributions, summed by a tree over replica numbers (I1, I3).
 
     A contribution to an earlier round is a repeat and is dropped (I2). One to a later round is rejected: no worker can
@@ -175,7 +175,7 @@ class _OnArrival(msgspec.Struct, frozen=True):
 
 
 class BoundedStaleness(
-    _OnArrival, metaclass=Settings, frozen=True, tag="bounded-staleness", forbid_unknown_fields=True
+    _OnArrival, metaclass=SettingsType, frozen=True, tag="bounded-staleness", forbid_unknown_fields=True
 ):  # fmt: skip
     """Stale-synchronous (SSP; Ho et al., 2013): contributions are applied on arrival, but no replica runs more than
     `staleness` steps ahead of the slowest. With `staleness=0` it is Sync."""
@@ -197,7 +197,7 @@ class BoundedStaleness(
         return 1.0 / ledger.expected
 
 
-class Async(_OnArrival, metaclass=Settings, frozen=True, tag="async", forbid_unknown_fields=True):
+class Async(_OnArrival, metaclass=SettingsType, frozen=True, tag="async", forbid_unknown_fields=True):
     """Contributions are applied on arrival, and no replica waits for another.
 
     Attributes:
@@ -227,7 +227,7 @@ class Async(_OnArrival, metaclass=Settings, frozen=True, tag="async", forbid_unk
         return 1.0 / (max(1, staleness) if self.scale_by_staleness else ledger.expected)
 
 
-class LocalSteps(msgspec.Struct, metaclass=Settings, frozen=True, tag="local-steps", forbid_unknown_fields=True):
+class LocalSteps(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="local-steps", forbid_unknown_fields=True):
     """Local SGD (Stich, 2019) and DiLoCo (Douillard et al., 2023): the worker computes `steps` steps of `optimizer`,
     then pushes the change (start minus local) like a gradient. The servers apply the replicas' mean with `outer`.
 
@@ -255,7 +255,7 @@ class LocalSteps(msgspec.Struct, metaclass=Settings, frozen=True, tag="local-ste
     mix: float = 0.5
 
 
-class AllReduce(msgspec.Struct, metaclass=Settings, frozen=True, tag="all-reduce", forbid_unknown_fields=True):
+class AllReduce(msgspec.Struct, metaclass=SettingsType, frozen=True, tag="all-reduce", forbid_unknown_fields=True):
     """Servers only average, as under Sync (the same order, the same bytes). Version t+1 is the mean gradient of step t,
     and every worker steps its own optimizer with it, in order, for every version.
 

@@ -19,7 +19,7 @@ from rallypoint.errors import ModelError
 _Sizes = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
-class Block(msgspec.Struct, frozen=True, array_like=True):
+class TensorBox(msgspec.Struct, frozen=True, array_like=True):
     """A box of a tensor: `sizes[d]` elements from `offsets[d]` on in dimension d."""
 
     offsets: _Sizes
@@ -35,7 +35,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
         """The index of the block in the whole tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
-    def overlaps(self, other: Block) -> bool:
+    def overlaps(self, other: TensorBox) -> bool:
         """True if some element is in both."""
         return all(
             a < b + n and b < a + m
@@ -43,7 +43,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class HeldTensor(msgspec.Struct, frozen=True, array_like=True):
     """What one rank holds of one tensor: its name, shape and dtype as in the unsharded model, and the rank's block.
 
     Attributes:
@@ -55,14 +55,14 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     shape: _Sizes
     dtype: str
     role: str
-    block: Block | None
+    block: TensorBox | None
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class RankPiece(msgspec.Struct, frozen=True, array_like=True):
     """The block that one rank holds."""
 
     rank: int
-    block: Block
+    block: TensorBox
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -72,18 +72,18 @@ class Spread(msgspec.Struct, frozen=True):
     shape: _Sizes
     dtype: str
     role: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RankPiece, ...]
 
     @property
-    def sent(self) -> tuple[Piece, ...]:
+    def sent(self) -> tuple[RankPiece, ...]:
         """The pieces that make up the tensor: of equal ones the first rank's."""
-        first: dict[Block, Piece] = {}
+        first: dict[TensorBox, RankPiece] = {}
         for piece in self.pieces:
             first.setdefault(piece.block, piece)
         return tuple(first.values())
 
 
-def spread_over(holdings: Sequence[Sequence[Held]], names: Sequence[str] = ()) -> list[Spread]:
+def spread_over(holdings: Sequence[Sequence[HeldTensor]], names: Sequence[str] = ()) -> list[Spread]:
     """Return the tensors that the ranks hold together, in the order of the unsharded model.
 
     `holdings[r]` is what rank r holds. The order is that of `names` if given; else rank 0's, followed by what rank 1
@@ -92,7 +92,7 @@ def spread_over(holdings: Sequence[Sequence[Held]], names: Sequence[str] = ()) -
     Raises ModelError when two ranks disagree about a tensor, when some element is held by nobody, and when two stages
     of a pipeline train the same parameter.
     """
-    found: dict[str, tuple[Held, list[Piece]]] = {}
+    found: dict[str, tuple[HeldTensor, list[RankPiece]]] = {}
     for rank, held in enumerate(holdings):
         for one in held:
             first, pieces = found.setdefault(one.name, (one, []))
@@ -102,7 +102,7 @@ def spread_over(holdings: Sequence[Sequence[Held]], names: Sequence[str] = ()) -
                     "one: build the same model on all ranks"
                 )
             if one.block is not None and one.block.elements:
-                pieces.append(Piece(rank, one.block))
+                pieces.append(RankPiece(rank, one.block))
     spread = [Spread(name, one.shape, one.dtype, one.role, tuple(pieces)) for name, (one, pieces) in found.items()]
     stages = [frozenset(one.name for one in held) for held in holdings]
     for tensor in spread:
@@ -146,9 +146,9 @@ def _check_one_stage(tensor: Spread, stages: Sequence[frozenset[str]]) -> None:
         )
 
 
-def _pairs(blocks: Sequence[Block]) -> Iterator[tuple[Block, Block]]:
+def _pairs(blocks: Sequence[TensorBox]) -> Iterator[tuple[TensorBox, TensorBox]]:
     return combinations(blocks, 2)
 
 
-def _described(one: Held) -> str:
+def _described(one: HeldTensor) -> str:
     return f"{one.role}, {one.dtype} {list(one.shape)}"

@@ -74,7 +74,7 @@ def build_now(*types: Any) -> None:
 EXAMPLES = {"steps": 16, "staleness": 2}  # of what modes need
 
 
-class Settings(type(msgspec.Struct)):  # type: ignore[misc]
+class SettingsType(type(msgspec.Struct)):  # type: ignore[misc]
     """The type of modes and optimizers. A call with unknown settings, or without a needed one, raises ConfigError."""
 
     def __call__(cls, *values: Any, **settings: Any) -> Any:

@@ -51,7 +51,7 @@ class Assignment(msgspec.Struct, frozen=True):
     replicas: dict[str, tuple[int, ...]]
 
 
-class Stop(msgspec.Struct, frozen=True):
+class EarlyEnd(msgspec.Struct, frozen=True):
     """The job ends with `version`, before its last round: the script on `worker` said so, for this `reason`."""
 
     version: int
@@ -161,7 +161,7 @@ class View(msgspec.Struct, frozen=True):
     contributors: dict[str, tuple[int, ...]] = {}
     aggregators: tuple[Member, ...] = ()
     aggregator_of: dict[str, str] = {}
-    stop: Stop | None = None
+    stop: EarlyEnd | None = None
     lease: Lease | None = None
     reductions: tuple[int, ...] = ()
     paused: int | None = None

@@ -30,7 +30,7 @@ WAIT_S = 60.0  # for another process that fetches the same bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """Some bytes of one file of a store.
 
     Attributes:
@@ -50,7 +50,7 @@ class Piece:
         return hashlib.blake2b(self.file + range_, digest_size=16).hexdigest()
 
 
-Ask = Callable[[Piece, Callable[[], bytes]], bytes | None]  # see `asking.Asking.ask`
+Ask = Callable[[FilePiece, Callable[[], bytes]], bytes | None]  # see `asking.Asking.ask`
 
 
 class Cache:
@@ -102,7 +102,7 @@ class Cache:
         """From now on, ask the caches of other hosts first."""
         self._ask = ask if self.peers else None
 
-    def get(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
+    def get(self, piece: FilePiece, fetch: Callable[[], bytes]) -> bytes:
         """Return the bytes of a piece: those that are kept, a neighbour's, or what `fetch` returns from the store."""
         ask = self._ask
         if ask is None:
@@ -115,11 +115,11 @@ class Cache:
             asked = ask(piece, fetch)
             return self.serve(piece, fetch if asked is None else lambda: asked)
 
-    def has(self, piece: Piece) -> bool:
+    def has(self, piece: FilePiece) -> bool:
         """True if a piece is kept now. It may be damaged, or gone when it is needed."""
         return self._entries.has(piece.name)
 
-    def serve(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes:
+    def serve(self, piece: FilePiece, fetch: Callable[[], bytes]) -> bytes:
         """The same for a neighbour that asks: nobody else is asked."""
         name = piece.name
         if (found := self._read(name)) is not None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
-from rallypoint.data.cache import Cache, Piece
+from rallypoint.data.cache import Cache, FilePiece
 from rallypoint.errors import DataError, UsageError
 
 log = logging.getLogger("rallypoint")
@@ -330,7 +330,7 @@ class StoredFiles:
 
     def _kept(self, file: File, start: int, stop: int) -> bytes:
         assert self.cache is not None
-        return self.cache.get(Piece(file.digest, start, stop), lambda: self.fetch(file, start, stop))
+        return self.cache.get(FilePiece(file.digest, start, stop), lambda: self.fetch(file, start, stop))
 
     def fill(self, file: File, start: int, stop: int) -> bool:
         """Get the bytes `start..stop` of a file into the cache, if they are not there. For any thread.
@@ -340,7 +340,7 @@ class StoredFiles:
         if self.cache is None or self.here(file) is not None:
             return False
         for first, last in self._parts(file, start, stop):
-            piece = Piece(file.digest, first, last)
+            piece = FilePiece(file.digest, first, last)
             if not self.cache.has(piece):
                 self.cache.get(piece, partial(self._once_for_cache, file, first, last))
                 if not self.cache.has(piece):

@@ -18,7 +18,7 @@ import xxhash
 from rallypoint.core.placing.placement import ranking
 from rallypoint.core.protocol import MOST_PIECE, Caches, Found, Hello, Holder, NotFound, Wanted, Welcome
 from rallypoint.core.typed import build_now
-from rallypoint.data.cache import Cache, Piece, checksum
+from rallypoint.data.cache import Cache, FilePiece, checksum
 from rallypoint.data.files import File, StoredFiles
 from rallypoint.errors import AccessDenied, CorruptFrame, DataError, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
@@ -55,7 +55,7 @@ class Asking:
         self._made: tuple[int, _Connections] = 0, _Connections()
         self.asked = self.answered = 0
 
-    def ask(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes | None:
+    def ask(self, piece: FilePiece, fetch: Callable[[], bytes]) -> bytes | None:
         """Return the piece from the host that is to have it; None: this one is, or no other can give it.
 
         `fetch` gets it from the store.
@@ -88,7 +88,7 @@ class Asking:
             self._made = os.getpid(), connections
         return connections
 
-    def _from(self, connections: _Connections, known: Known, holder: Holder, piece: Piece) -> bytes | None:
+    def _from(self, connections: _Connections, known: Known, holder: Holder, piece: FilePiece) -> bytes | None:
         """None if it has not come; the holder rests then, unless it said why."""
         if (kept := connections.take(holder)) is not None:
             before = time.monotonic()
@@ -139,7 +139,7 @@ class Asking:
         return own
 
 
-def _asked(connections: _Connections, holder: Holder, channel: Channel, piece: Piece) -> bytes | None:
+def _asked(connections: _Connections, holder: Holder, channel: Channel, piece: FilePiece) -> bytes | None:
     """Ask on this connection, and keep it for later if that works."""
     try:
         found = _receive(channel, piece)
@@ -155,7 +155,7 @@ def _rests(connections: _Connections, holder: Holder, error: RallypointError) ->
     log.info("%s cannot be asked for its cache: %s", holder.id, error)
 
 
-def _receive(channel: Channel, piece: Piece) -> bytes | None:
+def _receive(channel: Channel, piece: FilePiece) -> bytes | None:
     """Ask for a piece. None if the other side says that it has none. LinkError or ProtocolError for anything else."""
     channel.connection.set_deadline(ANSWER_S)
     channel.send_message(Wanted(piece.file, piece.start, piece.stop))
@@ -345,7 +345,7 @@ class PeerAnswers:
         if not (wanted.start < wanted.stop <= file.size and wanted.stop - wanted.start <= MOST_PIECE):
             range_ = f"{wanted.start} to {wanted.stop}"
             raise ProtocolError(f"it asked for the bytes {range_} of a file of {file.size} bytes")
-        piece = Piece(wanted.file, wanted.start, wanted.stop)
+        piece = FilePiece(wanted.file, wanted.start, wanted.stop)
         try:
             data = self._cache.serve(piece, lambda: files.fetch(file, wanted.start, wanted.stop))
         except DataError as error:

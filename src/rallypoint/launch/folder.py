@@ -17,7 +17,7 @@ import msgspec
 
 from rallypoint.coordinator.fingerprints import FINGERPRINTS
 from rallypoint.coordinator.journal import JOURNAL, Journal
-from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.typed import printable
 from rallypoint.errors import DataError, RallypointError, UsageError
@@ -163,7 +163,7 @@ def refuse_an_old_run(folder: Path, snapshots: str) -> None:
         return
     state = _journaled(folder)
     match None if state is None else state.last_word:
-        case Finish():
+        case FinishJob():
             what = f"a finished run{_of_steps(state)}"
             raise UsageError(f"{folder} holds {what}: choose another --folder, or --overwrite")
         case Abort(reason=reason):
@@ -203,13 +203,13 @@ def refuse_a_finished_run(folder: Path) -> None:
     """Raise UsageError when the run in this folder is over: nothing is left to continue."""
     state = _journaled(folder)
     word = None if state is None else state.last_word
-    if isinstance(word, Finish) and word.stopped_at >= 0:
+    if isinstance(word, FinishJob) and word.stopped_at >= 0:
         raise UsageError(
             f"{folder} holds a run that its script stopped at step {word.stopped_at} ({word.why}): "
             f"`rallypoint export {folder} --to model.safetensors` writes its model; "
             f"`rallypoint resume {folder} --set steps=N` goes on from that step, until its script stops it again"
         )
-    if isinstance(word, Finish):
+    if isinstance(word, FinishJob):
         raise UsageError(
             f"{folder} holds a finished run{_of_steps(state)}: nothing is left to do. "
             f"`rallypoint export {folder} --to model.safetensors` writes its model; "

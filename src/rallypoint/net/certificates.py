@@ -29,7 +29,7 @@ CA, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedFiles:
     """The files as they were at one moment.
 
     Attributes:
@@ -58,7 +58,7 @@ class TlsFiles:
         self._seen = self._signature()
         self._loaded = self._load()
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedFiles:
         """Return the files as they are now, or as they were when they could last be used."""
         with self._lock:
             if (now := self._signature()) != self._seen:
@@ -81,7 +81,7 @@ class TlsFiles:
             found.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
         return found
 
-    def _load(self) -> Loaded:
+    def _load(self) -> LoadedFiles:
         for name in (CA, CERTIFICATE, KEY):
             _check_readable(self.folder / name)
         try:
@@ -98,7 +98,7 @@ class TlsFiles:
                 f"{self.folder / CERTIFICATE} is the certificate of a {role}, and this is a {self._role}: give --tls "
                 f"the folder {self._role} of `rallypoint token --tls`, or the one above it"
             )
-        return Loaded(dialing, listening, certificate)
+        return LoadedFiles(dialing, listening, certificate)
 
     def _context(self, side: int) -> ssl.SSLContext:
         context = ssl.SSLContext(side)

@@ -316,7 +316,7 @@ _GONE_S = 2.0  # a write that has not arrived so long after the other side's end
 Pause = Callable[[int], None]  # waits a moment, the n-th of this wait; LinkError when the wait is over
 
 
-class Layout:
+class RingLayout:
     """Where things are in the memory of one side, whose ring has `ring` bytes: a multiple of a page."""
 
     def __init__(self, ring: int) -> None:
@@ -334,7 +334,7 @@ class Rings:
     """
 
     def __init__(
-        self, stream: TcpConnection, agent: Agent, memory: Memory, mine: Layout, there: Remote, theirs: Layout,
+        self, stream: TcpConnection, agent: Agent, memory: Memory, mine: RingLayout, there: Remote, theirs: RingLayout,
         pause: Pause,
     ) -> None:  # fmt: skip
         self._stream, self._agent, self._memory, self._pause = stream, agent, memory, pause
@@ -560,7 +560,7 @@ class NixlConnection:
         self._enter()
         try:
             keys = expand(sending, _LABEL), expand(receiving, _LABEL)
-            layout = Layout(self._ring)
+            layout = RingLayout(self._ring)
             description = self._described(layout)
             self._say(keys[0], description)
             rings = self._try(self._heard(keys[1]), layout) if description else None
@@ -575,7 +575,7 @@ class NixlConnection:
         finally:
             self._leave()
 
-    def _described(self, layout: Layout) -> bytes:
+    def _described(self, layout: RingLayout) -> bytes:
         """What the other side needs to write into this side's ring; b"" if there can be none."""
         try:
             self._agent = self._agents.taken()
@@ -588,7 +588,7 @@ class NixlConnection:
             return b""
         return _HEAD.pack(self._memory.address, layout.ring) + description
 
-    def _try(self, said: bytes, layout: Layout) -> Rings | None:
+    def _try(self, said: bytes, layout: RingLayout) -> Rings | None:
         """Write into the other side's ring for the first time. None if there is none, or that does not work."""
         if len(said) <= _HEAD.size:
             return None
@@ -601,7 +601,7 @@ class NixlConnection:
         try:
             self._remote = self._agent.load(said[_HEAD.size :])
             self._made = rings = Rings(
-                self._stream, self._agent, self._memory, layout, Remote(self._remote, address), Layout(ring),
+                self._stream, self._agent, self._memory, layout, Remote(self._remote, address), RingLayout(ring),
                 self._pause,
             )  # fmt: skip
             rings.limit(self._window)

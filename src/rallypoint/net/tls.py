@@ -12,7 +12,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, UnprovenPeer
-from rallypoint.net.certificates import ALPN, Loaded, TlsFiles, role_of
+from rallypoint.net.certificates import ALPN, LoadedFiles, TlsFiles, role_of
 from rallypoint.net.frames import Header, Kind, pack
 from rallypoint.net.handshake import expand, extract
 from rallypoint.net.tcp import TcpConnection, TcpListener, TcpTransport
@@ -313,7 +313,7 @@ class TlsConnection:
         if data := self._outgoing.read():
             self._stream.send(data)
 
-    def _proved(self, loaded: Loaded) -> Secured:
+    def _proved(self, loaded: LoadedFiles) -> Secured:
         """What the handshake has proved.
 
         Python has no exporter for TLS 1.3 (RFC 9266). So the binding digests both certificates (as the

@@ -62,7 +62,7 @@ class Attention(nn.Module):
         return projected
 
 
-class Block(nn.Module):
+class TransformerLayer(nn.Module):
     """One transformer layer: attention, then an MLP of four times the width, each added to its input."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -95,7 +95,7 @@ class GPT(SavedModel):
         self.tokens = nn.Embedding(VOCABULARY, config.width)
         self.positions = nn.Embedding(config.block, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight

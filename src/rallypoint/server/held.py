@@ -8,7 +8,7 @@ from typing import Protocol
 from rallypoint.codec.base import Scratch
 from rallypoint.config import JobConfig, of_group
 from rallypoint.core.layout import Layout, Shard
-from rallypoint.core.modes import Holder
+from rallypoint.core.modes import StateHolder
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
@@ -98,15 +98,15 @@ class HeldShard(Protocol):
         """Replace the whole state by `record`."""
 
 
-_PARAMETERS: dict[Holder, type[OwnedShard] | type[AveragedShard]] = {
-    Holder.SERVERS: OwnedShard, Holder.WORKERS: AveragedShard,
+_PARAMETERS: dict[StateHolder, type[OwnedShard] | type[AveragedShard]] = {
+    StateHolder.SERVERS: OwnedShard, StateHolder.WORKERS: AveragedShard,
 }  # fmt: skip
 
 
 def newest_is_enough(config: JobConfig) -> bool:
     """May a follower miss a version if it gets a newer one? Not where its workers step the optimizer: they need each.
     """
-    return config.mode.holder is Holder.SERVERS
+    return config.mode.holder is StateHolder.SERVERS
 
 
 class ShardFactory:

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 
 from rallypoint.core.shard import events
-from rallypoint.core.shard.clip import Measure, Verdict
+from rallypoint.core.shard.clip import Measure, StepVerdict
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header
@@ -46,7 +46,7 @@ class Followed:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfollowed:
+class UnfollowCame:
     """A worker wants no more versions."""
 
     channel: Channel
@@ -54,7 +54,7 @@ class Unfollowed:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantCame:
     """A worker wants the parameters for a replica's next step."""
 
     channel: Channel
@@ -74,7 +74,7 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PullCame:
     """A worker wants rows of a table's part, at a version that may not exist yet. `ids` is None: it wants words."""
 
     channel: Channel
@@ -140,7 +140,7 @@ class PeerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
+class UpdateCame:
     """The primary's update of a shard of which this server is the backup."""
 
     channel: Channel
@@ -150,7 +150,7 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class StateCame:
     """The primary's whole state of a shard of which this server is the backup."""
 
     channel: Channel
@@ -160,7 +160,7 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChoiceCame:
     """A primary told this backup which contributions make an update, in the order of adding."""
 
     channel: Channel
@@ -170,7 +170,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class QuestionCame:
     """A primary asks this backup whether it holds the state whose digest is `sealed`."""
 
     channel: Channel
@@ -180,7 +180,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Acked:
+class AckCame:
     """A backup acknowledged a version, with the digest of what it holds."""
 
     peer: str
@@ -204,14 +204,14 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Viewed:
+class ViewCame:
     """The coordinator published a view."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmissionCame:
     """The coordinator admitted this server. `new`: as a member that it did not know."""
 
     new: bool
@@ -226,10 +226,10 @@ class CaptureWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class VerdictCame:
     """A decision on a step. It waits in the inbox behind the effects that came with it."""
 
-    verdict: Verdict
+    verdict: StepVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class Wake:
 
 
 Event = (
-    Linked | Gone | Followed | Unfollowed | Wanted | Fetched | Pulled | Initial | Pushed | StateGiven | StateRecalled
-    | PeerLinked | PeerLost | Replicated | Filled | Chosen | Asked | Acked | Told | Viewed | Admitted | CaptureWanted
-    | Decided | Restored | RestoreFailed | Wake
+    Linked | Gone | Followed | UnfollowCame | WantCame | Fetched | PullCame | Initial | Pushed | StateGiven
+    | StateRecalled | PeerLinked | PeerLost | UpdateCame | StateCame | ChoiceCame | QuestionCame | AckCame | Told
+    | ViewCame | AdmissionCame | CaptureWanted | VerdictCame | Restored | RestoreFailed | Wake
 )  # fmt: skip

@@ -198,7 +198,7 @@ class Intake:
         match header.kind:
             case Kind.REPLICATE:
                 if (received := self._payload(channel, header)) is not None:
-                    self._put(inbox.Replicated(channel, sender, *received))
+                    self._put(inbox.UpdateCame(channel, sender, *received))
             case Kind.MEASURES:
                 measures = self._checks.measures(header, channel.receive_bytes(header))
                 if self._views.counts(header.view):
@@ -206,16 +206,16 @@ class Intake:
             case Kind.CHOICE:
                 replicas = self._checks.choice(header, channel.receive_bytes(header))
                 if self._views.counts(header.view):
-                    self._put(inbox.Chosen(channel, sender, header, replicas))
+                    self._put(inbox.ChoiceCame(channel, sender, header, replicas))
             case Kind.PROVE:
                 self._checks.place(header)
                 sealed = bytes(channel.receive_bytes(header))
                 if self._views.counts(header.view):
-                    self._put(inbox.Asked(channel, sender, header, sealed))
+                    self._put(inbox.QuestionCame(channel, sender, header, sealed))
             case Kind.STATE:
                 state = self._checks.record(header, channel.receive_bytes(header))
                 if self._views.counts(header.view):
-                    self._put(inbox.Filled(channel, sender, state, header.view))
+                    self._put(inbox.StateCame(channel, sender, state, header.view))
             case _:
                 raise ProtocolError(f"a {header.kind.name} frame from another server")
 
@@ -246,23 +246,23 @@ class Intake:
             case Kind.WANT:
                 self._checks.want(header)
                 if self._views.counts(header.view):
-                    self._put(inbox.Wanted(channel, worker, header.shard, header.wants - 2))
+                    self._put(inbox.WantCame(channel, worker, header.shard, header.wants - 2))
             case Kind.PULL_ROWS:
                 rows = self._checks.pull(header)
                 ids = decode_ids(channel.receive_bytes(header), rows)
                 if self._views.counts(header.view):
-                    self._put(inbox.Pulled(channel, header, ids))
+                    self._put(inbox.PullCame(channel, header, ids))
             case Kind.PULL_WORDS:
                 self._checks.words(header)
                 if self._views.counts(header.view):
-                    self._put(inbox.Pulled(channel, header, None))
+                    self._put(inbox.PullCame(channel, header, None))
             case Kind.CODEC_STATE | Kind.RECALL:
                 self._codec_state(channel, header, worker)
             case Kind.FOLLOW:
                 self._views.wait_for(header.view)
                 self._put(inbox.Followed(channel, worker, header))
             case Kind.UNFOLLOW:
-                self._put(inbox.Unfollowed(channel, worker))
+                self._put(inbox.UnfollowCame(channel, worker))
             case Kind.FETCH:
                 self._checks.place(header)
                 self._views.wait_for(header.view)

@@ -11,16 +11,16 @@ from rallypoint.codec.spec import has_state
 from rallypoint.config import JobConfig, audits_of, cadence_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Shard, carried_in
-from rallypoint.core.modes import Holder
+from rallypoint.core.modes import StateHolder
 from rallypoint.core.policy import Sync
 from rallypoint.core.shard.clip import Rule
-from rallypoint.core.shard.server import Plan
+from rallypoint.core.shard.server import ServerPlan
 from rallypoint.net.pool import BufferPool, BufferPools
 
 # ---- What a server's machine needs to know of a job ----
 
 
-def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:
+def plan_of(config: JobConfig, shards: Sequence[Shard]) -> ServerPlan:
     """The plan of a job with this configuration and these shards."""
     parameters = frozenset(s.index for s in shards if s.role != "buffers")
     waiting = frozenset(s.index for s in shards) if config.skips else parameters
@@ -28,7 +28,7 @@ def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:
         config.clip if config.clips_on_servers else None, skips=config.nonfinite == "skip",
         stops=config.nonfinite == "stop", scaled=config.precision == "fp16",
     )  # fmt: skip
-    return Plan(
+    return ServerPlan(
         policy=config.policy, expected=[config.contributors(s.role) for s in shards], measured=parameters,
         decides=waiting if config.decides else frozenset(), rule=rule, rounds=config.rounds,
         buffer_policy=Sync(quorum=1) if config.contributors("buffers") > 1 else None,
@@ -40,7 +40,7 @@ def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:
 # ---- What a worker uploads so that a job can begin: parameters, or (AllReduce) a worker's whole state ----
 
 
-class FirstValues:
+class UploadedStart:
     """Servers hold the state: a worker uploads the initial parameters, and the job begins at version 0."""
 
     def is_state(self, place: Shard) -> bool:
@@ -52,7 +52,7 @@ class FirstValues:
         return 0
 
 
-class WholeState(FirstValues):
+class WholeState(UploadedStart):
     """Workers hold the state: one of them uploads its state, which may be of a later version than 0."""
 
     def is_state(self, place: Shard) -> bool:
@@ -62,10 +62,10 @@ class WholeState(FirstValues):
         return said
 
 
-_BEGINNINGS = {Holder.SERVERS: FirstValues, Holder.WORKERS: WholeState}
+_BEGINNINGS = {StateHolder.SERVERS: UploadedStart, StateHolder.WORKERS: WholeState}
 
 
-def beginning_of(config: JobConfig) -> FirstValues:
+def beginning_of(config: JobConfig) -> UploadedStart:
     """What is uploaded in a job with these settings."""
     return _BEGINNINGS[config.mode.holder]()
 
@@ -92,7 +92,7 @@ class ServerJob:
         return tuple(self.record.layout.shards)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> ServerPlan:
         """The plan for the server's machine."""
         return plan_of(self.config, self.shards)
 
@@ -122,7 +122,7 @@ class ServerJob:
         return self.config.clocks("parameters") > 0
 
     @cached_property
-    def beginning(self) -> FirstValues:
+    def beginning(self) -> UploadedStart:
         """What a worker uploads so that the job can begin."""
         return beginning_of(self.config)
 

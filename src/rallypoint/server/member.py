@@ -307,7 +307,7 @@ class ListeningMember(ABC):
                     self._links = self._begin(job)
             case NewView(view=view):
                 if self._links is not None and self._views.is_new(view):
-                    self._owner.put(inbox.Viewed(view))
+                    self._owner.put(inbox.ViewCame(view))
                     self._views.adopt(view)  # frames that waited for this view now go into the inbox, behind it
                     self._links.adopt(view)
             case Finished():

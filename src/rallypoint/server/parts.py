@@ -31,7 +31,7 @@ from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Limits
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.held import HeldShard
-from rallypoint.server.inbox import Asked, Chosen, Decided, Event, Filled, Replicated
+from rallypoint.server.inbox import ChoiceCame, Event, QuestionCame, StateCame, UpdateCame, VerdictCame
 from rallypoint.server.rows import Ids, OwnedRows
 from rallypoint.server.shard import OwnedShard, StreamedShard
 from rallypoint.store.record import ShardRecord, encode_record
@@ -59,7 +59,7 @@ class _Early:
     owed: Channel | None
 
 
-class Tickets:
+class PayloadTickets:
     """`fence` gives the current view. `limit`: bytes that may be held with their credit returned. Owner thread only."""
 
     def __init__(self, fence: Fence, limit: int) -> None:
@@ -146,7 +146,7 @@ ENTRIES = 64  # entries kept, to repeat them to a restarted coordinator
 _ACCOUNT_EVERY = 32  # updates
 
 
-class Ledger:
+class LedgerEntries:
     """Sends entries to the coordinator with `say`. `fence` gives the current generation. Owner thread only."""
 
     def __init__(self, say: Callable[[Message], None], fence: Fence) -> None:
@@ -427,23 +427,23 @@ def _payload(owned: HeldShard, version: int, asked: Header, ids: Ids | None) -> 
 # ---- The decisions that all servers of a job take together: sends measures, applies verdicts ----
 
 
-class Context(Protocol):
+class ReducerContext(Protocol):
     """What the reducer calls besides followers and peers. The service implements it."""
 
     def say(self, message: Message) -> None:
         """Send a message to the coordinator."""
 
-    def not_finite(self, verdict: clip.Verdict, *, alone: bool) -> None:
+    def not_finite(self, verdict: clip.StepVerdict, *, alone: bool) -> None:
         """A step was skipped, or must stop the job. `alone`: only this server has decided so, about one shard."""
 
 
-class Decisions:
+class StepVerdicts:
     """Not thread-safe: only the owner thread calls it. `put` appends an event to the inbox."""
 
-    def __init__(self, shell: ServerShell[Channel], context: Context, put: Callable[[Event], None]) -> None:
+    def __init__(self, shell: ServerShell[Channel], context: ReducerContext, put: Callable[[Event], None]) -> None:
         self._shell, self._context, self._put = shell, context, put
         self._measures = msgspec.msgpack.Encoder()
-        self._verdicts: deque[clip.Verdict] = deque(maxlen=2)  # the last ones
+        self._verdicts: deque[clip.StepVerdict] = deque(maxlen=2)  # the last ones
 
     def measured(self, owned: HeldShard, finish: Finish) -> Sequence[Effect]:
         """A shard's sum is finished. If a decision is awaited, look at it and tell the machine.
@@ -469,13 +469,13 @@ class Decisions:
         for peer in self._shell.peers.values():
             peer.send(header, data, urgent=True)
 
-    def decide(self, verdict: clip.Verdict) -> None:
+    def decide(self, verdict: clip.StepVerdict) -> None:
         """A step's verdict is known: report one that is not finite, and queue the verdict for the shards."""
         if verdict.scale is None:
             self.report(verdict, alone=False)
         self._verdicts.append(verdict)
         # Into the inbox, not now: the shard whose Finish brought the verdict is still running its effects.
-        self._put(Decided(verdict))
+        self._put(VerdictCame(verdict))
 
     def norm(self, step: int) -> float | None:
         """The norm of a step's mean gradient, before clipping; None if nobody measures it, or it is not finite.
@@ -488,7 +488,7 @@ class Decisions:
         found = next((v.norm for v in self._verdicts if (v.step, v.generation) == asked), None)
         return found if found is not None and found <= MOST_NORM else None
 
-    def report(self, verdict: clip.Verdict, *, alone: bool) -> None:
+    def report(self, verdict: clip.StepVerdict, *, alone: bool) -> None:
         """Tell the coordinator of a step that is not finite."""
         self._context.not_finite(verdict, alone=alone)
 
@@ -500,7 +500,11 @@ class Replication:
     """Not thread-safe: only the owner thread calls it."""
 
     def __init__(
-        self, shell: ServerShell[Channel], tickets: Tickets, ledger: Ledger, owned: Mapping[int, HeldShard]
+        self,
+        shell: ServerShell[Channel],
+        tickets: PayloadTickets,
+        ledger: LedgerEntries,
+        owned: Mapping[int, HeldShard],
     ) -> None:
         self._shell, self._tickets, self._ledger, self._owned = shell, tickets, ledger, owned
         self._choices = msgspec.msgpack.Encoder()
@@ -554,7 +558,7 @@ class Replication:
 
     # ---- the backup's side ----
 
-    def updated(self, event: Replicated) -> Sequence[Effect | Answer[Channel]]:
+    def updated(self, event: UpdateCame) -> Sequence[Effect | Answer[Channel]]:
         """An update from the primary arrived."""
         header = event.header
         if not self._shell.takes_from(header.shard, event.sender, header.view):
@@ -566,7 +570,7 @@ class Replication:
         update = events.Replicated(header.step, skip, ticket, header.replica, header.weight)
         return self._shell.replicated(event.channel, header.shard, update)
 
-    def filled(self, event: Filled) -> Sequence[Effect | Answer[Channel]]:
+    def filled(self, event: StateCame) -> Sequence[Effect | Answer[Channel]]:
         """A whole state from the primary arrived."""
         record = event.record
         if not self._shell.takes_from(record.shard, event.sender, event.number):
@@ -578,14 +582,14 @@ class Replication:
         self._ledger.proves(applied_in(self._shell.machine, [record.shard]))
         return answers
 
-    def chosen(self, event: Chosen) -> Sequence[Effect | Answer[Channel]]:
+    def chosen(self, event: ChoiceCame) -> Sequence[Effect | Answer[Channel]]:
         """The primary told which contributions make an update."""
         header = event.header
         if not self._shell.takes_from(header.shard, event.sender, header.view):
             return []
         return self._shell.replicated(event.channel, header.shard, events.Chosen(header.step, event.replicas))
 
-    def asked(self, event: Asked) -> Sequence[Effect | Answer[Channel]]:
+    def asked(self, event: QuestionCame) -> Sequence[Effect | Answer[Channel]]:
         """The primary asks whether this backup holds a version."""
         header = event.header
         if not self._shell.takes_from(header.shard, event.sender, header.view):

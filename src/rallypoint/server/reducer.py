@@ -27,16 +27,16 @@ from rallypoint.server.held import HeldShard, ShardFactory, newest_is_enough
 from rallypoint.server.job import ServerJob
 from rallypoint.server.parts import (
     AuditReports,
-    Context,
-    Decisions,
     Fingerprints,
     Followers,
-    Ledger,
+    LedgerEntries,
+    PayloadTickets,
     Pulls,
+    ReducerContext,
     Replication,
-    Tickets,
+    StepVerdicts,
 )
-from rallypoint.server.snapshots import Capture, CodecStates, Restores
+from rallypoint.server.snapshots import Restores, SnapshotCapture, StateRelay
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.writer import SnapshotWriter
 
@@ -53,22 +53,22 @@ class ReducerParts:
     shell: ServerShell[Channel]
     owned: dict[int, HeldShard]
     factory: ShardFactory
-    tickets: Tickets
-    ledger: Ledger
+    tickets: PayloadTickets
+    ledger: LedgerEntries
     fingerprints: Fingerprints | None  # None: the job has none
     audits: AuditReports
     followers: Followers
     replication: Replication
-    decisions: Decisions
-    context: Context
+    decisions: StepVerdicts
+    context: ReducerContext
     tracer: Tracer
     restores: Restores
-    codec_states: CodecStates | None
-    capture: Capture | None
+    codec_states: StateRelay | None
+    capture: SnapshotCapture | None
     gathering: dict[int, None] = field(default_factory=dict)  # shards whose sum may take more from the inbox
 
 
-class Effects:
+class ShardEffects:
     """Runs effects. Call `run`; the other methods each handle a group of effects.
 
     `reductions` are those of the view in force.
@@ -92,11 +92,11 @@ class Effects:
                     self._parts.replication.acknowledge(effect)
                 case clip.Tell():
                     self._parts.decisions.tell(effect)
-                case clip.Verdict():
+                case clip.StepVerdict():
                     self._parts.decisions.decide(effect)
-                case server.Report(verdict=verdict):
+                case server.TellNotFinite(verdict=verdict):
                     self._parts.decisions.report(verdict, alone=True)
-                case server.Disproved(shard=index, version=version, paired=paired):
+                case server.TellDisproved(shard=index, version=version, paired=paired):
                     self._parts.context.say(Disproved(index, version, paired))
                 case server.Own(shard=index):
                     self._owned[index] = self._parts.factory.allocate(index)
@@ -144,7 +144,7 @@ class Effects:
     def _run_rare(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
         parts = self._parts
         match effect:
-            case shard_effects.Install(ticket=ticket, version=version):
+            case shard_effects.InstallFirst(ticket=ticket, version=version):
                 nbytes = self._tickets.nbytes(ticket)
                 owned.install(self._tickets.settle(ticket), version, nbytes)
             case shard_effects.Discard(at=at):
@@ -159,15 +159,15 @@ class Effects:
             case shard_effects.Fill(version=version, incoming=incoming):
                 state = owned.state(version, self._clocks(index), wires=True)
                 parts.replication.send_state(state, incoming=incoming)
-            case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
+            case shard_effects.TellWait(follower=follower, replica=replica, clock=clock):
                 wait = Header(Kind.WAIT, shard=index, base=clock, wants=wants(replica))
                 parts.followers.tell(follower, wait, urgent=True)
             case shard_effects.Accepted() | shard_effects.Disputed():
                 parts.audits.found(index, effect)
-            case shard_effects.CaughtUp(incoming=incoming):
+            case shard_effects.BackupCaughtUp(incoming=incoming):
                 machines = parts.shell.machine
                 parts.context.say(CaughtUp({index: (machines.arrived if incoming else machines.caught_up)[index]}))
-            case shard_effects.Capture(version=version, missed=missed):
+            case shard_effects.CaptureShard(version=version, missed=missed):
                 assert parts.capture is not None
                 if missed:
                     too_late = "the step was over before the request came"
@@ -228,7 +228,7 @@ class Effects:
 # ---- Takes the events of a server's inbox, asks the shell and the machine, and runs their effects on tensors ----
 #
 # The path of one event: `OwnerThread` takes it from the inbox and calls `Reducer.handle`. The shell
-# (`core/shard/shell.py`) decides whether it counts. The machine answers with effects. `Effects` runs them. All of
+# (`core/shard/shell.py`) decides whether it counts. The machine answers with effects. `ShardEffects` runs them. All of
 # this runs on the owner's thread.
 
 
@@ -239,15 +239,15 @@ class Reducer:
     """
 
     def __init__(
-        self, me: str, job: ServerJob, context: Context, put: Callable[[inbox.Event], None], tracer: Tracer,
+        self, me: str, job: ServerJob, context: ReducerContext, put: Callable[[inbox.Event], None], tracer: Tracer,
         writer: SnapshotWriter | None = None, snapshots_url: str = "",
     ) -> None:  # fmt: skip
         self.job = job
         self.shell: ServerShell[Channel] = ServerShell(observed(ServerMachine(me, job.plan), me))
         self._owned: dict[int, HeldShard] = {}
         self._pulls = Pulls(tracer)
-        self._ledger = Ledger(context.say, self.shell.fence)
-        self._tickets = Tickets(self.shell.fence, job.config.hold_bytes)
+        self._ledger = LedgerEntries(context.say, self.shell.fence)
+        self._tickets = PayloadTickets(self.shell.fence, job.config.hold_bytes)
         self._followers = Followers(
             self.shell, self._owned, newest_is_enough=newest_is_enough(job.config),
             ranks=forward_ranks(job.record.layout) if job.config.overlaps else (),
@@ -255,10 +255,10 @@ class Reducer:
         self._replication = Replication(self.shell, self._tickets, self._ledger, self._owned)
         self._codec_states = None
         if job.codec_states is not None:
-            self._codec_states = CodecStates(me, job.codec_states, job.config.replicas, self._followers.tell)
+            self._codec_states = StateRelay(me, job.codec_states, job.config.replicas, self._followers.tell)
         self.capture = None
         if writer is not None:
-            self.capture = Capture(
+            self.capture = SnapshotCapture(
                 writer, job, self._codec_states, self._stored_state, tracer, wake=lambda: put(inbox.Wake()),
             )  # fmt: skip
         self._context = context
@@ -268,14 +268,14 @@ class Reducer:
             job=job, shell=self.shell, owned=self._owned, tickets=self._tickets, ledger=self._ledger,
             factory=ShardFactory(job.config, job.record.layout, job.pool, job.pools), followers=self._followers,
             replication=self._replication, context=context, tracer=tracer, restores=self._restores,
-            decisions=Decisions(self.shell, context, put),
+            decisions=StepVerdicts(self.shell, context, put),
             fingerprints=(
                 Fingerprints(job.record.layout, every, context.say, self.shell.fence)
                 if (every := job.config.fingerprints) else None
             ),
             audits=AuditReports(context.say, self.shell.fence), codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
-        self._effects = Effects(self._parts)
+        self._effects = ShardEffects(self._parts)
         self._handlers = self._table()
         self._tree = job.config.policy.tree
 
@@ -309,26 +309,26 @@ class Reducer:
         return {
             inbox.Pushed: self._pushed,
             inbox.Initial: self._initial,
-            inbox.Wanted: lambda e: run(shell.want(e.channel, e.worker, e.shard, e.replica)),
+            inbox.WantCame: lambda e: run(shell.want(e.channel, e.worker, e.shard, e.replica)),
             inbox.Fetched: self._fetched,
-            inbox.Pulled: lambda e: self._pulls.add(e.channel, e.header, e.ids),
+            inbox.PullCame: lambda e: self._pulls.add(e.channel, e.header, e.ids),
             inbox.Followed: self._followed,
-            inbox.Unfollowed: lambda e: shell.unfollow(e.channel),
+            inbox.UnfollowCame: lambda e: shell.unfollow(e.channel),
             inbox.Linked: lambda e: run(self._followers.linked(e.channel, e.worker)),
             inbox.Gone: self._gone,
             inbox.StateGiven: self._state_given,
             inbox.StateRecalled: self._state_recalled,
             inbox.PeerLinked: lambda e: run(shell.peer_linked(e.peer, e.channel)),
             inbox.PeerLost: lambda e: run(shell.peer_lost(e.peer, e.channel)),
-            inbox.Replicated: lambda e: run(self._replication.updated(e)),
-            inbox.Filled: lambda e: run(self._replication.filled(e)),
-            inbox.Chosen: lambda e: run(self._replication.chosen(e)),
-            inbox.Asked: lambda e: run(self._replication.asked(e)),
-            inbox.Acked: lambda e: run(shell.acked(e.peer, e.channel, e.shard, e.acked, e.number, e.digest)),
+            inbox.UpdateCame: lambda e: run(self._replication.updated(e)),
+            inbox.StateCame: lambda e: run(self._replication.filled(e)),
+            inbox.ChoiceCame: lambda e: run(self._replication.chosen(e)),
+            inbox.QuestionCame: lambda e: run(self._replication.asked(e)),
+            inbox.AckCame: lambda e: run(shell.acked(e.peer, e.channel, e.shard, e.acked, e.number, e.digest)),
             inbox.Told: lambda e: run(shell.told(e.step, e.measures, e.number)),
-            inbox.Decided: lambda e: run(shell.decided(e.verdict)),
-            inbox.Viewed: self._viewed,
-            inbox.Admitted: self._admitted,
+            inbox.VerdictCame: lambda e: run(shell.decided(e.verdict)),
+            inbox.ViewCame: self._viewed,
+            inbox.AdmissionCame: self._admitted,
             inbox.CaptureWanted: self._capture_wanted,
             inbox.Restored: self._restored,
             inbox.RestoreFailed: self._restore_failed,
@@ -337,7 +337,7 @@ class Reducer:
 
     # ---- the coordinator ----
 
-    def _viewed(self, event: inbox.Viewed) -> None:
+    def _viewed(self, event: inbox.ViewCame) -> None:
         view, before = event.view, self.machine.view
         rolled_back = before is not None and before.generation != view.generation
         if self.capture is not None and before is not None and (rolled_back or before.primary != view.primary):
@@ -356,7 +356,7 @@ class Reducer:
         self._effects.run(effects)
         self._ledger.proves(applied_in(self.machine))  # it may have become the primary
 
-    def _admitted(self, event: inbox.Admitted) -> None:
+    def _admitted(self, event: inbox.AdmissionCame) -> None:
         for shards in self.shell.say_again(new=event.new):
             self._context.say(CaughtUp(dict(shards)))
         if not event.new:

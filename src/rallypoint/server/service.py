@@ -96,7 +96,7 @@ class Peers:
                 raise ProtocolError(f"a {header.kind.name} frame from server {peer}")
             digest = bytes(channel.receive_bytes(header))
             acked = Acked(header.step, chosen=header.base == 1)
-            self._put(inbox.Acked(peer, channel, header.shard, acked, header.view, digest))
+            self._put(inbox.AckCame(peer, channel, header.shard, acked, header.view, digest))
 
 
 # ---- The life of a server: it joins the coordinator, serves workers and other servers, and ends with the job ----
@@ -133,7 +133,7 @@ class ServerService(ListeningMember):
 
     def _on_admitted(self, new: bool) -> None:
         super()._on_admitted(new)
-        self._owner.put(inbox.Admitted(new))
+        self._owner.put(inbox.AdmissionCame(new))
 
     def _on_other(self, message: Message) -> None:
         if not isinstance(message, Capture):
@@ -162,7 +162,7 @@ class ServerService(ListeningMember):
         """Send a message to the coordinator. Any thread may call it."""
         self._link.send(message)
 
-    def not_finite(self, verdict: clip.Verdict, *, alone: bool) -> None:
+    def not_finite(self, verdict: clip.StepVerdict, *, alone: bool) -> None:
         """Report a step that is skipped, or must stop the job.
 
         Every server reports a verdict that all share: any of them may die before it has. The coordinator says it once.

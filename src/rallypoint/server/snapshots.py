@@ -10,7 +10,7 @@ import numpy as np
 
 from rallypoint.codec.build import CodecState, ShardCodecStates
 from rallypoint.core.layout import Shard
-from rallypoint.core.shard.relay import Answer, Relay
+from rallypoint.core.shard.relay import Relay, StateAnswer
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.handover import Key
 from rallypoint.errors import RallypointError
@@ -29,7 +29,7 @@ from rallypoint.store.writer import SnapshotWriter
 Send = Callable[[str, Header, memoryview | None], None]
 
 
-class CodecStates:
+class StateRelay:
     """Runs `Relay` on frames. Not thread-safe: only the owner thread calls it.
 
     `send(worker, header, payload)` queues a frame to a connected worker and fills in the view's number. For each shard
@@ -103,7 +103,7 @@ class CodecStates:
             codec_state = CodecState(step, self._formats.of(place).code, array.data)
             self._relay.restored(record.shard, replica, step, codec_state)
 
-    def _tell(self, answers: Sequence[Answer[CodecState]]) -> None:
+    def _tell(self, answers: Sequence[StateAnswer[CodecState]]) -> None:
         for worker, shard, replica, step, codec_state in answers:
             header = Header(Kind.CODEC_STATE, shard=shard, replica=replica, step=step)
             if codec_state is not None:
@@ -117,7 +117,7 @@ class CodecStates:
 # the shard's next update.
 
 
-class Capture:
+class SnapshotCapture:
     """The shards to copy for one snapshot. Not thread-safe: only the owner thread calls it.
 
     `state(shard, version)` returns a shard's state, in arrays that later updates change. `wake` is called, from any
@@ -125,7 +125,7 @@ class Capture:
     """
 
     def __init__(
-        self, writer: SnapshotWriter, job: ServerJob, codec_states: CodecStates | None,
+        self, writer: SnapshotWriter, job: ServerJob, codec_states: StateRelay | None,
         state: Callable[[int, int], ShardRecord], tracer: Tracer, wake: Callable[[], None],
     ) -> None:  # fmt: skip
         writer.caught_up = wake

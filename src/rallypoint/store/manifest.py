@@ -15,7 +15,7 @@ from rallypoint.config.changes import kept_record
 from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import build_now
-from rallypoint.core.view import Stop
+from rallypoint.core.view import EarlyEnd
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, UsageError
 
 Compression = Literal["none", "zstd", "zstd-planes"]
@@ -61,7 +61,7 @@ class Manifest(msgspec.Struct, frozen=True):
     compression: str
     shards: dict[int, ShardEntry]
     files: dict[str, int]
-    stop: Stop | None = None
+    stop: EarlyEnd | None = None
     decided: Decided = Decided()
     scales: tuple[Any, ...] = ()
     format: int = FORMAT

@@ -26,7 +26,7 @@ import msgspec
 from rallypoint.config import JobConfig, record_of
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.effects import Effect, FindSnapshot, Publish
+from rallypoint.core.cluster.effects import Effect, FindSnapshot, PublishView
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.terms import Terms
@@ -115,7 +115,7 @@ class BigCluster:
         effects = [effect for event in several for effect in handle(event)]
         seconds, count = self.spent.get(kind, (0.0, 0))
         self.spent[kind] = seconds + self.clock() - began, count + len(several)
-        self.views += sum(isinstance(effect, Publish) for effect in effects)
+        self.views += sum(isinstance(effect, PublishView) for effect in effects)
         return effects
 
     def gather(self) -> View:
@@ -162,7 +162,7 @@ class BigCluster:
         """Each worker reports its replicas of this step, `seconds(worker)` for each; each server has applied it."""
         generation = self.view.generation
         reports = [
-            events.Progress(worker, number, replica, seconds(worker), generation, now)
+            events.Computed(worker, number, replica, seconds(worker), generation, now)
             for worker, replicas in self.view.assigned(number).items()
             for replica in replicas
         ]
@@ -561,13 +561,13 @@ class Play:
         scenario = self.scenario
         version = number - number % scenario.snapshot_steps
         self._rollbacks += 1
-        ready = self._send(self.cluster.handle(events.Found(f"v{version}", version), "a snapshot is found"), seen)
+        ready = self._send(self.cluster.handle(events.NewestFound(f"v{version}", version), "a snapshot is found"), seen)
         restored = _STATE * scenario.workload.words / len(self.cluster.view.servers) / scenario.server_rate
         return ready + restored + scenario.workload.nbytes / scenario.rate, version
 
     def _send(self, effects: list[Effect], when: float) -> float:
         """The coordinator sends the views among these effects. Returns when the last member has the last one."""
-        for view in (effect.view for effect in effects if isinstance(effect, Publish)):
+        for view in (effect.view for effect in effects if isinstance(effect, PublishView)):
             seconds = self._change_seconds(view)
             self._free = max(self._free, when) + seconds
             self._sending += seconds

@@ -176,7 +176,7 @@ class ShardPlay:
 
     def _run(self, effect: shard_effects.Effect) -> None:
         match effect:
-            case shard_effects.Install():
+            case shard_effects.InstallFirst():
                 pass
             case shard_effects.Take(ticket=ticket, at=at):
                 self._check(at not in self._parts, f"{effect} into {self._parts}")
@@ -200,7 +200,7 @@ class ShardPlay:
                 self._published(version)
             case shard_effects.Reply():
                 self._reply(effect)
-            case shard_effects.Wait(clock=clock):
+            case shard_effects.TellWait(clock=clock):
                 self._check(self.bound is not None, f"{effect}, and there is no bound")
                 seen = min(self._clock_in(self.machine.published, other) for other in range(self.cast.replicas))
                 self._check(clock > seen + (self.bound or 0), f"{effect}, and it need not: {self.machine.clocks}")

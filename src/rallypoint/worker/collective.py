@@ -1,4 +1,4 @@
-"""Sums over all workers, by the servers: `Reducer.sum` gives a vector, a future has the sum.
+"""Sums over all workers, by the servers: `SumWorker.sum` gives a vector, a future has the sum.
 
     reducer = Reducer(job.open_exchange(record, config), rank=0)
     future = reducer.sum(gradient)          # 1-D fp32, in place; all workers ask for the same sums in the same order
@@ -44,7 +44,7 @@ _WASTE = 8  # a piece may be smaller than its shard by so much: 1/8 of what was 
 _ROWS = "sums.{words}.{number}"
 
 
-class Piece(NamedTuple):
+class SumPiece(NamedTuple):
     """Words [start, stop) of a sum, in the first words of a shard."""
 
     start: int
@@ -80,12 +80,12 @@ class Cutter:
         self._next = dict.fromkeys(self._shards, 0)
         self._sizes = sorted(self._shards, reverse=True)
 
-    def cut(self, words: int) -> list[Piece]:
+    def cut(self, words: int) -> list[SumPiece]:
         """Return the pieces of the next sum, which has so many words (at least 1)."""
         start, pieces = 0, []
         for size in self._chosen(words):
             stop = min(words, start + size)
-            pieces.append(Piece(start, stop, self._take(size)))
+            pieces.append(SumPiece(start, stop, self._take(size)))
             start = stop
         return pieces
 
@@ -122,9 +122,9 @@ class _Sum:
 class _Queues:
     """The pieces that wait for their shard's turn, or for its version."""
 
-    by_shard: dict[int, deque[tuple[_Sum, Piece]]] = field(default_factory=dict)
+    by_shard: dict[int, deque[tuple[_Sum, SumPiece]]] = field(default_factory=dict)
 
-    def add(self, asked: _Sum, piece: Piece) -> None:
+    def add(self, asked: _Sum, piece: SumPiece) -> None:
         self.by_shard.setdefault(piece.shard, deque()).append((asked, piece))
 
     @property
@@ -132,7 +132,7 @@ class _Queues:
         return [shard for shard, queue in self.by_shard.items() if queue]
 
 
-class Reducer:
+class SumWorker:
     """This process as worker number `rank` of a job of sums. Any thread may ask for a sum.
 
     Attributes:
@@ -165,14 +165,14 @@ class Reducer:
 
     # ---- what others call ----
 
-    def sum(self, values: torch.Tensor, into: torch.Tensor | None = None, keeps: range | None = None) -> Sum:
+    def sum(self, values: torch.Tensor, into: torch.Tensor | None = None, keeps: range | None = None) -> PendingSum:
         """Ask for the sum of all workers' `values` (1-D fp32 on the CPU, contiguous). Leave them as they are meanwhile.
 
         `into` gets the words `keeps` of the sum; None: `values` itself gets all of them.
         """
         into = values if into is None else into
         keeps = range(values.numel()) if keeps is None else keeps
-        future = Sum()
+        future = PendingSum()
         if not keeps and not values.numel():
             future.ended(None)
             return future
@@ -186,8 +186,8 @@ class Reducer:
     def finish(self) -> int:
         """Wait until all workers call this too. Returns the version of the clock shard: the job ends with it."""
         clock = torch.zeros(16, dtype=torch.float32, device="cpu")
-        last = Sum()
-        self._ask(_Sum(clock, clock, range(0), last.ended), lambda: [Piece(0, clock.numel(), CLOCK)])
+        last = PendingSum()
+        self._ask(_Sum(clock, clock, range(0), last.ended), lambda: [SumPiece(0, clock.numel(), CLOCK)])
         last.wait()
         with self._locked.changed:
             return self._machine.at[CLOCK]
@@ -199,11 +199,11 @@ class Reducer:
             self._locked.changed.notify_all()
         self._thread.join()
 
-    def _next(self, words: int) -> list[Piece]:
+    def _next(self, words: int) -> list[SumPiece]:
         self.asked, self.nbytes = self.asked + 1, self.nbytes + 4 * words
         return self._cutter.cut(words)
 
-    def _ask(self, asked: _Sum, cut: Callable[[], list[Piece]]) -> None:
+    def _ask(self, asked: _Sum, cut: Callable[[], list[SumPiece]]) -> None:
         with self._locked.changed:
             if (failure := self._failure) is None:
                 pieces = cut()
@@ -321,7 +321,7 @@ class Reducer:
         return self._machine.taken(shard)
 
 
-class Sum:
+class PendingSum:
     """A sum that is under way."""
 
     def __init__(self) -> None:
@@ -386,7 +386,7 @@ class Sums:
         self._exchange = job.open_exchange(record, config, early=False)
         if (count := len(self._exchange.view.workers)) != world:
             raise ConfigError(f"the cluster has {count} workers, and the script's world is {world}: start as many")
-        self.reducer = Reducer(self._exchange, rank, ended, self._say if rank == 0 else None)
+        self.reducer = SumWorker(self._exchange, rank, ended, self._say if rank == 0 else None)
         job.script_ended = self.reducer.other_ended
         self._over = False
         self.failed: BaseException | None = None

@@ -21,7 +21,7 @@ from rallypoint.errors import ConfigError, StoreRolledBack, UsageError
 from rallypoint.net.frames import LATEST
 from rallypoint.net.pool import bytes_of
 from rallypoint.optim import refusal
-from rallypoint.worker.keys_exchange import Asked, KeyExchange
+from rallypoint.worker.keys_exchange import KeyExchange, KeyRequest
 from rallypoint.worker.sources.hooks import parts_of
 
 # ---- What a store is made of: the names, shapes and optimizers of its keys, as a configuration and a layout ----
@@ -233,7 +233,7 @@ LOOK_AGAIN_S = 0.5  # how often it asks how far others are, where no answer come
 NEVER, NEVER_YET = float("inf"), float("-inf")
 
 
-class Waiting:
+class StoreWaits:
     """Waits for a store, on the script's threads.
 
     A step that a thread knows is of some generation. After a roll-back its next call raises StoreRolledBack, once:
@@ -298,7 +298,7 @@ class Push:
     """A push on its way. Any thread may ask it."""
 
     def __init__(
-        self, exchange: KeyExchange, waiting: Waiting, name: str, shards: Sequence[int], step: int, contributor: int
+        self, exchange: KeyExchange, waiting: StoreWaits, name: str, shards: Sequence[int], step: int, contributor: int
     ) -> None:
         self._exchange, self._waiting, self._name, self._shards = exchange, waiting, name, shards
         self._step, self._contributor = step, contributor
@@ -328,7 +328,7 @@ class Pull:
     """A pull on its way. Any thread may ask it."""
 
     def __init__(
-        self, waiting: Waiting, reading: Reading, requests: Mapping[int, Asked], generation: int
+        self, waiting: StoreWaits, reading: Reading, requests: Mapping[int, KeyRequest], generation: int
     ) -> None:
         self._waiting, self._reading, self._requests, self._generation = waiting, reading, dict(requests), generation
 
@@ -476,7 +476,7 @@ class KeyStore:
     def __init__(
         self, exchange: KeyExchange, done: Callable[[ViewNumber], None], first: Mapping[str, torch.Tensor]
     ) -> None:
-        self._exchange, self._done, self._waiting = exchange, done, Waiting(exchange)
+        self._exchange, self._done, self._waiting = exchange, done, StoreWaits(exchange)
         layout = exchange.layout
         tables = [TableKey(index, layout) for index in range(len(layout.tables))]
         keys: list[DenseKey | TableKey] = [*(DenseKey(entry, layout) for entry in layout.entries), *tables]

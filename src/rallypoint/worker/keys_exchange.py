@@ -19,7 +19,7 @@ from rallypoint.core.worker.slots import Store
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError, StoreRolledBack
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind, wants
 from rallypoint.observe.waits import wait_until
-from rallypoint.worker.exchange.links import Context, Links, Receiver
+from rallypoint.worker.exchange.links import ExchangeContext, Links, Receiver
 
 # ---- What a store's worker has asked for, and what has come ----
 
@@ -28,7 +28,7 @@ _NO_ROWS = memoryview(b"")
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Asked:
+class KeyRequest:
     """A request for one shard. Who wants the answer keeps it: a request that nobody keeps needs no memory.
 
     Attributes:
@@ -53,7 +53,7 @@ class Answers:
         with_push: by shard, the value that came with the last acknowledgement of a push.
     """
 
-    asked: weakref.WeakValueDictionary[int, Asked] = field(default_factory=weakref.WeakValueDictionary)
+    asked: weakref.WeakValueDictionary[int, KeyRequest] = field(default_factory=weakref.WeakValueDictionary)
     with_push: dict[int, Value] = field(default_factory=dict)
 
     def came(self, numbers: Iterable[int], version: int, data: bytearray) -> None:
@@ -86,7 +86,7 @@ class Answers:
 # ---- What arrives on a store's links, checked. Called on the links' threads ----
 
 
-class Heard(Protocol):
+class StoreIntake(Protocol):
     """Takes what has arrived; the exchange of the store. Each takes the lock."""
 
     def valued(self, shard: int, contributor: int, clock: int, version: int, data: bytearray) -> None:
@@ -114,7 +114,7 @@ class Heard(Protocol):
 class KeyArrivals:
     """The `Receiver` of all links of one store."""
 
-    def __init__(self, layout: Layout, config: JobConfig, heard: Heard) -> None:
+    def __init__(self, layout: Layout, config: JobConfig, heard: StoreIntake) -> None:
         self._layout, self._contributors, self._heard = layout, config.replicas, heard
         self._steps = config.rounds
         self._most = config.rounds * (config.replicas if config.clocks("parameters") else 1)  # versions of a shard
@@ -192,7 +192,7 @@ class KeyArrivals:
         raise ProtocolError(f"a {header.kind.name} frame: this job is a store")
 
 
-# ---- What has arrived on a store's links goes to the machine, and to who has asked. See `arrivals.Heard` ----
+# ---- What has arrived on a store's links goes to the machine, and to who has asked. See `StoreIntake` ----
 
 
 Change = Callable[[], Sequence[machine.Effect]]
@@ -394,7 +394,7 @@ class KeyExchange:
     """
 
     def __init__(
-        self, layout: Layout, config: JobConfig, context: Context, send: Callable[[Message], None],
+        self, layout: Layout, config: JobConfig, context: ExchangeContext, send: Callable[[Message], None],
         links: KeyLinks | None = None,
     ) -> None:  # fmt: skip
         """`links` are for simulated clusters; None: this process's own."""
@@ -521,14 +521,14 @@ class KeyExchange:
         parts = {shard: data for shard, data in came.items() if data is not None}
         return parts if len(parts) == len(shards) else {}
 
-    def need(self, wanted: Mapping[int, tuple[memoryview, int]], version: int) -> tuple[dict[int, Asked], int]:
+    def need(self, wanted: Mapping[int, tuple[memoryview, int]], version: int) -> tuple[dict[int, KeyRequest], int]:
         """Ask for shards' values, at this version or a later one (`machine.NEWEST`: any): of parts of tables for the
         rows in the payload, whose values have so many bytes. Returns the requests, and the generation."""
-        requests: dict[int, Asked] = {}
+        requests: dict[int, KeyRequest] = {}
         with self.changed:
             for shard, (rows, nbytes) in wanted.items():
                 self._numbers += 1
-                requests[shard] = self.answers.asked[self._numbers] = Asked(self._numbers, rows, nbytes)
+                requests[shard] = self.answers.asked[self._numbers] = KeyRequest(self._numbers, rows, nbytes)
                 self._sends.outgoing.extend(self.machine.need(shard, self._numbers, version))
             generation = self.rolled_back
         self._sends.run_all()

@@ -325,7 +325,7 @@ class DataPlane(Protocol):
     def close(self) -> None: ...
 
 
-class Member:
+class MemberMessages:
     """The messages of one membership. `Job.__init__` makes the fields."""
 
     id: str

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint import own_files
-from rallypoint.data.cache import Cache, Piece
+from rallypoint.data.cache import Cache, FilePiece
 
 
 def many_reads(folder: Path, together: Any, queue: Any, pieces: int) -> None:
@@ -20,11 +20,11 @@ def many_reads(folder: Path, together: Any, queue: Any, pieces: int) -> None:
             fetched += 1
             return bytes([number]) * 1000
 
-        assert cache.get(Piece(b"f" * 16, number * 1000, number * 1000 + 1000), fetch) == bytes([number]) * 1000
+        assert cache.get(FilePiece(b"f" * 16, number * 1000, number * 1000 + 1000), fetch) == bytes([number]) * 1000
     queue.put((cache.id, fetched))
 
 
-def hold_and_die(cache: Cache, piece: Piece, when: str, ready: Any, never_set: Any) -> None:
+def hold_and_die(cache: Cache, piece: FilePiece, when: str, ready: Any, never_set: Any) -> None:
     """Wait for the SIGKILL, with a part of the entry written if `when` is "writing"."""
 
     replace = own_files.os.replace

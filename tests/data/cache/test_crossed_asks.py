@@ -8,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import rallypoint as rp
-from rallypoint.data.cache import Piece
+from rallypoint.data.cache import FilePiece
 
 FILE = bytes(16)
 
 
-def alike() -> tuple[Piece, Piece]:
+def alike() -> tuple[FilePiece, FilePiece]:
     """Two pieces whose entries have the same lock."""
-    seen: dict[int, Piece] = {}
+    seen: dict[int, FilePiece] = {}
     for start in range(10_000):
-        piece = Piece(FILE, start, start + 1)
+        piece = FilePiece(FILE, start, start + 1)
         if (other := seen.setdefault(int(piece.name[:8], 16) % 1024, piece)) is not piece:
             return other, piece
     raise AssertionError
@@ -29,7 +29,7 @@ class Crossed:
     def __init__(self, other: rp.Cache, both: threading.Barrier) -> None:
         self._other, self._both, self._answers = other, both, ThreadPoolExecutor(1)
 
-    def ask(self, piece: Piece, fetch: Callable[[], bytes]) -> bytes | None:
+    def ask(self, piece: FilePiece, fetch: Callable[[], bytes]) -> bytes | None:
         self._both.wait(20)
         with self._answers:
             return self._answers.submit(self._other.serve, piece, fetch).result(20)

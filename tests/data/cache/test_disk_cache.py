@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rallypoint.data import cache as cache_module
-from rallypoint.data.cache import Cache, CacheEntries, Piece
+from rallypoint.data.cache import Cache, CacheEntries, FilePiece
 from rallypoint.errors import UsageError
 from rallypoint.own_files import OpenFolder
 
@@ -21,11 +21,11 @@ from cache_writers import hold_and_die, many_reads  # isort: skip
 FORK = multiprocessing.get_context("fork")
 
 
-def piece(number: int, size: int = 100) -> Piece:
-    return Piece(b"f" * 16, number * size, (number + 1) * size)
+def piece(number: int, size: int = 100) -> FilePiece:
+    return FilePiece(b"f" * 16, number * size, (number + 1) * size)
 
 
-def data_of(piece: Piece) -> bytes:
+def data_of(piece: FilePiece) -> bytes:
     return bytes([piece.start % 251]) * (piece.stop - piece.start)
 
 

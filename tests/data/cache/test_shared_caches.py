@@ -13,7 +13,7 @@ import pytest
 from rallypoint.core.protocol import Caches, Found, Hello, Holder, NotFound, Wanted, Welcome
 from rallypoint.data import peers as answering_module
 from rallypoint.data import peers as asking_module
-from rallypoint.data.cache import Cache, Piece, checksum
+from rallypoint.data.cache import Cache, FilePiece, checksum
 from rallypoint.data.files import File
 from rallypoint.data.peers import Asking, BoundedConnections, Known, PeerAnswers, Roster
 from rallypoint.errors import DataError, LinkError
@@ -29,8 +29,8 @@ SIZE = 1000
 FILE = File("memory://bucket/data.bin", "/bucket/data.bin", "data.bin", 100 * SIZE, "1")
 
 
-def piece(number: int) -> Piece:
-    return Piece(FILE.digest, number * SIZE, (number + 1) * SIZE)
+def piece(number: int) -> FilePiece:
+    return FilePiece(FILE.digest, number * SIZE, (number + 1) * SIZE)
 
 
 def data_of(start: int, stop: int) -> bytes:

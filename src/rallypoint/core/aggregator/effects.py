@@ -1,7 +1,7 @@
-"""What an aggregator's machine takes (`Contribution`), and what it wants done (effects).
+"""What an aggregator's machine takes (`BlockContribution`), and what it wants done (effects).
 
 A *part* is a block of the sum of (shard, step) that the aggregator keeps; `at` is its first replica. A payload that
-arrives is named by its `ticket`; each ticket goes out once, in `Keep` or `Drop`.
+arrives is named by its `ticket`; each ticket goes out once, in `Keep` or `DropPayload`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rallypoint.core.sums import Block
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
+class BlockContribution:
     """A block of replicas' contribution to a shard's step. A block of one replica is not weighted yet.
 
     Attributes:
@@ -39,7 +39,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropPayload:
     """The payload is not needed. `fault`: end the sender's connection with this sentence. No honest worker sends it, or
     this aggregator is far behind: then the worker sends the step in progress again, to the servers."""
 
@@ -48,7 +48,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Merge:
+class MergeParts:
     """Add part `right` to part `left`, each times its factor first (a leaf's weight; 1.0 for what is weighted)."""
 
     shard: int
@@ -69,7 +69,7 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Push:
+class PushPart:
     """Send a part to the shard's primary. It is kept: it may have to be sent again."""
 
     shard: int
@@ -82,7 +82,7 @@ class Push:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class KeepVersion:
     """Keep the version that has arrived."""
 
     shard: int
@@ -91,7 +91,7 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
+class GiveVersion:
     """Send a kept version to a worker. `asked`: it needs this very version."""
 
     worker: str
@@ -101,7 +101,7 @@ class Give:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseVersion:
     """Release a kept version."""
 
     shard: int
@@ -109,14 +109,14 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
+class FollowServer:
     """Ask a server for the newest version of each of its shards, and each later one."""
 
     server: str
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class FetchVersion:
     """Ask a shard's primary for one version."""
 
     shard: int
@@ -125,11 +125,14 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
+class DismissWorkers:
     """End the connections of these workers: they are to use the servers. `why` is a sentence for them."""
 
     workers: tuple[str, ...]
     why: str
 
 
-Effect = Keep | Drop | Merge | Forget | Push | Store | Give | Release | Follow | Fetch | Dismiss
+Effect = (
+    Keep | DropPayload | MergeParts | Forget | PushPart | KeepVersion | GiveVersion | ReleaseVersion | FollowServer
+    | FetchVersion | DismissWorkers
+)  # fmt: skip

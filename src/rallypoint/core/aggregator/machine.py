@@ -23,18 +23,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.aggregator.effects import (
-    Contribution,
-    Dismiss,
-    Drop,
+    BlockContribution,
+    DismissWorkers,
+    DropPayload,
     Effect,
-    Fetch,
-    Follow,
-    Give,
-    Push,
-    Release,
-    Store,
+    FetchVersion,
+    FollowServer,
+    GiveVersion,
+    KeepVersion,
+    PushPart,
+    ReleaseVersion,
 )
-from rallypoint.core.aggregator.sums import BlockSum, Part
+from rallypoint.core.aggregator.sums import BlockSum, HeldPart
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.view import View
 
@@ -86,7 +86,9 @@ class AggregatorMachine:
         effects: list[Effect] = []
         if before is None or before.generation != view.generation:
             effects += self._forget_all()
-            effects += [Follow(server) for server in sorted(self._up)]  # what was asked before may count as stale there
+            effects += [
+                FollowServer(server) for server in sorted(self._up)
+            ]  # what was asked before may count as stale there
         elif self._incarnation(before) != self._incarnation(view):
             effects += self._forget_sums()
         mine = set(view.workers_of(self.me))
@@ -96,7 +98,7 @@ class AggregatorMachine:
 
     def _forget_all(self) -> list[Effect]:
         effects = self._forget_sums()
-        effects += [Release(shard, version) for shard, kept in self._versions.items() for version in kept]
+        effects += [ReleaseVersion(shard, version) for shard, kept in self._versions.items() for version in kept]
         for known in (self._versions, self._newest, self._asked, self._from):
             known.clear()
         return effects
@@ -129,7 +131,7 @@ class AggregatorMachine:
         self._connections += 1
         self._up[server] = self._connections
         self._down_from.pop(server, None)
-        return [Follow(server), *self._ask_again(server), *self._send_ready()]
+        return [FollowServer(server), *self._ask_again(server), *self._send_ready()]
 
     def server_lost(self, server: str) -> list[Effect]:
         """The connection to a server has ended."""
@@ -142,8 +144,8 @@ class AggregatorMachine:
         kept, newest = self._versions.setdefault(shard, []), self._newest.get(shard, -1)
         askers = self._asked.pop((shard, version), set())
         if version in kept or (version <= newest - VERSIONS_KEPT and not askers):
-            return [Drop(ticket)]
-        effects: list[Effect] = [Store(shard, version, ticket)]
+            return [DropPayload(ticket)]
+        effects: list[Effect] = [KeepVersion(shard, version, ticket)]
         kept.append(version)
         kept.sort()
         if version > newest:
@@ -151,10 +153,10 @@ class AggregatorMachine:
             for old in [v for v in self._asked_of(shard) if v <= version - VERSIONS_KEPT]:
                 del self._asked[shard, old]  # no server keeps it any more
             effects += [effect for step in self._steps(shard) if step < version for effect in self._end(shard, step)]
-            effects += [Give(worker, shard, version) for worker in sorted(self._from)]
-        effects += [Give(worker, shard, version, asked=True) for worker in sorted(askers)]
+            effects += [GiveVersion(worker, shard, version) for worker in sorted(self._from)]
+        effects += [GiveVersion(worker, shard, version, asked=True) for worker in sorted(askers)]
         while len(kept) > VERSIONS_KEPT:
-            effects.append(Release(shard, kept.pop(0)))
+            effects.append(ReleaseVersion(shard, kept.pop(0)))
         return effects
 
     def _steps(self, shard: int) -> list[int]:
@@ -169,9 +171,9 @@ class AggregatorMachine:
     def followed(self, worker: str, round: int) -> list[Effect]:
         """From `round` on everything that the worker contributes comes here; it wants every version."""
         if self.view is None or self.view.aggregator_of.get(worker) != self.me or not self.accepts:
-            return [Dismiss((worker,), "this aggregator is not for it now")]
+            return [DismissWorkers((worker,), "this aggregator is not for it now")]
         self._from[worker] = round
-        return [Give(worker, shard, version) for shard, version in sorted(self._newest.items())]
+        return [GiveVersion(worker, shard, version) for shard, version in sorted(self._newest.items())]
 
     def gone(self, worker: str) -> list[Effect]:
         """The worker's connection has ended, or it follows no more: it goes another way."""
@@ -181,13 +183,15 @@ class AggregatorMachine:
             asking.discard(worker)
         return self._send_ready()
 
-    def contributed(self, new: Contribution) -> list[Effect]:
+    def contributed(self, new: BlockContribution) -> list[Effect]:
         """A contribution of the current generation has arrived."""
         newest, steps = self._newest.get(new.shard, -1), self._steps(new.shard)
         if new.step < newest:
-            return [Drop(new.ticket)]  # the step is over
+            return [DropPayload(new.ticket)]  # the step is over
         if 0 <= newest < new.step - 1 or (new.step not in steps and len(steps) >= STEPS_KEPT):
-            return [Drop(new.ticket, f"a contribution to step {new.step} of shard {new.shard}, at version {newest}")]
+            return [
+                DropPayload(new.ticket, f"a contribution to step {new.step} of shard {new.shard}, at version {newest}")
+            ]
         key = (new.shard, new.step)
         if key not in self._sums:
             self._sums[key] = BlockSum(*key, self.expected[new.shard], self.carried.get(new.shard, 0))
@@ -196,7 +200,7 @@ class AggregatorMachine:
     def fetched(self, worker: str, shard: int, version: int) -> list[Effect]:
         """A worker needs this version again, or for the first time."""
         if version in self._versions.get(shard, ()):
-            return [Give(worker, shard, version, asked=True)]
+            return [GiveVersion(worker, shard, version, asked=True)]
         if worker not in self._from or version <= self._newest.get(shard, -1) - VERSIONS_KEPT:
             return []
         first = (shard, version) not in self._asked
@@ -204,7 +208,11 @@ class AggregatorMachine:
         if len(asked := self._asked_of(shard)) > MOST_ASKED:
             del self._asked[shard, asked[-1]]  # no honest worker asks so far ahead
         home = self._home(shard)
-        return [Fetch(shard, version, home)] if first and (shard, version) in self._asked and home in self._up else []
+        return (
+            [FetchVersion(shard, version, home)]
+            if first and (shard, version) in self._asked and home in self._up
+            else []
+        )
 
     def _asked_of(self, shard: int) -> list[int]:
         """The versions of a shard that workers wait for, ascending."""
@@ -213,7 +221,7 @@ class AggregatorMachine:
     def _dismiss(self, workers: tuple[str, ...], why: str) -> list[Effect]:
         for worker in workers:
             del self._from[worker]
-        return [Dismiss(workers, why), *self._send_ready()]
+        return [DismissWorkers(workers, why), *self._send_ready()]
 
     # ---- what goes upstream ----
 
@@ -239,9 +247,9 @@ class AggregatorMachine:
         again = [part for part in known if part.sent not in (None, now)]
         return [self._push(known, part, now) for part in (*again, *known.ready(coming))]
 
-    def _push(self, known: BlockSum, part: Part, to: tuple[str, int]) -> Push:
+    def _push(self, known: BlockSum, part: HeldPart, to: tuple[str, int]) -> PushPart:
         part.sent = to
-        return Push(known.shard, known.step, part.block, part.weight, to[0], part.losses, part.gradients)
+        return PushPart(known.shard, known.step, part.block, part.weight, to[0], part.losses, part.gradients)
 
     def _ask_again(self, server: str | None = None) -> list[Effect]:
         """Fetch what workers wait for from the primaries of now (or only from `server`)."""
@@ -249,7 +257,7 @@ class AggregatorMachine:
         for shard, version in sorted(self._asked):
             home = self._home(shard)
             if home in self._up and server in (None, home):
-                effects.append(Fetch(shard, version, home))
+                effects.append(FetchVersion(shard, version, home))
         return effects
 
     def _home(self, shard: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
-from rallypoint.core.aggregator.effects import Contribution, Dismiss, Drop, Effect
+from rallypoint.core.aggregator.effects import BlockContribution, DismissWorkers, DropPayload, Effect
 from rallypoint.core.aggregator.machine import AggregatorMachine
 from rallypoint.core.shard.links import Fence
 from rallypoint.core.shard.shell import L
@@ -65,13 +65,13 @@ class AggregatorShell(Generic[L]):
         """The worker needs one version again."""
         return self.machine.fetched(worker, shard, version) if self.workers.get(worker) is link else []
 
-    def contributed(self, worker: str, new: Contribution, number: ViewNumber) -> list[Effect]:
+    def contributed(self, worker: str, new: BlockContribution, number: ViewNumber) -> list[Effect]:
         """A worker's contribution has arrived that was sent under view `number`. Others' replicas are not taken: a
         server could not tell any more who has pushed them."""
         view = self.machine.view
         taken = view is not None and view.takes(worker, range(*new.block))
         if self.fence.is_stale(number) or not taken:
-            return [Drop(new.ticket)]
+            return [DropPayload(new.ticket)]
         return self.machine.contributed(new)
 
     # ---- servers ----
@@ -86,9 +86,9 @@ class AggregatorShell(Generic[L]):
 
     def arrived(self, shard: int, version: int, ticket: int, number: ViewNumber) -> list[Effect]:
         """A version has arrived that a server sent under view `number`."""
-        return [Drop(ticket)] if self.fence.is_stale(number) else self.machine.arrived(shard, version, ticket)
+        return [DropPayload(ticket)] if self.fence.is_stale(number) else self.machine.arrived(shard, version, ticket)
 
-    def dismissed(self, effect: Dismiss) -> Sequence[L]:
+    def dismissed(self, effect: DismissWorkers) -> Sequence[L]:
         """The links to end for this effect. They count as gone from now on."""
         links = [self.workers.pop(worker, None) for worker in effect.workers]
         return [link for link in links if link is not None]

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rallypoint.core.aggregator.effects import Contribution, Drop, Effect, Forget, Keep, Merge
+from rallypoint.core.aggregator.effects import BlockContribution, DropPayload, Effect, Forget, Keep, MergeParts
 from rallypoint.core.sums import Block, blocks_of, is_block, parent, sibling
 
 
 @dataclass(slots=True)
-class Part:
+class HeldPart:
     """A block that is held. `sent`: the connection on which it was sent upstream; None before."""
 
     block: Block
@@ -41,34 +41,40 @@ class BlockSum:
     step: int
     replicas: int
     lowest: int = 0
-    _parts: dict[int, Part] = field(default_factory=dict)  # by first replica; they are disjoint
+    _parts: dict[int, HeldPart] = field(default_factory=dict)  # by first replica; they are disjoint
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[HeldPart]:
         return iter([self._parts[at] for at in sorted(self._parts)])
 
     def __len__(self) -> int:
         return len(self._parts)
 
-    def add(self, new: Contribution) -> list[Effect]:
+    def add(self, new: BlockContribution) -> list[Effect]:
         """Take a contribution that has arrived; merge what can be merged."""
         block = new.block
         if not self._has(block):
-            return [Drop(new.ticket, f"replicas {block.start} to {block.stop - 1} are no block of shard {self.shard}")]
+            return [
+                DropPayload(
+                    new.ticket, f"replicas {block.start} to {block.stop - 1} are no block of shard {self.shard}"
+                )
+            ]
         held = {replica for part in self._parts.values() for replica in range(*part.block)}
         if held.issuperset(range(*block)):
-            return [Drop(new.ticket)]  # a repeat (I2)
+            return [DropPayload(new.ticket)]  # a repeat (I2)
         effects: list[Effect] = []
         for old in [part for part in self if block.covers(part.block)]:
             effects.append(self._forget(old))
-        self._parts[block.start] = part = Part(block, new.weight, new.losses, new.gradients)
+        self._parts[block.start] = part = HeldPart(block, new.weight, new.losses, new.gradients)
         effects.append(Keep(self.shard, self.step, block.start, new.ticket))
         while (other := self._unsent(sibling(part.block, self.replicas))) is not None and other is not part:
             left, right = (part, other) if part.block.start < other.block.start else (other, part)
-            effects.append(Merge(self.shard, self.step, left.block.start, right.block.start, left.factor, right.factor))
+            effects.append(
+                MergeParts(self.shard, self.step, left.block.start, right.block.start, left.factor, right.factor)
+            )
             part = self._merged(left, right)
         return effects
 
-    def ready(self, coming: frozenset[int]) -> list[Part]:
+    def ready(self, coming: frozenset[int]) -> list[HeldPart]:
         """The parts to send now: nothing of what is `coming` (replicas) can be added to them before."""
         waiting = [part for part in self if part.sent is None]
         if not waiting:
@@ -95,19 +101,19 @@ class BlockSum:
     def _has(self, block: Block) -> bool:
         return is_block(Block(block.start - self.lowest, block.stop - self.lowest), self.replicas)
 
-    def _unsent(self, block: Block) -> Part | None:
+    def _unsent(self, block: Block) -> HeldPart | None:
         part = self._parts.get(block.start)
         return part if part is not None and part.block == block and part.sent is None else None
 
-    def _merged(self, left: Part, right: Part) -> Part:
+    def _merged(self, left: HeldPart, right: HeldPart) -> HeldPart:
         del self._parts[right.block.start]
-        whole = Part(
+        whole = HeldPart(
             parent(left.block, self.replicas), left.weight + right.weight, left.losses + right.losses,
             left.gradients + right.gradients,
         )  # fmt: skip
         self._parts[left.block.start] = whole
         return whole
 
-    def _forget(self, part: Part) -> Forget:
+    def _forget(self, part: HeldPart) -> Forget:
         del self._parts[part.block.start]
         return Forget(self.shard, self.step, part.block.start)

@@ -13,14 +13,14 @@ import msgspec
 
 from rallypoint.core import protocol
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Effect, Finish, Note, Say
+from rallypoint.core.cluster.effects import Abort, Announce, Effect, FinishJob, Note
 from rallypoint.core.cluster.evaluations import awaits_evaluation, lost_evaluations
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.modes import Feature
 from rallypoint.core.order import stream_unread
-from rallypoint.core.view import Stop, ViewNumber
+from rallypoint.core.view import EarlyEnd, ViewNumber
 
 
 @dataclass(slots=True)
@@ -62,14 +62,14 @@ class Completion:
         at = course.record.steps_at(version)
         # (Where scripts have sums, each says that it has ended, and there are no steps)
         shown = said.left < 0 and Feature.SUMS not in course.record.features
-        news = [Say(f"the job ends with step {at}: {why} ({who})")] if shown else []
-        return [*news, *self._ends_with(Stop(version, why, who))]
+        news = [Announce(f"the job ends with step {at}: {why} ({who})")] if shown else []
+        return [*news, *self._ends_with(EarlyEnd(version, why, who))]
 
-    def decided(self, stop: Stop) -> list[Effect]:
+    def decided(self, stop: EarlyEnd) -> list[Effect]:
         """An evaluation has decided that the job ends early."""
         assert self.course.record is not None
         at = self.course.record.steps_at(stop.version)
-        return [Say(f"the job ends with step {at}: {stop.reason}"), *self._ends_with(stop)]
+        return [Announce(f"the job ends with step {at}: {stop.reason}"), *self._ends_with(stop)]
 
     def _deserted(self) -> list[Effect]:
         """All workers have left their loops before the last version: end with the one that they have, if they can."""
@@ -101,7 +101,7 @@ class Completion:
         assert course.record is not None
         return version if course.known <= version else course.known + (Feature.DOWN in course.record.features)
 
-    def _ends_with(self, stop: Stop) -> list[Effect]:
+    def _ends_with(self, stop: EarlyEnd) -> list[Effect]:
         course = self.course
         assert course.record is not None
         course.views.stop = stop
@@ -140,8 +140,8 @@ class Completion:
         able = able - members.awaited or able  # who is away hears of it later, or not at all
         stop, at = course.views.stop, course.record.steps_at(course.last)
         lead = lead if lead in able else min(able)
-        effects += [Say(text) for text in (course.tuning.unfinished(course.record), self._unread()) if text]
-        return [*effects, *course.end(Finish(lead) if stop is None else Finish(lead, at, stop.reason))]
+        effects += [Announce(text) for text in (course.tuning.unfinished(course.record), self._unread()) if text]
+        return [*effects, *course.end(FinishJob(lead) if stop is None else FinishJob(lead, at, stop.reason))]
 
     def _unread(self) -> str:
         """A sentence, if the job's steps have ended it and not the stream that it was to read to its end."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
+from rallypoint.core.cluster.effects import Abort, Effect, FinishJob, Refuse
 from rallypoint.core.cluster.evaluations import EvaluationLedger
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.recovery import Recovery
@@ -18,7 +18,7 @@ from rallypoint.core.decisions import Rules
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature
 from rallypoint.core.placing.handover import Handover
-from rallypoint.core.placing.links import Links
+from rallypoint.core.placing.links import MeasuredLinks
 from rallypoint.core.placing.pinned import Lately, pins_after
 from rallypoint.core.plan.failures import TunedPeriod
 from rallypoint.core.plan.tuning import Tuning
@@ -71,14 +71,14 @@ class Course:
     witnesses: set[str] = field(default_factory=set)
     workers_max: int = 1
     revision: int = 0
-    last_word: Finish | Abort | None = None
+    last_word: FinishJob | Abort | None = None
     failing: Failing | None = None
     now: float = 0.0
     members: Membership = field(default_factory=Membership)
     evaluating: set[str] = field(default_factory=set)
     evaluations: EvaluationLedger = field(default_factory=EvaluationLedger)
     tuned_period: TunedPeriod = field(default_factory=TunedPeriod)
-    links: Links = field(default_factory=Links)
+    links: MeasuredLinks = field(default_factory=MeasuredLinks)
     handover: Handover = field(default_factory=Handover)
     tuning: Tuning = field(default_factory=Tuning)
     lately: Lately = field(default_factory=Lately)
@@ -107,7 +107,7 @@ class Course:
         """Raise `revision`: something has changed that the next coordinator needs."""
         self.revision += 1
 
-    def end(self, word: Finish | Abort) -> list[Effect]:
+    def end(self, word: FinishJob | Abort) -> list[Effect]:
         """End the job with this last word. Returns the effects to run."""
         self.phase, self.last_word = Phase.OVER, word
         self.changed()

@@ -35,7 +35,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
+class SendRecord:
     """Send this server or aggregator the job's record; views follow."""
 
     member: str
@@ -43,7 +43,7 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
+class PublishView:
     """Send the view to these members."""
 
     view: View
@@ -51,7 +51,7 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
-class Assist:
+class AskBackupTask:
     """Ask an idle worker to compute a straggler's replica too."""
 
     worker: str
@@ -60,7 +60,7 @@ class Assist:
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
+class TakeSnapshot:
     """Ask `writers` for a snapshot: servers for the shards that each holds, workers (AllReduce) for a share each."""
 
     snapshot: str
@@ -82,7 +82,7 @@ class FindSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class Announce:
     """Tell the observers a sentence."""
 
     text: str
@@ -103,13 +103,13 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class TellHeld:
     """Tell the observers that members hold the newest version, which is not stored yet, and why."""
 
     text: str
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
+class FinishJob(msgspec.Struct, frozen=True, tag=True):
     """Tell all members that the job has finished. The worker `lead` saves the model.
 
     `stopped_at`: the script has stopped it after so many steps of training, for the reason `why`; -1: it has not.
@@ -127,6 +127,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 Effect = (
-    Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | PeriodTuned | Note
-    | Hold | Finish | Abort
+    Refuse | Dismiss | Admit | SendRecord | PublishView | AskBackupTask | TakeSnapshot | Commit | FindSnapshot
+    | Announce | PeriodTuned | Note | TellHeld | FinishJob | Abort
 )  # fmt: skip

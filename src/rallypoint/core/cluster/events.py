@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.decisions import Decided
 from rallypoint.core.protocol import Message
-from rallypoint.core.view import Member, Stop, ViewNumber
+from rallypoint.core.view import EarlyEnd, Member, ViewNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class From:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Computed:
     """A worker has computed a replica of `step` in `seconds`, in that generation; the time is `now`, in seconds."""
 
     worker: str
@@ -114,7 +114,7 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotWanted:
+class SnapshotOrdered:
     """A user asks for a snapshot."""
 
 
@@ -149,7 +149,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class NewestFound:
     """The answer to `FindSnapshot`: the newest usable snapshot; "" if there is none.
 
     It knows the job's early end, and what was decided from evaluations of versions up to it.
@@ -157,13 +157,13 @@ class Found:
 
     snapshot: str
     version: int = -1
-    stop: Stop | None = None
+    stop: EarlyEnd | None = None
     decided: Decided = field(default_factory=Decided)
 
 
 Event = (
-    From | Joined | Progress | Left | Unlinked | Heard | Tick | Resized | SnapshotWanted | Captured | SnapshotLost
-    | Committed | Found | TookOver | Outrun | Released | Paused
+    From | Joined | Computed | Left | Unlinked | Heard | Tick | Resized | SnapshotOrdered | Captured | SnapshotLost
+    | Committed | NewestFound | TookOver | Outrun | Released | Paused
 )  # fmt: skip
 
-OFTEN = (Heard, Progress)  # these come all the time
+OFTEN = (Heard, Computed)  # these come all the time

@@ -22,7 +22,7 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.auditing import Auditing, probed
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course, check_course, uploads
-from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
+from rallypoint.core.cluster.effects import Abort, Admit, Announce, Effect, FinishJob, PublishView, Refuse, SendRecord
 from rallypoint.core.cluster.evaluations import Decisions
 from rallypoint.core.cluster.operator import follow, waiting_for
 from rallypoint.core.cluster.reach import Reach, Silence, disagrees, disproved, set_apart, take_beat
@@ -153,7 +153,7 @@ class ClusterMachine:
         return self.course.view
 
     @property
-    def last_word(self) -> Finish | Abort | None:
+    def last_word(self) -> FinishJob | Abort | None:
         """How the job ended; None while it goes on."""
         return self.course.last_word
 
@@ -205,7 +205,7 @@ class ClusterMachine:
         match event:
             case events.Heard(member=member):
                 course.members.spoke(member, course.now)
-            case events.Progress():
+            case events.Computed():
                 return self._progress(event)
             case events.Tick(now=now, replaced=replaced):
                 return self._tick(now, replaced)
@@ -220,7 +220,7 @@ class ClusterMachine:
             case events.Unlinked(member=member, reason=reason, reset=reset):
                 if member in course.members:
                     course.members.unlinked(member, reason if reset else "")
-            case events.Found():
+            case events.NewestFound():
                 return self._succession.found(event)
             case events.TookOver(state=state, complete=complete):
                 course.views.complete = complete
@@ -278,7 +278,7 @@ class ClusterMachine:
         course.recovery.gone(member.id)  # the state that a process of this id had is gone with that process
         effects.append(Admit(member.id, members.join(member, role, event.process)))
         if role != "worker" and course.record is not None and course.phase is not Phase.GATHERING:
-            effects.append(Prepare(member.id, course.record))
+            effects.append(SendRecord(member.id, course.record))
         effects += course.dismiss_aggregators()
         if course.phase is Phase.GATHERING:
             return [*effects, *self._begin_when_gathered()]
@@ -298,9 +298,9 @@ class ClusterMachine:
         effects: list[Effect] = [Admit(member.id, member.incarnation)]
         proposes = course.phase is Phase.GATHERING or member.id in course.members.workers
         if course.record is not None and not proposes:
-            effects.append(Prepare(member.id, course.record))
+            effects.append(SendRecord(member.id, course.record))
         if self.view is not None and course.phase is not Phase.GATHERING:  # else the next view begins the job anew
-            effects.append(Publish(self.view, (member.id,)))
+            effects.append(PublishView(self.view, (member.id,)))
             effects += self._succession.advance()  # while it was away, nothing moved
         return effects
 
@@ -330,7 +330,7 @@ class ClusterMachine:
         refused, begins = course.dismiss_aggregators(), self._succession.begin()
         if course.phase is Phase.GATHERING:
             return [*refused, *begins]  # all who could begin are leaving: nobody is sent the record, it may be dropped
-        prepare = [Prepare(member, course.record) for member in (*members.servers, *members.aggregators)]
+        prepare = [SendRecord(member, course.record) for member in (*members.servers, *members.aggregators)]
         return [*refused, *prepare, *begins]
 
     def _left(self, member: str, reason: str) -> list[Effect]:
@@ -347,7 +347,7 @@ class ClusterMachine:
             if not members.proposed and course.origin is None and not course.views.begun:
                 course.describe(None)  # nobody was sent it; servers keep a record that they have
             return []
-        said = Say(f"{member} {'has left' if polite else 'is gone'}: {reason}")
+        said = Announce(f"{member} {'has left' if polite else 'is gone'}: {reason}")
         if course.phase is Phase.RECOVERING:
             return [said]
         if was_worker and uploads(course, member):
@@ -370,7 +370,7 @@ class ClusterMachine:
 
     # ---- progress and time ----
 
-    def _progress(self, event: events.Progress) -> list[Effect]:
+    def _progress(self, event: events.Computed) -> list[Effect]:
         """A report counts if it is of this generation, from a worker of the job, and of a step that the job has."""
         course = self.course
         course.members.heard(event.worker, course.now)
@@ -399,7 +399,7 @@ class ClusterMachine:
         if ends := self._ending.again():
             return ends
         found = self._silence.look(course.members, now, replaced)
-        effects: list[Effect] = [Say(found.said)] if found.said else []
+        effects: list[Effect] = [Announce(found.said)] if found.said else []
         for member, why in found.given_up:
             if course.phase is Phase.OVER:
                 break  # the job ended with the loss of the member before

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Effect, Refuse, Say
+from rallypoint.core.cluster.effects import Abort, Announce, Effect, Refuse
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.terms import LIVING_S
@@ -374,10 +374,10 @@ def set_apart(reach: Reach, course: Course, left: Callable[[str, str], list[Effe
             effects.append(Refuse(case.member, f"given up: {case.why}"))
             effects += left(case.member, case.why)
         else:
-            effects.append(Say(f"{case.member} is to hold no shards for now: {case.why}"))
+            effects.append(Announce(f"{case.member} is to hold no shards for now: {case.why}"))
     returned = reach.sound()
     course.members.apart.difference_update(returned)
-    return effects + [Say(f"{id} takes part again") for id in returned if id in course.members]
+    return effects + [Announce(f"{id} takes part again") for id in returned if id in course.members]
 
 
 def disproved(server: str, said: Disproved, course: Course, left: Callable[[str, str], list[Effect]]) -> list[Effect]:
@@ -408,7 +408,7 @@ def disagrees(worker: str, why: str, course: Course) -> list[Effect]:
     if course.phase is Phase.GATHERING:
         return course.end(Abort(sentence))
     members.remove(worker)  # a worker that joins late must not end a job that runs without it
-    return [Refuse(worker, sentence, final=True), Say(f"refused: {sentence}")]
+    return [Refuse(worker, sentence, final=True), Announce(f"refused: {sentence}")]
 
 
 # Takes the members' beats: most of what a coordinator gets.

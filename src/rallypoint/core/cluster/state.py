@@ -6,13 +6,13 @@ import enum
 
 import msgspec
 
-from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.decisions import Decided, StopWhen
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import HasSent
-from rallypoint.core.view import Stop, View
+from rallypoint.core.view import EarlyEnd, View
 
 
 class Phase(enum.Enum):
@@ -62,7 +62,7 @@ class Origin(msgspec.Struct, frozen=True):
 
     snapshot: str
     version: int
-    stop: Stop | None = None
+    stop: EarlyEnd | None = None
     decided: Decided = Decided()
 
     @property
@@ -80,7 +80,7 @@ class Resumed(msgspec.Struct, frozen=True):
     record: JobRecord
     snapshot: str
     version: int
-    stop: Stop | None = None
+    stop: EarlyEnd | None = None
     decided: Decided = Decided()
     epoch: int = 0
 
@@ -104,7 +104,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     begun: bool
     furthest: int
     workers_max: int
-    last_word: Finish | Abort | None = None
+    last_word: FinishJob | Abort | None = None
     state_holders: dict[str, int] = {}
     failing: Failing | None = None
     results: dict[int, dict[str, float] | None] = {}

@@ -10,11 +10,11 @@ from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, Version
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.decisions import Rules
 from rallypoint.core.job import JobRecord
-from rallypoint.core.modes import Feature, Holder, Pace
+from rallypoint.core.modes import Feature, Pace, StateHolder
 
-_RECOVERY: dict[Holder, Callable[[], Recovery]] = {
-    Holder.SERVERS: ServersHoldState,
-    Holder.WORKERS: WorkersHoldState,
+_RECOVERY: dict[StateHolder, Callable[[], Recovery]] = {
+    StateHolder.SERVERS: ServersHoldState,
+    StateHolder.WORKERS: WorkersHoldState,
 }
 _SNAPSHOTS: dict[Pace, tuple[VersionRule, int]] = {
     Pace.ROUNDS: (a_little_ahead, CAPTURE_AHEAD),
@@ -67,10 +67,10 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         by_speed=record.supports(Feature.BY_SPEED),
         backup_tasks=terms.backup_tasks and record.supports(Feature.BACKUP_TASKS),
         hands_over=steps and not pinned,
-        warms=steps and not pinned and record.mode.holder is Holder.SERVERS,
+        warms=steps and not pinned and record.mode.holder is StateHolder.SERVERS,
         pinned=pinned,
         aggregates=not terms.backup_tasks and record.supports(Feature.AGGREGATORS),
-        workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is Holder.SERVERS,
+        workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is StateHolder.SERVERS,
         in_rounds=in_rounds,
         anybody_begins=Feature.KEYED in record.features,
         rules=record.rules,

@@ -8,7 +8,16 @@ import msgspec
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
+from rallypoint.core.cluster.effects import (
+    Abort,
+    Announce,
+    AskBackupTask,
+    Dismiss,
+    Effect,
+    FindSnapshot,
+    Note,
+    PublishView,
+)
 from rallypoint.core.cluster.evaluations import lease_noted, rolled_back, wanted_lease
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.state import Phase
@@ -207,7 +216,7 @@ class Succession:
         worker, _, replica = found
         view = course.views.with_backup_task(worker, replica)  # servers have to know of it before it contributes
         published = [] if view is None else self._publish(view, abandon=False)
-        return [*published, Assist(*found)]
+        return [*published, AskBackupTask(*found)]
 
     def _place_if_uneven(self) -> list[Effect]:
         course, members = self.course, self.course.members
@@ -221,7 +230,7 @@ class Succession:
         if speeds is None:
             return []
         course.views.speeds = speeds
-        return [Say(said_of(speeds)), *self.advance()]
+        return [Announce(said_of(speeds)), *self.advance()]
 
     def _place_by_uplinks(self) -> list[Effect]:
         course, members, views = self.course, self.course.members, self.course.views
@@ -232,7 +241,7 @@ class Succession:
         if course.view.incoming:
             return []
         why = views.uplinks.look(views.situation(members, course.view.assignments), course.now)
-        return [Say(why), *self.advance()] if why else []
+        return [Announce(why), *self.advance()] if why else []
 
     def _hand_over(self) -> list[Effect]:
         waits = self.course.view is not None and self.course.view.handover is not None
@@ -246,7 +255,7 @@ class Succession:
         if decided is None:
             return []
         course.views.tuned = dict(decided.values)
-        return [*([Say(decided.said)] if decided.said else []), *self.advance()]
+        return [*([Announce(decided.said)] if decided.said else []), *self.advance()]
 
     # ---- new generations ----
 
@@ -268,7 +277,7 @@ class Succession:
             case FromSnapshot(lost=lost):
                 if before is Phase.RUNNING:
                     course.tuned_period.went_back()
-                return [*([Say(why or lost)] if before is Phase.RUNNING else []), FindSnapshot()]
+                return [*([Announce(why or lost)] if before is Phase.RUNNING else []), FindSnapshot()]
             case FromWorker(uploader=uploader, version=version):
                 course.phase, course.furthest = Phase.RUNNING, version - 1
                 return self.new_generation("", uploader=uploader, ending=ending)
@@ -277,7 +286,7 @@ class Succession:
         """A member acted on a view that nobody knew when this coordinator took over: begin a new generation."""
         if self.course.phase is not Phase.RUNNING:
             return []
-        said = Say(
+        said = Announce(
             f"{event.member} comes back with view {event.number}, which the journal had no room for and no other "
             "member knew: what the servers hold is not certain"
         )
@@ -294,14 +303,14 @@ class Succession:
         self._damaged = (view.origin, self.course.furthest + 1, f"{server} cannot go on: {said.reason}")
         return self.recover(why=f"{server} cannot go on from snapshot {view.origin}: {said.reason}")
 
-    def found(self, event: events.Found) -> list[Effect]:
+    def found(self, event: events.NewestFound) -> list[Effect]:
         """Begin a new generation from the snapshot that was found; end the job if there is none."""
         course = self.course
         if course.phase is not Phase.RECOVERING or not course.members.servers:
             return []
         origin = course.origin
         if event.snapshot == "" and origin is not None and origin.is_elsewhere:  # nothing of this job is stored yet
-            event = events.Found(origin.snapshot, origin.version, origin.stop, origin.decided)
+            event = events.NewestFound(origin.snapshot, origin.version, origin.stop, origin.decided)
         if event.snapshot == "":
             if course.furthest >= 0 or course.applied > 0 or origin is not None:
                 return course.end(Abort(course.recovery.no_snapshot))
@@ -312,7 +321,9 @@ class Succession:
             # Only that server sees the damage; or there are later ones, of another course than the one resumed
             return course.end(Abort(why))
         course.phase, self._damaged = Phase.RUNNING, _UNDAMAGED
-        said = Say(f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}")
+        said = Announce(
+            f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}"
+        )
         course.furthest = event.version - 1
         course.views.stop = course.views.stop or event.stop  # the journal may have had no room for it
         course.evaluations.go_back_to(event.decided)
@@ -368,7 +379,7 @@ class Succession:
         if abandon:
             self.snapshots.duty.abandon()
         told = tuple(member.id for member in (*view.servers, *view.aggregators, *view.workers))
-        return [Publish(view, told), *self.dismiss()]
+        return [PublishView(view, told), *self.dismiss()]
 
     def dismiss(self) -> list[Effect]:
         """Let servers that were told to leave go: those without a shard; under AllReduce all of them."""
@@ -383,7 +394,7 @@ class Succession:
         # A server that could go after one loss may be needed after the next
         kept = [effect for effect in effects if not (isinstance(effect, Dismiss) and effect.server in needed)]
         # When all have gone, a view of those who were given up is for nobody
-        return [effect for effect in kept if phase is not Phase.GATHERING or not isinstance(effect, Publish)]
+        return [effect for effect in kept if phase is not Phase.GATHERING or not isinstance(effect, PublishView)]
 
     def _needed(self) -> set[str]:
         """The servers that hold shards in the view in force; none under AllReduce."""

@@ -27,7 +27,7 @@ from rallypoint.core.placing.view_change import (
     still_caught_up,
     surviving_primaries,
 )
-from rallypoint.core.view import Assignment, Dispute, Lease, Member, Stop, Tried, View, ViewNumber
+from rallypoint.core.view import Assignment, Dispute, EarlyEnd, Lease, Member, Tried, View, ViewNumber
 
 Aggregation: TypeAlias = Callable[..., dict[str, str]]
 Contributing: TypeAlias = Callable[..., dict[str, tuple[int, ...]]]
@@ -85,7 +85,7 @@ class ViewSequence:
     caught_up: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
     complete: bool = False
-    stop: Stop | None = None
+    stop: EarlyEnd | None = None
     lease: Lease | None = None
     reductions: tuple[int, ...] = ()
     paused: int | None = None

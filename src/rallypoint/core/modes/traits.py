@@ -105,7 +105,7 @@ class Pace(enum.Enum):
     OWN = "each at a clock of its own, so that no version is common to all shards"
 
 
-class Holder(enum.Enum):
+class StateHolder(enum.Enum):
     """Who holds the parameters and the optimizer's state. Losing members of the other kind loses no state."""
 
     SERVERS = "servers"
@@ -142,7 +142,7 @@ class ModeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     name: ModeName = ModeName.SYNC
     clock: Clock = Clock.STEP
-    holder: Holder = Holder.SERVERS
+    holder: StateHolder = StateHolder.SERVERS
     contribution: Contribution = Contribution.GRADIENT
     drops: bool = False
     bytes: Bytes = Bytes.ALWAYS
@@ -167,7 +167,7 @@ MODES = {
         ModeTraits(name=ModeName.QUORUM, drops=True, bytes=Bytes.NO),
         ModeTraits(name=ModeName.SSP, clock=Clock.REPLICA, bytes=Bytes.NO),
         ModeTraits(name=ModeName.ASYNC, clock=Clock.REPLICA, bytes=Bytes.NO),
-        ModeTraits(name=ModeName.ALL_REDUCE, holder=Holder.WORKERS),
+        ModeTraits(name=ModeName.ALL_REDUCE, holder=StateHolder.WORKERS),
         ModeTraits(
             name=ModeName.LOCAL, clock=Clock.ROUND, contribution=Contribution.MOVEMENT, bytes=Bytes.UNDISTURBED,
             leaves_state=True,

@@ -24,7 +24,7 @@ _LONGEST_REST_S = 300.0
 
 
 @dataclass(slots=True)
-class Links:
+class MeasuredLinks:
     """What is known of the links of servers, and when shards were moved for it. Every `now` is in seconds.
 
     speeds: what members say.

@@ -49,7 +49,7 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StepVerdict:
     """The decision on `step` of `generation`: all servers scale the gradient by `scale`, or skip the step (None).
 
     `norm` is that of the mean gradient, before clipping; `loss_scale` what losses were multiplied by. With `stops`
@@ -105,7 +105,7 @@ class Rule:
         """Do servers look at each finished sum before they apply it?"""
         return self.skips or self.stops or self.scaled
 
-    def verdict(self, step: int, measures: Sequence[Measure], generation: ViewNumber) -> Verdict:
+    def verdict(self, step: int, measures: Sequence[Measure], generation: ViewNumber) -> StepVerdict:
         """The decision on a step, from the measures in shard order."""
         loss_scale = max([measure.loss_scale for measure in measures]) if self.scaled else 1.0
         norm = total_norm([measure.norm for measure in measures]) / loss_scale
@@ -114,7 +114,7 @@ class Rule:
         bad = [(measure.shard, measure.at) for measure in measures if measure.at >= 0]
         at = bad[0] if bad else None
         factor = clip_scale(norm, self.clip) / loss_scale
-        found = Verdict(step, norm, factor, losses, generation, gradients, at, loss_scale=loss_scale)
+        found = StepVerdict(step, norm, factor, losses, generation, gradients, at, loss_scale=loss_scale)
         if found.whole or not self.examines:
             return found
         a_lower_scale_may_help = self.scaled and loss_scale > 1.0 and not losses
@@ -144,7 +144,7 @@ _REMEMBERED = 2  # steps whose decision is kept, for a backup promoted in the mi
 
 @dataclass(slots=True)
 class ClipMachine:
-    """Takes measures; returns `Tell` and `Verdict`. It lives for one `generation`; a roll-back replaces it.
+    """Takes measures; returns `Tell` and `StepVerdict`. It lives for one `generation`; a roll-back replaces it.
 
     `shards` are all shards of the layout that wait for it; `own` those whose primary is this server, which changes with
     the view. Steps are the job's.
@@ -158,28 +158,28 @@ class ClipMachine:
     rule: Rule
     generation: ViewNumber = _FIRST
     _known: dict[int, dict[int, Measure]] = field(default_factory=dict)
-    _verdicts: dict[int, Verdict] = field(default_factory=dict)
+    _verdicts: dict[int, StepVerdict] = field(default_factory=dict)
     _told: dict[int, frozenset[int]] = field(default_factory=dict)  # step -> the shards sent
     _all: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._all = frozenset(self.shards)
 
-    def measured(self, step: int, measure: Measure) -> list[Tell | Verdict]:
+    def measured(self, step: int, measure: Measure) -> list[Tell | StepVerdict]:
         """One of this server's shards has finished its sum. Sends the measures once all of its shards have."""
         if step in self._verdicts:
             return [*self._tell(step, self._known[step]), self._verdicts[step]]  # we became primary after it
         known = self._learn(step, [measure])
         return [*self._tell(step, known), *(self._decide(step, known) if self.own <= known.keys() else [])]
 
-    def told(self, step: int, measures: Iterable[Measure]) -> list[Tell | Verdict]:
+    def told(self, step: int, measures: Iterable[Measure]) -> list[Tell | StepVerdict]:
         """Another server sent its measures."""
         if step in self._verdicts or step <= max(self._verdicts, default=_REMEMBERED - 1) - _REMEMBERED:
             return []
         known = self._learn(step, measures)
         return [*self._tell(step, known), *self._decide(step, known)]
 
-    def verdict(self, step: int) -> Verdict | None:
+    def verdict(self, step: int) -> StepVerdict | None:
         """The decision on `step`. None if it is not taken yet, or is older than the last two decisions."""
         return self._verdicts.get(step)
 
@@ -206,7 +206,7 @@ class ClipMachine:
                 known.setdefault(measure.shard, measure)
         return known
 
-    def _decide(self, step: int, known: dict[int, Measure]) -> list[Tell | Verdict]:
+    def _decide(self, step: int, known: dict[int, Measure]) -> list[Tell | StepVerdict]:
         if len(known) < len(self._all):
             return []
         verdict = self.rule.verdict(step, [known[shard] for shard in sorted(known)], self.generation)

@@ -8,7 +8,7 @@ from rallypoint.core.shard.events import Ticket
 
 
 @dataclass(frozen=True, slots=True)
-class Install:
+class InstallFirst:
     """Make the ticket's payload the shard's first version."""
 
     ticket: Ticket
@@ -140,7 +140,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class TellWait:
     """Tell a follower that `replica`'s step `clock` has to wait.
 
     The follower may have another replica that is further behind and can be computed now.
@@ -199,7 +199,7 @@ class Acknowledge:
 
 
 @dataclass(frozen=True, slots=True)
-class CaughtUp:
+class BackupCaughtUp:
     """Report that the backup (or the third server) has all published versions and will have each later one first: it
     may be promoted."""
 
@@ -207,7 +207,7 @@ class CaughtUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
+class CaptureShard:
     """Keep the state for the snapshot, as it is now at `version`.
 
     With `missed` it is too late: the shard has passed the wanted version and is at `version`.
@@ -237,6 +237,6 @@ class Disputed:
 
 
 Effect = (
-    Install | Take | Merge | Discard | OnTime | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Reply | Wait
-    | Gather | Choose | Fill | Prove | Acknowledge | CaughtUp | Capture | Accepted | Disputed
+    InstallFirst | Take | Merge | Discard | OnTime | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Reply
+    | TellWait | Gather | Choose | Fill | Prove | Acknowledge | BackupCaughtUp | CaptureShard | Accepted | Disputed
 )  # fmt: skip

@@ -36,8 +36,8 @@ from rallypoint.core.shard.effects import (
     Abandon,
     Acknowledge,
     Apply,
-    Capture,
-    CaughtUp,
+    BackupCaughtUp,
+    CaptureShard,
     Choose,
     Drop,
     Effect,
@@ -45,14 +45,14 @@ from rallypoint.core.shard.effects import (
     Finish,
     Gather,
     Hold,
-    Install,
+    InstallFirst,
     Prove,
     Publish,
     Take,
 )
 from rallypoint.core.shard.invariants import check_shard
 from rallypoint.core.shard.pulls import Wants
-from rallypoint.core.shard.replication import Copies
+from rallypoint.core.shard.replication import ShardCopies
 from rallypoint.core.shard.summing import Chain, Choice, SumInProgress, TreeSum
 from rallypoint.core.shard.tally import Clocks, Tally
 
@@ -66,7 +66,7 @@ class CapturePoint:
     at: int = -1
     any_version: bool = False
 
-    def ask(self, at: int, now: int, *, primary: bool, any_version: bool) -> list[Capture]:
+    def ask(self, at: int, now: int, *, primary: bool, any_version: bool) -> list[CaptureShard]:
         """A snapshot wants version `at`; the shard is at version `now`.
 
         With `any_version` (streaming policies, where no version is common to all shards) the current version is
@@ -76,16 +76,16 @@ class CapturePoint:
             self.any_version = True
             return self.reached(now)
         if not primary or now > at:
-            return [Capture(max(now, at + 1), missed=True)]
+            return [CaptureShard(max(now, at + 1), missed=True)]
         self.at = at
         return self.reached(now)
 
-    def reached(self, version: int) -> list[Capture]:
+    def reached(self, version: int) -> list[CaptureShard]:
         """The shard is now at `version`. Returns a Capture if the snapshot waits for it."""
         if version < 0 or not (self.any_version or version == self.at):
             return []
         self.at, self.any_version = -1, False
-        return [Capture(version)]
+        return [CaptureShard(version)]
 
 
 VERSIONS_KEPT = 2  # I5: a worker can fetch the version of the step in progress
@@ -118,7 +118,7 @@ class ShardMachine:
     clocks: Clocks = field(default_factory=Clocks)  # none under an aligned policy
     clocked: bool = field(init=False)  # there are some
     tally: Tally = field(default_factory=Tally)
-    copies: Copies = field(default_factory=Copies)
+    copies: ShardCopies = field(default_factory=ShardCopies)
     differs: bool = False  # this backup holds other bytes than its primary, and waits to be filled
     unasked: bool = False  # it was the primary, kept its state, and acknowledges nothing before it has proved that
     wants: Wants = field(default_factory=Wants)
@@ -202,7 +202,7 @@ class ShardMachine:
             return [Drop(ticket)]
         self.version = version
         self.tally.restart(version)
-        return [Install(ticket, version), *self._capture.reached(version), *self._publish()]
+        return [InstallFirst(ticket, version), *self._capture.reached(version), *self._publish()]
 
     def _contribute(self, event: events.Contribute) -> list[Effect]:
         if not self.primary or self.version < 0:
@@ -354,7 +354,7 @@ class ShardMachine:
         copy.acknowledged(event.version, chosen=event.chosen)
         effects = self._publish()
         if copy.catches_up(self.published):
-            effects.append(CaughtUp(event.incoming))
+            effects.append(BackupCaughtUp(event.incoming))
         if self._choice.pending and self.copies.chose(self.version):
             effects += self._finish()
         return effects

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from rallypoint.core.policy import Ledger, Policy
-from rallypoint.core.shard.effects import Effect, Reply, Wait
+from rallypoint.core.shard.effects import Effect, Reply, TellWait
 from rallypoint.core.shard.events import EVERYTHING, Want
 from rallypoint.core.shard.tally import Clocks
 
@@ -29,7 +29,7 @@ class Answering(Ledger, Protocol):
 
 
 @dataclass(slots=True)
-class Wanted:
+class FollowerWaits:
     """A follower waits for the parameters for `replica`'s next step, until the replica's clock is at least `clock`."""
 
     replica: int
@@ -40,10 +40,10 @@ class Wanted:
 class Wants:
     """At most one want for each follower: the newest.
 
-    Each want is answered once, with `Reply`. A `Wait` before that tells the follower that it has to wait.
+    Each want is answered once, with `Reply`. A `TellWait` before that tells the follower that it has to wait.
     """
 
-    _waiting: dict[str, Wanted] = field(default_factory=dict)
+    _waiting: dict[str, FollowerWaits] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -53,7 +53,7 @@ class Wants:
 
     def add(self, event: Want, shard: Answering) -> list[Effect]:
         """A follower asks for parameters. This replaces its earlier want."""
-        self._waiting[event.follower] = Wanted(event.replica, _next_clock(event.replica, shard))
+        self._waiting[event.follower] = FollowerWaits(event.replica, _next_clock(event.replica, shard))
         return [*self.serve(shard), *self.told_to_wait(event.follower, shard)]
 
     def forget(self, follower: str) -> None:
@@ -88,7 +88,7 @@ class Wants:
         if wanted is None or wanted.replica == EVERYTHING or shard.published < 0:
             return []
         may = shard.policy.serve(shard, wanted.clock)
-        return [] if may else [Wait(follower, wanted.replica, wanted.clock)]
+        return [] if may else [TellWait(follower, wanted.replica, wanted.clock)]
 
     def restarted(self, shard: Answering) -> None:
         """The clocks were just loaded: update the wants that came earlier."""
@@ -103,7 +103,7 @@ def _next_clock(replica: int, shard: Answering) -> int:
     return shard.clocks[replica] + shard.knows(replica) if replica < shard.expected else 0
 
 
-def _may_have(wanted: Wanted, shard: Answering) -> bool:
+def _may_have(wanted: FollowerWaits, shard: Answering) -> bool:
     replica = wanted.replica
     if replica == EVERYTHING:
         return shard.slowest >= shard.rounds and shard.published == shard.version

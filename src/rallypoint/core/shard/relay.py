@@ -27,7 +27,7 @@ from rallypoint.core.worker.handover import Key
 M = TypeVar("M")
 
 
-class Answer(NamedTuple, Generic[M]):
+class StateAnswer(NamedTuple, Generic[M]):
     """Send `worker` the codec state of (shard, replica); `codec_state` is None if there is none."""
 
     worker: str
@@ -53,7 +53,7 @@ class Relay(Generic[M]):
         """The codec states that are between two workers: they are lost with this server, or if their shard moves."""
         return frozenset(self._held.keys() - self._owners.keys())
 
-    def adopt(self, view: View) -> list[Answer[M]]:
+    def adopt(self, view: View) -> list[StateAnswer[M]]:
         """Adopt a view.
 
         Drops what is stale and what belongs to shards of other primaries. Returns answers to workers that waited for an
@@ -87,7 +87,7 @@ class Relay(Generic[M]):
 
     def given(
         self, shard: int, replica: int, worker: str, upcoming: int, codec_state: tuple[int, M] | None
-    ) -> list[Answer[M]]:  # fmt: skip
+    ) -> list[StateAnswer[M]]:  # fmt: skip
         """A worker gives a codec state as (step, state), or None to report that it has nothing new.
 
         Keeps it only if its step is `upcoming` or the one before: an older state lacks later contributions.
@@ -106,7 +106,7 @@ class Relay(Generic[M]):
         """A codec state came with the shard from a snapshot."""
         self._held[shard, replica] = (step, codec_state)
 
-    def recalled(self, shard: int, replica: int, worker: str, upcoming: int) -> list[Answer[M]]:
+    def recalled(self, shard: int, replica: int, worker: str, upcoming: int) -> list[StateAnswer[M]]:
         """A worker that will compute the replica asks for its codec state."""
         key = (shard, replica)
         if key in self._held and self._held[key][0] + 1 < upcoming:
@@ -116,16 +116,16 @@ class Relay(Generic[M]):
             asking.append(worker)
         return self._answer(key)
 
-    def _answer(self, key: Key) -> list[Answer[M]]:
+    def _answer(self, key: Key) -> list[StateAnswer[M]]:
         """Make the first waiting worker the owner and answer it, unless another worker is the owner."""
         asking = self._asking.get(key, [])
         owner = self._owners.get(key)
-        answers: list[Answer[M]] = []
+        answers: list[StateAnswer[M]] = []
         if asking and (owner is None or owner[0] in asking):
             worker = asking[0] if owner is None else owner[0]
             asking.remove(worker)
             self._owners[key] = (worker, self._incarnations[worker])
-            answers = [Answer(worker, *key, *self._held.get(key, (0, None)))]
+            answers = [StateAnswer(worker, *key, *self._held.get(key, (0, None)))]
         if not asking:
             self._asking.pop(key, None)
         return answers

@@ -9,7 +9,7 @@ from rallypoint.core.shard.events import Assigned
 
 
 @dataclass(slots=True)
-class Replication:
+class CopyState:
     """The backup of one shard, or the third server, as the primary sees it.
 
     ```
@@ -80,7 +80,7 @@ class Replication:
 
     def validate(self, version: int, published: int, *, primary: bool) -> None:
         """Raise AssertionError unless this is one of the states above."""
-        assert primary or self == Replication(), f"a shard that is not primary here has a backup: {self}"
+        assert primary or self == CopyState(), f"a shard that is not primary here has a backup: {self}"
         assert not (self.needs_sync and self.replicating), f"{self}: a backup that is replicating needs no sync"
         assert self.needs_ack or not self.caught_up, f"{self}: caught up without an acknowledgement"
         assert self.replicating or self.acked < 0, f"{self}: an acknowledgement counts beyond its link"
@@ -90,20 +90,20 @@ class Replication:
 
 
 @dataclass(slots=True)
-class Copies:
+class ShardCopies:
     """The backup of one shard, and the third server (`incoming`) that is filled beside it: see `View.incoming`."""
 
-    backup: Replication = field(default_factory=Replication)
-    incoming: Replication = field(default_factory=Replication)
+    backup: CopyState = field(default_factory=CopyState)
+    incoming: CopyState = field(default_factory=CopyState)
 
-    def of(self, incoming: bool) -> Replication:
+    def of(self, incoming: bool) -> CopyState:
         """The third server, or the backup."""
         return self.incoming if incoming else self.backup
 
     def assigned(self, event: Assigned, *, promoted: bool) -> None:
         """A view names the backup and the third server; `promoted`: this server is the primary from now on."""
         if event.arrived:
-            self.backup, self.incoming = self.incoming, Replication()
+            self.backup, self.incoming = self.incoming, CopyState()
         elif event.fresh or not event.backup or promoted:
             self.backup.assigned(backup=event.primary and event.backup, proven=event.proven)
         if event.incoming_fresh or not event.incoming:

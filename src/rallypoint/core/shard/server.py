@@ -17,7 +17,7 @@ from rallypoint.core.policy import Policy
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.audited import AuditedShard
-from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, Tell, Verdict
+from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, StepVerdict, Tell
 from rallypoint.core.shard.invariants import check_server
 from rallypoint.core.shard.machine import ShardMachine, summed
 from rallypoint.core.view import View, ViewNumber
@@ -86,7 +86,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServerPlan:
     """What the machine needs to know of the job.
 
     `expected[i]` replicas contribute to shard i, `rounds` times each; staggered, as often as `cadence` says. To the
@@ -157,14 +157,14 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TellNotFinite:
     """Tell the coordinator that a sum of this server was not finite: it was dropped, or the job must stop."""
 
-    verdict: Verdict
+    verdict: StepVerdict
 
 
 @dataclass(frozen=True, slots=True)
-class Disproved:
+class TellDisproved:
     """Tell the coordinator that the backup of this shard does not hold `version`, which it has acknowledged, as the two
     were in the view `paired`."""
 
@@ -181,7 +181,7 @@ class On:
     effect: shard_effects.Effect
 
 
-Effect = Own | Disown | Restore | Report | Disproved | On | Tell | Verdict
+Effect = Own | Disown | Restore | TellNotFinite | TellDisproved | On | Tell | StepVerdict
 
 
 @dataclass(slots=True)
@@ -189,14 +189,14 @@ class ServerMachine:
     """All shards that server `me` holds, as primary or backup. Not thread-safe: only the owner thread calls it."""
 
     me: str
-    plan: Plan
+    plan: ServerPlan
     view: View | None = None
     incarnation: int = -1
     _machines: dict[int, ShardMachine] = field(default_factory=dict)
     pairs: Pairs = field(default_factory=Pairs)
     _clip: ClipMachine | None = None
     _linked: set[str] = field(default_factory=set)
-    _refused: Verdict | None = None  # the verdict that stops the job
+    _refused: StepVerdict | None = None  # the verdict that stops the job
 
     def machine(self, index: int) -> ShardMachine | None:
         """The shard's machine; None if this server does not hold the shard."""
@@ -257,11 +257,13 @@ class ServerMachine:
             at = shard_events.CaptureAt(self.plan.cadence.updates_before(index, version), self.plan.keyed)
             for effect in self.handle(index, at):
                 match effect:
-                    case On(effect=shard_effects.Capture(missed=True)) if self._may_be_the_one_before(index, version):
-                        effects.append(On(index, shard_effects.Capture(self._machines[index].version - 1)))
-                    case On(effect=shard_effects.Capture(missed=True)):
+                    case On(effect=shard_effects.CaptureShard(missed=True)) if self._may_be_the_one_before(
+                        index, version
+                    ):
+                        effects.append(On(index, shard_effects.CaptureShard(self._machines[index].version - 1)))
+                    case On(effect=shard_effects.CaptureShard(missed=True)):
                         passed = self.plan.cadence.begun(index, self._machines[index].version)
-                        effects.append(On(index, shard_effects.Capture(max(passed, version + 1), missed=True)))
+                        effects.append(On(index, shard_effects.CaptureShard(max(passed, version + 1), missed=True)))
                     case _:
                         effects.append(effect)
         return effects
@@ -297,7 +299,7 @@ class ServerMachine:
         begun = contributions[0][0] if contributions else machine.version
         round = self.plan.cadence.round_of(measure.shard, begun)
         verdict = rule.verdict(round, [measure], self.view.generation)
-        report: list[Effect] = [] if verdict.whole else [Report(verdict)]
+        report: list[Effect] = [] if verdict.whole else [TellNotFinite(verdict)]
         if verdict.stops:
             self._refused = verdict
             return report  # it waits for ever: nothing that is not finite is applied
@@ -307,15 +309,15 @@ class ServerMachine:
         """Another server sent its measures."""
         return [] if self._clip is None else self._remember(self._clip.told(step, measures))
 
-    def _remember(self, effects: Sequence[Tell | Verdict]) -> list[Effect]:
-        self._refused = next((e for e in effects if isinstance(e, Verdict) and e.stops), self._refused)
+    def _remember(self, effects: Sequence[Tell | StepVerdict]) -> list[Effect]:
+        self._refused = next((e for e in effects if isinstance(e, StepVerdict) and e.stops), self._refused)
         return [*effects]
 
     def report_again(self) -> list[Effect]:
         """What a coordinator that was restarted may not know: the verdict that stops the job."""
-        return [] if self._refused is None else [Report(self._refused)]
+        return [] if self._refused is None else [TellNotFinite(self._refused)]
 
-    def decided(self, verdict: Verdict) -> list[Effect]:
+    def decided(self, verdict: StepVerdict) -> list[Effect]:
         """Apply a verdict to every shard that waits for it.
 
         Call it when the effects that came with the verdict are done. A new view may have come in between: a verdict of

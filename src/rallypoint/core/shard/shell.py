@@ -13,10 +13,10 @@ from typing import Generic, Protocol, TypeVar
 
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events
-from rallypoint.core.shard.clip import Measure, Verdict
+from rallypoint.core.shard.clip import Measure, StepVerdict
 from rallypoint.core.shard.links import Fence
 from rallypoint.core.shard.replication import Digest, Proofs
-from rallypoint.core.shard.server import Disproved, Effect, On, ServerMachine
+from rallypoint.core.shard.server import Effect, On, ServerMachine, TellDisproved
 from rallypoint.core.view import Member, View, ViewNumber
 
 
@@ -268,7 +268,7 @@ class ServerShell(Generic[L]):
                 return self.machine.handle(shard, replace(acked, incoming=incoming, differs=True))
             case False:
                 paired = view.incoming[shard].paired if incoming else view.paired[shard]
-                return [Disproved(shard, acked.version, paired)]
+                return [TellDisproved(shard, acked.version, paired)]
             case None:
                 return []
 
@@ -276,7 +276,7 @@ class ServerShell(Generic[L]):
         """Another server sent its measures, under view `number`. Ignored if they are stale."""
         return [] if self.fence.is_stale(number) else self.machine.told(step, measures)
 
-    def decided(self, verdict: Verdict) -> Sequence[Effect]:
+    def decided(self, verdict: StepVerdict) -> Sequence[Effect]:
         """Apply a verdict, after the effects that came with it."""
         return self.machine.decided(verdict)
 

@@ -29,13 +29,12 @@ from rallypoint.core.worker.slots import (
     Arriving,
     Assisted,
     Compute,
-    Discard,
+    DropArriving,
     Effect,
     Event,
     Fetch,
     Filled,
     Follow,
-    Initialise,
     Install,
     Installed,
     Land,
@@ -48,6 +47,7 @@ from rallypoint.core.worker.slots import (
     Sent,
     Slot,
     ToWait,
+    UploadFirst,
     Viewed,
 )
 from rallypoint.core.worker.versions import Unanimity, Versions
@@ -96,7 +96,7 @@ class WorkerMachine(SlotMachine):
     def next_action(self) -> Action | None:
         """The main thread's next action; None when it has to wait. Changes nothing that can be seen: see `is_owed`."""
         if self._initialise:
-            return Initialise() if self._may_initialise else None
+            return UploadFirst() if self._may_initialise else None
         if self.complete:
             return Install(self.target)
         if not 0 <= self.step < self.steps or self._versions.newest.lowest < 0:
@@ -225,11 +225,11 @@ class WorkerMachine(SlotMachine):
     def _arriving(self, event: Arriving) -> list[Effect]:
         shard, version = event.shard, self.cadence.round_of(event.shard, event.version)
         if self.view is None or event.view < self.view.generation:
-            return [Discard(shard)]
+            return [DropArriving(shard)]
         if event.begins and self.step >= 0:
             # It begins a generation whose view this worker has not received yet. The view opens new links, and the
             # server sends this again.
-            return [Discard(shard)]
+            return [DropArriving(shard)]
         before = self.target
         self._versions.exists(shard, version, whole=event.whole)
         target = self.target
@@ -242,7 +242,7 @@ class WorkerMachine(SlotMachine):
             self._versions.held[shard] = version
             landing: list[Effect] = [Land(shard)]
             return landing if target == before else [*landing, *self._seek()]
-        return [Discard(shard), *self._seek()]
+        return [DropArriving(shard), *self._seek()]
 
     def _installed(self) -> list[Effect]:
         if self._installing < 0:  # a new generation began during the install

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.audits import Audits
 from rallypoint.core.cadence import TOGETHER, Cadence
-from rallypoint.core.modes import Holder, ModeTraits, Pace
+from rallypoint.core.modes import ModeTraits, Pace, StateHolder
 from rallypoint.core.sums import Presum
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.handover import CodecStateCustody, NoCodecStates
 from rallypoint.core.worker.overlap import OverlapMachine
 from rallypoint.core.worker.rolling import RollingMachine
 from rallypoint.core.worker.shell import Machine, WorkerShell
-from rallypoint.core.worker.snapshots import CodecStateSnapshots, ModelShares, Snapshots
+from rallypoint.core.worker.snapshots import CodecStateSnapshots, ModelShares, WorkerSnapshots
 from rallypoint.core.worker.streaming import StreamMachine
 
 
@@ -55,23 +55,23 @@ def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = l
     match plan.mode.pace:
         case Pace.OWN:
             stream = StreamMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
-            return WorkerShell(watch(stream), states, Snapshots())
+            return WorkerShell(watch(stream), states, WorkerSnapshots())
         case Pace.ROUNDS if plan.sums:
             rolling = RollingMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
-            return WorkerShell(watch(rolling), states, Snapshots())
+            return WorkerShell(watch(rolling), states, WorkerSnapshots())
         case Pace.ROUNDS:
             kind = OverlapMachine if plan.overlaps else WorkerMachine
             aligned = kind(
                 me, plan.shards, plan.buffer_shards, plan.rounds, cadence=plan.cadence,
-                in_order=plan.mode.holder is Holder.WORKERS, presum=Presum(*plan.presum),
+                in_order=plan.mode.holder is StateHolder.WORKERS, presum=Presum(*plan.presum),
                 audits=plan.audits, carried=plan.carried,
             )  # fmt: skip
             return WorkerShell(watch(aligned), states, _snapshots(plan, aligned))
 
 
-def _snapshots(plan: WorkerPlan, machine: WorkerMachine) -> Snapshots:
+def _snapshots(plan: WorkerPlan, machine: WorkerMachine) -> WorkerSnapshots:
     match plan.mode.holder:
-        case Holder.WORKERS:
+        case StateHolder.WORKERS:
             return ModelShares()
-        case Holder.SERVERS:
-            return CodecStateSnapshots(machine) if plan.codec_state_shards else Snapshots()
+        case StateHolder.SERVERS:
+            return CodecStateSnapshots(machine) if plan.codec_state_shards else WorkerSnapshots()

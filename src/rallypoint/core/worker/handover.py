@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from rallypoint.core.worker.slots import Effect, Give, Recall, Release, ResetCodecs
+from rallypoint.core.worker.slots import Effect, Give, Recall, ReleaseState, ResetCodecs
 
 Key = tuple[int, int]  # shard, replica
 
@@ -43,7 +43,7 @@ class Paths:
 
 
 @dataclass(slots=True)
-class Handover:
+class StateHandover:
     """The codec states that this worker holds, recalls and gives. `shards` are those whose codec has states."""
 
     shards: tuple[int, ...]
@@ -205,7 +205,7 @@ class CodecStateCustody(NoCodecStates):
     kept = True
 
     def __init__(self, shards: tuple[int, ...]) -> None:
-        self._handover = Handover(shards)
+        self._handover = StateHandover(shards)
         self._stale = False  # the encoder still has to drop the states of the last generation
         self._borrowed = frozenset[int]()
 
@@ -241,7 +241,7 @@ class CodecStateCustody(NoCodecStates):
         return borrowed
 
     def keep_only(self, replicas: AbstractSet[int], paths: Paths) -> list[Effect]:
-        released: list[Effect] = [Release(*key) for key in self._handover.release(replicas)]
+        released: list[Effect] = [ReleaseState(*key) for key in self._handover.release(replicas)]
         return [*released, *self._give(paths)]
 
     def rolled_back(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.sums import Presum
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.worker.slots import Action, Compute, Initialise, Install, Slot, Slots
+from rallypoint.core.worker.slots import Action, Compute, Install, Slot, Slots, UploadFirst
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class SlotMachine(ABC):
         if action is None or action != self.next_action():
             return False
         match action:
-            case Initialise():
+            case UploadFirst():
                 self._initialise = False
             case Install(version=version):
                 self._installing = version

@@ -26,13 +26,12 @@ from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
-    Discard,
+    DropArriving,
     Effect,
     Event,
     Fetch,
     Filled,
     Follow,
-    Initialise,
     Land,
     Landed,
     LinkLost,
@@ -40,6 +39,7 @@ from rallypoint.core.worker.slots import (
     Send,
     Sent,
     Slot,
+    UploadFirst,
     Viewed,
 )
 
@@ -72,7 +72,7 @@ class RollingMachine(SlotMachine):
 
     def next_action(self) -> Action | None:
         """Initialise, if this worker uploads the first versions; None otherwise. Changes nothing."""
-        return Initialise() if self._initialise and self._may_initialise else None
+        return UploadFirst() if self._initialise and self._may_initialise else None
 
     @property
     def assigned(self) -> Sequence[int]:
@@ -167,7 +167,7 @@ class RollingMachine(SlotMachine):
     def _arriving(self, event: Arriving) -> list[Effect]:
         shard, version = event.shard, event.version
         if self.view is None or event.view < self.view.generation:
-            return [Discard(shard)]
+            return [DropArriving(shard)]
         self._newest[shard] = max(self._newest[shard], version)
         if version > self.at[shard] + 1:
             self.broken = self.broken or "sums were made without this worker: it has come too late"
@@ -176,7 +176,7 @@ class RollingMachine(SlotMachine):
         if version == self._right(shard) and self._slots[shard] is Slot.FREE:
             self._slots[shard], self._held[shard] = Slot.LANDING, version
             return [Land(shard)]
-        return [Discard(shard), *self._seek(shard)]
+        return [DropArriving(shard), *self._seek(shard)]
 
     def _right(self, shard: int) -> int:
         """The version to take next: the following one; at the start the first one."""

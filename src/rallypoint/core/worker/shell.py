@@ -26,12 +26,11 @@ from rallypoint.core.worker.slots import (
     Action,
     Arriving,
     Compute,
-    Discard,
+    DropArriving,
     Effect,
     Ended,
     Evaluate,
     Follow,
-    Initialise,
     Installed,
     LinkLost,
     LinkUp,
@@ -39,9 +38,10 @@ from rallypoint.core.worker.slots import (
     ReplicaComputed,
     Slot,
     Store,
+    UploadFirst,
     Viewed,
 )
-from rallypoint.core.worker.snapshots import Snapshots
+from rallypoint.core.worker.snapshots import WorkerSnapshots
 from rallypoint.core.worker.streaming import StreamMachine
 
 Machine = WorkerMachine | StreamMachine | RollingMachine
@@ -65,7 +65,7 @@ class WorkerShell:
         reaching: what it is to say of the version that it holds. Ask it after `adopt` and `installed`.
     """
 
-    def __init__(self, machine: Machine, states: NoCodecStates, snapshots: Snapshots) -> None:
+    def __init__(self, machine: Machine, states: NoCodecStates, snapshots: WorkerSnapshots) -> None:
         self.machine, self.states, self.snapshots = machine, states, snapshots
         self.links, self.route = LinkTable(machine.me), Route(machine.me)
         self._view: View | None = None  # as it was published; the machine gets it as `route` has it
@@ -139,7 +139,7 @@ class WorkerShell:
 
     def arriving(self, event: Arriving, server: str) -> list[Effect]:
         """The header of a version has arrived from `server`. Returns Land or Discard, and other effects to run."""
-        return self.machine.handle(event) if self.route.takes_from(server) else [Discard(event.shard)]
+        return self.machine.handle(event) if self.route.takes_from(server) else [DropArriving(event.shard)]
 
     def _go_through_aggregator(self) -> list[Effect]:
         """A step begins: from this one on all contributions go through the aggregator, if it can be reached."""
@@ -225,7 +225,7 @@ class WorkerShell:
 
     def begin_upload(self) -> ViewNumber | None:
         """Begin to upload the first weights. Returns their generation; None if this worker is not to upload now."""
-        return self.view.generation if self.machine.take(Initialise()) else None
+        return self.view.generation if self.machine.take(UploadFirst()) else None
 
     def begin_replica(self, step: int, replica: int) -> ViewNumber | None:
         """Begin to compute `replica` of `step`. Returns its generation; None if it is not (or no longer) next."""

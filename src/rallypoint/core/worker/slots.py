@@ -215,7 +215,7 @@ class Land:
 
 
 @dataclass(frozen=True, slots=True)
-class Discard:
+class DropArriving:
     """Read the arriving version's payload and drop it."""
 
     shard: int
@@ -243,7 +243,7 @@ class Follow:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class AskNext:
     """Ask a shard's server for the parameters of `replica`'s next step; it answers when its policy allows.
 
     With EVERYTHING in place of a replica: the parameters after the job's last step.
@@ -264,7 +264,7 @@ class Recall:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseState:
     """Take the codec state of a replica that this worker no longer computes out of the encoder; keep it for `Give`."""
 
     shard: int
@@ -285,15 +285,15 @@ class ResetCodecs:
     """Drop all codec states of the encoder: a new generation has begun."""
 
 
-CodecEffect = Recall | Release | Give | ResetCodecs
-Effect = Send | Land | Discard | Fetch | Follow | Want | CodecEffect
+CodecEffect = Recall | ReleaseState | Give | ResetCodecs
+Effect = Send | Land | DropArriving | Fetch | Follow | AskNext | CodecEffect
 
 
 # ---- what to do next -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Initialise:
+class UploadFirst:
     """Push the model's own weights as version 0 of everything."""
 
 
@@ -338,5 +338,5 @@ class Store:
     writers: tuple[str, ...]
 
 
-Action = Initialise | Compute | Install
+Action = UploadFirst | Compute | Install
 Next = Action | Store | Ended | Evaluate  # what a worker's shell says that comes next

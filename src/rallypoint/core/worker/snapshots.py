@@ -6,7 +6,7 @@ from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Send, Store
 
 
-class Snapshots:
+class WorkerSnapshots:
     """The interface, for jobs in which nothing of a worker goes into a snapshot: the servers write it alone."""
 
     def wanted(self, snapshot: Store) -> int:
@@ -31,7 +31,7 @@ class Snapshots:
         """Drop the request for codec states: a new generation has begun."""
 
 
-class ModelShares(Snapshots):
+class ModelShares(WorkerSnapshots):
     """For AllReduce: each worker stores a share of the model, once its model is at the snapshot's version or later."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class ModelShares(Snapshots):
         self._wanted = None
 
 
-class CodecStateSnapshots(Snapshots):
+class CodecStateSnapshots(WorkerSnapshots):
     """For codecs with states: the states of version v are those before the first contribution computed from v."""
 
     def __init__(self, machine: WorkerMachine) -> None:

@@ -23,13 +23,13 @@ from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
+    AskNext,
     Assisted,
     Compute,
-    Discard,
+    DropArriving,
     Effect,
     Event,
     Filled,
-    Initialise,
     Install,
     Installed,
     Land,
@@ -42,8 +42,8 @@ from rallypoint.core.worker.slots import (
     Sent,
     Slot,
     ToWait,
+    UploadFirst,
     Viewed,
-    Want,
 )
 from rallypoint.core.worker.versions import Unanimity
 
@@ -101,7 +101,7 @@ class StreamMachine(SlotMachine):
     def next_action(self) -> Action | None:
         """The main thread's next action; None when it has to wait. Changes nothing."""
         if self._initialise:
-            return Initialise() if self._may_initialise else None
+            return UploadFirst() if self._may_initialise else None
         if self._computing is not None or self._installing >= 0:
             return None
         left = self._ready and any(self._is_left(s) and self._home(s) in self._links for s in range(self.shards))
@@ -199,12 +199,12 @@ class StreamMachine(SlotMachine):
     def _arriving(self, event: Arriving) -> list[Effect]:
         shard = event.shard
         if self.view is None or event.view < self.view.generation:
-            return [Discard(shard)]
+            return [DropArriving(shard)]
         if event.replica != self._next or not self._asked[shard] or self._slots[shard] in (Slot.LANDING, Slot.LANDED):
-            return [Discard(shard)]  # not wanted (any more), or here already
+            return [DropArriving(shard)]  # not wanted (any more), or here already
         if self._installing >= 0 or self._slots[shard] is not Slot.FREE:
             self._asked[shard] = False  # the slot is still in use (its `Sent` may come after this answer): ask again
-            return [Discard(shard), *self._ask()]
+            return [DropArriving(shard), *self._ask()]
         self._slots[shard] = Slot.LANDING
         self._answers[shard], self.landed[shard] = event.clock, event.version
         return [Land(shard)]
@@ -295,7 +295,7 @@ class StreamMachine(SlotMachine):
         for shard, slot in enumerate(self._slots):
             if slot not in (Slot.LANDING, Slot.LANDED) and not self._asked[shard] and self._home(shard) in self._links:
                 self._asked[shard] = True
-                effects.append(Want(shard, self._next, self._home(shard)))
+                effects.append(AskNext(shard, self._next, self._home(shard)))
         return effects
 
     # ---- invariants ----

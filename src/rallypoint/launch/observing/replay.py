@@ -189,7 +189,7 @@ _SAMPLES, _TENSORS = 64, 12  # that are shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ReplayWanted:
     """What to replay.
 
     Attributes:
@@ -289,7 +289,7 @@ class Replayed(msgspec.Struct, frozen=True):
     losses: tuple[str, ...] = ()
 
 
-def replay(run: Path, wanted: Wanted, say: Callable[[str], None]) -> Replayed:
+def replay(run: Path, wanted: ReplayWanted, say: Callable[[str], None]) -> Replayed:
     """Replay a step of the run in this folder, which is only read. `say` gets a sentence about what is computed.
 
     Raises UsageError when it cannot be replayed, and says why; DataError for a folder that is not a run's.
@@ -386,7 +386,7 @@ def _place(url: str) -> str:
     return url if "://" in url else str(Path(url).resolve())
 
 
-def _computed(argv: tuple[str, ...], task: ReplayTask, threads: int, wanted: Wanted) -> ReplayAnswer:
+def _computed(argv: tuple[str, ...], task: ReplayTask, threads: int, wanted: ReplayWanted) -> ReplayAnswer:
     order = Path(task.folder) / "task.json"
     order.write_bytes(msgspec.json.encode(task))
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RALLYPOINT_")}

@@ -19,9 +19,9 @@ from rallypoint.testing.simulation.policies import (
     Carrying,
     Deciding,
     Keyed,
-    Paused,
+    PausedPlay,
     Played,
-    Resumed,
+    ResumedPlay,
     Scaled,
     Uneven,
     parse_policy,
@@ -57,7 +57,7 @@ def main(
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
     job = sync
-    while isinstance(job, Paused | Uneven | Resumed):
+    while isinstance(job, PausedPlay | Uneven | ResumedPlay):
         job = job.of
     alone = (Sync(), AllReduce(), Scaled(), Deciding(), Audited(), AuditedWrong())
     same = job in (*alone, Keyed()) or isinstance(job, Carrying)

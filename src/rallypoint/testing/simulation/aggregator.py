@@ -15,7 +15,7 @@ from rallypoint.core.sums import Block
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.server.job import plan_of
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.member import Membership
+from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.network import Node, SimulatedLink, Wire, World, watch
 from rallypoint.testing.simulation.replicas.contents import Content, Mean
 
@@ -39,7 +39,7 @@ class SimulatedAggregator:
         self._versions: dict[tuple[int, int], Content] = {}
         self.merged = self.pushed = 0
         world.acceptors[name] = self
-        self.membership = Membership(
+        self.membership = SimulatedMembership(
             self.node, "aggregator", self._on_message, lambda new: None, name, lambda: Beat(self._unreachable())
         )
         self._tick()
@@ -116,7 +116,7 @@ class SimulatedAggregator:
                 flags = {r: self.job.flags(shard, step, r) for r in range(replica, replica + count)}
                 losses = tuple(r for r, (finite, whole) in flags.items() if whole and not finite)
                 gradients = tuple(r for r, (_, whole) in flags.items() if not whole)
-                new = machine.Contribution(
+                new = machine.BlockContribution(
                     shard, step, Block(replica, replica + count), float(count), self._ticket(content, wire), losses,
                     gradients,
                 )  # fmt: skip
@@ -142,35 +142,35 @@ class SimulatedAggregator:
             match effect:
                 case machine.Keep(shard=shard, step=step, at=at, ticket=ticket):
                     self._parts[shard, step, at], _ = self._tickets.pop(ticket)
-                case machine.Drop(ticket=ticket, fault=fault):
+                case machine.DropPayload(ticket=ticket, fault=fault):
                     _, wire = self._tickets.pop(ticket)
                     if fault and wire is not None:
                         assert "step" in fault, f"{self.node.name}: {fault}"  # else it is behind: cut off from a server
                         wire.cut()
-                case machine.Merge(shard=shard, step=step, left=left, right=right):
+                case machine.MergeParts(shard=shard, step=step, left=left, right=right):
                     self.merged += 1
                     other = self._parts.pop((shard, step, right))
                     self._parts[shard, step, left] = self.job.add(self._parts[shard, step, left], other)
                 case machine.Forget(shard=shard, step=step, at=at):
                     del self._parts[shard, step, at]
-                case machine.Push(shard=shard, step=step, block=block, server=server):
+                case machine.PushPart(shard=shard, step=step, block=block, server=server):
                     self.pushed += 1
                     name = (shard, step, block.start, block.size)
                     content = self._parts[shard, step, block.start]
                     self._links[server].send(("push", self.shell.fence.number, *name, content, 0, None))
-                case machine.Store(shard=shard, version=version, ticket=ticket):
+                case machine.KeepVersion(shard=shard, version=version, ticket=ticket):
                     self._versions[shard, version], _ = self._tickets.pop(ticket)
-                case machine.Give(worker=worker, shard=shard, version=version):
+                case machine.GiveVersion(worker=worker, shard=shard, version=version):
                     if (wire := self.shell.workers.get(worker)) is not None:
                         content = self._versions[shard, version]
                         wire.send(1, ("version", self.shell.fence.number, shard, version, content, 0, 0))
-                case machine.Release(shard=shard, version=version):
+                case machine.ReleaseVersion(shard=shard, version=version):
                     del self._versions[shard, version]
-                case machine.Follow(server=server):
+                case machine.FollowServer(server=server):
                     self._links[server].send(("follow", self.shell.fence.number, True, 0))
-                case machine.Fetch(shard=shard, version=version, server=server):
+                case machine.FetchVersion(shard=shard, version=version, server=server):
                     self._links[server].send(("fetch", self.shell.fence.number, shard, version))
-                case machine.Dismiss():
+                case machine.DismissWorkers():
                     for wire in self.shell.dismissed(effect):
                         wire.cut()
 

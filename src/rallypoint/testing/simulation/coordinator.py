@@ -119,17 +119,17 @@ class SimulatedCoordinator:
                     self._unsaved = state
                     if needed or not self.disk.full:
                         self._write()
-                case acts.Send(connection=Wire() as wire, message=message):
+                case acts.SendMessage(connection=Wire() as wire, message=message):
                     if isinstance(message, Finished) and self.shell.last_word is None:
                         self._check_dismissed(wire)
                     wire.send(1, message)
-                case acts.Refuse(connection=Wire() as wire) | acts.Close(connection=Wire() as wire):
-                    wire.cut() if isinstance(act, acts.Refuse) else wire.close(1)
-                case acts.Log(message=message):
+                case acts.RefuseConnection(connection=Wire() as wire) | acts.Close(connection=Wire() as wire):
+                    wire.cut() if isinstance(act, acts.RefuseConnection) else wire.close(1)
+                case acts.AppendLog(message=message):
                     self._note(message)
                 case acts.CommitSnapshot():
                     self.node.later(self.node.world.latency() * 2, lambda act=act: self._commit(act))  # type: ignore[misc]
-                case acts.FindSnapshot():
+                case acts.ReadNewestSnapshot():
                     self.node.later(self.node.world.latency(), self._find)
                 case _:
                     pass
@@ -159,7 +159,7 @@ class SimulatedCoordinator:
         if self.store.commit(act.snapshot, act.version, self._versions(act.version), known, act.origin):
             self._handle(inbox.SnapshotCommitted(act.snapshot, act.version, 0, 0.0))
         else:
-            self._handle(inbox.SnapshotFailed(act.snapshot, "no space left"))
+            self._handle(inbox.ManifestFailed(act.snapshot, "no space left"))
 
     def _versions(self, version: int) -> list[int | None]:
         """What the store must hold of each shard; None where no version is common to all."""

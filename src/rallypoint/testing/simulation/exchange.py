@@ -12,7 +12,7 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import Node, SimulatedLink, Wire, watch
-from rallypoint.testing.simulation.pulls import RowPulls
+from rallypoint.testing.simulation.pulls import SimulatedRowPulls
 from rallypoint.testing.simulation.replicas.codec_states import SimulatedEncoder
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content, Mean
 from rallypoint.worker.exchange.exchange import worker_plan
@@ -25,7 +25,7 @@ class SimulatedExchange:
         self.node, self.job, self._changed = node, job, changed
         self.shell = shell_for(node.name, worker_plan(job.config, job.layout, job.codec_state_shards))
         self.encoder = SimulatedEncoder(job, self.shell, self._say)
-        self.rows = RowPulls(job, self.shell, self._say)
+        self.rows = SimulatedRowPulls(job, self.shell, self._say)
         watch(self.shell.machine, node.name)
         self.machine = self.shell.machine
         self.slots: list[Content] = [GARBAGE] * job.shards
@@ -119,11 +119,11 @@ class SimulatedExchange:
                 case machine.Fetch(shard=shard, version=version, server=server) if server in self.links:
                     self.fetched += 1
                     self.links[server].send(("fetch", self.shell.number, shard, version))
-                case machine.Want(shard=shard, replica=replica, server=server) if server in self.links:
+                case machine.AskNext(shard=shard, replica=replica, server=server) if server in self.links:
                     self._want(self.links[server], ("want", self.shell.number, shard, replica))
                 case machine.Follow(server=server, on=on, step=step) if server in self.links:
                     self.links[server].send(("follow", self.shell.number, on, step))
-                case machine.Recall() | machine.Release() | machine.Give() | machine.ResetCodecs():
+                case machine.Recall() | machine.ReleaseState() | machine.Give() | machine.ResetCodecs():
                     self.encoder.run(effect)
 
     def filled(self, shard: int, replica: int) -> None:

@@ -16,7 +16,7 @@ from rallypoint.core.cadence import Cadence
 from rallypoint.core.decisions import Rules
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout
-from rallypoint.core.modes import Holder
+from rallypoint.core.modes import StateHolder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.testing.simulation.replicas import scale as loss_scale
@@ -140,7 +140,7 @@ class SimulatedJob:
     @cached_property
     def stateful_workers(self) -> bool:
         """Do workers step the optimizer?"""
-        return self.config.mode.holder is Holder.WORKERS
+        return self.config.mode.holder is StateHolder.WORKERS
 
     @property
     def may_differ(self) -> bool:

@@ -18,12 +18,12 @@ from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net import frames
 from rallypoint.net.frames import Header, Kind
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.member import Membership
+from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.network import Node, SimulatedLink, World
 from rallypoint.testing.simulation.replicas.contents import Content
-from rallypoint.worker.exchange.links import Context, Receiver
+from rallypoint.worker.exchange.links import ExchangeContext, Receiver
 from rallypoint.worker.keys import LOOK_AGAIN_S
-from rallypoint.worker.keys_exchange import Asked, KeyExchange, KeysHeard
+from rallypoint.worker.keys_exchange import KeyExchange, KeyRequest, KeysHeard
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.plan import Plan
@@ -174,7 +174,7 @@ class SimulatedKeys(KeyExchange):
     """`poke` is called after every change."""
 
     def __init__(self, node: Node, job: KeyedJob, links: SimulatedKeyLinks, send: Any, poke: Any) -> None:
-        context = cast(Context, SimpleNamespace(me=node.name, say=lambda said: None))
+        context = cast(ExchangeContext, SimpleNamespace(me=node.name, say=lambda said: None))
         super().__init__(job.layout, job.config, context, send, links)
         links.heard, links.number, self._poke = self.heard, lambda: self.machine.number, poke
 
@@ -201,10 +201,10 @@ class KeyedWorker:
         self._view: View | None = None
         self._leaving = self._acting = False
         self._due: tuple[int, int, int] | None = None  # the key, step and contributor in progress
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, KeyRequest] = {}
         self._generation, self._last = 0, False
         self._watches = False  # it has asked how far others are, and waits as `store.due` does
-        self.membership = Membership(
+        self.membership = SimulatedMembership(
             self.node, "worker", self._on_message, self._on_admitted,
             beat=lambda: Beat() if self.exchange is None else self.exchange.beat(),
         )  # fmt: skip

@@ -39,7 +39,7 @@ RETRY_S = 0.1
 BEAT_S = 0.5
 
 
-class Membership:
+class SimulatedMembership:
     """Hands every message that comes to `on_message`; `on_admitted(new)` says whether we are somebody new."""
 
     def __init__(
@@ -125,7 +125,7 @@ def _is_newer(view: View, known: View | None) -> bool:
     return known is None or view.number > known.number
 
 
-class Order:
+class ResizeOrder:
     """`rallypoint resize`: says it to the coordinator until that has announced it. Then `heard` is called, once."""
 
     def __init__(self, node: Node, order: Resize, heard: Callable[[], None]) -> None:
@@ -151,7 +151,7 @@ class Order:
             self._heard()
 
 
-class Orders:
+class SimulatedOrders:
     """Gives the coordinator one order after the other; calls `heard(order)` when it has announced it.
 
     An order waits until the one before it is announced: each has a link of its own, two links might announce them in
@@ -169,7 +169,7 @@ class Orders:
             self._give_first()
 
     def _give_first(self) -> None:
-        Order(self._new_node(), self._waiting[0], self._announced)
+        ResizeOrder(self._new_node(), self._waiting[0], self._announced)
 
     def _announced(self) -> None:
         self._heard(self._waiting.popleft())

@@ -266,7 +266,7 @@ def _nothing() -> None:
 # ---- links: each is made again whenever it breaks (what `net/dialer.py` is to real ones) ----
 
 
-class Receiver(Protocol):
+class SimulatedReceiver(Protocol):
     """Gets what comes on a link, and news of the link itself."""
 
     def hello(self) -> Any:
@@ -285,7 +285,7 @@ class Receiver(Protocol):
 class SimulatedLink:
     """A link from `node` to `peer`; `wire` is the connection, None while there is none."""
 
-    def __init__(self, node: Node, peer: Member, receiver: Receiver) -> None:
+    def __init__(self, node: Node, peer: Member, receiver: SimulatedReceiver) -> None:
         self.peer = peer
         self.wire: Wire | None = None
         self._node, self._receiver = node, receiver

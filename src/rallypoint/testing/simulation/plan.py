@@ -23,19 +23,19 @@ from rallypoint.testing.simulation.policies import (
     Audited,
     AuditedWrong,
     Carrying,
-    CodecState,
+    CodecStatePlay,
     Deciding,
     Evaluating,
-    InnerState,
+    InnerStatePlay,
     Keyed,
     Mode,
-    Paused,
+    PausedPlay,
     Played,
     Poisoned,
-    Resumed,
+    ResumedPlay,
     Scaled,
     Stopped,
-    Tables,
+    TablesPlay,
     Uneven,
 )
 from rallypoint.testing.simulation.replicas.contents import AuditedJob
@@ -104,21 +104,21 @@ _PATIENT_S = 30.0
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
     around: dict[type, Callable[[Plan], Plan]] = {
-        Paused: _paused, Uneven: links.uneven, Resumed: resumed,
+        PausedPlay: _paused, Uneven: links.uneven, ResumedPlay: resumed,
     }  # fmt: skip
-    if isinstance(played, Paused | Uneven | Resumed):
+    if isinstance(played, PausedPlay | Uneven | ResumedPlay):
         return around[type(played)](make_plan(seed, played.of))
     changes: dict[type, Callable[[Plan], Plan]] = {
         Scaled: _scaled, Evaluating: _evaluating, Deciding: _deciding,
-        Carrying: _carrying, Poisoned: _poisoned, Tables: _with_tables, Stopped: _stopped, Keyed: as_store,
+        Carrying: _carrying, Poisoned: _poisoned, TablesPlay: _with_tables, Stopped: _stopped, Keyed: as_store,
     }  # fmt: skip
     if change := changes.get(type(played)):
         return change(_plan_of(seed, getattr(played, "sync", _SYNC)))
     if isinstance(played, Audited | AuditedWrong):
         return _audited(_plan_of(seed, _SYNC), wrong=isinstance(played, AuditedWrong))
-    if isinstance(played, InnerState):
+    if isinstance(played, InnerStatePlay):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
-    if not isinstance(played, CodecState):
+    if not isinstance(played, CodecStatePlay):
         assert isinstance(played, Mode)
         return _plan_of(seed, played)
     plan = _plan_of(seed, played.sync)

@@ -17,14 +17,14 @@ WORDS = (
 
 
 @dataclass(frozen=True)
-class CodecState:
+class CodecStatePlay:
     """A job in the mode `sync` whose codec has a state: contributions depend on it, and it moves with the replicas."""
 
     sync: Mode = field(default_factory=Sync)
 
 
 @dataclass(frozen=True)
-class InnerState:
+class InnerStatePlay:
     """A job of local steps whose contributions depend on the state of the replicas' own optimizers."""
 
     sync: LocalSteps
@@ -38,7 +38,7 @@ class Poisoned:
 
 
 @dataclass(frozen=True)
-class Tables:
+class TablesPlay:
     """A job in the mode `sync` some of whose shards are parts of tables: workers pull the rows that they need."""
 
     sync: Mode = field(default_factory=Sync)
@@ -94,11 +94,11 @@ _Alone = Scaled | Evaluating | Deciding | Audited | AuditedWrong
 _ALONE: dict[str, type[_Alone]] = {
     "scaled": Scaled, "evaluating": Evaluating, "decided": Deciding, "audited": Audited, "audited:wrong": AuditedWrong,
 }  # fmt: skip
-_Played = _Alone | Mode | CodecState | InnerState | Poisoned | Tables | Stopped | Carrying | Keyed
+_Played = _Alone | Mode | CodecStatePlay | InnerStatePlay | Poisoned | TablesPlay | Stopped | Carrying | Keyed
 
 
 @dataclass(frozen=True)
-class Paused:
+class PausedPlay:
     """What `of` plays, and an operator pauses the job and lets it go on, amid more faults."""
 
     of: _Played = field(default_factory=Sync)
@@ -108,17 +108,17 @@ class Paused:
 class Uneven:
     """What `of` plays, on servers whose links are not alike and get faster and slower: shards move because of it."""
 
-    of: _Played | Paused = field(default_factory=Sync)
+    of: _Played | PausedPlay = field(default_factory=Sync)
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedPlay:
     """What `of` plays; everybody is killed, and the job is resumed from a snapshot, in one of several ways."""
 
     of: _Played = field(default_factory=Sync)
 
 
-Played = _Played | Paused | Uneven | Resumed
+Played = _Played | PausedPlay | Uneven | ResumedPlay
 
 
 def parse_policy(text: str) -> Played:
@@ -128,20 +128,20 @@ def parse_policy(text: str) -> Played:
         return _ALONE[text]()
     if name == "paused":
         of = parse_policy(number) if colon else Sync()
-        if not isinstance(of, Paused | Uneven | Keyed | Resumed):
-            return Paused(of)
+        if not isinstance(of, PausedPlay | Uneven | Keyed | ResumedPlay):
+            return PausedPlay(of)
     if name == "resumed":
         of = parse_policy(number) if colon else Sync()
-        if not isinstance(of, Paused | Uneven | Resumed):
-            return Resumed(of)
+        if not isinstance(of, PausedPlay | Uneven | ResumedPlay):
+            return ResumedPlay(of)
     if name == "uneven":
         inside = parse_policy(number) if colon else Sync()
-        if not isinstance(inside, Uneven | Resumed):
+        if not isinstance(inside, Uneven | ResumedPlay):
             return Uneven(inside)
     if name == "codec-state":
         sync = parse_policy(number) if colon else Sync()
         if isinstance(sync, Sync | BoundedStaleness | Async | LocalSteps):
-            return CodecState(sync)
+            return CodecStatePlay(sync)
     if name == "poisoned":
         return Poisoned(_parse_mode(number) if colon else Sync())
     if name == "stopped":
@@ -159,17 +159,17 @@ def parse_policy(text: str) -> Played:
     if name == "tables":
         sync = parse_policy(number) if colon else Sync()
         if isinstance(sync, Sync | BoundedStaleness | Async):
-            return Tables(sync)
+            return TablesPlay(sync)
     if number.isdecimal() and int(number) > 0:
         match name, int(number):
             case "inner", steps:
-                return InnerState(LocalSteps(steps))
+                return InnerStatePlay(LocalSteps(steps))
             case "inner-fresh", steps:
-                return InnerState(LocalSteps(steps, keep_inner=False))
+                return InnerStatePlay(LocalSteps(steps, keep_inner=False))
             case "inner-fragments", fragments if fragments > 1:
-                return InnerState(LocalSteps(fragments, fragments=fragments))
+                return InnerStatePlay(LocalSteps(fragments, fragments=fragments))
             case "delay", fragments:  # rounds of three steps, the first two of which need no version
-                return InnerState(LocalSteps(3 * fragments, fragments=fragments, delay=2))
+                return InnerStatePlay(LocalSteps(3 * fragments, fragments=fragments, delay=2))
     return _parse_mode(text)
 
 
@@ -196,16 +196,16 @@ def word_for(policy: Played) -> str | None:
     match policy:
         case Scaled() | Evaluating() | Deciding() | Audited() | AuditedWrong():
             return next(word for word, kind in _ALONE.items() if isinstance(policy, kind))
-        case Paused(of=played):
+        case PausedPlay(of=played):
             of = word_for(played)
             return None if of is None else "paused" if played == Sync() else f"paused:{of}"
-        case Resumed(of=played):
+        case ResumedPlay(of=played):
             of = word_for(played)
             return None if of is None else "resumed" if played == Sync() else f"resumed:{of}"
         case Uneven(of=played):
             of = word_for(played)
             return None if of is None else "uneven" if played == Sync() else f"uneven:{of}"
-        case CodecState(sync=sync):
+        case CodecStatePlay(sync=sync):
             of = word_for(sync)
             return None if of is None else "codec-state" if sync == Sync() else f"codec-state:{of}"
         case Poisoned(sync=sync):
@@ -220,12 +220,12 @@ def word_for(policy: Played) -> str | None:
         case Keyed(sync=sync):
             of = word_for(sync)
             return None if of is None else "store" if sync == Sync() else f"store:{of}"
-        case Tables(sync=sync):
+        case TablesPlay(sync=sync):
             of = word_for(sync)
             return None if of is None else "tables" if sync == Sync() else f"tables:{of}"
-        case InnerState(sync=LocalSteps(fragments=fragments, delay=delay)) if delay:
+        case InnerStatePlay(sync=LocalSteps(fragments=fragments, delay=delay)) if delay:
             word = f"delay:{fragments}"
-        case InnerState(sync=LocalSteps(steps=steps, fragments=fragments, keep_inner=keep)):
+        case InnerStatePlay(sync=LocalSteps(steps=steps, fragments=fragments, keep_inner=keep)):
             own = f"inner:{steps}" if keep else f"inner-fresh:{steps}"
             word = own if fragments == 1 else f"inner-fragments:{fragments}"
         case BoundedStaleness(staleness=staleness):

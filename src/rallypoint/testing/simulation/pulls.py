@@ -1,6 +1,6 @@
 """Pulls of rows in the simulation: a worker's, and those that wait at a server.
 
-What decides is real: `Pull` in `worker/exchange/arrivals.py`, and `core/shard/pulls.py`. `RowPulls` in the former and
+What decides is real: `RowPull` in `worker/exchange/arrivals.py`, and `core/shard/pulls.py`. `RowPulls` there and in
 `server/parts.py` are the counterparts of what stands around them here.
 """
 
@@ -16,17 +16,17 @@ from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import Wire
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
-from rallypoint.worker.exchange.arrivals import Pull
+from rallypoint.worker.exchange.arrivals import RowPull
 
 _NO_BYTES = (memoryview(b""), 0)  # names are as long as nothing
 
 
-class RowPulls:
+class SimulatedRowPulls:
     """One worker's pull. `send(server, message)` sends to a server, or nowhere if its link is lost."""
 
     def __init__(self, job: SimulatedJob, shell: WorkerShell, send: Callable[[str, Any], None]) -> None:
         self._job, self._shell, self._send = job, shell, send
-        self._pull: Pull | None = None
+        self._pull: RowPull | None = None
         self._pulls = 0
         self._got: dict[int, Content] = {}
         self._replica = -1
@@ -35,7 +35,7 @@ class RowPulls:
         """The forward pass of the replica in progress needs rows of these parts of tables."""
         self._pulls += 1
         self._replica = replica
-        self._pull = Pull.of(
+        self._pull = RowPull.of(
             self._pulls, self._shell.machine, dict.fromkeys(shards, _NO_BYTES),
             newest=not self._shell.machine.computing,
         )  # fmt: skip
@@ -46,7 +46,7 @@ class RowPulls:
         self._replica = -1
         wanted = dict.fromkeys(range(self._job.shards), _NO_BYTES)
         own = {shard: self._job.cadence.updates_before(shard, version) for shard in wanted}
-        self._pull = Pull(self._pulls, version, False, wanted, own=own)
+        self._pull = RowPull(self._pulls, version, False, wanted, own=own)
 
     def whole_model(self) -> list[Content]:
         """What has come of all shards."""

@@ -17,7 +17,7 @@ from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.keys import LEFT, KeyedJob, KeyedWorker
-from rallypoint.testing.simulation.member import COORDINATOR, Orders
+from rallypoint.testing.simulation.member import COORDINATOR, SimulatedOrders
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.operating.pauses import PAUSE, Operators
 from rallypoint.testing.simulation.operating.played import played_by, stuck
@@ -66,7 +66,7 @@ class Simulation:
         self.events: list[str] = []
         self._named = Counter[str]()
         self._told_to_leave: set[str] = set()
-        self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
+        self._orders = SimulatedOrders(lambda: Node(self.world, self._name("launcher")), self._resized)
         operator = lambda: Node(self.world, self._name("operator"))  # noqa: E731
         forgets = any(fault.kind == "journal full" for fault in plan.faults)
         self._operators = Operators(operator, self.events, forgets=forgets)

@@ -10,7 +10,7 @@ from rallypoint.core.protocol import Beat, Disproved, Finished
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard import server as machine
-from rallypoint.core.shard.clip import Measure, Tell, Verdict
+from rallypoint.core.shard.clip import Measure, StepVerdict, Tell
 from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import Answer, ServerShell
@@ -20,14 +20,14 @@ from rallypoint.server.parts import AuditReports
 from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.member import Membership
+from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.network import Node, PeerWires, Wire, World, watch
 from rallypoint.testing.simulation.pulls import ServerPulls
 from rallypoint.testing.simulation.replicas import scale as loss_scale
 from rallypoint.testing.simulation.replicas.codec_states import Coded, Residual, ServerCodecStates, States
 from rallypoint.testing.simulation.replicas.contents import Content, Mean, State, with_digest
 from rallypoint.testing.simulation.replicas.script import rate_in
-from rallypoint.testing.simulation.server_checks import Held
+from rallypoint.testing.simulation.server_checks import HeldNames
 from rallypoint.testing.simulation.store import SimulatedStore
 
 Effects = Iterable[machine.Effect | Answer[Wire]]
@@ -43,8 +43,8 @@ class SimulatedServer:
         plan = plan_of(job.config, job.layout.shards)
         self.machine = watch(ServerMachine(name, plan), name)
         self.shell: ServerShell[Wire] = ServerShell(self.machine)
-        self.held: dict[int, Held] = {}
-        self._ledger = server_checks.Ledger(self)
+        self.held: dict[int, HeldNames] = {}
+        self._ledger = server_checks.SimulatedLedger(self)
         self.decided: dict[tuple[ViewNumber, int], tuple[int, float | None]] = {}  # shard and scale by step
         self.used: dict[tuple[ViewNumber, int, int, int], int] = {}  # generation, shard, replica, state -> step
         self._peers = PeerWires(self.node, PeerLinks(name, decides=bool(plan.decides)), self.shell, self._run)
@@ -57,7 +57,7 @@ class SimulatedServer:
         self._codec_states = ServerCodecStates(name, job, self._tell, self._write) if job.codec_state_shards else None
         world.acceptors[name] = self
         self._audits = AuditReports(lambda found: self.membership.send(found), self.shell.fence)
-        self.membership = Membership(
+        self.membership = SimulatedMembership(
             self.node, "server", self._on_message, self._on_admitted, name,
             lambda: Beat(self._peers.unreachable()),
         )  # fmt: skip
@@ -219,10 +219,10 @@ class SimulatedServer:
                 case Answer(link=wire, shard=shard, version=version, chosen=chosen):
                     acked, digest = shard_events.Acked(version, chosen), self._digest(shard)
                     wire.send(1, ("ack", shard, acked, self.shell.fence.number, "" if effect.differs else digest))
-                case machine.Disproved():
+                case machine.TellDisproved():
                     self.membership.send(Disproved(effect.shard, effect.version, effect.paired))
                 case machine.Own(shard=shard):
-                    self.held[shard] = Held()
+                    self.held[shard] = HeldNames()
                 case machine.Disown(shard=shard):
                     del self.held[shard]
                     self._tickets = {t: (index, c) for t, (index, c) in self._tickets.items() if index != shard}
@@ -231,9 +231,9 @@ class SimulatedServer:
                 case Tell(step=step, measures=measures):
                     for wire in self.shell.peers.values():
                         wire.send(0, ("measures", self.shell.fence.number, step, measures))
-                case Verdict():
+                case StepVerdict():
                     self._decide_later(effect)
-                case machine.Report(verdict=verdict):
+                case machine.TellNotFinite(verdict=verdict):
                     server_checks.report(self, verdict)
                 case machine.On(shard=shard, effect=shard_effects.Accepted() | shard_effects.Disputed() as found):
                     self._audits.found(shard, found)
@@ -243,7 +243,7 @@ class SimulatedServer:
         if not self._running:
             self._pulls.answer(self.machine.machine, lambda shard: self.held[shard].wire)
 
-    def _decide_later(self, verdict: Verdict) -> None:
+    def _decide_later(self, verdict: StepVerdict) -> None:
         """It waits in the inbox behind what came before: a view, perhaps."""
 
         if verdict.stops:
@@ -272,9 +272,9 @@ class SimulatedServer:
 
         self.node.later(self.node.world.latency() * 4, restore)
 
-    def _run_on(self, index: int, held: Held, effect: shard_effects.Effect) -> None:
+    def _run_on(self, index: int, held: HeldNames, effect: shard_effects.Effect) -> None:
         match effect:
-            case shard_effects.Install(ticket=ticket, version=version):
+            case shard_effects.InstallFirst(ticket=ticket, version=version):
                 content = self._payload(ticket)
                 if index in self.job.table_shards:
                     content = self.job.first(index)
@@ -306,7 +306,7 @@ class SimulatedServer:
                     self._send_version(wire, index, version, newest=True)
             case shard_effects.Reply():
                 self._reply(index, effect)
-            case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
+            case shard_effects.TellWait(follower=follower, replica=replica, clock=clock):
                 self.shell.workers[follower].send(1, ("wait", self.shell.fence.number, replica, clock))
             case shard_effects.Choose(step=step, replicas=replicas):
                 self._peers.choose(index, step, replicas)
@@ -315,12 +315,12 @@ class SimulatedServer:
             case shard_effects.Fill(version=version, incoming=incoming):
                 rest = tuple(held.wire.items()), self._clocks(index)
                 self._peers.fill(index, version, held.master, "state", held.master, *rest, incoming=incoming)
-            case shard_effects.CaughtUp(incoming=incoming):
+            case shard_effects.BackupCaughtUp(incoming=incoming):
                 known = (self.machine.arrived if incoming else self.machine.caught_up)[index]
                 self.membership.send(("in step", {index: known}))
-            case shard_effects.Capture(version=version, missed=True):
+            case shard_effects.CaptureShard(version=version, missed=True):
                 self.membership.send(("snapshot lost", self._snapshot, "too late", version))
-            case shard_effects.Capture(version=version):
+            case shard_effects.CaptureShard(version=version):
                 kept = held.wire[version] if index in self.job.buffer_shards else held.master
                 record = (self._snapshot, version, kept, self._clocks(index))
                 if self._codec_states is None or not self._codec_states.awaited(index, version, record):
@@ -337,7 +337,7 @@ class SimulatedServer:
         machine = self.machine.machine(index)
         return tuple(machine.clocks) if machine is not None else ()
 
-    def _apply(self, index: int, held: Held, apply: shard_effects.Apply) -> None:
+    def _apply(self, index: int, held: HeldNames, apply: shard_effects.Apply) -> None:
         round = self.job.cadence.round_of(index, apply.version - 1)
         if self.job.cadence.witness(round) == index:
             self._ledger.enter(round)

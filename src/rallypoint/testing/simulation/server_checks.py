@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rallypoint.core.policy import BoundedStaleness, LocalSteps
 from rallypoint.core.protocol import Applied, GiveUp
-from rallypoint.core.shard.clip import Verdict, phrase
+from rallypoint.core.shard.clip import StepVerdict, phrase
 from rallypoint.core.shard.effects import Reply
 from rallypoint.core.shard.shell import applied_in
 from rallypoint.core.view import ViewNumber
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Held:
+class HeldNames:
     """One shard's names."""
 
     master: Content = 0
@@ -34,8 +34,8 @@ class Held:
         self.wire = {v: content for v, content in self.wire.items() if v >= oldest or v == pinned}
 
 
-class Ledger:
-    """What a server says it has applied, as `server.reducer.ledger.Ledger` does; without times."""
+class SimulatedLedger:
+    """What a server says it has applied, as `server.parts.LedgerEntries` does; without times."""
 
     def __init__(self, server: SimulatedServer) -> None:
         self._server = server
@@ -97,7 +97,7 @@ def _is_stale(server: SimulatedServer) -> bool:
     return view is not None and current is not None and view.generation < current.generation
 
 
-def report(server: SimulatedServer, verdict: Verdict) -> None:
+def report(server: SimulatedServer, verdict: StepVerdict) -> None:
     """Tell the coordinator of a step that must stop the job."""
     if verdict.stops:
         what = phrase(verdict.not_finite, verdict.gradients, "" if verdict.at is None else f"shard {verdict.at[0]}")

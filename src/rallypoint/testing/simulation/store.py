@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rallypoint.core.decisions import Decided
-from rallypoint.core.view import Stop
+from rallypoint.core.view import EarlyEnd
 from rallypoint.testing.simulation.replicas.contents import Content
 
-Known = tuple[Stop | None, Decided]  # the job's early end and decisions
-Committed = tuple[str, int, Stop | None, Decided]
+Known = tuple[EarlyEnd | None, Decided]  # the job's early end and decisions
+Committed = tuple[str, int, EarlyEnd | None, Decided]
 
 
 class SimulatedStore:

@@ -12,7 +12,7 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.ending import End
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.member import Membership
+from rallypoint.testing.simulation.member import SimulatedMembership
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
@@ -61,7 +61,7 @@ class SimulatedWorker:
         self._blocked = self._acting = self._busy = False
         self._thread = MainThread(self.node.world.now)
         self._forward = SimulatedForward(self._exchange, self.install_s, self._goes_on)
-        self.membership = Membership(
+        self.membership = SimulatedMembership(
             self.node, "worker", self._on_message, self._on_admitted, beat=lambda: _beat_of(self)
         )
         self._evaluations = SimulatedEvaluations(
@@ -196,7 +196,7 @@ class SimulatedWorker:
                 self._poke()
         elif self._takes(action):
             match action:
-                case machine.Initialise():
+                case machine.UploadFirst():
                     self._initialise()
                 case machine.Install(version=version):
                     self._install(version)
@@ -207,7 +207,7 @@ class SimulatedWorker:
 
     def _takes(self, action: machine.Action | None) -> bool:
         match action:
-            case machine.Initialise():
+            case machine.UploadFirst():
                 return self.shell.begin_upload() is not None
             case machine.Compute(step=step, replica=replica):
                 return self.shell.begin_replica(step, replica) is not None

@@ -12,11 +12,11 @@ import torch
 from rallypoint.config import JobConfig
 from rallypoint.core.cadence import TOGETHER
 from rallypoint.core.layout import Entry, Layout, Shard
-from rallypoint.core.modes import Holder
+from rallypoint.core.modes import StateHolder
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.machine import SlotMachine
-from rallypoint.core.worker.slots import Arriving, Evaluate, Initialise, ToWait
+from rallypoint.core.worker.slots import Arriving, Evaluate, ToWait, UploadFirst
 from rallypoint.errors import NO_SNAPSHOT, JobAborted, ProtocolError, RallypointError
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
 from rallypoint.net.pool import bytes_of
@@ -109,9 +109,9 @@ class ReplicatedState(ServerState):
 def optimizer_state(config: JobConfig) -> ServerState:
     """Return the part that fits who holds the optimizer's state in this job: the servers or every worker."""
     match config.mode.holder:
-        case Holder.SERVERS:
+        case StateHolder.SERVERS:
             return ServerState()
-        case Holder.WORKERS:
+        case StateHolder.WORKERS:
             return ReplicatedState(config)
 
 
@@ -125,7 +125,7 @@ Asked = tuple[ViewNumber, str, int]  # the view, the primary asked, and the numb
 
 
 @dataclass(slots=True)
-class Pull:
+class RowPull:
     """Rows of some parts of tables: shard -> the payload that names the rows, and the size of the answer in bytes.
 
     With `newest` any version is accepted. Otherwise it must be `version`; `outdated` is set when a server does not keep
@@ -144,7 +144,7 @@ class Pull:
     @classmethod
     def of(
         cls, number: int, machine: SlotMachine, wanted: Mapping[int, tuple[memoryview, int]], *, newest: bool
-    ) -> Pull:
+    ) -> RowPull:
         """A pull of rows as they are at the step in progress.
 
         With `newest` a newer version is accepted; a streaming job gets the newest.
@@ -203,7 +203,7 @@ class RowPulls:
     def __init__(self, locked: LockedShell, links: Links) -> None:
         self.in_micro = False
         self._locked, self._links = locked, links
-        self._pull: Pull | None = None
+        self._pull: RowPull | None = None
         self._pulls = 0
 
     def pull(self, wanted: Mapping[int, tuple[memoryview, int]]) -> dict[int, bytearray]:
@@ -217,7 +217,7 @@ class RowPulls:
         locked, shell, machine = self._locked, self._locked.shell, self._locked.machine
         unwinds = self.in_micro and machine.computing
         self._pulls += 1
-        pull = Pull.of(self._pulls, machine, wanted, newest=not unwinds)
+        pull = RowPull.of(self._pulls, machine, wanted, newest=not unwinds)
         with locked.changed:
             self._pull = pull
             try:
@@ -225,7 +225,7 @@ class RowPulls:
                     locked.check(stale=unwinds)
                     if shell.finished:
                         raise JobAborted("the job is over: no server answers any more")
-                    if isinstance(machine.next_action(), Initialise):
+                    if isinstance(machine.next_action(), UploadFirst):
                         raise JobAborted(NO_SNAPSHOT)  # servers wait for first weights of the thread that waits here
                     for shard in self._unasked(pull):
                         self._ask(pull, shard)
@@ -241,7 +241,7 @@ class RowPulls:
             locked.progress.got_on()
         return pull.got
 
-    def whole(self, version: int, shards: Iterable[Shard], goes_on: Callable[[], bool]) -> Pull | None:
+    def whole(self, version: int, shards: Iterable[Shard], goes_on: Callable[[], bool]) -> RowPull | None:
         """Pull all of these shards at a version that may not exist yet. Main thread only.
 
         `goes_on` is asked under the lock. Returns None once it says no, else the pull: with every shard's bytes, or
@@ -252,7 +252,7 @@ class RowPulls:
         wanted = {shard.index: (_NOTHING, shard.nbytes) for shard in shards}
         cadence = machine.cadence if isinstance(machine, WorkerMachine) else TOGETHER
         own = {shard: cadence.updates_before(shard, version) for shard in wanted}
-        pull = Pull(self._pulls, version, False, wanted, own=own)
+        pull = RowPull(self._pulls, version, False, wanted, own=own)
         with locked.changed:
             self._pull = pull
             try:
@@ -277,28 +277,28 @@ class RowPulls:
             if self._pull is not None and self._pull.answered(header.shard, header.base, data, outdated=outdated):
                 self._locked.changed.notify_all()
 
-    def _goes_on(self, pull: Pull, unwinds: bool) -> bool:
+    def _goes_on(self, pull: RowPull, unwinds: bool) -> bool:
         shell = self._locked.shell
         if pull.over or (unwinds and shell.machine.rewound) or shell.finished or self._unasked(pull):
             return True
-        return isinstance(shell.machine.next_action(), Initialise)
+        return isinstance(shell.machine.next_action(), UploadFirst)
 
-    def _where_missing(self, pull: Pull) -> str:
+    def _where_missing(self, pull: RowPull) -> str:
         home = self._locked.shell.view.primary
         return f"rows of tables, step {self._locked.machine.step}: {self._links.describe(pull.missing, home)}"
 
-    def _where_whole_misses(self, pull: Pull) -> str:
+    def _where_whole_misses(self, pull: RowPull) -> str:
         machine = self._locked.machine
         if not machine.takes_part:
             return ""  # the version may not exist yet
         home = self._locked.shell.view.primary
         return f"version {pull.version}, to be evaluated: {self._links.describe(pull.missing, home)}"
 
-    def _unasked(self, pull: Pull) -> list[int]:
+    def _unasked(self, pull: RowPull) -> list[int]:
         shell = self._locked.shell
         return list(pull.unasked(shell.number, shell.view.primary, shell.links.connections))
 
-    def _ask(self, pull: Pull, shard: int) -> None:
+    def _ask(self, pull: RowPull, shard: int) -> None:
         shell = self._locked.shell
         home = shell.view.primary[shard]
         pull.ask(shard, shell.number, home, shell.links.connections[home])
@@ -405,7 +405,7 @@ def ranges_of(layout: Layout, entry: Entry) -> list[Range]:
 
 
 @dataclass(eq=False, slots=True)
-class Pulled:
+class PulledParameter:
     """One parameter that was asked for: 1-D fp32 `values`, complete when nothing is `missing`.
 
     With `newest` a newer version is accepted; else it must be `version`, in this generation.
@@ -426,7 +426,7 @@ class Pulled:
 
 
 class WordPulls:
-    """Asks for parameters and receives them. The shell's lock guards `_open`; of each `Pulled`, `missing` and `asked`.
+    """Asks for parameters and receives them. The shell's lock guards `_open`; of each parameter, `missing` and `asked`.
 
     Attributes:
         nbytes: of parameters that have come.
@@ -435,16 +435,16 @@ class WordPulls:
     def __init__(self, locked: LockedShell, links: Links, *, pinned: bool = False) -> None:
         self.nbytes = 0
         self._locked, self._links, self._pinned = locked, links, pinned
-        self._open: dict[int, Pulled] = {}  # by the number of each missing range
+        self._open: dict[int, PulledParameter] = {}  # by the number of each missing range
         self._numbers = itertools.count()
-        self._awaited: Pulled | None = None
+        self._awaited: PulledParameter | None = None
 
-    def ask(self, ranges: Sequence[Range], *, newest: bool) -> Pulled:
+    def ask(self, ranges: Sequence[Range], *, newest: bool) -> PulledParameter:
         """Ask for a parameter as it is at the step in progress; with `newest`, or later. Does not wait."""
         values = memory_of(sum(part.count for part in ranges), pinned=self._pinned)
         with self._locked.changed:
             shell = self._locked.shell
-            pulled = Pulled(max(0, shell.machine.step), shell.view.generation, newest, values, {})
+            pulled = PulledParameter(max(0, shell.machine.step), shell.view.generation, newest, values, {})
             for part in ranges:
                 number = next(self._numbers) % _NUMBERS
                 pulled.missing[number] = part
@@ -452,14 +452,14 @@ class WordPulls:
             self._ask_all(pulled)
         return pulled
 
-    def drop(self, pulled: Pulled) -> None:
+    def drop(self, pulled: PulledParameter) -> None:
         """Forget a parameter: what still comes of it is ignored."""
         with self._locked.changed:
             for number in pulled.missing:
                 self._open.pop(number, None)
             pulled.missing.clear()
 
-    def wait(self, pulled: Pulled, *, unwinds: bool) -> bool:
+    def wait(self, pulled: PulledParameter, *, unwinds: bool) -> bool:
         """Wait until the parameter is here. Returns False if no server keeps that version any more, or has it yet.
 
         With `unwinds`, raises Rewound when what is being computed is stale. Raises JobAborted when the job is over, and
@@ -475,7 +475,7 @@ class WordPulls:
                         return False
                     if shell.finished:
                         raise JobAborted("the job is over: no server answers any more")
-                    if isinstance(locked.machine.next_action(), Initialise):
+                    if isinstance(locked.machine.next_action(), UploadFirst):
                         raise JobAborted(NO_SNAPSHOT)  # servers wait for first weights of the thread that waits here
                     self._ask_all(pulled)
                     locked.wait(lambda: self._goes_on(pulled, unwinds), lambda: self._where_missing(pulled))
@@ -513,23 +513,23 @@ class WordPulls:
             if pulled is self._awaited and pulled.over:
                 self._locked.changed.notify_all()
 
-    def _goes_on(self, pulled: Pulled, unwinds: bool) -> bool:
+    def _goes_on(self, pulled: PulledParameter, unwinds: bool) -> bool:
         shell = self._locked.shell
         if pulled.over or (unwinds and shell.machine.rewound) or shell.finished or self._is_stale(pulled):
             return True
         if any(self._unasked(pulled)):
             return True
-        return isinstance(shell.machine.next_action(), Initialise)
+        return isinstance(shell.machine.next_action(), UploadFirst)
 
-    def _is_stale(self, pulled: Pulled) -> bool:
+    def _is_stale(self, pulled: PulledParameter) -> bool:
         return not pulled.newest and pulled.generation != self._locked.shell.view.generation
 
-    def _where_missing(self, pulled: Pulled) -> str:
+    def _where_missing(self, pulled: PulledParameter) -> str:
         shards = {part.shard for part in pulled.missing.values()}
         home = self._locked.shell.view.primary
         return f"parameters of step {pulled.version}: {self._links.describe(shards, home)}"
 
-    def _ask_all(self, pulled: Pulled) -> None:
+    def _ask_all(self, pulled: PulledParameter) -> None:
         """Ask for what was not asked for under this view and over this connection. A lost request is repeated (I2)."""
         shell = self._locked.shell
         for number, part, asked in list(self._unasked(pulled)):
@@ -540,7 +540,7 @@ class WordPulls:
                     base=number, wants=part.count, flags=NEWEST if pulled.newest else 0,
                 ))  # fmt: skip
 
-    def _unasked(self, pulled: Pulled) -> Iterator[tuple[int, Range, Asked]]:
+    def _unasked(self, pulled: PulledParameter) -> Iterator[tuple[int, Range, Asked]]:
         shell = self._locked.shell
         view, homes, connections = shell.number, shell.view.primary, shell.links.connections
         for number, part in pulled.missing.items():

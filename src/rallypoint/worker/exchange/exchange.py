@@ -37,7 +37,7 @@ from rallypoint.observe.observed import observed
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.worker.exchange.arrivals import Arrivals, LeasedPull, RowPulls, WordPulls, optimizer_state
 from rallypoint.worker.exchange.arrivals import States as Records
-from rallypoint.worker.exchange.links import Context, Links
+from rallypoint.worker.exchange.links import ExchangeContext, Links
 from rallypoint.worker.exchange.locked import LockedShell, Rewound, ShardMemory, SlotMemory, WholeVector
 from rallypoint.worker.exchange.pushes import (
     CodecStates,
@@ -248,7 +248,7 @@ class JobEnd:
             )
 
 
-class Reaching:
+class SaysReached:
     """Says which version this worker holds, when a view asks for it: `core.worker.ending.Reaching`.
 
     `to` is called with the generation and the version, on any thread.
@@ -294,7 +294,7 @@ class Exchange:
     """
 
     def __init__(
-        self, layout: Layout, config: JobConfig, context: Context, *, pinned: bool = False, early: bool = True
+        self, layout: Layout, config: JobConfig, context: ExchangeContext, *, pinned: bool = False, early: bool = True
     ) -> None:
         """`pinned`: the buffer is for a GPU. `early`: a forward pass may begin before all of its version is here."""
         self.layout, self.me = layout, context.me
@@ -330,7 +330,7 @@ class Exchange:
         self.rows = RowPulls(locked, self._links)
         self.leased = LeasedPull(layout, locked, self.rows)
         self.words = WordPulls(locked, self._links, pinned=pinned)
-        self.end, self.reaching, self.own_loop = JobEnd(locked), Reaching(locked), OwnLoop(locked, self._links)
+        self.end, self.reaching, self.own_loop = JobEnd(locked), SaysReached(locked), OwnLoop(locked, self._links)
         self.arrivals = Arrivals(
             layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer,
             (self.rows, self.words),

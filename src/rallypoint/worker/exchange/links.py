@@ -81,7 +81,7 @@ class Receiver(Protocol):
         """A fault of our own has ended the link for good."""
 
 
-class Waiting(NamedTuple):
+class QueuedFrame(NamedTuple):
     """A contribution, or a request, that waits for its turn, or for credit. Compared by its first two fields: they
     differ."""
 
@@ -114,7 +114,7 @@ class ServerLink:
         self._overdraws = False
         self._busy = False  # the channel has a contribution that it has not sent
         self._feeding = False  # a thread gives the channel what may leave
-        self._waiting: list[Waiting] = []  # a heap
+        self._waiting: list[QueuedFrame] = []  # a heap
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
@@ -145,7 +145,7 @@ class ServerLink:
         with self._lock:
             lost = self._channel is None
             if not lost:
-                heapq.heappush(self._waiting, Waiting(rank, next(self._numbers), header, payload, sent))
+                heapq.heappush(self._waiting, QueuedFrame(rank, next(self._numbers), header, payload, sent))
         if lost:
             sent()  # `link_lost` makes the machine send it again
         else:
@@ -176,7 +176,7 @@ class ServerLink:
             if self._channel is None:
                 return
             header = Header(Kind.WANT, number, shard=shard, wants=wants(replica))
-            heapq.heappush(self._waiting, Waiting((), next(self._numbers), header, _NOTHING, _nothing))
+            heapq.heappush(self._waiting, QueuedFrame((), next(self._numbers), header, _NOTHING, _nothing))
         self._feed()
 
     def send_codec_state(self, header: Header, payload: memoryview | None = None) -> None:
@@ -324,7 +324,7 @@ class ServerLink:
                 with self._lock:
                     self._feeding = False
 
-    def _left(self, channel: Channel, one: Waiting) -> None:
+    def _left(self, channel: Channel, one: QueuedFrame) -> None:
         """The channel has sent this, or never will. Called on its sending thread, which sends the next one at once."""
         with self._lock:
             if self._channel is channel and one.header.kind is not Kind.WANT:
@@ -340,7 +340,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class ExchangeContext:
     """What an exchange needs from its process."""
 
     credentials: Credentials
@@ -360,7 +360,7 @@ class Links:
     Links are opened and ended under the exchange's lock for views, one view at a time. Any thread may look one up.
     """
 
-    def __init__(self, context: Context, config: JobConfig, view: Callable[[], ViewNumber]) -> None:
+    def __init__(self, context: ExchangeContext, config: JobConfig, view: Callable[[], ViewNumber]) -> None:
         self._context, self._config, self._view = context, config, view
         self._links: dict[str, ServerLink] = {}
         self.get = self._links.get  # the link to that server; None if no view here has named it

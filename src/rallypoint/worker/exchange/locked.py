@@ -43,7 +43,7 @@ class Rewound(BaseException):
     """
 
 
-class Effects(Protocol):
+class WorkerEffects(Protocol):
     """Runs the effects that the shell returns."""
 
     def run_locked(self, effect: CodecEffect) -> None:
@@ -60,7 +60,7 @@ class LockedShell:
     is given back.
     """
 
-    effects: Effects  # set once, before any link is opened
+    effects: WorkerEffects  # set once, before any link is opened
 
     def __init__(self, shell: WorkerShell, say: Callable[[str], None], memory: ShardMemory | None = None) -> None:
         self.shell, self.machine, self.memory = shell, shell.machine, memory

@@ -22,7 +22,17 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.handover import Encoding, Key, encoding_of
 from rallypoint.core.worker.overlap import OverlapMachine
 from rallypoint.core.worker.shell import WorkerShell
-from rallypoint.core.worker.slots import CodecEffect, Compute, Filled, Give, Install, Recall, Release, ResetCodecs, Send
+from rallypoint.core.worker.slots import (
+    CodecEffect,
+    Compute,
+    Filled,
+    Give,
+    Install,
+    Recall,
+    ReleaseState,
+    ResetCodecs,
+    Send,
+)
 from rallypoint.errors import ProtocolError
 from rallypoint.net.channel import Rank
 from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header, Kind, wants
@@ -202,7 +212,7 @@ def _pools(layout: Layout, codecs: ShardCodecs) -> list[BufferPool | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class BlockTally:
     """The total weight of a block, and its replicas with a loss, or a gradient, that is not finite."""
 
     weight: float
@@ -214,12 +224,12 @@ class Partials:
     """Weighted sums of blocks, by shard and first replica. Only the thread that fills slots calls it, but for `sum`."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor, Sum]] = {}  # fp32, 1-D
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor, BlockTally]] = {}  # fp32, 1-D
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        self._sums: dict[int, Sum] = {}
+        self._sums: dict[int, BlockTally] = {}
 
     @torch.no_grad()
-    def add_up(self, shard: int, part: Part, slot: torch.Tensor, leaf: Sum) -> None:
+    def add_up(self, shard: int, part: Part, slot: torch.Tensor, leaf: BlockTally) -> None:
         """Weigh the slot, which holds one replica's contribution, and add to it, or keep it, as `part` says.
 
         `leaf` is what is known of that replica. Each addition is a node of the tree (I3): one rounding, of two
@@ -231,14 +241,14 @@ class Partials:
         for at in part.merges:
             values, kept = self._kept.pop((shard, at))
             slot.add_(values)
-            found = Sum(kept.weight + found.weight, kept.losses | found.losses, kept.gradients | found.gradients)
+            found = BlockTally(kept.weight + found.weight, kept.losses | found.losses, kept.gradients | found.gradients)
             self._free[shard].append(values)
         if part.keep:
             self._keep((shard, part.block.start), (self._room(shard, slot).copy_(slot), found))
         else:
             self._sums[shard] = found
 
-    def sum(self, shard: int) -> Sum:
+    def sum(self, shard: int) -> BlockTally:
         """What is known of the block that is in the shard's slot now."""
         return self._sums.pop(shard)
 
@@ -249,7 +259,7 @@ class Partials:
         self._kept.clear()
         self._sums.clear()
 
-    def _keep(self, key: tuple[int, int], kept: tuple[torch.Tensor, Sum]) -> None:
+    def _keep(self, key: tuple[int, int], kept: tuple[torch.Tensor, BlockTally]) -> None:
         if key in self._kept:
             self._free[key[0]].append(self._kept[key][0])
         self._kept[key] = kept
@@ -293,7 +303,7 @@ class Pushes:
         """Add up the slot, which is full with `replica`'s contribution, with other replicas of this worker."""
         values, this = self.words(shard), frozenset({replica})
         bad = self._finite and not self._whole(values)
-        leaf = Sum(self.weight, frozenset() if self._finite else this, this if bad else frozenset())
+        leaf = BlockTally(self.weight, frozenset() if self._finite else this, this if bad else frozenset())
         self.partials.add_up(shard, part, values, leaf)
 
     def set_rows(self, shard: int, gradient: memoryview) -> None:
@@ -397,7 +407,7 @@ class LinkEffects:
                 case machine.Fetch(shard=shard, version=version, server=server):
                     if (link := self._links.get(server)) is not None:
                         link.fetch(shard, version, self._shell.number)
-                case machine.Want(shard=shard, replica=replica, server=server):
+                case machine.AskNext(shard=shard, replica=replica, server=server):
                     if (link := self._links.get(server)) is not None:
                         link.want(shard, replica, self._shell.number)
                 case machine.Follow(server=server, on=on, step=step):
@@ -428,7 +438,7 @@ class CodecStates:
                 self._given.clear()
             case Recall(shard=shard, replica=replica, server=server):
                 self._send(server, Header(Kind.RECALL, shard=shard, replica=replica), None)
-            case Release(shard=shard, replica=replica):
+            case ReleaseState(shard=shard, replica=replica):
                 if (codec_state := self._encoder.give(shard, replica)) is not None:
                     self._given[shard, replica] = codec_state
                 else:

@@ -26,7 +26,7 @@ from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.habits import script_line
 from rallypoint.worker.loop.own import WorkerOptimizer
 from rallypoint.worker.membership import Stopping
-from rallypoint.worker.ranks.followers import Followers, NoFollowers
+from rallypoint.worker.ranks.followers import NoFollowers, RankFollowers
 from rallypoint.worker.sources.hooks import DeltaSource, Staging
 from rallypoint.worker.sources.streamed import StreamedParameters
 from rallypoint.worker.tensors import ModelTensors, check_apart
@@ -67,7 +67,7 @@ class Parts:
     stopping: Stopping
     optimizer: WorkerOptimizer | None = None
     streamed: StreamedParameters | None = None
-    followers: Followers = field(default_factory=NoFollowers)
+    followers: RankFollowers = field(default_factory=NoFollowers)
     leases: bool = False
     decides_not: str = ""
 

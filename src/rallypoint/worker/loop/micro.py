@@ -34,7 +34,7 @@ from rallypoint.worker.tensors import Carry
 log = logging.getLogger("rallypoint")
 
 
-class Versions:
+class BufferVersions:
     """Moves versions between the exchange buffer and the model. Main thread only, between two micro-batches."""
 
     def __init__(self, parts: Parts, on_cast: Callable[[], None]) -> None:
@@ -198,7 +198,7 @@ class EarlyForward:
         inside: the script is inside of ``with micro:``, so a stale forward pass can be unwound.
     """
 
-    def __init__(self, parts: Parts, guard: ModelGuard | NoGuard, versions: Versions) -> None:
+    def __init__(self, parts: Parts, guard: ModelGuard | NoGuard, versions: BufferVersions) -> None:
         self.inside = False
         self._parts, self._guard, self._versions = parts, guard, versions
         self._forward, self._tensors = parts.exchange.forward, parts.tensors

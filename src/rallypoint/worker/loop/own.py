@@ -14,7 +14,7 @@ import torch
 
 from rallypoint.config import JobConfig, settings_of
 from rallypoint.core.layout import DTYPE_BYTES, Shard
-from rallypoint.core.modes import Holder
+from rallypoint.core.modes import StateHolder
 from rallypoint.core.schedule import rate_at
 from rallypoint.errors import ConfigError, ProtocolError
 from rallypoint.optim import NUMBERS, build_optimizer, number
@@ -374,7 +374,7 @@ def worker_optimizer(
     """
     if schedules and not own:
         raise ConfigError("own_schedule goes with own_optimizer: without, give optimizer a schedule as its lr")
-    if config.mode.holder is Holder.SERVERS:
+    if config.mode.holder is StateHolder.SERVERS:
         return None
     return WorkerOptimizer(tensors, OwnStepper(tensors, own, schedules) if own else SpecifiedStepper(tensors, config))
 

@@ -29,7 +29,7 @@ from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.habits import Habits, WrappedHabits, by_the_job
 from rallypoint.worker.loop.guard import ModelGuard, Parts, compares
-from rallypoint.worker.loop.micro import EarlyForward, Micro, Versions, check_last
+from rallypoint.worker.loop.micro import BufferVersions, EarlyForward, Micro, check_last
 from rallypoint.worker.membership import LeftLoop
 from rallypoint.worker.module_hooks import Activations, ForwardChecks
 from rallypoint.worker.precision import Autocast, Losses, losses_of
@@ -433,7 +433,7 @@ class Run:
         self._exchange, self._source, self._tracer = parts.exchange, parts.source, parts.tracer
         self._checks = ForwardChecks(parts.model, self._before_module)
         self._guard, self._followers = ModelGuard.of(parts), parts.followers
-        self._versions = Versions(parts, self._guard.cast)
+        self._versions = BufferVersions(parts, self._guard.cast)
         self._early = EarlyForward(parts, self._guard, self._versions)
         self._prefetched = Prefetch(parts)
         self._evaluations = Evaluations(
@@ -564,7 +564,7 @@ class Run:
         match action:
             case machine.Evaluate(version=version):
                 self._evaluating.evaluate(version)
-            case machine.Initialise():
+            case machine.UploadFirst():
                 self._versions.initialise()
             case machine.Install(version=version):
                 if (generation := self._versions.install(version)) is None:

@@ -41,14 +41,14 @@ from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.parallel import Parallel, RankGroup
 from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange, digest_of
-from rallypoint.worker.exchange.links import Context
+from rallypoint.worker.exchange.links import ExchangeContext
 from rallypoint.worker.kernels import kernels_of
 from rallypoint.worker.keys import NOT_OF_RANKS, KeySettings, KeyShape, KeyStore, declared, first_values
 from rallypoint.worker.keys_exchange import KeyExchange
 from rallypoint.worker.loop.guard import Parts
 from rallypoint.worker.loop.own import OwnOptimizer, OwnSchedule, several, worker_optimizer
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.membership import TOO_LATE, DataPlane, Member, Sharing, Stopping
+from rallypoint.worker.membership import TOO_LATE, DataPlane, MemberMessages, Sharing, Stopping
 from rallypoint.worker.ranks.followers import NoFollowers
 from rallypoint.worker.ranks.run import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
@@ -85,7 +85,7 @@ def _words_of(model: torch.nn.Module) -> int:
 LEAVE_WITHIN_S = 10.0
 
 
-class Job(Member):
+class Job(MemberMessages):
     """This process as a worker of a job, made by `rallypoint.join`. A context manager.
 
     Attributes:
@@ -224,7 +224,7 @@ class Job(Member):
             raise UsageError(NOT_OF_RANKS)
         config, layout = declared(keys, settings, self._link.welcome.overrides)
         self._propose(record_of(config, layout))
-        context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
+        context = ExchangeContext(self._link.credentials, self._transport, self._tracer, self._report_wait)
         exchange = KeyExchange(layout, config, context, self._link.send)
         self._begin(exchange)
         self._keys = KeyStore(exchange, self.done, first_values(keys))
@@ -239,7 +239,7 @@ class Job(Member):
         data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
         """
         self._propose(record)
-        context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
+        context = ExchangeContext(self._link.credentials, self._transport, self._tracer, self._report_wait)
         self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early)
         self._exchange.reaching.to = lambda generation, version: self._link.send(Reached(version, generation))
         self._begin(self._exchange)
@@ -252,7 +252,7 @@ class Job(Member):
         self._wait_for_view()
 
     def _on_admitted(self, new: bool) -> None:
-        Member._on_admitted(self, new)
+        MemberMessages._on_admitted(self, new)
         if self._exchange is not None:
             self._exchange.reaching.say(again=True)
 

@@ -11,13 +11,13 @@ import torch
 
 from rallypoint.core.typed import MOST_METRICS
 from rallypoint.errors import UsageError
-from rallypoint.parallel import Kind, Order, RankGroup
+from rallypoint.parallel import OrderKind, RankGroup, RankOrder
 from rallypoint.worker.precision import Losses
 
 # ---- What a worker says of one replica: its loss and weight, as all ranks have it, and the script's figures ----
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True):
+class RankSaid(msgspec.Struct, frozen=True, array_like=True):
     """What one rank says of a replica. `loss` is None on a rank that has none; `stop` is the reason of `run.stop`."""
 
     part: int
@@ -80,9 +80,9 @@ class Figures:
         rank has a loss.
         """
         mean = mean_of(losses) if losses else None
-        mine = Said(self._part[0], mean, weight, logged.means(), self.stop)
+        mine = RankSaid(self._part[0], mean, weight, logged.means(), self.stop)
         encoded = msgspec.msgpack.encode(mine)  # not JSON, which has no NaN
-        found = [msgspec.msgpack.decode(one, type=Said) for one in self._group.all_bytes(encoded)]
+        found = [msgspec.msgpack.decode(one, type=RankSaid) for one in self._group.all_bytes(encoded)]
         weights = {one.weight for one in found}
         if len(weights) > 1:
             raise UsageError(
@@ -132,7 +132,7 @@ LEFT_LOOP = (
 )
 
 
-class Followers(Protocol):
+class RankFollowers(Protocol):
     """What the other ranks must hear of, each before the leader does it."""
 
     def install(self, version: int) -> None:
@@ -164,7 +164,7 @@ class Followers(Protocol):
 
 
 class NoFollowers:
-    """The `Followers` of a worker of one process."""
+    """The `RankFollowers` of a worker of one process."""
 
     def install(self, version: int) -> None:
         """Does nothing."""
@@ -198,19 +198,19 @@ class NoFollowers:
 
 
 class OtherRanks:
-    """The `Followers` of a group's leader."""
+    """The `RankFollowers` of a group's leader."""
 
     def __init__(self, group: RankGroup, figures: Figures) -> None:
         self._group, self._figures = group, figures
         self._has_loss: list[bool] = []  # by micro-batch
 
     def install(self, version: int) -> None:
-        self._group.tell(Order(Kind.INSTALL, version))
+        self._group.tell(RankOrder(OrderKind.INSTALL, version))
 
     def compute(self, round: int, replica: int) -> None:
         self._has_loss = []
         self._group.at(COMPUTING.format(step=round, replica=replica))
-        self._group.tell(Order(Kind.COMPUTE, round, replica))
+        self._group.tell(RankOrder(OrderKind.COMPUTE, round, replica))
 
     def micro(self, *, has_loss: bool) -> None:
         self._has_loss.append(has_loss)
@@ -233,13 +233,13 @@ class OtherRanks:
 
     def evaluate(self, step: int, due: int) -> None:
         self._group.at(EVALUATING.format(step=step))
-        self._group.tell(Order(Kind.EVALUATE, step, due))
+        self._group.tell(RankOrder(OrderKind.EVALUATE, step, due))
 
     def result(self, values: Values) -> Values:
         return first_result(self._group, self._figures, values)
 
     def end(self, *, gone: bool, leads: bool) -> None:
-        self._group.tell(Order(Kind.END, int(gone), int(leads)))
+        self._group.tell(RankOrder(OrderKind.END, int(gone), int(leads)))
 
 
 class _Result(msgspec.Struct, frozen=True, array_like=True):

@@ -22,7 +22,7 @@ from rallypoint.data.randomness import seed_everything
 from rallypoint.data.spec import Collate, Data, GivenData, Loader, given
 from rallypoint.errors import UsageError, sentence_of
 from rallypoint.observe.lenient import say
-from rallypoint.parallel import Kind, Order, Parallel, RankGroup, is_of_another_rank, whole_of
+from rallypoint.parallel import OrderKind, Parallel, RankGroup, RankOrder, is_of_another_rank, whole_of
 from rallypoint.worker.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.keys import NOT_OF_RANKS, KeySettings, KeyShape, KeyStore
@@ -138,16 +138,16 @@ class RankRun:
             raise UsageError("a run is iterated once")
         self._started = True
         self._spread.forget_gradients()
-        while (order := self._spread.group.hear()).kind is not Kind.END:
+        while (order := self._spread.group.hear()).kind is not OrderKind.END:
             match order.kind:
-                case Kind.VALUE:
+                case OrderKind.VALUE:
                     self._spread.restore_buffers()  # asked for again, after a replica has changed them
                     self._spread.collect_value(self._order[order.first][1], None)
-                case Kind.INSTALL:
+                case OrderKind.INSTALL:
                     self._install(order.first)
-                case Kind.EVALUATE:
+                case OrderKind.EVALUATE:
                     self._evaluate(order)
-                case Kind.COMPUTE:
+                case OrderKind.COMPUTE:
                     yield from self._replica(order.first, order.second)
         self.ended = True
         if order.first:
@@ -163,7 +163,7 @@ class RankRun:
         self._spread.keep_buffers()
         self._step = self._config.steps_at(version)
 
-    def _evaluate(self, order: Order) -> None:
+    def _evaluate(self, order: RankOrder) -> None:
         self._spread.group.at(EVALUATING.format(step=order.first))
         due = self._evaluations.chosen(order.second)
         agree = partial(first_result, self._spread.group, self._figures)

@@ -10,16 +10,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from rallypoint.config import JobConfig, group_of, matrices_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
-from rallypoint.core.ranks import Held, Spread, check_shared, spread_over
+from rallypoint.core.ranks import HeldTensor, Spread, check_shared, spread_over
 from rallypoint.core.view import ViewNumber
 from rallypoint.data.dataset import MapDataset
 from rallypoint.data.identity import identity_of
 from rallypoint.errors import DataError, ModelError
 from rallypoint.parallel import (
-    Kind,
-    Order,
+    OrderKind,
     Parallel,
     RankGroup,
+    RankOrder,
     check_data_parallel,
     data_part,
     gradient_of,
@@ -57,7 +57,9 @@ class SpreadModel:
         self._check_memory()
         self.part = data_part(parallel.mesh, parallel.dimensions)
         check_data_parallel(self._tensors, parallel.dimensions)
-        holdings = [msgspec.json.decode(data, type=list[Held]) for data in group.all_bytes(msgspec.json.encode(held))]
+        holdings = [
+            msgspec.json.decode(data, type=list[HeldTensor]) for data in group.all_bytes(msgspec.json.encode(held))
+        ]
         spread = spread_over(holdings, self._order(parallel.unsharded))
         check_shared(spread, group.size, self.part[1])
         self.trained = [tensor for tensor in spread if tensor.role == "trained"]
@@ -211,7 +213,7 @@ class LeaderTensors(ModelTensors):
         if self._last[0] != tensor.name:
             place = [one.name for _, one in self.spread].index(tensor.name)
             self.at(f"collecting the values of {tensor.name}")
-            self._spread.group.tell(Order(Kind.VALUE, place))
+            self._spread.group.tell(RankOrder(OrderKind.VALUE, place))
             whole = torch.empty(tensor.shape, dtype=wire_dtype(tensor), device="cpu")
             self._spread.collect_value(tensor, whole)
             self.at("")

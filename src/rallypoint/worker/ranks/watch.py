@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from rallypoint.errors import sentence_of
 from rallypoint.observe.waits import FIRST_WORD_S
-from rallypoint.parallel import LOST, Board, RankGroup, Row, is_of_another_rank
+from rallypoint.parallel import LOST, Board, RankGroup, RankRow, is_of_another_rank
 
 _LOOK_S = 1.0
 OTHER_RANK_S = 2.0  # another rank's end may be the cause of an error: within this time, this one is ended too
@@ -79,7 +79,7 @@ class Judge:
         self._patience, self._waited, self._longest = FIRST_WORD_S, 0.0, 0.0
         self._killed: set[int] = set()
 
-    def look(self, rows: Sequence[Row], now: float) -> list[tuple[str, int]]:
+    def look(self, rows: Sequence[RankRow], now: float) -> list[tuple[str, int]]:
         """Return sentences to say; with each the process to kill, or 0. Times are in seconds."""
         passed = 0.0 if self._last is None else min(now - self._last, 2 * _LOOK_S)  # more: this process was stopped
         self._last = now
@@ -88,7 +88,7 @@ class Judge:
             found.append((sentence, 0))
         return found
 
-    def _is_silent(self, row: Row, passed: float) -> bool:
+    def _is_silent(self, row: RankRow, passed: float) -> bool:
         lives = row.pid == 0 or row.beat != self._beats.get(row.rank)
         self._beats[row.rank] = row.beat
         self._silent[row.rank] = 0.0 if lives else self._silent.get(row.rank, 0.0) + passed
@@ -97,14 +97,14 @@ class Judge:
         state = self._state(row.pid)
         return state == _STOPPED or (state not in _ENDED and self._silent[row.rank] > HANGS_S + self._heartbeat)
 
-    def _stopped(self, row: Row) -> tuple[str, int]:
+    def _stopped(self, row: RankRow) -> tuple[str, int]:
         self._killed.add(row.pid)
         return (
             f"rank {row.rank} of {self._worker} (process {row.pid}) has not run for {self._silent[row.rank]:.0f} s: "
             "all ranks of that worker are ended, and others take its replicas"
         ), row.pid
 
-    def _waiting(self, rows: Sequence[Row], now: float) -> str:
+    def _waiting(self, rows: Sequence[RankRow], now: float) -> str:
         place, waited = (rows[0].began, rows[0].where), now - rows[0].began
         if place != self._place:
             self._longest = max(self._longest, self._waited)
@@ -119,7 +119,7 @@ class Judge:
         return f"{self._worker} is waiting for its ranks, {waited:.0f} s so far: {described(rows)}"
 
 
-def described(rows: Sequence[Row]) -> str:
+def described(rows: Sequence[RankRow]) -> str:
     """What each rank does, ranks that do the same together: ``ranks 0, 2: taking version 3; rank 1: ...``."""
     same: dict[str, list[str]] = {}
     for row in rows:
@@ -136,7 +136,7 @@ def cause_of(error: BaseException, group: RankGroup | None) -> str:
     return lost([] if group.board is None else group.board.rows()[1:]) or LOST
 
 
-def lost(rows: Sequence[Row]) -> str:
+def lost(rows: Sequence[RankRow]) -> str:
     """Return which of these ranks have ended, and with what last words; "" if all live."""
     found = []
     for row in rows:

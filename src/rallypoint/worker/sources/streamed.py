@@ -15,7 +15,7 @@ from rallypoint.config import JobConfig
 from rallypoint.core.order import derive_seed
 from rallypoint.data.randomness import seeded
 from rallypoint.errors import NO_SNAPSHOT, ConfigError, JobAborted, ModelError, UsageError
-from rallypoint.worker.exchange.arrivals import Pulled, ranges_of
+from rallypoint.worker.exchange.arrivals import PulledParameter, ranges_of
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.locked import Rewound, empty_like
 from rallypoint.worker.module_hooks import ModuleHooks, late_kind
@@ -223,7 +223,7 @@ MOST_USES = 1 << 16  # that are learnt of one pass
 MOST_AHEAD = 1 << 10  # parameters: a server keeps so many requests of a worker, and more
 
 
-class Order:
+class UseOrder:
     """Uses of parameters, by index. A pass may use one several times: forward, and backward once more.
 
     Calls for each pass: `begin`, then `use` each time; at last `end`. What a pass does in another order than the one
@@ -321,12 +321,12 @@ class StreamedParameters:
         self._index = {id(placed.tensor): index for index, placed in enumerate(self._placed)}
         self._ranges = [ranges_of(tensors.layout, placed.entry) for placed in self._placed]
         self._sizes = [4 * placed.tensor.numel() for placed in self._placed]
-        self._orders = {"training": Order(self._sizes), "evaluation": Order(self._sizes)}
+        self._orders = {"training": UseOrder(self._sizes), "evaluation": UseOrder(self._sizes)}
         self._order = self._orders["training"]
         self._kind = late_kind(self._settle, self._before_settling)
         self._hooks = ModuleHooks(model, self._enter, self._leave_module)
         self._streams = self._over = self._evaluates = False
-        self._here: dict[int, Pulled] = {}  # asked for, or here
+        self._here: dict[int, PulledParameter] = {}  # asked for, or here
         self._users: dict[int, int] = {}  # how many frames hold a parameter
         self._storages: dict[int, int] = {}  # the address of a held parameter's memory -> its index
         self._frames: list[tuple[int, list[int]]] = [(0, [])]  # of the modules that run: their id, what they hold
@@ -511,7 +511,7 @@ class StreamedParameters:
         placed = self._placed[index]
         return pulled.values.view(placed.entry.spec.shape).to(self._tensors.device, non_blocking=True)
 
-    def _ask(self, index: int) -> Pulled:
+    def _ask(self, index: int) -> PulledParameter:
         """Ask for a parameter. The script's own use, outside of passes and evaluations, gets what there is."""
         own = self._saving is None and not self._evaluates
         return self._pulls.ask(self._ranges[index], newest=own)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course, tunes_period
-from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Hold, PeriodTuned, Say
+from rallypoint.core.cluster.effects import Abort, Announce, Commit, Effect, PeriodTuned, TakeSnapshot, TellHeld
 from rallypoint.core.cluster.evaluations import awaits_decision, known_version, version_to_capture
 from rallypoint.core.cluster.state import Origin, Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty, SnapshotInProgress
@@ -42,7 +42,7 @@ class Snapshots:
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event; return the effects. Events that are not about snapshots do nothing."""
         match event:
-            case events.SnapshotWanted():
+            case events.SnapshotOrdered():
                 self.duty.ask()
                 return self.take_if_due()
             case events.Captured():
@@ -105,7 +105,7 @@ class Snapshots:
         said = ""
         if tunes_period(course):
             said = course.tuned_period.look(course.furthest, course.now, taking=self.duty.taking is not None)
-        chosen: list[Effect] = [Say(said), PeriodTuned(course.tuned_period.seconds)] if said else []
+        chosen: list[Effect] = [Announce(said), PeriodTuned(course.tuned_period.seconds)] if said else []
         ending, lead = course.view is not None and course.view.ending, course.strategies.snapshot_lead
         due = self.duty.is_due(
             course.record, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=lead
@@ -152,7 +152,7 @@ class Snapshots:
         assert self.course.record is not None
         self.course.evaluations.asked = max(self.course.evaluations.asked, version)
         shards = (shard.index for shard in self.course.record.layout.shards)
-        return [Capture(self.duty.begin(version, shards, self.course.now, writers), version, tuple(writers))]
+        return [TakeSnapshot(self.duty.begin(version, shards, self.course.now, writers), version, tuple(writers))]
 
     def _may_be_stored(self, version: int, missed: Sequence[str]) -> bool:
         return self._has_come(version) and self.course.evaluating.isdisjoint(missed)
@@ -195,9 +195,9 @@ class Snapshots:
             return []
         if self._at_the_end(version) and self._ending:
             return self._hold(event.reason)
-        said: list[Effect] = [Say(f"snapshot {event.snapshot} could not be taken: {event.reason}")]
+        said: list[Effect] = [Announce(f"snapshot {event.snapshot} could not be taken: {event.reason}")]
         if not self.course.begun:
-            said.append(Say(_NO_FIRST))
+            said.append(Announce(_NO_FIRST))
             self.duty.wanted = True
             self._begin()
         return said
@@ -206,7 +206,7 @@ class Snapshots:
         """The last version could not be stored: keep it in memory until it is, or until the user lets the job end."""
         if not self.duty.hold():
             return []
-        return [Hold(
+        return [TellHeld(
             f"version {self._last_version}, the last, is not stored ({reason}). {self.holders} hold it in memory and "
             "wait: make room, it is tried again. Ctrl-C ends the job without it; scripts then go on, and may save the "
             "model"

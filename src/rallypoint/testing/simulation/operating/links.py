@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.placing.links import Links
+from rallypoint.core.placing.links import MeasuredLinks
 from rallypoint.core.plan.measured import LinkSpeeds
 from rallypoint.core.protocol import Beat
 from rallypoint.testing.simulation.network import Node
-from rallypoint.testing.simulation.policies import Played, Resumed, Uneven
+from rallypoint.testing.simulation.policies import Played, ResumedPlay, Uneven
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.plan import Plan
@@ -36,14 +36,14 @@ def steady(plan: Plan) -> Plan:
 
 def on_uneven(played: Played) -> Uneven:
     """What `uneven` has made of what plays `played`."""
-    assert not isinstance(played, Uneven | Resumed)
+    assert not isinstance(played, Uneven | ResumedPlay)
     return Uneven(played)
 
 
 def quick(machine: ClusterMachine) -> None:
     """Let shards move soon and often: a simulated job takes a few seconds."""
     if machine.terms.measure_links:
-        machine.course.links = Links(LinkSpeeds(least=1.0), settle_s=0.0, rest_s=0.3)
+        machine.course.links = MeasuredLinks(LinkSpeeds(least=1.0), settle_s=0.0, rest_s=0.3)
 
 
 def with_paces(beat: Beat, node: Node, role: str) -> Beat:

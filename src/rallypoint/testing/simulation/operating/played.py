@@ -17,18 +17,18 @@ from rallypoint.testing.simulation.policies import (
     Audited,
     AuditedWrong,
     Carrying,
-    CodecState,
+    CodecStatePlay,
     Deciding,
     Evaluating,
-    InnerState,
+    InnerStatePlay,
     Keyed,
-    Paused,
+    PausedPlay,
     Played,
     Poisoned,
-    Resumed,
+    ResumedPlay,
     Scaled,
     Stopped,
-    Tables,
+    TablesPlay,
     Uneven,
 )
 from rallypoint.testing.simulation.server import SimulatedServer
@@ -40,14 +40,14 @@ def played_by(plan: Plan) -> Played:
     job, faults = plan.job, tuple(fault for fault in plan.faults if fault.kind != PAUSE)
     if plan.resumes:
         played = played_by(replace(plan, faults=tuple(fault for fault in plan.faults if fault.kind != RESUME)))
-        assert not isinstance(played, Paused | Uneven | Resumed)
-        return Resumed(played)
+        assert not isinstance(played, PausedPlay | Uneven | ResumedPlay)
+        return ResumedPlay(played)
     if plan.terms.measure_links:
         return links.on_uneven(played_by(links.steady(plan)))
     if len(faults) < len(plan.faults):
         played = played_by(replace(plan, faults=faults))
-        assert not isinstance(played, Paused | Uneven | Resumed)
-        return Paused(played)
+        assert not isinstance(played, PausedPlay | Uneven | ResumedPlay)
+        return PausedPlay(played)
     if isinstance(job, KeyedJob):
         assert not isinstance(job.sync, LocalSteps | AllReduce)
         return Keyed(job.sync)
@@ -61,14 +61,14 @@ def played_by(plan: Plan) -> Played:
         return Deciding() if job.rules.steers else Evaluating()
     if job.tables:
         assert not isinstance(job.sync, LocalSteps | AllReduce)
-        return Tables(job.sync)
+        return TablesPlay(job.sync)
     if job.inner and isinstance(job.sync, LocalSteps):
-        return InnerState(job.sync)
+        return InnerStatePlay(job.sync)
     if job.poison is not None:
         return Poisoned(job.sync)
     if job.stop is not None:
         return Stopped(job.sync)
-    return CodecState(job.sync) if has_state(job.codec) else job.sync
+    return CodecStatePlay(job.sync) if has_state(job.codec) else job.sync
 
 
 # What everybody waits for, where a run is stuck.

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from rallypoint.core.shard.relay import Answer, Relay
+from rallypoint.core.shard.relay import Relay, StateAnswer
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.handover import Encoding, Key, encoding_of
 from rallypoint.core.worker.shell import WorkerShell
-from rallypoint.core.worker.slots import CodecEffect, Give, Recall, Release, ResetCodecs, Send
+from rallypoint.core.worker.slots import CodecEffect, Give, Recall, ReleaseState, ResetCodecs, Send
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.replicas.contents import GARBAGE, Content
 
@@ -88,7 +88,7 @@ class SimulatedEncoder:
                 self._given.clear()
             case Recall(shard=shard, replica=replica, server=server):
                 self._send(server, ("recall", self._shell.number, shard, replica))
-            case Release(shard=shard, replica=replica):
+            case ReleaseState(shard=shard, replica=replica):
                 self._given[shard, replica] = self._kept.pop((shard, replica), None)
             case Give(shard=shard, replica=replica, server=server):
                 given = self._given.get((shard, replica))
@@ -195,6 +195,6 @@ class ServerCodecStates:
         for replica, state in states.items():
             self._relay.restored(shard, replica, state.step, replace(state, generation=generation))
 
-    def _answer(self, answers: list[Answer[Residual]]) -> None:
+    def _answer(self, answers: list[StateAnswer[Residual]]) -> None:
         for worker, shard, replica, _, state in answers:
             self._tell(worker, ("codec state", shard, replica, state))

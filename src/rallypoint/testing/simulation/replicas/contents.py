@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rallypoint.config import audits_of
 from rallypoint.core.cadence import Cadence
-from rallypoint.core.layout import Layout, Part, Shard, TensorSpec, carried_by
+from rallypoint.core.layout import Layout, Shard, TablePart, TensorSpec, carried_by
 from rallypoint.core.shard.events import Contribute
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def layout_of(
     of = [-1 if i in buffers else groups[i % len(groups)] for i in range(count)]
     for replica in range(carried):
         of[count - carried + replica] = carried_by(replica)
-    parts = {i: Part(0, part, len(tables), 1) for part, i in enumerate(tables)}
+    parts = {i: TablePart(0, part, len(tables), 1) for part, i in enumerate(tables)}
     shards = tuple(
         Shard(i, group, 16 * i, 16 * i + 16) if i not in parts else Shard(i, group, 0, 0, 16, parts[i])
         for i, group in enumerate(of)
