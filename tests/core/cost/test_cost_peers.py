@@ -67,5 +67,4 @@ def test_replicas_are_added_up_before_anything_is_sent() -> None:
 def test_inside_one_host_no_link_is_used() -> None:
     assert Ring.of(Workers(8, RATE, per_host=8), 0.0).rate > 100 * RATE
     assert Ring.of(Workers(16, RATE, per_host=8), 0.0).rate == PAYLOAD * RATE
-    assert Ring.of(Workers(16, RATE, per_host=8), 0.0, uplink=RATE / 2).rate == PAYLOAD * RATE / 2
     assert Ring.of(Workers(1, RATE), 0.0).seconds(1e9) == 0.0

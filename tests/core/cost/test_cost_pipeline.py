@@ -20,7 +20,7 @@ from rallypoint.core.plan.site import (
     paced,
     paced_by_port,
 )  # fmt: skip
-from rallypoint.core.plan.workload import Layer, Workload, layers_of, transformer
+from rallypoint.core.plan.workload import Layer, Workload, transformer
 
 MBIT = 1e6 / 8
 NETLAB_QUEUE = 512 * 1024.0  # what `tests/support/netlab.py` lets wait at a port
@@ -36,10 +36,10 @@ def gpt(mbit: float, ratio: float, *, kib: int = 1024, clip: bool = False, width
     """The GPT of `benchmarks/train.py`, whose blocks sleep for `ratio` times K/B."""
     block = 8
     sizes = [(256 + block) * width, *([4 * width**2 + 6 * width, 8 * width**2 + 7 * width] * 6)]
-    seconds = ratio * 4 * sum(sizes) / (mbit * MBIT)
-    return Workload(
-        layers=layers_of(sizes, seconds, fixed=[0.0, *([1.0, 2.0] * 6)]), shard_bytes=kib << 10, clip=clip
-    )  # fmt: skip
+    each = ratio * 4 * sum(sizes) / (mbit * MBIT) / 54  # a third of a block's forward pass
+    slept = [0.0, *([each, 2 * each] * 6)]
+    layers = tuple(Layer(size, forward, 2 * forward) for size, forward in zip(sizes, slept, strict=True))
+    return Workload(layers=layers, shard_bytes=kib << 10, clip=clip)
 
 
 # ---- the ends, where a closed form says what must come out ----

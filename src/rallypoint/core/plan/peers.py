@@ -30,11 +30,11 @@ class Ring:
     latency: float
 
     @classmethod
-    def of(cls, workers: Workers, latency: float, uplink: float = 0.0) -> Ring:
-        """The ring of a group of workers; a rack's `uplink` is passed once each way too."""
+    def of(cls, workers: Workers, latency: float) -> Ring:
+        """The ring of a group of workers."""
         if workers.count <= workers.per_host:
             return cls(workers.count, INSIDE_RATE, latency)
-        return cls(workers.count, PAYLOAD * min(workers.rate, uplink or math.inf), latency)
+        return cls(workers.count, PAYLOAD * workers.rate, latency)
 
     def seconds(self, nbytes: float, passes: int = 2) -> float:
         """Reduce-scatter and all-gather of so many bytes, or only one of them (`passes` = 1)."""
