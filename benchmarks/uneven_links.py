@@ -21,8 +21,8 @@ import typer
 from rich.console import Console
 
 from cluster import BenchmarkFailed, Members, Site, Spread, main, report, step_times, table
+from rallypoint.core.placing.uplinks import Rack, duration, shares
 from rallypoint.core.plan.topology import HostFacts, RackFacts, Topology
-from rallypoint.core.plan.uplinks import Rack, duration, shares
 from reduce_member import Result, Task
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))

@@ -48,8 +48,8 @@ BUDGETS = {
     "rows of the feature table": 43,
     "refused pairs": 88,
     "fields of View": 26,
-    "lines": 82_974,
-    "files": 359,
+    "lines": 82_883,
+    "files": 356,
     "folders": 37,
     "classes that share their name": 16,
 }  # what a stranger has to learn: whoever needs more says here why

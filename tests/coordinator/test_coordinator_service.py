@@ -62,8 +62,7 @@ from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, AddressInUse, DataError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.handshake import COORDINATOR, Identity, introduce, job_secret
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import COORDINATOR, Identity, introduce, job_secret, ticket_for
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.transport import InprocTransport
 from rallypoint.store import files
@@ -135,7 +134,8 @@ class House:
     def call(self, role: str, id: str, incarnation: int = 0) -> Channel:
         """A bare connection: it has said hello, and nothing speaks for it."""
         connection = self.transport.connect(self.coordinator.address, PATIENCE_S)
-        secret = ticket(job_secret(self.coordinator._journal.secret, ""), role, id, incarnation) if incarnation else b""
+        known = job_secret(self.coordinator._journal.secret, "")
+        secret = ticket_for(known, role, id, incarnation) if incarnation else b""
         hello = Hello(role, id, "here", incarnation=incarnation, to=COORDINATOR)
         _, keys = introduce(connection, hello, "", secret)
         connection.set_timeout(PATIENCE_S)

@@ -11,7 +11,7 @@ from rallypoint.coordinator.joining.shared import BURST, EVERY_S, MOST_OF_ONE_CA
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.core.protocol import Caches, Holder, NewView, Offers
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import ticket_for
 
 SECRET = b"s" * 32
 
@@ -43,8 +43,8 @@ def test_each_hears_of_all_and_can_prove_itself_to_each_other() -> None:
     assert [(one.id, one.incarnation, one.address) for one in found["w0"].holders] == [
         ("w0", 3, "10.0.0.0:1"), ("w1", 4, "10.0.0.1:1"),
     ]  # fmt: skip
-    secret = ticket(SECRET, "worker", "w1", 4)  # what w1 was told when it was admitted
-    assert found["w0"].tickets == {"w1": ticket(secret, "worker", "w0", 3)}
+    secret = ticket_for(SECRET, "worker", "w1", 4)  # what w1 was told when it was admitted
+    assert found["w0"].tickets == {"w1": ticket_for(secret, "worker", "w0", 3)}
 
 
 def test_who_leaves_or_comes_back_as_somebody_new_is_forgotten_until_he_says_it_again() -> None:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rallypoint.core.placing.uplinks import Situation, Uplinks
+from rallypoint.core.placing.uplinks import Rack, Situation, Uplinks, duration, factors, shares
 from rallypoint.core.plan.topology import mbit_of, weights_of
-from rallypoint.core.plan.uplinks import Rack, duration, factors, shares
 from rallypoint.core.view import Assignment, Member
 
 NARROW = {"a": Rack(4, 400.0), "b": Rack(1, 300.0, 100.0)}

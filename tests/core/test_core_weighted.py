@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.layout import Shard
-from rallypoint.core.placing.placement import place, place_backups
-from rallypoint.core.plan.weighted import _within, weighted_ranking
+from rallypoint.core.placing.placement import _within, place, place_backups, weighted_ranking
 
 PURE = settings(derandomize=True, deadline=None, max_examples=70)
 NAMES = ("a", "b", "c", "d")

@@ -17,8 +17,7 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.errors import LinkError, RallypointError
 from rallypoint.net.channel import Sealer
 from rallypoint.net.frames import Kind
-from rallypoint.net.handshake import Credentials, Identity, greet
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import Credentials, Identity, greet, ticket_for
 from rallypoint.net.transport import InprocConnection, InprocListener, InprocTransport
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.exchange import Exchange
@@ -81,7 +80,7 @@ class FakeServers:
         incarnation = next(worker.incarnation for worker in self.view.workers if worker.id == self.me)
         known = Credentials(Identity("worker", self.me, TOKEN))
         known.admitted(incarnation, b"")
-        known.given(self.view, {id: ticket(SECRET, "worker", self.me, incarnation) for id in self._servers})
+        known.given(self.view, {id: ticket_for(SECRET, "worker", self.me, incarnation) for id in self._servers})
         return ExchangeContext(known, transport, Tracer(self.me), lambda text: None)
 
     def _accept(self, server: Member, listener: InprocListener) -> tuple[InprocConnection, Sealer]:

@@ -17,8 +17,16 @@ from rallypoint.errors import AccessDenied, LinkError, RallypointError
 from rallypoint.net.certificates import TlsFiles
 from rallypoint.net.channel import Channel, Sealer
 from rallypoint.net.frames import Header, Kind, pack
-from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, LinkKeys, _Transcript, introduce, role_token, token_keys
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import (
+    COORDINATOR,
+    PROOF_BYTES,
+    LinkKeys,
+    _Transcript,
+    introduce,
+    role_token,
+    ticket_for,
+    token_keys,
+)
 from rallypoint.net.tcp import TcpConnection, split_address
 from rallypoint.net.tls import TlsConnection
 from rallypoint.net.transport import Connection, InprocConnection, _Pipe
@@ -177,7 +185,7 @@ class Stranger:
             role, member.id, "nowhere", incarnation=member.incarnation, view=view,
             to=(me.role, me.id, me.incarnation),
         )  # fmt: skip
-        return introduce(connection, hello, ticket=ticket(me.secret, role, member.id, member.incarnation))[1]
+        return introduce(connection, hello, ticket=ticket_for(me.secret, role, member.id, member.incarnation))[1]
 
     def _throw(self, connection: Connection, sealer: Sealer, frame: Frame) -> None:
         if not self._is_harmless(frame.header):

@@ -19,8 +19,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Credentials, Identity
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import Credentials, Identity, ticket_for
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Listener, Transport
 from rallypoint.observe.trace import Tracer
@@ -62,7 +61,7 @@ def credentials(server: Member) -> Credentials:
     known = Credentials(Identity("worker", "worker0", TOKEN))
     known.admitted(5, b"")
     view = View(ViewNumber(), ViewNumber(), (), (server,), (), {})
-    known.given(view, {server.id: ticket(SECRET, "worker", "worker0", 5)})
+    known.given(view, {server.id: ticket_for(SECRET, "worker", "worker0", 5)})
     return known
 
 

@@ -25,8 +25,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError
 from rallypoint.net.channel import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.frames import HEADER_BYTES, PROTOCOL, SKIP, Header, Kind, pack, unpack
-from rallypoint.net.handshake import COORDINATOR, LinkKeys, introduce
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import COORDINATOR, LinkKeys, introduce, ticket_for
 from rallypoint.net.tcp import TcpConnection, TcpTransport
 from rallypoint.server.service import ServerService
 from rallypoint.worker.loop.session import Job
@@ -377,7 +376,7 @@ class Fuzzer:
             incarnation = next((member.incarnation for member in members if member.id == id), 7)
             to = ("server", server, me.incarnation)
             hello = messages.Hello(role, id, "nowhere", incarnation=incarnation, to=to)
-            known = ticket(me.secret, role, id, incarnation)
+            known = ticket_for(me.secret, role, id, incarnation)
         try:
             _, keys = introduce(connection, hello, TOKEN, known)
         except (AccessDenied, LinkError):  # a member may be refused here: taken id, unknown role, the job is full

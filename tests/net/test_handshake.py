@@ -34,9 +34,9 @@ from rallypoint.net.handshake import (
     introduce,
     new_token,
     role_token,
+    ticket_for,
     token_keys,
 )
-from rallypoint.net.handshake import ticket_for as ticket
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Transport
 from rallypoint.testing.contracts.transports import Beside, receive
@@ -266,7 +266,7 @@ W0 = Hello("worker", "w0", "here", incarnation=7, to=("server", "server1", 2))
 @pytest.mark.parametrize(("listens", "hello"), [(SERVER, W0), (ME, msgspec.structs.replace(HELLO, incarnation=7))])
 def test_who_has_the_ticket_comes_in(ends: tuple[Tapped, Tapped], listens: Identity, hello: Hello) -> None:
     near, far = ends
-    known = ticket(SECRET, "worker", "w0", 7)
+    known = ticket_for(SECRET, "worker", "w0", 7)
     with Beside(listener := Listener(far, listens)) as listening:
         _, keys = join(near, hello=hello, ticket=known)
         listening.raise_if_failed()
@@ -280,8 +280,8 @@ def test_who_has_the_ticket_comes_in(ends: tuple[Tapped, Tapped], listens: Ident
 @pytest.mark.parametrize(
     "known",
     [
-        bytes(32), ticket(SECRET, "worker", "w1", 7), ticket(SECRET, "worker", "w0", 6),
-        ticket(SECRET, "server", "w0", 7), ticket(b"another server's", "worker", "w0", 7),
+        bytes(32), ticket_for(SECRET, "worker", "w1", 7), ticket_for(SECRET, "worker", "w0", 6),
+        ticket_for(SECRET, "server", "w0", 7), ticket_for(b"another server's", "worker", "w0", 7),
     ],
     ids=["zeros", "another worker's", "an earlier incarnation's", "another role's", "for another server"],
 )  # fmt: skip
@@ -385,7 +385,7 @@ def test_a_token_holder_cannot_listen_as_a_server_or_as_the_coordinator_of_membe
     near, far = ends
     fake = Identity("server", "server1", TOKEN, incarnation=2, secret=b"made up")
     with Beside(Listener(far, fake)), pytest.raises(UnprovenPeer, match="that it knows the ticket of worker w0"):
-        join(near, hello=W0, ticket=ticket(SECRET, "worker", "w0", 7))
+        join(near, hello=W0, ticket=ticket_for(SECRET, "worker", "w0", 7))
 
 
 def test_a_server_takes_nobody_before_it_is_admitted_itself(ends: tuple[Tapped, Tapped]) -> None:
@@ -394,7 +394,7 @@ def test_a_server_takes_nobody_before_it_is_admitted_itself(ends: tuple[Tapped, 
     hello = msgspec.structs.replace(W0, to=("server", "server1", 0))
     with Beside(Listener(far, Identity("server", "server1", TOKEN))) as listening:
         with pytest.raises(LinkError):
-            join(near, hello=hello, ticket=ticket(b"", "worker", "w0", 7))
+            join(near, hello=hello, ticket=ticket_for(b"", "worker", "w0", 7))
         assert "server server1 is not admitted to the job yet" in str(listening.outcome())
 
 

@@ -35,8 +35,7 @@ from rallypoint.net import member
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Identity
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import Identity, ticket_for
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, InprocTransport, Listener, Transport
@@ -134,7 +133,7 @@ def me(coordinator: Coordinator) -> Iterator[Member]:
 
 def admission(incarnation: int) -> Admitted:
     """The coordinator's word that admits worker0."""
-    return Admitted(incarnation, ticket(SECRET, "worker", "worker0", incarnation))
+    return Admitted(incarnation, ticket_for(SECRET, "worker", "worker0", incarnation))
 
 
 def admit(coordinator: Coordinator, me: Member, incarnation: int) -> tuple[Channel, bool]:

@@ -42,8 +42,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, RallypointError, UnprovenPeer
 from rallypoint.net.channel import Channel, Sealer
 from rallypoint.net.frames import Header, Kind, wants
-from rallypoint.net.handshake import COORDINATOR, introduce, job_secret
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import COORDINATOR, introduce, job_secret, ticket_for
 from rallypoint.net.transport import InprocTransport
 from rallypoint.server.inbox import Gone, Linked, Wake
 from rallypoint.server.reducer import Reducer
@@ -122,7 +121,7 @@ class Job:
                 incarnation = next((member.incarnation for member in members if member.id == id), 7)
                 to = ("server", me.id, me.incarnation)
                 hello = Hello(role, id, "here", incarnation=incarnation, view=self.view.number, to=to)
-                return hello, "", ticket(me.secret, role, id, incarnation)
+                return hello, "", ticket_for(me.secret, role, id, incarnation)
         return Hello(role, id, "here", to=COORDINATOR), "", b""
 
     def stranger_says(self, *messages: Message) -> None:
@@ -243,7 +242,7 @@ def test_a_stranger_is_shown_out_of_a_server(job: Job, role: str) -> None:
 def test_a_token_holder_cannot_come_to_a_server_as_a_member(job: Job, role: str, id: str, known: bytes) -> None:
     """Else it could end that member's own connection, and push in its name."""
     hello, token, _ = job._proof(job.servers[0]._gate.address, role, id)
-    own = ticket(job.servers[0]._gate.me.secret, "worker", "stranger", 9) if known == b"of its own" else known
+    own = ticket_for(job.servers[0]._gate.me.secret, "worker", "stranger", 9) if known == b"of its own" else known
     connection = job.transport.connect(job.servers[0]._gate.address, PATIENCE_S)
     with pytest.raises(UnprovenPeer, match=f"refuses {role} {id} without proving"):
         introduce(connection, hello, token, own)
@@ -254,12 +253,12 @@ def test_a_token_holder_cannot_come_to_a_server_as_a_member(job: Job, role: str,
 
 def test_a_member_is_told_its_own_secret_and_tickets_alone(job: Job) -> None:
     secret = job_secret(job.coordinator._journal.secret, "")
-    assert job.admitted.secret == ticket(secret, "worker", "worker0", job.admitted.incarnation)
+    assert job.admitted.secret == ticket_for(secret, "worker", "worker0", job.admitted.incarnation)
     assert job.tickets.keys() == {"server0", "server1"}
     for server in job.servers:
         me = server._gate.me
-        assert me.secret == ticket(secret, "server", server.id, me.incarnation)
-        assert job.tickets[server.id] == ticket(me.secret, "worker", "worker0", job.admitted.incarnation)
+        assert me.secret == ticket_for(secret, "server", server.id, me.incarnation)
+        assert job.tickets[server.id] == ticket_for(me.secret, "worker", "worker0", job.admitted.incarnation)
     known = {job.admitted.secret, *job.tickets.values(), *(server._gate.me.secret for server in job.servers)}
     assert len(known) == 5
 

@@ -14,7 +14,7 @@ from rallypoint.core.protocol import Caches, NewView, OfViews, ViewChange, decod
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.view_difference import WrongBase, apply, canonical, difference
 from rallypoint.errors import CorruptFrame
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import ticket_for
 from rallypoint.net.member import ViewReceiver
 
 SECRET = b"s" * 32
@@ -127,8 +127,8 @@ def test_in_the_end_all_have_the_same_view_and_the_tickets_of_who_got_it_whole(e
         assert isinstance(whole, NewView)
         assert whole.tickets.items() <= has.tickets.items(), "every ticket that it would have got with the whole view"
         for other, secret in has.tickets.items():
-            of_other = ticket(SECRET, role(other), other, cluster.here[other])
-            assert secret == ticket(of_other, role(id), id, incarnation), "and none that its listener would refuse"
+            of_other = ticket_for(SECRET, role(other), other, cluster.here[other])
+            assert secret == ticket_for(of_other, role(id), id, incarnation), "and none that its listener would refuse"
 
 
 def test_a_difference_without_its_base_ends_the_connection_and_nothing_else() -> None:

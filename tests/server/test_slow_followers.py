@@ -17,8 +17,7 @@ from rallypoint.core.protocol import Hello, NewView, Propose
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
-from rallypoint.net.handshake import COORDINATOR, FIRST_VIEW, introduce
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import COORDINATOR, FIRST_VIEW, introduce, ticket_for
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.server.held import newest_is_enough
 from rallypoint.server.reducer import Reducer
@@ -65,7 +64,7 @@ class Cluster:
         if view != FIRST_VIEW:
             me = self.server._gate.me
             incarnation = next(worker.incarnation for worker in self.view.workers if worker.id == id)
-            to, known = ("server", "server0", me.incarnation), ticket(me.secret, "worker", id, incarnation)
+            to, known = ("server", "server0", me.incarnation), ticket_for(me.secret, "worker", id, incarnation)
             hello = Hello("worker", id, "here", incarnation=incarnation, view=view, to=to)
         _, keys = introduce(connection, hello, "", known)
         connection.set_timeout(PATIENCE_S)

@@ -14,8 +14,7 @@ from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Credentials, Identity
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import Credentials, Identity, ticket_for
 from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.job import ServerJob
@@ -42,7 +41,7 @@ def test_a_server_that_is_ahead_by_a_view_does_not_keep_the_aggregator_from_the_
     first = View(ViewNumber(1, 1), ViewNumber(1, 1), (), (server,), (), {0: "s"}, {})
     credentials = Credentials(Identity("aggregator", "a"))
     credentials.admitted(2, b"")
-    credentials.given(first, {"s": ticket(SECRET, "aggregator", "a", 2)})
+    credentials.given(first, {"s": ticket_for(SECRET, "aggregator", "a", 2)})
     came: list[Event | None] = []
     upstream = Upstream(
         credentials, ServerJob(record_of(CONFIG, LAYOUT), CONFIG), views, came.append, transport=transport,

@@ -22,8 +22,7 @@ from rallypoint.errors import JobAborted, LinkError, ProtocolError
 from rallypoint.net.channel import Channel, Rank
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Credentials, Identity
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import Credentials, Identity, ticket_for
 from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.trace import Tracer
 from rallypoint.testing.contracts.beside import until
@@ -58,7 +57,7 @@ def credentials() -> Credentials:
 
 def _adopt(exchange: Exchange, view: View) -> None:
     """A view comes, with tickets for its servers."""
-    given = {server.id: ticket(SECRET, "worker", "w", 2) for server in view.servers}
+    given = {server.id: ticket_for(SECRET, "worker", "w", 2) for server in view.servers}
     exchange._links._context.credentials.given(view, given)
     exchange.adopt(view)
 

@@ -37,8 +37,7 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net import handshake
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Identity
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import Identity, ticket_for
 from rallypoint.net.transport import InprocTransport
 from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange.exchange import Exchange
@@ -72,7 +71,7 @@ class Coordinator:
 
     def admit(self, incarnation: int) -> Channel:
         channel = self.joined.get(timeout=PATIENCE_S)
-        channel.send_message(Admitted(incarnation, ticket(SECRET, "worker", "w", incarnation)))
+        channel.send_message(Admitted(incarnation, ticket_for(SECRET, "worker", "w", incarnation)))
         return channel
 
     def next(self, kind: type[Message]) -> Any:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
-PROBE_BYTES = 16
 _LONG = 1 << 16  # elements: more than torch's grain size, so that sums are cut as for several threads
 _DTYPES = (torch.float32, torch.bfloat16)
 

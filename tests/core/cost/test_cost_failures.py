@@ -6,18 +6,13 @@ import math
 
 import pytest
 
-from rallypoint.core.plan.failures import NEVER, daly_period, elastic_goodput, goodput, young_period
+from rallypoint.core.plan.failures import NEVER, daly_period, elastic_goodput, goodput
 
 HOUR, DAY = 3600.0, 86400.0
 
 
-def test_youngs_period_is_the_root_of_twice_cost_times_mtbf() -> None:
-    assert young_period(50.0, 10_000.0) == 1000.0
-    assert young_period(50.0, NEVER) == NEVER
-
-
 def test_dalys_period_comes_near_to_youngs_for_cheap_snapshots_and_never_exceeds_the_mtbf() -> None:
-    assert daly_period(1.0, DAY) == pytest.approx(young_period(1.0, DAY), rel=5e-3)
+    assert daly_period(1.0, DAY) == pytest.approx(math.sqrt(2 * DAY), rel=5e-3)
     assert daly_period(3 * HOUR, HOUR) == HOUR
     assert daly_period(1.0, NEVER) == NEVER
 

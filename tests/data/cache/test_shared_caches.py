@@ -20,8 +20,7 @@ from rallypoint.errors import DataError, LinkError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Identity, introduce
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import Identity, introduce, ticket_for
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection
 
@@ -74,7 +73,7 @@ class Host:
         return Holder(self.id, 1, self.answering.gate.address, self.cache.id)
 
     def tell(self, holders: list[Holder]) -> None:
-        tickets = {one.id: ticket(b"%-32s" % one.id.encode(), "worker", self.id, 1) for one in holders}
+        tickets = {one.id: ticket_for(b"%-32s" % one.id.encode(), "worker", self.id, 1) for one in holders}
         self.roster.tell(Known(self.id, 1, "host", Caches(tuple(holders), tickets)))
 
     def get(self, number: int) -> bytes:
@@ -301,7 +300,7 @@ def ask(host: Host, wanted: Any, *, role: str = "worker", secret: bytes | None =
     me = ("worker", host.id, 1)
     connection = TcpTransport().connect(host.answering.gate.address, 5.0)
     try:
-        own = ticket(host.me.secret if secret is None else secret, role, id, 1)
+        own = ticket_for(host.me.secret if secret is None else secret, role, id, 1)
         _, keys = introduce(connection, Hello(role, id, "h", incarnation=1, to=me), ticket=own)
         channel = Channel(connection, host.id, keys)
         try:
@@ -390,7 +389,7 @@ def connected(host: Host, id: str) -> Channel:
     """Another member's connection, which it keeps."""
     connection = TcpTransport().connect(host.answering.gate.address, 5.0)
     hello = Hello("worker", id, "h", incarnation=1, to=("worker", host.id, 1))
-    _, keys = introduce(connection, hello, ticket=ticket(host.me.secret, "worker", id, 1))
+    _, keys = introduce(connection, hello, ticket=ticket_for(host.me.secret, "worker", id, 1))
     connection.set_deadline(20.0)
     return Channel(connection, host.id, keys)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from rallypoint.core.protocol import Caches, Holder, Offers
 from rallypoint.core.view import View
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import ticket_for
 from rallypoint.observe.lines import Allowance
 
 MOST_OF_ONE_CACHE = 2  # workers that are named for it
@@ -85,10 +85,11 @@ class _Change:
     def __init__(self, before: Mapping[str, Holder], now: Mapping[str, Holder], secret: bytes) -> None:
         self.new = [one for one in now.values() if before.get(one.id) != one]
         self.gone = tuple(sorted(before.keys() - now.keys()))
-        self._secrets = {one.id: ticket(secret, "worker", one.id, one.incarnation) for one in self.new}
+        self._secrets = {one.id: ticket_for(secret, "worker", one.id, one.incarnation) for one in self.new}
 
     def tickets(self, worker: str, incarnation: int) -> dict[str, bytes]:
         """This worker's tickets for those that are new."""
         return {
-            id: ticket(secret, "worker", worker, incarnation) for id, secret in self._secrets.items() if id != worker
+            id: ticket_for(secret, "worker", worker, incarnation)
+            for id, secret in self._secrets.items() if id != worker
         }

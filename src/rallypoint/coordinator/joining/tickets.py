@@ -14,8 +14,7 @@ from rallypoint.coordinator.joining.shared import Shared
 from rallypoint.core.protocol import Admitted, Caches, Knows, NewView, Offers, OfViews, ViewChange
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.view_difference import ViewDifference, canonical, difference
-from rallypoint.net.handshake import proof_of_view
-from rallypoint.net.handshake import ticket_for as ticket
+from rallypoint.net.handshake import proof_of_view, ticket_for
 
 
 class Tickets:
@@ -28,7 +27,7 @@ class Tickets:
 
     def admitted(self, id: str, incarnation: int, role: str) -> Admitted:
         """The message that admits this member."""
-        return Admitted(incarnation, ticket(self._secret, role, id, incarnation))
+        return Admitted(incarnation, ticket_for(self._secret, role, id, incarnation))
 
     def news(self, view: View, members: Sequence[str]) -> Iterator[tuple[str, OfViews | Caches]]:
         """`views`, for members that are connected, with what their connections have brought them until now."""
@@ -51,7 +50,7 @@ class Tickets:
         aggregator too. Who is not in the view has none: no server would listen to it.
         """
         proof, earlier = self.proof(view), {} if sent is None else sent
-        secrets = {one.id: ticket(self._secret, role, one.id, one.incarnation) for role, one in _listening(view)}
+        secrets = {one.id: ticket_for(self._secret, role, one.id, one.incarnation) for role, one in _listening(view)}
         now, known = _Given(view), dict[ViewNumber, tuple[ViewDifference, _Given]]()
         for id in members:
             if (base := earlier.get(id)) is None:
@@ -71,7 +70,7 @@ class Tickets:
             return {}
         had = before if before is not None and before.here.get(id) == who else None
         listeners = now.listeners(id) if had is None else now.new_listeners(id, had)
-        return {one: ticket(secrets[one], who[0], id, who[1]) for one in listeners}
+        return {one: ticket_for(secrets[one], who[0], id, who[1]) for one in listeners}
 
     def offered(self, worker: str, offers: Offers, view: View | None, now: float) -> Iterator[tuple[str, Caches]]:
         """A worker answers for a cache: what to tell those who do. See `Shared.offered`."""

@@ -1,4 +1,5 @@
-"""The ways in which a job could run on some machines, each with what it costs: the rows of `rallypoint plan`."""
+"""The ways in which a job could run on some machines, what each costs, and which of them to use: servers, or DDP or
+FSDP where servers would not pay. They are the rows of `rallypoint plan`, and its last sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from rallypoint.core.plan.workload import Workload
 _STATE = 12  # bytes of a parameter in a snapshot: the value and AdamW's moments
 _SAVED, _SAVED_BY_PEER = 0.12e-9, 0.83e-9  # seconds of training that a byte of a snapshot costs (docs/performance.md)
 _WORKER_STALL, _SERVER_STALL = 0.2, 0.3  # seconds, the same page: 20 kills of a worker, 8 of a server
+_RESTART = 120.0  # seconds until a job without servers trains again after a failure
 _RING_LATENCY = 1e-4  # of one hop of a collective
+MARGIN = 1.03  # a lead that is smaller is not one: what nobody has to change is better
+_MOST = 100  # of a ratio that is told
+_CLOSE = 1.02  # among servers, fewer of them are preferred when they come so near to the best
 _PARTS = (0.25, 0.5, 1.0, 1.25, 2.0)  # of the servers' links that would match the workers'
 
 
@@ -27,36 +32,22 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         gpus: processes that compute, one for each device.
         per_host: devices on each host; they share its link.
-        rate, server_rate: bytes a second and direction of a host's link, and of a server's (0: the same).
+        rate: bytes a second and direction of a host's link, and of a server's.
         servers: how many servers may be had; empty: numbers that suit the workers.
-        rack: hosts of a rack, which share `uplink` (bytes a second each way); 0: no racks.
         memory: bytes of a device; 0: enough.
         mtbf: seconds between two failures of one machine, on average; infinite: none.
-        restart: seconds until a job without servers trains again after a failure.
-        gpu_price, server_price: of an hour of one device, and of one server.
-        slowness: how many times slower than the others the slowest device is.
         paced: the job sets `pace_mbit`, a little below the links' rate.
         by_port: members find a pace by themselves (`pacing="auto"`), where that is not set.
-        queue, speeds: see `core.plan.site`.
     """
 
     gpus: int
     per_host: int = 1
     rate: float
-    server_rate: float = 0.0
     servers: tuple[int, ...] = ()
-    rack: int = 0
-    uplink: float = 0.0
     memory: float = 0.0
     mtbf: float = NEVER
-    restart: float = 120.0
-    gpu_price: float = 0.0
-    server_price: float = 0.0
-    slowness: float = 1.0
     paced: bool = False
     by_port: bool = True
-    queue: float = 0.0
-    speeds: Speeds = Speeds()
 
     @property
     def hosts(self) -> int:
@@ -65,8 +56,8 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
     def workers(self, *, grouped: bool = False, replicas: int = 1) -> Workers:
         """The devices as workers; `grouped`: those of a host are the ranks of one."""
         if grouped:
-            return Workers(self.hosts, self.rate, 1, self.slowness, replicas)
-        return Workers(self.hosts * self.per_host, self.rate, self.per_host, self.slowness, replicas)
+            return Workers(self.hosts, self.rate, replicas=replicas)
+        return Workers(self.hosts * self.per_host, self.rate, self.per_host, replicas=replicas)
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +72,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         period: seconds between snapshots at which that is so; infinite: none are needed.
         memory: of each role.
         fits: a device has that much.
-        price: of a thousand steps; 0: not known.
     """
 
     name: str
@@ -95,7 +85,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     period: float
     memory: Memory
     fits: bool
-    price: float
 
     @property
     def seconds(self) -> float:
@@ -143,32 +132,22 @@ def as_paced(site: Site, workload: Workload, machines: Machines) -> Site:
 
 
 def _unpaced(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
-    server_rate = machines.server_rate or machines.rate
-    matching = machines.hosts * machines.rate / server_rate
-    counts = machines.servers or tuple(sorted({max(1, round(part * matching)) for part in _PARTS}))
+    counts = machines.servers or tuple(sorted({max(1, round(part * machines.hosts)) for part in _PARTS}))
     several = machines.per_host > 1
     workers = machines.workers(grouped=several, replicas=replicas)
     inside = " (ranks of a host are one worker)" if several else ""
-    plain = Site(workers=(workers,), servers=(), queue=machines.queue, speeds=machines.speeds)
     for replication in (1, 2) if machines.mtbf < NEVER else (1,):
         for count in counts:
             if count < replication:
                 continue
-            base = msgspec.structs.replace(
-                plain, servers=(Servers(count, server_rate),), replication=replication, rack=machines.rack,
-                uplink=machines.uplink,
-            )  # fmt: skip
+            base = Site(workers=(workers,), servers=(Servers(count, machines.rate),), replication=replication)
             yield base, inside
-            if several and not machines.rack:
+            if several:
                 apart = (machines.workers(replicas=replicas),)
                 yield msgspec.structs.replace(base, workers=apart, aggregators=True), " and an aggregator a host"
-            if machines.rack and workers.count > machines.rack:
-                nearby = machines.rack * machines.rate
-                site = msgspec.structs.replace(base, aggregators=True, aggregator_rate=nearby)
-                yield site, f"{inside} and an aggregator a rack"
-        if machines.hosts >= max(2, replication) and not machines.rack:
-            own = (Servers(machines.hosts, workers.rate),)
-            beside = msgspec.structs.replace(plain, servers=own, beside=True, replication=replication)
+        if machines.hosts >= 2:
+            own = (Servers(machines.hosts, machines.rate),)
+            beside = Site(workers=(workers,), servers=own, beside=True, replication=replication)
             yield beside, f"{inside} on the workers' hosts"
 
 
@@ -186,41 +165,98 @@ def _ours(workload: Workload, machines: Machines, encoding: Encoding, site: Site
         left, period = stalled * elastic_goodput(_SERVER_STALL, machines.mtbf / count), NEVER
     else:
         period = daly_period(cost, machines.mtbf / count)
-        left = stalled * goodput(period, cost, machines.restart, machines.mtbf / count)
+        left = stalled * goodput(period, cost, _RESTART, machines.mtbf / count)
     if site.replication > 1 and machines.mtbf < NEVER:
         period = daly_period(cost, machines.mtbf / count)  # two at once, or everything
         left *= period / (period + cost)
-    rented = 0 if site.beside else count
     name = f"{count} servers{words}"
     return Candidate(
         name=name.replace("1 servers", "1 server") if count == 1 else name, ours=True, servers=count,
         replication=site.replication, beside=site.beside, codec=encoding.name, step=step, goodput=left, period=period,
         memory=memory, fits=not machines.memory or memory.device <= machines.memory,
-        price=_price(machines, rented, step.seconds / left if left else math.inf),
     )  # fmt: skip
 
 
 def _peers(workload: Workload, machines: Machines, encoding: Encoding, replicas: int) -> Iterator[Candidate]:
     workers = machines.workers(replicas=replicas)
-    ring = Ring.of(workers, _RING_LATENCY, machines.uplink if machines.rack else 0.0)
+    ring = Ring.of(workers, _RING_LATENCY)
     largest = max(layer.words for layer in workload.layers)
     cost = _SAVED_BY_PEER * _STATE * workload.words / machines.hosts
     mtbf = machines.mtbf / machines.hosts
     period = daly_period(cost, mtbf)
-    left = goodput(period, cost, machines.restart, mtbf)
+    left = goodput(period, cost, _RESTART, mtbf)
     for name, step, memory in (
-        ("DDP", ddp_cost(workload, workers, ring, machines.speeds, workload.up), ddp_memory(workload.words)),
-        ("FSDP", fsdp_cost(workload, workers, ring, machines.speeds, workload.up),
+        ("DDP", ddp_cost(workload, workers, ring, Speeds(), workload.up), ddp_memory(workload.words)),
+        ("FSDP", fsdp_cost(workload, workers, ring, Speeds(), workload.up),
          fsdp_memory(workload.words, workers.count, largest)),
     ):  # fmt: skip
         yield Candidate(
             name=name, ours=False, servers=0, replication=1, beside=False, codec=encoding.name, step=step,
             goodput=left, period=period, memory=memory, fits=not machines.memory or memory.device <= machines.memory,
-            price=_price(machines, 0, step.seconds / left if left else math.inf),
         )  # fmt: skip
 
 
-def _price(machines: Machines, servers: int, seconds: float) -> float:
-    """Of a thousand steps."""
-    hourly = machines.gpus * machines.gpu_price + servers * machines.server_price
-    return 1000 * seconds * hourly / 3600 if hourly else 0.0  # also where no step ends
+class Verdict(msgspec.Struct, frozen=True):
+    """`best` is to be used; `other` is the best of the other kind (None: there is none that fits); `why` says so."""
+
+    best: Candidate
+    other: Candidate | None
+    why: str
+
+    @property
+    def ours(self) -> bool:
+        return self.best.ours
+
+
+def verdict_of(candidates: Sequence[Candidate]) -> Verdict:
+    """Choose by the seconds of a step, with what failures take of them."""
+    ours, peers = (_best([one for one in candidates if one.fits and one.ours is kind]) for kind in (True, False))
+    if ours is None and peers is None:
+        least = min(candidates, key=lambda one: one.memory.device)
+        return Verdict(least, None, f"nothing fits: {least.name} needs least, {_gb(least.memory.device)} GB a device")
+    if all(math.isinf(one.seconds) for one in (ours, peers) if one is not None):
+        least = min((one for one in (ours, peers) if one is not None), key=lambda one: one.step.seconds)
+        return Verdict(least, None, f"no layout gets on: with these failures not even {called(least)} ends a step")
+    if peers is None:
+        assert ours is not None
+        return Verdict(ours, None, f"use {called(ours)}: {_says(ours)}; neither DDP nor FSDP fits")
+    if ours is None:
+        return Verdict(peers, None, f"use {called(peers)}: {_says(peers)}; with servers it does not fit")
+    ratio = peers.seconds / ours.seconds
+    if ratio >= MARGIN:
+        times = f"{ratio:.2f}" if ratio < _MOST else f"more than {_MOST}"
+        beside = f"{times} times as fast as {called(peers)} ({_says(peers)})"
+        return Verdict(ours, peers, f"use {called(ours)}: {_says(ours)}, {beside}{_hint(ours)}")
+    waits = peers.step.waited / peers.step.seconds
+    reason = f": computing hides all but {waits:.0%} of its step" if waits < 0.1 else ""
+    why = (
+        f"use {called(peers)}, servers would not pay: {_says(peers)}{reason}, and at best "
+        f"{_says(ours)} with {called(ours)}"
+    )
+    return Verdict(peers, ours, why)
+
+
+def _best(candidates: Sequence[Candidate]) -> Candidate | None:
+    if not candidates:
+        return None
+    least = min(one.seconds for one in candidates)
+    near = [one for one in candidates if one.seconds <= _CLOSE * least]
+    return min(near, key=lambda one: (one.servers, one.seconds))
+
+
+def called(one: Candidate) -> str:
+    """A candidate with all that sets it apart: ``4 servers, replication 2, bf16``."""
+    codec = "" if one.codec == "raw" else f", {one.codec}"
+    return f"{one.name}{', replication 2' if one.replication > 1 else ''}{codec}"
+
+
+def _says(one: Candidate) -> str:
+    return f"{one.seconds:.3g} s a step"
+
+
+def _hint(one: Candidate) -> str:
+    return "" if one.period == NEVER else f"; a snapshot every {one.period:,.0f} s (--snapshot-seconds)"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3g}"

@@ -14,22 +14,17 @@ from statistics import median
 NEVER = math.inf
 
 
-def young_period(cost: float, mtbf: float) -> float:
-    """Seconds between two snapshots, each of which takes `cost` from training: sqrt(2 cost M). Young, 1974.
-
-    Assumes that the cost is small beside M, and that a failure costs half a period on average.
-    """
-    return math.sqrt(2 * cost * mtbf) if mtbf < NEVER else NEVER
-
-
 def daly_period(cost: float, mtbf: float) -> float:
-    """The same to a higher order: Daly, 2006, equation 37. M itself where a snapshot costs 2 M or more."""
+    """Seconds between two snapshots, each of which takes `cost` from training: Daly, 2006, equation 37.
+
+    Its first order is sqrt(2 cost M) (Young, 1974). M itself where a snapshot costs 2 M or more.
+    """
     if mtbf == NEVER:
         return NEVER
     if cost >= 2 * mtbf:
         return mtbf
     part = cost / (2 * mtbf)
-    return young_period(cost, mtbf) * (1 + math.sqrt(part) / 3 + part / 9) - cost
+    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(part) / 3 + part / 9) - cost
 
 
 def goodput(period: float, cost: float, restart: float, mtbf: float) -> float:

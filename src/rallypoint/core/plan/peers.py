@@ -30,11 +30,11 @@ class Ring:
     latency: float
 
     @classmethod
-    def of(cls, workers: Workers, latency: float, uplink: float = 0.0) -> Ring:
-        """The ring of a group of workers; a rack's `uplink` is passed once each way too."""
+    def of(cls, workers: Workers, latency: float) -> Ring:
+        """The ring of a group of workers."""
         if workers.count <= workers.per_host:
             return cls(workers.count, INSIDE_RATE, latency)
-        return cls(workers.count, PAYLOAD * min(workers.rate, uplink or math.inf), latency)
+        return cls(workers.count, PAYLOAD * workers.rate, latency)
 
     def seconds(self, nbytes: float, passes: int = 2) -> float:
         """Reduce-scatter and all-gather of so many bytes, or only one of them (`passes` = 1)."""
@@ -57,8 +57,7 @@ def ddp_cost(workload: Workload, workers: Workers, ring: Ring, speeds: Speeds, w
     if filled:
         free = max(free, now) + ring.seconds(size * filled)
     seconds = max(free, now) + speeds.step * workload.nbytes
-    moved = 2 * ring_bytes(size * workload.words, ring.members)
-    return StepCost(seconds, seconds - _busy(workload, workers), moved)
+    return StepCost(seconds, seconds - _busy(workload, workers))
 
 
 def fsdp_cost(workload: Workload, workers: Workers, ring: Ring, speeds: Speeds, word_bytes: float = 4.0) -> StepCost:
@@ -83,8 +82,7 @@ def fsdp_cost(workload: Workload, workers: Workers, ring: Ring, speeds: Speeds, 
         now = max(now, here[index]) + layers[index].backward * workers.slowness
         free = max(free, now) + ring.seconds(word_bytes * layers[index].words, 1)
     seconds = max(free, now) + speeds.step * workload.nbytes / ring.members
-    moved = 2 * fsdp_bytes(word_bytes * workload.words, ring.members)
-    return StepCost(seconds, seconds - _busy(workload, workers), moved)
+    return StepCost(seconds, seconds - _busy(workload, workers))
 
 
 def _replicas_before(workload: Workload, workers: Workers) -> float:
@@ -104,14 +102,6 @@ def ring_bytes(nbytes: float, members: int) -> float:
     for large n only: for n = 2 it is K.)
     """
     return 2 * (members - 1) / members * nbytes
-
-
-def fsdp_bytes(nbytes: float, members: int) -> float:
-    """What each rank sends in a step when parameters are sharded: gathered twice, gradients scattered, 3(n-1)/n K.
-
-    Rajbhandari et al., 2020 (ZeRO-3), section 7; FSDP2 with `reshard_after_forward`. They count 3 K, for large n.
-    """
-    return 3 * (members - 1) / members * nbytes
 
 
 # Bytes that each role holds for a model, fp32 with AdamW: the table of docs/memory.md as functions.

@@ -218,26 +218,18 @@ _STEPS = 3  # the last one is what a step takes: each begins as the one before i
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """What a step of training takes, and what a worker and a server send and receive in it (bytes).
-
-    `waited` is the part of it in which a worker computed nothing.
-    """
+    """What a step of training takes; `waited` is the part of it in which a worker computed nothing."""
 
     seconds: float
-    waited: float = 0.0
-    worker_bytes: float = 0.0
-    server_bytes: float = 0.0
+    waited: float
 
 
 def step_cost(workload: Workload, site: Site) -> StepCost:
     """What a step takes with these servers, once it goes on as the one before it did."""
     site = split(workload, site)
     seconds = Pipeline(workload, site).run(_STEPS) / workload.steps
-    each = (workload.up + workload.down) / WORD_BYTES * workload.nbytes / workload.steps
-    senders = sum(Wiring(site).senders(i) for i in range(len(site.workers)))
-    copies = 2 * (site.replication - 1) * workload.nbytes / workload.steps
     busy = max(group.slowness * group.replicas for group in site.workers) * workload.compute
-    return StepCost(seconds, max(0.0, seconds - busy), each, (senders * each + copies) / site.server_count)
+    return StepCost(seconds, max(0.0, seconds - busy))
 
 
 class Parcel(msgspec.Struct):

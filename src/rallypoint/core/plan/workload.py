@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -71,29 +71,24 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self.forward + self.backward
 
 
-def layers_of(sizes: Iterable[int], seconds: float, *, fixed: Iterable[float] | None = None) -> tuple[Layer, ...]:
+def layers_of(sizes: Sequence[int], seconds: float) -> tuple[Layer, ...]:
     """Layers of these sizes (words) that compute for `seconds` together, a third of it forward.
 
-    The seconds are shared out by size, as multiplications are in most layers, or as `fixed` says (any unit).
+    The seconds are shared out by size, as multiplications are in most layers.
     """
-    words = list(sizes)
-    weights = list(fixed) if fixed is not None else [float(size) for size in words]
-    whole = sum(weights) or 1.0
-    return tuple(
-        Layer(size, seconds * weight / whole / 3, 2 * seconds * weight / whole / 3)
-        for size, weight in zip(words, weights, strict=True)
-    )
+    each = seconds / (sum(sizes) or 1.0) / 3  # of a word, forward
+    return tuple(Layer(size, each * size, 2 * each * size) for size in sizes)
 
 
 _DEPTH_BASE, _DEPTH_AT = 12, 125e6  # GPT-2 small has 12 blocks, 32 at 7e9: the depth grows as the size to the 1/4
 
 
-def transformer(words: float, seconds: float, *, depth: int = 0) -> tuple[Layer, ...]:
+def transformer(words: float, seconds: float) -> tuple[Layer, ...]:
     """A transformer of so many parameters, as far as a planner needs one: equal blocks, attention and MLP 1 : 2.
 
-    `depth` is the number of blocks; 0: what models of this size have (12 for 125 M, 32 to 33 for 7e9). Embeddings are
-    counted with the blocks: in large models they are a few percent.
+    It has as many blocks as models of this size have (12 for 125 M, 32 to 33 for 7e9). Embeddings are counted with the
+    blocks: in large models they are a few percent.
     """
-    depth = depth or max(1, round(_DEPTH_BASE * (words / _DEPTH_AT) ** 0.25))
+    depth = max(1, round(_DEPTH_BASE * (words / _DEPTH_AT) ** 0.25))
     sizes = [size for _ in range(depth) for size in (int(words / depth / 3), int(2 * words / depth / 3))]
     return layers_of(sizes, seconds)

@@ -30,11 +30,19 @@ from rallypoint.core.cluster.terms import copies_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Layout
 from rallypoint.core.modes import Feature
-from rallypoint.core.plan.candidates import Candidate, Encoding, Machines, as_paced, candidates_for
+from rallypoint.core.plan.candidates import (
+    Candidate,
+    Encoding,
+    Machines,
+    Verdict,
+    as_paced,
+    called,
+    candidates_for,
+    verdict_of,
+)
 from rallypoint.core.plan.failures import NEVER
 from rallypoint.core.plan.pipeline import step_cost
 from rallypoint.core.plan.site import PACED, Servers, Site, Workers
-from rallypoint.core.plan.verdict import Verdict, called, verdict_of
 from rallypoint.core.plan.workload import SENT_BYTES, Layer, Workload, layers_of, transformer
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant, to_install
 from rallypoint.launch.plan import option, read_plan
@@ -579,6 +587,6 @@ def _own_seconds(question: Question, run: MeasuredRun) -> float:
     workers = Workers(run.workers, machines.rate, replicas=question.replicas)
     site = Site(
         workers=(workers,), servers=(Servers(run.servers, machines.rate),),
-        replication=min(run.replication, run.servers), speeds=machines.speeds,
+        replication=min(run.replication, run.servers),
     )  # fmt: skip
     return step_cost(question.workload, as_paced(site, question.workload, machines)).seconds
