@@ -49,9 +49,9 @@ def test_a_stopped_worker_goes_on_although_the_job_is_over_and_nobody_else_is_hi
     signals: list[int] = []
     worker: Any = SimpleNamespace(command=SimpleNamespace(name="worker0", role="worker"), signal=signals.append)
     state = SimpleNamespace(step=9, again=0, view=None)
-    shown = SimpleNamespace(state=state, finished=True, console=Console(file=io.StringIO()))
+    shown = SimpleNamespace(state=state, finished=True, failure="", console=Console(file=io.StringIO()))
     plan = Launch(worker=("train",))
-    run = cast(ClusterRun, SimpleNamespace(console=shown, plan=plan, of_role=lambda role: [worker]))
+    run = cast(ClusterRun, SimpleNamespace(console=shown, failure="", plan=plan, of_role=lambda role: [worker]))
     driver = chaos.Chaos([chaos.ChaosFault("stop worker"), chaos.ChaosFault("kill worker")], steps=10, seed=0)
     driver._hit(driver._faults.pop(0), run)
     (stopped,) = driver._stopped

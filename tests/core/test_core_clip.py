@@ -214,3 +214,8 @@ def test_who_took_over_a_shard_that_was_measured_before_tells_what_it_has_measur
     told = {measure.shard for effect in effects if isinstance(effect, Tell) for measure in effect.measures}
     assert told == {1, 2}  # nobody else can know 2
     assert heir.told(0, [Measure(0, 2.0), Measure(1, 1.0)]) == []
+
+
+def test_a_loss_scale_that_no_server_knows_ends_no_server() -> None:
+    verdict = Rule(1.0, scaled=True).verdict(0, [Measure(0, 0.5), Measure(1, 0.0)], StepVerdict(0, 0.0, 1.0).generation)
+    assert verdict.scale == 1.0

@@ -311,6 +311,13 @@ def test_a_different_model_aborts_a_job_that_gathers_naming_worker_host_and_para
     assert job.machine.phase is Phase.OVER
 
 
+def test_a_worker_that_takes_part_and_proposes_another_job_is_given_up_and_others_compute_for_it() -> None:
+    job = _begun(_terms(2, 2), ("s0", "s1", "w0", "w1"))
+    effects = job.play(From("w1", Propose(_record(width=5))))
+    assert [refused.member for refused in _of(Refuse, effects)] == ["w1"]
+    assert job.view.assigned(1) == {"w0": (0, 1, 2, 3)}
+
+
 def test_different_settings_abort_a_job_that_gathers_naming_the_key_and_both_values() -> None:
     job = _Job(_terms())
     job.join("w0", "w1")

@@ -366,3 +366,42 @@ def test_the_next_coordinator_lets_others_compute_it_too() -> None:
     assert asked(effects).version == 6
     assert job.view.assigned(5) == {"w1": (0, 1, 2, 3)}
     assert _of(Abort, follower.store(asked(effects))) == ENDED
+
+
+def test_who_has_sent_all_and_failed_computes_nothing_more_either() -> None:
+    job = at_step_5(workers=("w0", "w1", "w2"))
+    capture = asked(torn(job))
+    sent_all(job, "w1")
+    (published,) = _of(PublishView, job.play(SnapshotLost(capture.snapshot, "s1: too late", 6)))
+    assert (published.view.paused, published.view.assigned(5)) == (6, {"w2": (0, 1, 2, 3)})
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_who_is_silent_while_others_are_to_compute_what_a_failed_worker_owes_is_not_waited_for(reset: bool) -> None:
+    """A process whose system resets its connection is dead; another link may come back."""
+    job = at_step_5(workers=("w0", "w1", "w2"))
+    capture = asked(torn(job))
+    job.play(SnapshotLost(capture.snapshot, "s1: too late", 6))
+    effects = job.play(Unlinked("w1", "it is gone", reset))
+    seconds = 0
+    while not _of(PublishView, effects):
+        assert _of(Abort, effects) == []
+        effects, seconds = job.tick(1.0), seconds + 1
+    (published,) = _of(PublishView, effects)
+    assert (published.view.assigned(5), seconds > 0) == ({"w2": (0, 1, 2, 3)}, not reset)
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_server_whose_link_broke_just_before_a_worker_failed_is_waited_for(back: bool) -> None:
+    job = at_step_5()
+    job.play(Unlinked("s1", "its link broke"))
+    effects = job.play(From("w0", GiveUp(WHY)))
+    assert effects == []
+    if back:
+        job.join("s1", incarnation=job.incarnations["s1"])
+        assert _of(Abort, job.store(asked(job.tick(0.1)))) == ENDED
+        return
+    while not _of(Abort, effects):
+        assert job.machine.phase is not Phase.OVER
+        effects = job.tick(1.0, alive=("s0", "w0", "w1"))
+    assert any(said.text.startswith("the newest version is not stored: ") for said in _of(Announce, effects))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker.overlap import OverlapMachine
@@ -26,6 +29,8 @@ from rallypoint.core.worker.slots import (
     Slot,
     Viewed,
 )
+from rallypoint.worker.exchange.exchange import JobEnd
+from rallypoint.worker.exchange.locked import LockedShell
 
 SHARDS = 4
 MINE = {"me": (0,), "other": (1,)}
@@ -237,3 +242,12 @@ def test_a_stale_install_changes_nothing_after_a_new_generation() -> None:
     bench.handle(Installed())
     assert bench.machine.step == -1
     assert bench.machine.rewound
+
+
+def test_a_worker_that_fails_in_an_early_forward_pass_has_sent_all_of_the_step_before() -> None:
+    bench = _Bench()
+    bench.begin_early()
+    locked = SimpleNamespace(changed=threading.Condition(), shell=SimpleNamespace(machine=bench.machine))
+    locked.shell.view = bench.machine.view
+    said = JobEnd(cast(LockedShell, locked)).given_up("why")
+    assert (said.version, said.sent, bench.machine.reads) == (1, "all", 2)

@@ -136,7 +136,9 @@ def test_an_average_begins_at_the_snapshot_of_a_job_that_had_none_and_may_be_lef
     assert set(held.record(3).scalars) == set()
 
 
-@pytest.mark.parametrize("spoil", ["no average", "no number", "a number that is not whole", "too short", "of doubles"])
+@pytest.mark.parametrize("spoil", [
+    "no average", "no number", "a number that is not whole", "too short", "of doubles", "a copy of no version",
+])  # fmt: skip
 def test_a_state_without_a_whole_average_does_not_fit(spoil: str) -> None:
     held = Held(_config(rp.EMA(0.5)), 0, WORDS)
     held.step(0)
@@ -149,6 +151,8 @@ def test_a_state_without_a_whole_average_does_not_fit(spoil: str) -> None:
             del record.scalars["averaged"]
         case "a number that is not whole":
             record.scalars["averaged"] = 0.5
+        case "a copy of no version":
+            record.arrays["wire-" + "9" * 5000] = record.arrays["average"]
         case "too short":
             record.arrays["average"] = record.arrays["average"][1:]
         case _:

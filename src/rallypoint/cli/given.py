@@ -66,7 +66,8 @@ def check_recipe(recipe: str, arguments: list[str]) -> None:
         name = argument.partition("=")[0]
         if name.startswith("--") and len(name) > 2 and name not in known and before not in known:
             listed = f"; `rallypoint train {recipe} --help` lists them"
-            raise UsageError(f"{recipe} has no option {name}{meant(name, known) or listed}")
+            gone = f": {GONE[name]}" if name in GONE else ""
+            raise UsageError(f"{recipe} has no option {name}{gone or meant(name, known) or listed}")
         before = argument
 
 

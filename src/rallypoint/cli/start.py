@@ -99,7 +99,11 @@ def chaos(
     arguments, settings = without_settings(context.args)
     argv = recipe_argv(recipe, arguments)
     check_recipe(recipe, arguments)
+    if options.or_resume:
+        raise UsageError("chaos has no --or-resume: both of its runs begin anew (--overwrite deletes earlier ones)")
     plan = options.run(argv, more_settings=settings)
+    if not plan.snapshots:
+        raise UsageError("chaos compares the last snapshots of two runs: leave out --snapshots none")
     raise typer.Exit(play(
         plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite,
         made=not options.folder,

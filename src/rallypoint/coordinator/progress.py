@@ -14,7 +14,7 @@ from rallypoint.coordinator.acts import AddFigures
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.modes import Pace
 from rallypoint.core.protocol import Report, StepDone
-from rallypoint.core.typed import MOST_METRICS
+from rallypoint.core.typed import MOST_MEMBERS, MOST_METRICS
 from rallypoint.core.view import ViewNumber
 
 
@@ -147,6 +147,8 @@ class Lateness:
     def add(self, late: Mapping[str, float]) -> None:
         """Add one step: worker -> seconds."""
         for worker, seconds in late.items():
+            if worker not in self._seconds and len(self._seconds) >= MOST_MEMBERS:
+                continue  # a server has made names up
             self._seconds.setdefault(worker, deque(maxlen=_REMEMBERED)).append(seconds)
 
     def of(self, worker: str) -> str:

@@ -558,7 +558,8 @@ def _stays(total_weight: float) -> None:
 
 def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     """Is `record` a whole state of this shard, as `OwnedShard.load` needs it?"""
-    wires = {name for name in record.arrays if name.startswith(_WIRE) and name.removeprefix(_WIRE).isdecimal()}
+    named = [name for name in record.arrays if name.startswith(_WIRE)]
+    wires = {name for name in named if _is_version(name.removeprefix(_WIRE), record.version)}
     moments = record.arrays.keys() - wires - {"master"}
     nothing: tuple[set[str], set[str]] = (set(), set())
     known = [nothing] if shard.role == "buffers" else state_names(of_shard(config.applied, shard.columns))
@@ -570,6 +571,10 @@ def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     right = (moments, numbers) in known and len(record.clocks) == config.clocks(shard.role)
     same = all(len(array) == shard.words and array.dtype == np.float32 for array in record.arrays.values())
     return "master" in record.arrays and f"{_WIRE}{record.version}" in wires and right and same
+
+
+def _is_version(text: str, newest: int) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= len(str(newest)) and int(text) <= newest
 
 
 def _is_count(number: float) -> bool:

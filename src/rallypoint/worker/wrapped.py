@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from rallypoint.config.tree import rate_of
 from rallypoint.core.order import derive_seed
 from rallypoint.core.placing.pinned import lost_place, lost_step
-from rallypoint.core.protocol import GiveUp
 from rallypoint.core.view import View
 from rallypoint.data.randomness import seed_everything, seeded, untouched
 from rallypoint.errors import ConfigError, StartAgain, UsageError
@@ -152,7 +151,7 @@ class OwnRun(Run):
     def give_up(self, reason: str) -> None:
         """The script ends before the job: nobody else can compute its replica."""
         end = self._exchange.end
-        self._parts.coordinator.send(GiveUp(reason, max(0, self.position), end.generation, sent=end.sent))
+        self._parts.coordinator.send(end.given_up(reason))
         end.wait_until_applied()
 
     def trains(self, model: torch.nn.Module) -> bool:

@@ -312,7 +312,7 @@ class ClusterMachine:
             course.describe(record)
             course.changed()
         elif (why := disagreement(course.record, record)) is not None:
-            return disagrees(worker, why, course)
+            return disagrees(worker, why, course, self._left)
         if course.phase is Phase.GATHERING and (refused := record.refusal_of(self.terms.features)):
             return course.end(Abort(refused))
         if worker in members.proposed:
@@ -342,6 +342,7 @@ class ClusterMachine:
         for known in (self._assigner, self._reach, course.links.speeds, course.handover):
             known.forget(member)
         course.evaluations.able.discard(member)
+        course.evaluating.discard(member)
         had_state = course.recovery.gone(member)
         if course.phase is Phase.GATHERING:
             if not members.proposed and course.origin is None and not course.views.begun:

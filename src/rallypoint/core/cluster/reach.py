@@ -399,7 +399,7 @@ def disproved(server: str, said: Disproved, course: Course, left: Callable[[str,
     return [Refuse(backup, f"given up: {why}"), *left(backup, why)]
 
 
-def disagrees(worker: str, why: str, course: Course) -> list[Effect]:
+def disagrees(worker: str, why: str, course: Course, left: Callable[[str, str], list[Effect]]) -> list[Effect]:
     """Refuse a worker that has proposed another record; `why` is a phrase. Before the job begins, end the job."""
     members = course.members
     host = members.workers[worker].host
@@ -407,8 +407,11 @@ def disagrees(worker: str, why: str, course: Course) -> list[Effect]:
     sentence = f"{worker} on {host} brought {why} ({worker} is here, {other} is there)"
     if course.phase is Phase.GATHERING:
         return course.end(Abort(sentence))
+    said: list[Effect] = [Refuse(worker, sentence, final=True), Announce(f"refused: {sentence}")]
+    if worker in members.proposed:  # it takes part, and has proposed the job's record before
+        return [*said, *left(worker, "it has proposed another job")]
     members.remove(worker)  # a worker that joins late must not end a job that runs without it
-    return [Refuse(worker, sentence, final=True), Announce(f"refused: {sentence}")]
+    return said
 
 
 # Takes the members' beats: most of what a coordinator gets.

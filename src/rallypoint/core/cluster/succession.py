@@ -312,7 +312,7 @@ class Succession:
         if event.snapshot == "" and origin is not None and origin.is_elsewhere:  # nothing of this job is stored yet
             event = events.NewestFound(origin.snapshot, origin.version, origin.stop, origin.decided)
         if event.snapshot == "":
-            if course.furthest >= 0 or course.applied > 0 or origin is not None:
+            if course.furthest >= 0 or course.applied >= 0 or origin is not None:
                 return course.end(Abort(course.recovery.no_snapshot))
             course.phase, course.begun = Phase.RUNNING, False  # nothing is computed: the first weights come once more
             return self.new_generation("")

@@ -107,7 +107,7 @@ class Rule:
 
     def verdict(self, step: int, measures: Sequence[Measure], generation: ViewNumber) -> StepVerdict:
         """The decision on a step, from the measures in shard order."""
-        loss_scale = max([measure.loss_scale for measure in measures]) if self.scaled else 1.0
+        loss_scale = (max([measure.loss_scale for measure in measures]) if self.scaled else 0.0) or 1.0
         norm = total_norm([measure.norm for measure in measures]) / loss_scale
         losses = _union([measure.not_finite for measure in measures])
         gradients = _union([measure.gradients for measure in measures])

@@ -243,7 +243,8 @@ class Chaos:
     def intervene(self, run: ClusterRun) -> None:
         """Cause the next fault if it is due. The launcher calls this repeatedly during the run."""
         self._wake(run)
-        if not self._faults or run.console.finished or not self._due(run):
+        over = run.console.finished or run.console.failure or run.failure
+        if not self._faults or over or not self._due(run):
             return
         if self._strike_at is None:  # a random delay: not always at the same moment of a step
             self._strike_at = time.monotonic() + self._random.uniform(0.0, _SPREAD_S)

@@ -1,4 +1,4 @@
-"""The far end of `RemoteCluster`: ``python -m rallypoint.launch.engines.remote.far_end``, started on each host.
+"""The far end of `RemoteCluster`: ``python -m rallypoint.launch.engines.far_end``, started on each host.
 
 It reads messages from standard input, starts processes as `LocalCluster` does, and writes what they print and how they
 end to standard output. When its input ends (the connection or the launcher is gone) it kills every process that it has

@@ -23,8 +23,7 @@ from rallypoint.codec.spec import Raw
 from rallypoint.config import JobConfig, audits_of, cadence_of, codec_of
 from rallypoint.core.layout import Layout, Shard, carried_in
 from rallypoint.core.optimizer import Sum
-from rallypoint.core.protocol import Beat
-from rallypoint.core.typed import HasSent
+from rallypoint.core.protocol import Beat, GiveUp
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.aligned import sent_of, unapplied
@@ -229,11 +228,14 @@ class JobEnd:
                 lambda: f"step {step}: others compute what is left of it, because the script has left its loop here",
             )
 
-    @property
-    def sent(self) -> HasSent:
-        """Which shards have all that they need of this worker at the step in progress."""
+    def given_up(self, reason: str) -> GiveUp:
+        """What the coordinator is told when this worker cannot go on: all of it as it is at one moment.
+
+        The version is the model's: that of a forward pass which began early is not made yet of what was sent.
+        """
         with self._locked.changed:
-            return sent_of(self._shell.machine)
+            machine = self._shell.machine
+            return GiveUp(reason, max(0, machine.step), self.generation, sent_of(machine))
 
     def wait_until_applied(self) -> None:
         """The script has failed: keep the links until what this worker has sent is in a version, or the job is over.

@@ -355,13 +355,14 @@ class Job(MemberMessages):
         if exchange is None or self._view is None:
             self._link.send(GiveUp(reason))
             return
-        generation = exchange.view.generation  # first: if a roll-back comes now, the claim is stale, and not too high
-        own = self._exchange
         if self._run is not None and self._group is None:  # else no rank may send alone
             self._run.left_loop.fails()
-        self._link.send(GiveUp(reason, max(0, exchange.step), generation, sent="none" if own is None else own.end.sent))
-        if own is not None:
+        if (own := self._exchange) is not None:
+            self._link.send(own.end.given_up(reason))
             own.end.wait_until_applied()
+        else:
+            generation = exchange.view.generation  # first: if a roll-back comes now, the claim is stale, not too high
+            self._link.send(GiveUp(reason, max(0, exchange.step), generation))
 
     def close(self) -> None:
         """Leave the job: take the hooks off the model, end every link and thread."""

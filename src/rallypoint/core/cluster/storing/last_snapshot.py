@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster import events
@@ -53,13 +54,15 @@ class LastSnapshot:
         holds = failed.version > 0 and member in course.members.servers
         step = -1 if failed.sent == "none" else failed.version
         course.failing = Failing(member, failed.reason, self._newest(failed), holds, step, failed.sent)
-        return self._begin(course.failing)
+        course.changed()
+        return self.again()  # a server whose connection broke just now may be back, or its backup takes its place
 
     def _begin(self, failing: Failing) -> list[Effect]:
         course, member, version = self.course, failing.member, max(self.course.known, failing.version)
-        writers = self._who_stores(failing) if self._may_store(member) else []
-        if not writers or version <= self.snapshots.duty.last[0]:
+        if not self._may_store(member) or version <= self.snapshots.duty.last[0]:
             return self.end()
+        if not (writers := self._who_stores(failing)):
+            return self._without("a server that holds some of it is not here")
         self._writers, course.phase = frozenset(writers), Phase.FAILING
         away = member not in course.members or member in course.members.awaited
         self._lost |= {member} if failing.sent == "some" or away else set()
@@ -72,7 +75,8 @@ class LastSnapshot:
         return [said, *asked, *(self._without_lost() if self._differ else [])]
 
     def again(self) -> list[Effect]:
-        """Go on with the end that an earlier coordinator had begun, once those who store are back (at most 10 s)."""
+        """Go on with an end that has begun, here or at an earlier coordinator, once those who store are back (at most
+        10 s)."""
         failing, course = self.course.failing, self.course
         if failing is None:
             return []
@@ -89,7 +93,13 @@ class LastSnapshot:
             case events.Tick(now=now):
                 course.now = now
                 patience = self._patience
-                return self._stuck(f"no file came for {patience:.0f} s") if now > self._news + patience else []
+                if now <= self._news + patience:
+                    return []
+                silent = course.members.awaited & course.members.workers.keys() - self._lost
+                if silent and (effects := self._are_lost(silent)):
+                    self._news = now
+                    return effects
+                return self._stuck(f"no file came for {patience:.0f} s")
             case events.Captured(server=server, snapshot=snapshot, shards=shards):
                 if self.snapshots.shards_to_store(server, snapshot).intersection(shards):
                     self._news = course.now
@@ -103,9 +113,11 @@ class LastSnapshot:
                 return self.end()
             case events.Released():
                 return self.end()
-            case events.Unlinked(member=member) if member in course.members:
+            case events.Unlinked(member=member, reset=reset) if member in course.members:
                 course.members.unlinked(member)  # it may come back, and is told of the end then
-                return self._without(f"{member}, which held it, has ended too") if member in self._writers else []
+                if member in self._writers:
+                    return self._without(f"{member}, which held it, has ended too")
+                return self._are_lost({member}) if reset else []
             case events.Joined(member=member, role=role, process=process):
                 if course.members.same(member.id, role, member.incarnation, process) is not None:
                     course.members.returned(member.id)
@@ -116,10 +128,14 @@ class LastSnapshot:
                 self._whole.add(member)
                 return []
             case events.From(member=member, message=GiveUp()) | events.Left(member=member):
-                self._lost |= {member} & course.members.workers.keys()
-                return self._without_lost() if self._differ else []
+                return self._are_lost({member})
             case _:
                 return []
+
+    def _are_lost(self, members: Set[str]) -> list[Effect]:
+        """These do no more: if workers, others compute what they have not contributed, if that is needed."""
+        self._lost |= members & self.course.members.workers.keys()
+        return self._without_lost() if self._differ else []
 
     def _further(self, version: int) -> list[Effect]:
         """A shard is at `version` already: store that one, to which the other shards come too."""
@@ -133,7 +149,8 @@ class LastSnapshot:
         course, taking = self.course, self.snapshots.duty.taking
         if course.failing is None or taking is None or not taking.missing or not self._lost:
             return []
-        course.members.leaving |= (self._lost | {course.failing.member}) & course.members.workers.keys()
+        ended = self._lost | self._whole | {course.failing.member}
+        course.members.leaving |= ended & course.members.workers.keys()
         if published := self.succession.ends_before(taking.version):
             return published
         if course.failing.sent == "none" or self._lost <= self._whole:
