@@ -51,6 +51,8 @@ class Losses:
 
     def intervene(self, run: ClusterRun) -> None:
         """Remove a node when everybody is there and some steps were finished since the last loss."""
+        if run.console.finished:
+            return  # everybody ends
         here = _places(run)
         missed = [name for name, (node, _) in self._known.items() if node not in self._gone and name not in here]
         self.restarted += len(missed)

@@ -93,6 +93,8 @@ class Cluster:
         self.until_caught_up(step)
         before = len(self.events("Snapshotted"))
         asked = self.ask_for_a_snapshot()
+        asking = psutil.Process(asked.pid)  # on a busy machine it starts for longer than the steps that are left take
+        self.until(lambda: any(link.status == "ESTABLISHED" for link in asking.net_connections("tcp")))
         for later in range(step, STEPS - 1):
             self.until_caught_up(later)
             with contextlib.suppress(subprocess.TimeoutExpired):
