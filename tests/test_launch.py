@@ -203,14 +203,15 @@ def test_the_trace_of_a_step_shows_pushes_that_leave_during_backward(tmp_path: P
     assert set(processes.values()) == {"worker0", "worker1", "server0", "server1"}
     spans = [e for e in events if e["ph"] == "X"]
     assert {"backward", "send", "receive", "reduce", "apply", "pull", "install", "wait"} <= {s["name"] for s in spans}
+    left: dict[int, int] = {s["pid"]: 0 for s in spans if s["name"] == "backward"}
     for backward in (s for s in spans if s["name"] == "backward"):
         start, end = backward["ts"], backward["ts"] + backward["dur"]
-        pushes = [
-            s for s in spans
-            if s["pid"] == backward["pid"] and s["name"] == "send" and s["args"]["kind"] == "PUSH"
-            and start <= s["ts"] < end
-        ]  # fmt: skip
-        assert pushes, "no gradient left before the backward pass was over"
+        left[backward["pid"]] += sum(
+            s["pid"] == backward["pid"] and s["name"] == "send" and s["args"]["kind"] == "PUSH" and start <= s["ts"] < end
+            for s in spans
+        )
+    # In one of the three steps at least: in a short one the sending thread may get no processor
+    assert all(left.values()), f"no gradient left before the backward pass was over: {left}"
 
 
 # ---- what may happen to a run ----
