@@ -207,7 +207,8 @@ def test_the_trace_of_a_step_shows_pushes_that_leave_during_backward(tmp_path: P
     for backward in (s for s in spans if s["name"] == "backward"):
         start, end = backward["ts"], backward["ts"] + backward["dur"]
         left[backward["pid"]] += sum(
-            s["pid"] == backward["pid"] and s["name"] == "send" and s["args"]["kind"] == "PUSH" and start <= s["ts"] < end
+            s["pid"] == backward["pid"] and s["name"] == "send" and s["args"]["kind"] == "PUSH"
+            and start <= s["ts"] < end
             for s in spans
         )
     # In one of the three steps at least: in a short one the sending thread may get no processor
