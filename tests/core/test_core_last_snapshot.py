@@ -384,7 +384,7 @@ def test_who_is_silent_while_others_are_to_compute_what_a_failed_worker_owes_is_
     job.play(SnapshotLost(capture.snapshot, "s1: too late", 6))
     effects = job.play(Unlinked("w1", "it is gone", reset))
     seconds = 0
-    while not _of(PublishView, effects):
+    while not _of(PublishView, effects) and seconds < 60:
         assert _of(Abort, effects) == []
         effects, seconds = job.tick(1.0), seconds + 1
     (published,) = _of(PublishView, effects)
@@ -401,7 +401,14 @@ def test_a_server_whose_link_broke_just_before_a_worker_failed_is_waited_for(bac
         job.join("s1", incarnation=job.incarnations["s1"])
         assert _of(Abort, job.store(asked(job.tick(0.1)))) == ENDED
         return
-    while not _of(Abort, effects):
-        assert job.machine.phase is not Phase.OVER
-        effects = job.tick(1.0, alive=("s0", "w0", "w1"))
+    for _ in range(60):
+        if job.machine.phase is not Phase.OVER:
+            effects = job.tick(1.0, alive=("s0", "w0", "w1"))
+    assert _of(Abort, effects) == ENDED
     assert any(said.text.startswith("the newest version is not stored: ") for said in _of(Announce, effects))
+
+
+def test_where_nothing_can_be_stored_the_job_ends_at_once_although_a_server_s_link_has_broken() -> None:
+    job = _begun(_terms(snapshots=False), record=_record())
+    job.play(Unlinked("s1", "its link broke"))
+    assert _of(Abort, job.play(From("w0", GiveUp(WHY)))) == ENDED

@@ -59,10 +59,10 @@ class LastSnapshot:
 
     def _begin(self, failing: Failing) -> list[Effect]:
         course, member, version = self.course, failing.member, max(self.course.known, failing.version)
-        if not self._may_store(member) or version <= self.snapshots.duty.last[0]:
+        if not self._has_news(failing):
             return self.end()
         if not (writers := self._who_stores(failing)):
-            return self._without("a server that holds some of it is not here")
+            return self._without("a member that holds some of it is not here")
         self._writers, course.phase = frozenset(writers), Phase.FAILING
         away = member not in course.members or member in course.members.awaited
         self._lost |= {member} if failing.sent == "some" or away else set()
@@ -82,7 +82,7 @@ class LastSnapshot:
             return []
         self._until = self._until or course.now + PATIENCE_S
         away = not course.members.awaited.isdisjoint(self._able(failing))
-        if course.phase is Phase.RUNNING and away and course.now <= self._until:
+        if self._has_news(failing) and away and course.now <= self._until:
             return []
         return self._begin(failing)
 
@@ -200,6 +200,11 @@ class LastSnapshot:
         has = max(course.known, min(failed.version, course.known + 1))
         newest = has + 1 if failed.sent == "all" and failed.version == has else has
         return newest if course.record is None else min(newest, course.record.rounds)
+
+    def _has_news(self, failing: Failing) -> bool:
+        """True if there is a version that is not stored yet, and may be."""
+        newest = max(self.course.known, failing.version)
+        return self._may_store(failing.member) and newest > self.snapshots.duty.last[0]
 
     def _may_store(self, member: str) -> bool:
         """True if all shards come to rest at one version, and the servers alone can store it."""
