@@ -40,7 +40,7 @@ hypothesis.settings.load_profile("busy")
 def pytest_configure(config: pytest.Config) -> None:
     # An exception that ends a thread unseen is a failure of the test that ran it.
     config.addinivalue_line("filterwarnings", "error::pytest.PytestUnhandledThreadExceptionWarning")
-    # A shell that starts the tests in the background has them ignore Ctrl-C and Ctrl-\\, and so all that they start.
+    # A shell that starts the tests in the background has them ignore Ctrl-C and Ctrl-\, and so all that they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:

@@ -48,7 +48,7 @@ BUDGETS = {
     "rows of the feature table": 43,
     "refused pairs": 88,
     "fields of View": 26,
-    "lines": 82_918,
+    "lines": 82_905,
     "files": 356,
     "folders": 37,
     "classes that share their name": 16,

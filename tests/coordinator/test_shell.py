@@ -13,7 +13,8 @@ from rallypoint.config import record_of, resolve
 from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.coordinator.shell import CoordinatorShell
-from rallypoint.core.cluster.effects import Abort
+from rallypoint.core.cluster.effects import Abort, FindSnapshot
+from rallypoint.core.cluster.events import SnapshotFound
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
@@ -169,7 +170,7 @@ def _rolled_back() -> tuple[Play, ViewNumber]:
     play.steps(10, 15)
     before = play.view.generation
     play.lose_the_server()
-    play.take(inbox.SnapshotFound("step-00000010-10002", 10))
+    play.take(SnapshotFound("step-00000010-10002", 10))
     assert play.view.generation > before
     return play, before
 
@@ -200,7 +201,7 @@ def test_figures_found_before_a_roll_back_are_forgotten_of_the_steps_that_are_co
     for step in (5, 10, 15):
         play.say("w0", Evaluated(step, play.view.generation, {"loss": 1.0}))
     play.lose_the_server()
-    play.take(inbox.SnapshotFound("step-00000010-10002", 10))
+    play.take(SnapshotFound("step-00000010-10002", 10))
     assert [play.shell.evaluations.of(step) for step in (5, 10, 15)] == [{"loss": 1.0}, {"loss": 1.0}, {}]
 
 
@@ -728,7 +729,7 @@ def test_a_member_that_comes_too_late_with_a_newer_view_sends_everybody_back_to_
     said = " ".join(say.text for say in after.logged(Say))
     assert f"w0 comes back with view {newest.number}, which the journal had no room for" in said
     assert after.shell.machine.phase is Phase.RECOVERING
-    assert any(isinstance(act, acts.ReadNewestSnapshot) for act in after.done)
+    assert any(isinstance(act, FindSnapshot) for act in after.done)
 
 
 def test_a_job_that_ends_before_anything_is_taken_over_ends_for_all_who_have_come_and_who_come_soon() -> None:
@@ -768,7 +769,7 @@ def test_the_coordinator_after_one_that_went_on_without_a_view_knows_that_it_did
     assert f"{heard} comes back with view {newest.number}, which the journal had no room for" in said
     assert last.shell.machine.phase is Phase.RECOVERING
     last.join("s2")
-    last.take(inbox.SnapshotFound("step-1", 1))
+    last.take(SnapshotFound("step-1", 1))
     generation = last.view.generation
     assert last.view.gaps == ()
     last.join("w0" if heard == "s0" else "s0")
@@ -989,8 +990,8 @@ def test_a_coordinator_killed_in_any_phase_is_followed_by_one_that_ends_the_job(
             new.say("w0", Beat())
         new.join("s1")
         if not settings:
-            assert acts.ReadNewestSnapshot() in new.done
-            new.take(inbox.SnapshotFound("step-00000010-10002", 10))
+            assert FindSnapshot() in new.done
+            new.take(SnapshotFound("step-00000010-10002", 10))
     new.shell.machine.validate()
     new.steps(step, STEPS)
     new.say("w0", Done(new.view.generation))

@@ -13,8 +13,10 @@ import msgspec
 import pytest
 
 from rallypoint.coordinator import inbox
-from rallypoint.coordinator.acts import AddFigures, AddPart, BeginSnapshot, CommitSnapshot, ReadNewestSnapshot
+from rallypoint.coordinator.acts import AddFigures, AddPart, BeginSnapshot, CommitSnapshot
 from rallypoint.coordinator.snapshots import SnapshotKeeper
+from rallypoint.core.cluster.effects import FindSnapshot
+from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
 from rallypoint.core.protocol import Stored
 from rallypoint.errors import DamagedSnapshot, SnapshotError
 from rallypoint.store import files
@@ -63,7 +65,7 @@ class Keeper:
         return self.answers.get(timeout=PATIENCE_S)
 
     def find(self) -> inbox.Event:
-        self.keeper.do(ReadNewestSnapshot())
+        self.keeper.do(FindSnapshot())
         return self.answers.get(timeout=PATIENCE_S)
 
     def on_disk(self) -> list[int]:
@@ -85,13 +87,13 @@ def broken(error: Exception) -> Callable[..., Any]:
 
 
 def test_what_all_servers_have_stored_is_committed_and_found_again(keeper: Keeper) -> None:
-    assert keeper.find() == inbox.SnapshotFound(""), "there is none"
+    assert keeper.find() == SnapshotFound(""), "there is none"
     name = keeper.store(3)
     done = keeper.commit(name, 3)
     assert isinstance(done, inbox.SnapshotCommitted)
     assert done.nbytes == sum(SnapshotStore(keeper.url).load(name).files.values())
     assert done.seconds >= 0
-    assert keeper.find() == inbox.SnapshotFound(name, 3)
+    assert keeper.find() == SnapshotFound(name, 3)
 
 
 def test_old_ones_are_deleted_and_the_one_that_a_server_may_still_need_is_not(tmp_path: Path) -> None:
@@ -105,9 +107,9 @@ def test_old_ones_are_deleted_and_the_one_that_a_server_may_still_need_is_not(tm
 def test_the_parts_of_a_snapshot_that_was_given_up_are_forgotten(keeper: Keeper) -> None:
     name = keeper.store(3)
     keeper.keeper.do(BeginSnapshot(snapshot_id(4, 1)))
-    assert keeper.commit(name, 3) == inbox.ManifestFailed(name, "its parts have been forgotten")
+    assert keeper.commit(name, 3) == SnapshotLost(name, "its parts have been forgotten")
     keeper.keeper.do(AddPart(Stored(name, {}, {})))  # a straggler's word changes nothing
-    assert keeper.find() == inbox.SnapshotFound("")
+    assert keeper.find() == SnapshotFound("")
 
 
 def test_a_snapshot_that_lacks_a_part_is_not_committed(keeper: Keeper) -> None:
@@ -117,7 +119,7 @@ def test_a_snapshot_that_lacks_a_part_is_not_committed(keeper: Keeper) -> None:
     entries = {shard: (e.file, e.offset, e.length, e.checksum) for shard, e in part.shards.items()}
     keeper.keeper.do(AddPart(Stored(name, part.files, entries)))
     failed = keeper.commit(name, 3)
-    assert isinstance(failed, inbox.ManifestFailed)
+    assert isinstance(failed, SnapshotLost)
     assert "lacks 1 shards" in failed.reason
 
 
@@ -135,13 +137,13 @@ def test_a_store_that_fails_is_an_answer_and_never_silence(
     name = keeper.store(3)
     with monkeypatch.context() as patch:
         patch.setattr(SnapshotStore, "commit", broken(error))
-        assert keeper.commit(name, 3) == inbox.ManifestFailed(name, sentence)
+        assert keeper.commit(name, 3) == SnapshotLost(name, sentence)
     name = keeper.store(4)
     assert isinstance(keeper.commit(name, 4), inbox.SnapshotCommitted), "the next one is none the worse for it"
     monkeypatch.setattr(SnapshotStore, "retain", broken(error))
     name = keeper.store(5)
     assert isinstance(keeper.commit(name, 5), inbox.SnapshotCommitted), "committed is committed"
-    assert keeper.find() == inbox.SnapshotFound(name, 5)
+    assert keeper.find() == SnapshotFound(name, 5)
     assert keeper.said == [f"old snapshots could not be deleted: {sentence}"]
 
 
@@ -174,7 +176,7 @@ def test_a_store_that_does_not_answer_for_a_moment_is_asked_again(
     name = keeper.store(3)
     keeper.commit(name, 3)
     monkeypatch.setattr(SnapshotStore, "latest_usable", _fails_at_first(2, error, SnapshotStore.latest_usable))
-    assert keeper.find() == inbox.SnapshotFound(name, 3)
+    assert keeper.find() == SnapshotFound(name, 3)
     assert len(keeper.said) == 2
     assert all("looking for the newest snapshot: " in said and "trying again in 0 s" in said for said in keeper.said)
 
@@ -207,7 +209,7 @@ def test_the_figures_of_an_evaluation_that_ends_after_its_snapshot_are_added_to_
         assert isinstance(keeper.commit(keeper.store(version), version, metrics={}), inbox.SnapshotCommitted)
         keeper.keeper.do(AddFigures(version, {"loss": loss}))
     keeper.keeper.do(AddFigures(9, {"loss": 0.0}))  # of a version of which there is no snapshot
-    assert keeper.find() == inbox.SnapshotFound(snapshot_id(4, 1), 4)
+    assert keeper.find() == SnapshotFound(snapshot_id(4, 1), 4)
     end_threads(keeper.keeper.stop())
     assert keeper.on_disk() == [2, 4], "the best and the newest"
     assert SnapshotStore(keeper.url).load(snapshot_id(2, 1)).metrics == {"loss": 1.0}
@@ -236,7 +238,7 @@ def test_the_best_version_is_kept_and_those_that_are_not_decided_yet(tmp_path: P
 def test_a_new_coordinator_adds_the_figures_of_the_best_version_once_more(keeper: Keeper, tmp_path: Path) -> None:
     take(SnapshotStore(keeper.url), 7)
     keeper.keeper.do(AddFigures(7, {"loss": 0.5}, version=7))
-    assert keeper.find() == inbox.SnapshotFound(snapshot_id(7, 1), 7)
+    assert keeper.find() == SnapshotFound(snapshot_id(7, 1), 7)
     assert SnapshotStore(keeper.url).load(snapshot_id(7, 1)).metrics == {"loss": 0.5}
 
 
@@ -247,7 +249,7 @@ def test_a_damaged_snapshot_is_passed_over_aloud(keeper: Keeper, tmp_path: Path)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert keeper.find() == inbox.SnapshotFound(snapshot_id(1, 1), 1)
+    assert keeper.find() == SnapshotFound(snapshot_id(1, 1), 1)
     assert len(keeper.said) == 1
     assert keeper.said[0].startswith(f"snapshot {snapshot_id(2, 1)} is damaged: file {file.name}: ")
     assert keeper.said[0].endswith("; using the one before it")

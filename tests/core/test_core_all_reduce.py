@@ -11,7 +11,7 @@ from test_core_worker import _view
 
 from rallypoint.config import group_of, resolve, with_own_optimizer
 from rallypoint.core.cluster.effects import Abort, Announce, Effect, FindSnapshot, TakeSnapshot, TellHeld
-from rallypoint.core.cluster.events import Captured, Committed, From, Left, NewestFound, SnapshotOrdered, Tick
+from rallypoint.core.cluster.events import Captured, Committed, From, Left, SnapshotFound, SnapshotOrdered, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.recovery import StateHolders
 from rallypoint.core.cluster.state import Phase
@@ -177,7 +177,7 @@ def test_when_nobody_has_the_state_the_last_snapshot_has_it() -> None:
     said = job.come("w2")
     assert _of(FindSnapshot, said) == [FindSnapshot()]
     assert "the model's state is lost with the workers" in _of(Announce, said)[0].text
-    job.play(NewestFound("step-00000002-1", 2))
+    job.play(SnapshotFound("step-00000002-1", 2))
     assert (job.view.origin, sorted(job.view.assigned(2))) == ("step-00000002-1", ["w2"])
     assert job.machine.course.furthest == 1
 
@@ -186,7 +186,7 @@ def test_when_nobody_has_the_state_and_there_is_no_snapshot_the_job_ends_with_a_
     job = _begun(steps=4)
     _gone(job, "w0", "w1")
     job.come("w2")
-    (abort,) = _of(Abort, job.play(NewestFound("")))
+    (abort,) = _of(Abort, job.play(SnapshotFound("")))
     assert "no worker is left that has the model's state" in abort.reason
 
 

@@ -37,9 +37,9 @@ from rallypoint.core.cluster.events import (
     Heard,
     Joined,
     Left,
-    NewestFound,
     Released,
     Resized,
+    SnapshotFound,
     SnapshotLost,
     SnapshotOrdered,
     Tick,
@@ -280,7 +280,7 @@ def test_it_says_what_it_waits_for_all_the_way() -> None:
     assert job.machine.waiting_for() == "1 more server"
     job.join("s2")
     assert job.machine.waiting_for() == "a snapshot to go back to"
-    job.play(NewestFound("step-1", 1), From("w2", Propose(RECORD)))
+    job.play(SnapshotFound("step-1", 1), From("w2", Propose(RECORD)))
     job.come("w3")
     job.done("w2", "w3")
     assert job.machine.phase is Phase.OVER
@@ -960,7 +960,7 @@ def _rolled_back(snapshot: str, version: int) -> _Job:
     for step in range(6):
         job.step(step)
     assert FindSnapshot() in job.play(Left("s0", "x"))
-    job.play(NewestFound(snapshot, version))
+    job.play(SnapshotFound(snapshot, version))
     assert job.view.origin == snapshot
     return job
 
@@ -975,13 +975,13 @@ def test_of_a_snapshot_that_was_damaged_after_it_was_verified_the_one_before_is_
     ]
     assert _of(FindSnapshot, effects) == [FindSnapshot()]
     assert job.play(damaged) == []  # said again: it is being answered
-    job.play(NewestFound("step-2", 2))
+    job.play(SnapshotFound("step-2", 2))
     assert (job.view.origin, job.machine.course.furthest) == ("step-2", 1)
     assert job.view.generation > first.generation
     assert job.play(damaged) == []  # of the generation before
     job.play(Left("s1", "x"))
     job.come("s9")
-    job.play(NewestFound("step-8", 8))  # taken long after: the damage is over
+    job.play(SnapshotFound("step-8", 8))  # taken long after: the damage is over
     assert job.view.origin == "step-8"
 
 
@@ -991,7 +991,7 @@ def test_a_damage_that_the_search_does_not_see_or_goes_past_ends_the_job(snapsho
     """
     job = _rolled_back("step-4", 4)
     job.play(From("s1", Unrestored("its file 0 has other bytes", job.view.generation)))
-    (abort,) = _of(Abort, job.play(NewestFound(snapshot, version)))
+    (abort,) = _of(Abort, job.play(SnapshotFound(snapshot, version)))
     assert abort.reason == "s1 cannot go on: its file 0 has other bytes"
 
 
@@ -1185,7 +1185,7 @@ def test_shards_that_are_lost_send_everybody_back_to_the_last_snapshot() -> None
         Announce("parameters are lost with their servers: going back to the last snapshot"),
         FindSnapshot(),
     ]
-    said, published = job.play(NewestFound("step-00000005-1", 5))
+    said, published = job.play(SnapshotFound("step-00000005-1", 5))
     assert said == Announce(
         "going on from snapshot step-00000005-1: version 5; 4 steps are computed again. With two servers and "
         "--replication 2 a server's death costs none"
@@ -1195,13 +1195,13 @@ def test_shards_that_are_lost_send_everybody_back_to_the_last_snapshot() -> None
     assert set(published.view.primary.values()) == {"s1"}
     assert sorted(r for own in published.view.assigned(5).values() for r in own) == [0, 1, 2, 3]
     assert job.machine.course.furthest == 4
-    assert job.play(NewestFound("step-00000005-1", 5)) == []
+    assert job.play(SnapshotFound("step-00000005-1", 5)) == []
 
 
 def test_without_a_snapshot_to_go_back_to_the_job_ends_and_says_what_to_set() -> None:
     job = _begun()
     job.play(Left("s0", "x"))
-    (abort,) = job.play(NewestFound("", -1))
+    (abort,) = job.play(SnapshotFound("", -1))
     assert isinstance(abort, Abort)
     assert "set replication to 2, or snapshots" in abort.reason
     assert job.machine.phase is Phase.OVER
@@ -1211,10 +1211,10 @@ def test_while_it_recovers_members_come_and_go_and_no_view_is_published() -> Non
     job = _begun()
     job.play(Left("s0", "x"))
     assert job.play(Left("s1", "y")) == [Announce("s1 is gone: y")]
-    assert job.play(NewestFound("step-5", 5)) == []  # there is nobody to load it
+    assert job.play(SnapshotFound("step-5", 5)) == []  # there is nobody to load it
     assert _of(PublishView, job.come("w2")) == []
     assert FindSnapshot() in job.join("s3")
-    effects = job.play(NewestFound("step-5", 5))
+    effects = job.play(SnapshotFound("step-5", 5))
     assert _of(PublishView, effects)[0].view.servers[0].id == "s3"
     assert job.view.workers[-1].id == "w2"
 
@@ -1274,7 +1274,7 @@ def test_first_values_of_a_store_that_any_worker_may_give_go_back_for_no_dead_wo
 def test_whoever_was_done_before_a_roll_back_is_not_done_any_more() -> None:
     job = _begun(_terms(2, 2, workers_max=3))
     job.done("w0")
-    job.play(Left("s0", "x"), NewestFound("step-5", 5))
+    job.play(Left("s0", "x"), SnapshotFound("step-5", 5))
     assert not job.view.ending
     assert _of(FinishJob, job.done("w1")) == []
     assert _of(FinishJob, job.done("w0")) == [FinishJob("w0")]
@@ -1283,7 +1283,7 @@ def test_whoever_was_done_before_a_roll_back_is_not_done_any_more() -> None:
 def test_a_word_of_being_done_from_before_a_roll_back_does_not_count() -> None:
     job = _begun()
     stale = job.view
-    job.play(Left("s0", "x"), NewestFound("step-5", 5))
+    job.play(Left("s0", "x"), SnapshotFound("step-5", 5))
     assert job.play(From("w0", Done(stale.generation)), From("w1", Done(stale.generation))) == []
     assert not job.view.ending
     assert job.play(Computed("w0", 17, 0, 0.1, stale.generation)) == []
@@ -1370,7 +1370,7 @@ def test_a_job_that_was_over_stays_over() -> None:
     assert job.machine.phase is Phase.OVER
     assert job.machine.last_word == FinishJob("w0")
     assert job.join("w0", incarnation=old.incarnations["w0"]) == [Refuse("w0", "the job is over")]
-    assert job.play(Left("w0", "x"), From("w1", GiveUp("x")), Tick(9.0), NewestFound("x", 1)) == []
+    assert job.play(Left("w0", "x"), From("w1", GiveUp("x")), Tick(9.0), SnapshotFound("x", 1)) == []
 
 
 def test_a_coordinator_that_had_not_begun_gathers_again() -> None:

@@ -9,7 +9,7 @@ from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _terms
 
 from rallypoint.core.cluster.effects import Abort, Announce, Commit, FinishJob, Refuse, TakeSnapshot
 from rallypoint.core.cluster.evaluations import KEPT, EvaluationLedger
-from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, NewestFound
+from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, SnapshotFound
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
@@ -135,7 +135,7 @@ def test_a_job_that_goes_back_to_a_snapshot_decides_what_that_says() -> None:
     after4 = Decided().after(Rules((RULE,)), 4, {"loss": 1.0}, 8)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2", "s3")
-    job.play(NewestFound("step-00000006-1", 6, None, after4))
+    job.play(SnapshotFound("step-00000006-1", 6, None, after4))
     assert job.machine.course.evaluations.decided == after4
     assert job.view.lease == Lease(8, "w2", until=12)
 

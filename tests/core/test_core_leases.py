@@ -12,7 +12,7 @@ import pytest
 from test_core_cluster import STEPS, _Job, _of, _record, _terms
 
 from rallypoint.core.cluster.effects import Abort, Announce, FinishJob, PublishView
-from rallypoint.core.cluster.events import Computed, From, Left, NewestFound, Resized
+from rallypoint.core.cluster.events import Computed, From, Left, Resized, SnapshotFound
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.policy import AllReduce, Async, Sync
 from rallypoint.core.protocol import Done, Evaluated, Evaluates, GiveUp, Leaving
@@ -217,7 +217,7 @@ def test_after_a_roll_back_what_is_made_again_is_evaluated_again() -> None:
     job.play(_result(job, "w2", 4), _result(job, "w2", 8))
     job.play(Left("s0", "killed"))
     assert job.machine.phase is Phase.RECOVERING
-    job.play(NewestFound("snapshot", 5))
+    job.play(SnapshotFound("snapshot", 5))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
     assert job.view.lease == Lease(8, "w2", until=STEPS)
 
@@ -225,7 +225,7 @@ def test_after_a_roll_back_what_is_made_again_is_evaluated_again() -> None:
 def test_a_version_that_was_lost_with_its_server_is_named_at_the_end() -> None:
     job = _begun()
     _reported(job, 9)
-    job.play(Left("s0", "killed"), NewestFound("snapshot", 6))
+    job.play(Left("s0", "killed"), SnapshotFound("snapshot", 6))
     assert job.machine.course.evaluations.results == {4: None}
     _reported(job, 18)
     for version in (8, 12, 16, 20):

@@ -344,7 +344,7 @@ def test_a_third_server_that_has_caught_up_is_none_after_a_roll_back() -> None:
     cluster.machine.course.views.arrived |= set(cluster.view.incoming)
     for server in ("s0", "s1"):
         cluster.play(events.Left(server, "killed"))
-    cluster.play(events.NewestFound("step-2", 2))
+    cluster.play(events.SnapshotFound("step-2", 2))
     assert not cluster.machine.course.views.arrived
     cluster.come("s3")
     cluster.catch_up()

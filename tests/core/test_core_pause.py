@@ -15,8 +15,8 @@ from rallypoint.core.cluster.events import (
     From,
     Heard,
     Left,
-    NewestFound,
     Paused,
+    SnapshotFound,
     SnapshotOrdered,
     Tick,
 )
@@ -59,7 +59,7 @@ def test_a_pause_outlives_the_coordinator_a_worker_and_a_roll_back() -> None:
     generation = job.view.generation
     job.play(Left("s0", "killed"), Left("s1", "killed"))
     job.come("s2", "s3")
-    (publish,) = _of(PublishView, job.play(NewestFound("step-00000003-1", 3)))
+    (publish,) = _of(PublishView, job.play(SnapshotFound("step-00000003-1", 3)))
     assert publish.view.generation > generation
     assert publish.view.paused == 3
     assert "operator, who has paused the job before step 3" in str(job.machine.waiting_for())

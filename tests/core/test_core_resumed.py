@@ -10,7 +10,7 @@ from test_core_all_reduce import RECORD as ALL_REDUCE
 from test_core_cluster import RECORD, _Job, _of, _terms
 
 from rallypoint.core.cluster.effects import Abort, FindSnapshot, FinishJob, PublishView, SendRecord
-from rallypoint.core.cluster.events import Left, NewestFound, Tick
+from rallypoint.core.cluster.events import Left, SnapshotFound, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed, begun_by
 from rallypoint.core.cluster.succession import Succession
@@ -78,7 +78,7 @@ def test_a_job_that_has_begun_and_whose_journal_does_not_know_with_what_looks_fo
     assert _of(PublishView, effects) == []
     assert len(_of(FindSnapshot, effects)) == 1
     assert {prepare.member for prepare in _of(SendRecord, effects)} == {"s0", "s1"}
-    job.play(NewestFound("step-00000012-20001", 12))
+    job.play(SnapshotFound("step-00000012-20001", 12))
     assert (job.view.origin, job.machine.course.furthest) == ("step-00000012-20001", 11)
 
 
@@ -96,7 +96,7 @@ def test_without_its_snapshot_it_ends_and_never_begins_anew(snapshot: str, versi
     job.come(*MEMBERS)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2")
-    assert len(_of(Abort, job.play(NewestFound("")))) == 1
+    assert len(_of(Abort, job.play(SnapshotFound("")))) == 1
 
 
 def test_another_jobs_snapshot_is_gone_back_to_until_this_job_has_one_of_its_own() -> None:
@@ -106,11 +106,11 @@ def test_another_jobs_snapshot_is_gone_back_to_until_this_job_has_one_of_its_own
     job.step(10)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2")
-    job.play(NewestFound(""))
+    job.play(SnapshotFound(""))
     assert (job.view.origin, job.machine.course.furthest) == (ELSEWHERE, 9)
     job.play(Left("s2", "x"))
     job.come("s3")
-    job.play(NewestFound("step-00000012-10001", 12))
+    job.play(SnapshotFound("step-00000012-10001", 12))
     assert job.view.origin == "step-00000012-10001"
 
 

@@ -7,7 +7,7 @@ from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms, applie
 
 from rallypoint.core import protocol
 from rallypoint.core.cluster.effects import Abort, Announce, FinishJob, PublishView, TakeSnapshot
-from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, NewestFound, SnapshotLost
+from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, SnapshotFound, SnapshotLost
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.modes import Feature, ModeTraits
@@ -66,7 +66,7 @@ def test_a_snapshot_says_what_the_journal_had_no_room_for() -> None:
     _reported(job, 4)
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2", "s3")
-    job.play(NewestFound("step-00000005-1", 5, EarlyEnd(6, "enough", "w0")))
+    job.play(SnapshotFound("step-00000005-1", 5, EarlyEnd(6, "enough", "w0")))
     assert job.view.stop == EarlyEnd(6, "enough", "w0")
 
 

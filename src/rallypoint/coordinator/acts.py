@@ -9,7 +9,7 @@ import msgspec
 
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.core.cluster import effects
-from rallypoint.core.cluster.effects import Abort, FinishJob
+from rallypoint.core.cluster.effects import Abort, FindSnapshot, FinishJob
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.decisions import Decided
 from rallypoint.core.job import JobRecord
@@ -114,11 +114,6 @@ class AddFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadNewestSnapshot:
-    """Look for the newest usable snapshot; the event SnapshotFound or Ended follows."""
-
-
-@dataclass(frozen=True, slots=True)
 class Over:
     """The job is over and all members were told; `failure` says why it failed, None if it did not."""
 
@@ -127,7 +122,7 @@ class Over:
 
 Act = (
     Save | SendMessage | RefuseConnection | Close | AppendLog | Record | BeginSnapshot | AddPart | CommitSnapshot
-    | AddFigures | ReadNewestSnapshot | Over
+    | AddFigures | FindSnapshot | Over
 )  # fmt: skip
 
 

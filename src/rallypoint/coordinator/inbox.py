@@ -1,14 +1,16 @@
-"""Events of the coordinator's shell: from connections, from the snapshot keeper, from outside."""
+"""Events of the coordinator's shell: from connections, from the snapshot keeper, from outside.
+
+What the keeper finds, and what it cannot write, are the machine's events as they stand.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from rallypoint.core.decisions import Decided
+from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
 from rallypoint.core.protocol import Hello, Message
-from rallypoint.core.view import EarlyEnd
 
 Connection = Hashable  # a channel, or a simulated wire: the shell only compares it
 
@@ -64,24 +66,6 @@ class SnapshotCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestFailed:
-    """The manifest could not be written."""
-
-    snapshot: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotFound:
-    """The newest usable snapshot, and what it knows: see `core.cluster.events.NewestFound`; "" if there is none."""
-
-    snapshot: str
-    version: int = -1
-    stop: EarlyEnd | None = None
-    decided: Decided = field(default_factory=Decided)
-
-
-@dataclass(frozen=True, slots=True)
 class EndWanted:
     """End the job for a reason outside the machine: a user, a child process that died, an error of the coordinator."""
 
@@ -103,5 +87,5 @@ class Barrier:
 
 
 Event = (
-    Opened | Received | Closed | Ticked | SnapshotCommitted | ManifestFailed | SnapshotFound | EndWanted | SentenceSaid
+    Opened | Received | Closed | Ticked | SnapshotCommitted | SnapshotLost | SnapshotFound | EndWanted | SentenceSaid
 )  # fmt: skip

@@ -23,7 +23,8 @@ from rallypoint.coordinator.journal import Journal, Persistence
 from rallypoint.coordinator.owner import Owner, tick_seconds
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.coordinator.snapshots import SnapshotKeeper
-from rallypoint.core.cluster.effects import Abort
+from rallypoint.core.cluster.effects import Abort, FindSnapshot
+from rallypoint.core.cluster.events import SnapshotFound
 from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.protocol import Hello, Welcome
@@ -261,8 +262,8 @@ class CoordinatorService:
             case acts.Over(failure=failure):
                 self._failure = failure
                 self._over.set()
-            case acts.ReadNewestSnapshot() if self._keeper is None:
-                self._owner.put(inbox.SnapshotFound(""))
+            case FindSnapshot() if self._keeper is None:
+                self._owner.put(SnapshotFound(""))
             case _:
                 if self._keeper is not None:
                     self._keeper.do(act)

@@ -15,7 +15,6 @@ from rallypoint.coordinator.acts import (
     Close,
     CommitSnapshot,
     Over,
-    ReadNewestSnapshot,
     RefuseConnection,
     Save,
     SendMessage,
@@ -154,11 +153,8 @@ class CoordinatorShell:
             case inbox.SnapshotCommitted(snapshot=snapshot):
                 done = Snapshotted(snapshot, event.version, event.nbytes, event.seconds)
                 return [*self._announce(done), *self._drive(cluster_events.Committed(snapshot))]
-            case inbox.ManifestFailed(snapshot=snapshot, reason=reason):
-                return self._drive(cluster_events.SnapshotLost(snapshot, reason))
-            case inbox.SnapshotFound():
-                known = event.stop, event.decided
-                return self._drive(cluster_events.NewestFound(event.snapshot, event.version, *known))
+            case cluster_events.SnapshotLost() | cluster_events.SnapshotFound():
+                return self._drive(event)
             case inbox.EndWanted(reason=reason):
                 return self._end(Aborted(reason))
             case inbox.SentenceSaid(text=text):
@@ -337,7 +333,7 @@ class CoordinatorShell:
             case cluster_effects.Commit(snapshot=snapshot, version=version):
                 return [self._commit(snapshot, version)]
             case cluster_effects.FindSnapshot():
-                return [ReadNewestSnapshot()]
+                return [effect]
 
     def _publish(self, view: View, members: Sequence[str]) -> list[Act]:
         assert self.machine.record is not None

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.coordinator import inbox
-from rallypoint.coordinator.acts import Act, AddFigures, AddPart, BeginSnapshot, CommitSnapshot, ReadNewestSnapshot
+from rallypoint.coordinator.acts import Act, AddFigures, AddPart, BeginSnapshot, CommitSnapshot
+from rallypoint.core.cluster.effects import FindSnapshot
+from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
 from rallypoint.core.protocol import Stored
 from rallypoint.errors import RallypointError
 from rallypoint.store.files import EndingThread, patiently
@@ -57,7 +59,7 @@ class SnapshotKeeper:
                 self._begin_commit(act)
             case AddFigures():
                 self._tasks.put((f"the metrics of step {act.step}", lambda: self._judge(act)))
-            case ReadNewestSnapshot():
+            case FindSnapshot():
                 self._tasks.put(("the search for the newest snapshot", self._find))
             case _:
                 raise AssertionError(f"an act that is not about snapshots: {act}")
@@ -75,7 +77,7 @@ class SnapshotKeeper:
     def _begin_commit(self, act: CommitSnapshot) -> None:
         parts = self._parts.pop(act.snapshot, None)
         if parts is None:
-            self._put(inbox.ManifestFailed(act.snapshot, "its parts have been forgotten"))
+            self._put(SnapshotLost(act.snapshot, "its parts have been forgotten"))
             return
         manifest = Manifest(
             id=act.snapshot, version=act.version, record=msgspec.to_builtins(act.record), created=time.time(),
@@ -99,7 +101,7 @@ class SnapshotKeeper:
         try:
             self._store.commit(manifest)
         except Exception as error:  # a remote filesystem may raise anything; the job waits for an answer
-            self._put(inbox.ManifestFailed(manifest.id, _sentence(error)))
+            self._put(SnapshotLost(manifest.id, _sentence(error)))
             return
         nbytes, seconds = sum(manifest.files.values()), time.monotonic() - began
         self._put(inbox.SnapshotCommitted(manifest.id, manifest.version, nbytes, seconds))
@@ -149,10 +151,10 @@ class SnapshotKeeper:
             self._put(inbox.EndWanted(f"the snapshots cannot be read: {_sentence(error)}"))
             return
         if manifest is None:
-            self._put(inbox.SnapshotFound(""))
+            self._put(SnapshotFound(""))
         else:
             known = (manifest.stop, manifest.decided)
-            self._put(inbox.SnapshotFound(manifest.id, manifest.version, *known))
+            self._put(SnapshotFound(manifest.id, manifest.version, *known))
 
 
 def _sentence(error: Exception) -> str:

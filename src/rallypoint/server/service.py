@@ -156,7 +156,7 @@ class ServerService(ListeningMember):
             transport=self._transport, credentials=self._link.credentials, tracer=self._tracer, failed=self.failed,
         )  # fmt: skip
 
-    # ---- called by the reducer (`decisions.Context`) ----
+    # ---- called by the reducer (`ReducerContext`) ----
 
     def say(self, message: Message) -> None:
         """Send a message to the coordinator. Any thread may call it."""

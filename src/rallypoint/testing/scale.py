@@ -561,7 +561,9 @@ class Play:
         scenario = self.scenario
         version = number - number % scenario.snapshot_steps
         self._rollbacks += 1
-        ready = self._send(self.cluster.handle(events.NewestFound(f"v{version}", version), "a snapshot is found"), seen)
+        ready = self._send(
+            self.cluster.handle(events.SnapshotFound(f"v{version}", version), "a snapshot is found"), seen
+        )
         restored = _STATE * scenario.workload.words / len(self.cluster.view.servers) / scenario.server_rate
         return ready + restored + scenario.workload.nbytes / scenario.rate, version
 

@@ -149,7 +149,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class NewestFound:
+class SnapshotFound:
     """The answer to `FindSnapshot`: the newest usable snapshot; "" if there is none.
 
     It knows the job's early end, and what was decided from evaluations of versions up to it.
@@ -163,7 +163,7 @@ class NewestFound:
 
 Event = (
     From | Joined | Computed | Left | Unlinked | Heard | Tick | Resized | SnapshotOrdered | Captured | SnapshotLost
-    | Committed | NewestFound | TookOver | Outrun | Released | Paused
+    | Committed | SnapshotFound | TookOver | Outrun | Released | Paused
 )  # fmt: skip
 
 OFTEN = (Heard, Computed)  # these come all the time

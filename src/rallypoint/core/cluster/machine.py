@@ -220,7 +220,7 @@ class ClusterMachine:
             case events.Unlinked(member=member, reason=reason, reset=reset):
                 if member in course.members:
                     course.members.unlinked(member, reason if reset else "")
-            case events.NewestFound():
+            case events.SnapshotFound():
                 return self._succession.found(event)
             case events.TookOver(state=state, complete=complete):
                 course.views.complete = complete

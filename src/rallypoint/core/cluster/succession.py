@@ -303,14 +303,14 @@ class Succession:
         self._damaged = (view.origin, self.course.furthest + 1, f"{server} cannot go on: {said.reason}")
         return self.recover(why=f"{server} cannot go on from snapshot {view.origin}: {said.reason}")
 
-    def found(self, event: events.NewestFound) -> list[Effect]:
+    def found(self, event: events.SnapshotFound) -> list[Effect]:
         """Begin a new generation from the snapshot that was found; end the job if there is none."""
         course = self.course
         if course.phase is not Phase.RECOVERING or not course.members.servers:
             return []
         origin = course.origin
         if event.snapshot == "" and origin is not None and origin.is_elsewhere:  # nothing of this job is stored yet
-            event = events.NewestFound(origin.snapshot, origin.version, origin.stop, origin.decided)
+            event = events.SnapshotFound(origin.snapshot, origin.version, origin.stop, origin.decided)
         if event.snapshot == "":
             if course.furthest >= 0 or course.applied >= 0 or origin is not None:
                 return course.end(Abort(course.recovery.no_snapshot))

@@ -10,6 +10,8 @@ import msgspec
 from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.owner import tick_seconds
 from rallypoint.coordinator.shell import CoordinatorShell
+from rallypoint.core.cluster.effects import FindSnapshot
+from rallypoint.core.cluster.events import SnapshotFound, SnapshotLost
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.cluster.terms import Terms
@@ -129,7 +131,7 @@ class SimulatedCoordinator:
                     self._note(message)
                 case acts.CommitSnapshot():
                     self.node.later(self.node.world.latency() * 2, lambda act=act: self._commit(act))  # type: ignore[misc]
-                case acts.ReadNewestSnapshot():
+                case FindSnapshot():
                     self.node.later(self.node.world.latency(), self._find)
                 case _:
                     pass
@@ -159,7 +161,7 @@ class SimulatedCoordinator:
         if self.store.commit(act.snapshot, act.version, self._versions(act.version), known, act.origin):
             self._handle(inbox.SnapshotCommitted(act.snapshot, act.version, 0, 0.0))
         else:
-            self._handle(inbox.ManifestFailed(act.snapshot, "no space left"))
+            self._handle(SnapshotLost(act.snapshot, "no space left"))
 
     def _versions(self, version: int) -> list[int | None]:
         """What the store must hold of each shard; None where no version is common to all."""
@@ -168,4 +170,4 @@ class SimulatedCoordinator:
         return [None if any_version else self.job.cadence.updates_before(s, version) for s in shards]
 
     def _find(self) -> None:
-        self._handle(inbox.SnapshotFound(*self.store.newest()))
+        self._handle(SnapshotFound(*self.store.newest()))
