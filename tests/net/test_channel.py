@@ -26,7 +26,7 @@ KEYS = dialers_keys(token_keys("a token"), bytes(32))
 class Stuck:
     """A connection whose sends wait until `release`; it notes what was sent, and fails on demand."""
 
-    peer, secured = "stuck", PLAIN
+    peer, secured, lender = "stuck", PLAIN, None
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -56,7 +56,7 @@ class Stuck:
 class Heard:
     """A connection on which somebody listens."""
 
-    peer, secured = "heard", PLAIN
+    peer, secured, lender = "heard", PLAIN, None
 
     def __init__(self) -> None:
         self.bytes, self.came = b"", threading.Event()

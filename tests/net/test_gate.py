@@ -162,7 +162,7 @@ def test_without_a_thread_to_send_from_there_is_no_channel(
 class Silent:
     """A connection of which nothing is asked."""
 
-    peer, secured = "silent", PLAIN
+    peer, secured, lender = "silent", PLAIN, None
 
     def close(self) -> None:
         pass

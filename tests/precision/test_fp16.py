@@ -121,8 +121,8 @@ def _verdict(rule: Rule, *measures: Measure) -> tuple[float | None, bool]:
 
 def test_servers_divide_by_the_scale_that_one_of_them_tells_and_clip_what_is_unscaled() -> None:
     rule = Rule(clip=1.0, stops=True, scaled=True)
-    scale = Measure(2, 0.0, loss_scale=1024.0)
-    small, large = Measure(0, 512.0), Measure(0, 4096.0)
+    scale = Measure(2, (0.0,), loss_scale=1024.0)
+    small, large = Measure(0, (512.0,)), Measure(0, (4096.0,))
     assert _verdict(rule, small, scale) == (1 / 1024.0, False)
     assert _verdict(rule, large, scale) == (1.0 / (4.0 + 1e-6) / 1024.0, False)
     assert rule.verdict(3, [large, scale], ViewNumber()).norm == 4.0
@@ -140,7 +140,7 @@ def test_a_step_that_overflows_is_skipped_and_what_no_scale_can_help_is_left_to_
     stops: bool, scale: float, found: dict[str, Any], stopped: bool
 ) -> None:
     rule = Rule(skips=not stops, stops=stops, scaled=True)
-    assert _verdict(rule, Measure(0, 0.0, **found), Measure(1, 0.0, loss_scale=scale)) == (None, stopped)
+    assert _verdict(rule, Measure(0, (0.0,), **found), Measure(1, (0.0,), loss_scale=scale)) == (None, stopped)
 
 
 # ---- jobs ----

@@ -428,13 +428,15 @@ class _Sending:
         self._sent: list[Callable[[], None]] = []
 
     def send(
-        self, header: Header, payload: memoryview, sent: Callable[[], None] = lambda: None, *, rank: Rank = ()
-    ) -> None:
+        self, header: Header, payload: memoryview, sent: Callable[[], None] = lambda: None, *, rank: Rank = (),
+        left: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self.frames.append((header.shard, rank))
-        self._sent.append(sent)
+        self._sent.append((left, sent))
 
     def goes(self) -> None:
-        self._sent.pop(0)()
+        for called in self._sent.pop(0):
+            called()
 
 
 def _link(channel: Any, *, window: int) -> ServerLink:
@@ -456,8 +458,12 @@ def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
 
         connection = None
 
-        def send(self, header: Header, payload: memoryview, sent_: Callable[[], None], *, rank: Rank = ()) -> None:
+        def send(
+            self, header: Header, payload: memoryview, sent_: Callable[[], None], *, rank: Rank = (),
+            left: Callable[[], None],
+        ) -> None:  # fmt: skip
             sent.append(header.shard)
+            left()
             sent_()
 
     channel: Any = _Channel()
@@ -476,7 +482,11 @@ def test_any_number_of_contributions_leaves_a_link_whose_channel_has_just_closed
     """Each is dropped by the thread that sends it, and lets the next one go."""
 
     class _Closed:
-        def send(self, header: Header, payload: memoryview, sent: Callable[[], None], *, rank: Rank = ()) -> None:
+        def send(
+            self, header: Header, payload: memoryview, sent: Callable[[], None], *, rank: Rank = (),
+            left: Callable[[], None],
+        ) -> None:  # fmt: skip
+            left()
             sent()
 
     link, free = _link(_Sending(), window=9), []

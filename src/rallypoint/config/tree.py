@@ -21,7 +21,7 @@ from rallypoint.core.decisions import ReduceOnPlateau
 from rallypoint.core.layout import MOST_SHARD_BYTES, SHARD_BYTES, WORD_BYTES, Role, Shard, TensorSpec
 from rallypoint.core.modes import Clock, Contribution, Feature, ModeTraits, Pace, StateHolder, describe
 from rallypoint.core.optimizer import EMA, SWA, AdamW, LossScaling, Muon, Optimizer, Sum
-from rallypoint.core.plan.tuning import shards_for
+from rallypoint.core.plan.tuning import shards_for, shards_on_one_host
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule, rate_at
 from rallypoint.core.typed import build_now
@@ -557,12 +557,13 @@ _BY_WORD = Raw | Fp16 | Bf16  # each word by itself, wherever its shard begins
 
 
 class ClusterFacts(NamedTuple):
-    """How many workers and servers a job begins with, what a server's link carries (Mbit/s; 0: not told), and the size
-    of the shards that the job has already; -1: it has none yet."""
+    """How many workers and servers a job begins with, what a server's link carries (Mbit/s; 0: not told), whether all
+    are on one host, and the size of the shards that the job has already; -1: it has none yet."""
 
     workers: int
     servers: int
     link_mbit: float
+    one_host: bool
     shard_bytes: int
 
 
@@ -579,15 +580,20 @@ def with_start_values(
         return config, ""
     if cluster.shard_bytes >= 0:
         return msgspec.structs.replace(config, shard_bytes=cluster.shard_bytes), ""
-    if config.tune != "auto" or not nbytes or not _free(config):
+    if not nbytes or not _free(config):
+        return config, ""
+    if cluster.one_host:
+        return msgspec.structs.replace(config, shard_bytes=shards_on_one_host(nbytes, cluster.servers)), ""
+    if config.tune != "auto" or config.clip is not None:
         return config, ""
     size, why = shards_for(nbytes, cluster.workers, cluster.servers, cluster.link_mbit)
     return msgspec.structs.replace(config, shard_bytes=size), why
 
 
 def _free(config: JobConfig) -> bool:
-    """True if the bytes of the result do not depend on where shards are cut: every word is treated by itself."""
+    """True if the bytes of the result do not depend on where shards are cut: every word is treated by itself, or (for a
+    norm) each 1 MiB."""
     codecs = [config.codec, config.down, *(group.codec for group in config.groups if group.codec is not None)]
-    whole = config.clip is not None or config.keyed or config.parameters == "streamed"
+    whole = config.keyed or config.parameters == "streamed"
     by_word = isinstance(config.sync, Sync | AllReduce) and not isinstance(config.optimizer, Muon | Sum)
     return by_word and not whole and all(isinstance(codec, _BY_WORD) for codec in codecs)

@@ -87,12 +87,11 @@ class Hello(AnyMessage, frozen=True):
 class Welcome(AnyMessage, frozen=True):
     """The listener accepts the connection.
 
-    `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
-    steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
-    may be silent. `workers` and `servers` are how many the job begins with, `link_mbit` what the slowest link that was
-    told carries (0: none was), `shard_bytes` the size of the job's shards (-1: there are none yet). `threads` is how
-    many intra-op threads a worker or a server computes with. `payloads` is the Hello's, if both sides use it from here
-    on, else "". `living` is how many seconds a member goes on without a coordinator.
+    `overrides`: the launcher's. `folder`: of the run, for results. `trace`: the steps to trace, the end excluded.
+    `snapshots`: their URL. `heartbeat`: seconds that a member may be silent. `workers`, `servers`: how many the job
+    begins with. `link_mbit`: what the slowest link that was told carries; 0: none was. `one_host`: nobody on another
+    host can join. `shard_bytes`: the job's; -1: none yet. `threads`: intra-op threads of a worker or a server.
+    `payloads`: the Hello's, if both use it. `living`: seconds that a member goes on without a coordinator.
     """
 
     overrides: dict[str, Any] = {}
@@ -104,6 +103,7 @@ class Welcome(AnyMessage, frozen=True):
     workers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
     servers: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
     link_mbit: Mbit = 0.0
+    one_host: bool = False
     shard_bytes: Annotated[int, msgspec.Meta(ge=-1, le=1 << 32)] = -1
     threads: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
     payloads: str = ""

@@ -8,7 +8,9 @@ import hmac
 import itertools
 import logging
 import secrets
+import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, NoReturn
@@ -18,9 +20,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from rallypoint.core.protocol import Message, Refused, decode, encode, with_secrets
 from rallypoint.errors import CorruptFrame, LinkError, ProtocolError
-from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
+from rallypoint.net.frames import HEADER_BYTES, LENT, Header, Kind, pack, unpack
 from rallypoint.net.handshake import LinkKeys, expand
-from rallypoint.net.transport import Connection, receive_bytes
+from rallypoint.net.transport import Connection, Lender, receive_bytes
 from rallypoint.observe.trace import Tracer
 
 # ---- Seals: each frame has a MAC of its payload, and a tag of its header and place in the stream ----
@@ -36,6 +38,10 @@ from rallypoint.observe.trace import Tracer
 # frame that was changed, repeated, left out, put in, moved or taken from another connection has a wrong tag. The tag is
 # checked before the header is read, the MAC before anything reads the payload.
 #
+# Where two members can read each other's memory (`transport.Lender`) a large payload is lent: the frame has the flag
+# LENT, and in place of the MAC the number of the loan (8 bytes) and zeros. The other side counts, in its memory, what
+# it has read: that may change. A side that ends the link withdraws what it lends before that changes.
+#
 # Frames are not encrypted, but the secrets in control messages are (`Secrets`): who reads the network gets no tickets.
 #
 # With TLS the connection authenticates every byte itself, and the greeting is bound to that connection. So there a
@@ -49,6 +55,8 @@ TAG_BYTES = 16
 SEALED_BYTES = HEADER_BYTES + MAC_BYTES + TAG_BYTES
 _EMPTY = bytes(MAC_BYTES)
 _NONCE_BYTES = 12
+_LENT = struct.Struct("<Q8x")
+_FLAGS_AT = 6  # in the header
 _PERSON = b"rallypoint/frame"  # BLAKE2b's personalisation: 16 bytes
 
 
@@ -59,11 +67,14 @@ class Sealer:
         self._tags, self._macs = _seals(keys.sending, macs=macs)
         self._count = 0
 
-    def seal(self, header: Header, payload: memoryview | None) -> bytes:
-        """The header, MAC and tag of the next frame. The payload must not change before it is sent."""
+    def seal(self, header: Header, payload: memoryview | None, lent: int | None = None) -> bytes:
+        """The header, MAC and tag of the next frame. The payload must not change before it is sent. `lent` is the
+        number under which it is lent instead."""
         number, self._count = self._count, self._count + 1
-        head = pack(header)
-        if self._macs is not None and payload is not None and len(payload):
+        head = pack(header, 0 if lent is None else LENT)
+        if lent is not None:
+            head += _LENT.pack(lent)
+        elif self._macs is not None and payload is not None and len(payload):
             head += self._macs.encrypt(number.to_bytes(_NONCE_BYTES, "little"), b"", payload)
         else:
             head += _EMPTY
@@ -76,7 +87,12 @@ class Opener:
     """Checks each frame that one side receives: `open`, then `verify` if it has a payload. Only one thread may use it.
 
     `peer` names the sender in errors. A CorruptFrame is final: the connection must be closed.
+
+    Attributes:
+        lent: the number under which the payload of the frame that was opened last is lent; None if it follows.
     """
+
+    lent: int | None = None
 
     def __init__(self, keys: LinkKeys, peer: str, *, macs: bool = True) -> None:
         self._tags, self._macs = _seals(keys.receiving, macs=macs)
@@ -93,6 +109,7 @@ class Opener:
             raise CorruptFrame(f"a frame from {self._peer} has a wrong tag: something changed it on the way")
         header = unpack(sealed[:HEADER_BYTES])
         self._kind, self._mac = header.kind, bytes(sealed[HEADER_BYTES:-TAG_BYTES])
+        self.lent = _LENT.unpack(self._mac)[0] if sealed[_FLAGS_AT] & LENT else None
         return header
 
     def verify(self, payload: memoryview) -> None:
@@ -144,11 +161,13 @@ _ITS_OWN = object()  # begins the place of a frame that has none
 
 
 class Outgoing(NamedTuple):
-    """A frame, and what to call when its payload may be reused. Its header says how long the payload is."""
+    """A frame, and what to call when its payload may be reused, and (before that) when it has left the queue. Its
+    header says how long the payload is."""
 
     header: Header
     payload: memoryview | None
     sent: Callable[[], None] | None
+    left: Callable[[], None] | None = None
 
 
 class Backlog:
@@ -201,7 +220,8 @@ class Outbox:
         """Append a frame. Returns the frame that it has replaced, if there is one: it takes that one's turn."""
         self.nbytes += frame.header.length
         if self._backlog is not None and (urgent or place is None):
-            self._count(self._backlog, frame, 1)
+            self._counted += (more := SEALED_BYTES + frame.header.length)
+            self.overflows = not self._backlog.change(more, self._counted)
         if urgent:
             self._urgent.append(frame)
             self.waiting += 1
@@ -218,6 +238,11 @@ class Outbox:
             self.nbytes -= old.header.length
         return old
 
+    @property
+    def urgent(self) -> bool:
+        """Is an urgent frame the next?"""
+        return bool(self._urgent)
+
     def pop(self) -> Outgoing:
         """Take out the next frame. There must be one."""
         if self._urgent:
@@ -229,19 +254,44 @@ class Outbox:
         self.nbytes -= frame.header.length
         self.waiting -= 1
         if counts and self._backlog is not None:
-            self._count(self._backlog, frame, -1)
+            self._counted -= (less := SEALED_BYTES + frame.header.length)
+            self.overflows = not self._backlog.change(-less, self._counted)
         return frame
-
-    def _count(self, backlog: Backlog, frame: Outgoing, sign: int) -> None:
-        nbytes = sign * (SEALED_BYTES + frame.header.length)
-        self._counted += nbytes
-        self.overflows = not backlog.change(nbytes, self._counted)
 
 
 # ---- A connection that carries frames. One thread sends from a queue; the owner's thread receives ----
 
 
 log = logging.getLogger("rallypoint")
+LENT_BYTES = 8 << 20  # of payloads that one side of a channel lends at once, or one payload
+_LOOK_S, _LOOK_FULL_S = 0.05, 1e-3  # the sending thread looks so often what was read, though nothing comes from there
+
+
+class _Loans:
+    """What a channel lends, oldest first. Needs the channel's lock, but for `nbytes`."""
+
+    def __init__(self, lender: Lender | None) -> None:
+        """Without a lender it is empty."""
+        self.lender, self.nbytes = lender, 0
+        self._frames: deque[Outgoing] = deque()
+        self._ended = 0
+
+    def add(self, frame: Outgoing) -> None:
+        self._frames.append(frame)
+        self.nbytes += frame.header.length
+
+    def end(self, *, all: bool = False) -> list[Outgoing]:
+        """Those that the other side has read since the last call; with `all` the others too, which are withdrawn."""
+        assert self.lender is not None
+        if all:
+            self.lender.withdraw()
+        read = self._ended + len(self._frames) if all else self.lender.returned()
+        ended = []
+        while self._ended < read and self._frames:
+            ended.append(frame := self._frames.popleft())
+            self.nbytes -= frame.header.length
+            self._ended += 1
+        return ended
 
 
 class Channel:
@@ -271,6 +321,8 @@ class Channel:
         self._tracer = tracer or Tracer(name)
         self._head = memoryview(bytearray(SEALED_BYTES))
         self._outbox = Outbox(backlog)
+        self._loans = _Loans(connection.lender)
+        self._transmit = self._send_frame if connection.lender is None else self._lend_frame
         self._last_word = False  # what is sent after it is dropped
         self._changed = threading.Condition()
         self._closing = False
@@ -286,16 +338,17 @@ class Channel:
 
     def send(
         self, header: Header, payload: memoryview | None = None, sent: Callable[[], None] | None = None,
-        *, urgent: bool = False, place: Hashable = None, rank: Rank = (),
+        *, urgent: bool = False, place: Hashable = None, rank: Rank = (), left: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         """Queue a frame, behind those of its `rank` and before those of a higher one. It replaces the frame that waits
         at the same `place`, if it has one (see `Outbox`).
 
-        `payload` must not change before `sent` is called, from the sending thread: after the frame went out, or when it
-        never will. If the channel is closed, the frame is dropped and `sent` is called at once, from the calling
-        thread; so is that of a frame that is replaced.
+        `payload` must not change before `sent` is called, from the sending or the receiving thread: after the frame
+        went out, and was read if it was lent, or when that will never be. If the channel is closed, the frame is
+        dropped and `sent` is called at once, from the calling thread; so is that of a frame that is replaced. `left` is
+        called once the frame is out of the queue, whatever became of it.
         """
-        frame = Outgoing(header, payload, sent)
+        frame = Outgoing(header, payload, sent, left)
         dropped: list[Outgoing | None] = [frame]
         with self._changed:
             if not self._closing and not self._last_word:
@@ -304,8 +357,11 @@ class Channel:
                     dropped += self._give_up()
                 self._changed.notify_all()
         for frame_dropped in dropped:
-            if frame_dropped is not None and frame_dropped.sent is not None:
-                frame_dropped.sent()
+            if frame_dropped is not None:
+                if frame_dropped.left is not None:
+                    frame_dropped.left()
+                if frame_dropped.sent is not None:
+                    frame_dropped.sent()
 
     def send_message(self, message: Message, kind: Kind = Kind.CONTROL) -> None:
         """Queue a control message, as an urgent frame. Secrets in it are encrypted."""
@@ -341,8 +397,16 @@ class Channel:
 
     def flush(self, timeout: float) -> bool:
         """Wait until every queued frame is sent, or the channel is closed. Returns False after `timeout` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._closing or self._drained(), timeout)
+        deadline = time.monotonic() + timeout
+        while True:
+            self._end_loans()
+            left = deadline - time.monotonic()
+            with self._changed:
+                look = min(left, _LOOK_FULL_S) if self._loans.nbytes else left
+                if self._changed.wait_for(lambda: self._closing or self._drained(), look):
+                    return True
+            if left <= 0:
+                return False
 
     def close(self) -> None:
         """End the connection and the sending thread. Queued frames are dropped."""
@@ -352,35 +416,75 @@ class Channel:
             self._thread.join()
 
     def _drained(self) -> bool:
-        return self._idle and not self._outbox.waiting
+        return self._idle and not self._outbox.waiting and not self._loans.nbytes
 
     def _send_all(self) -> None:
         while (item := self._next()) is not None:
+            over = True
             try:
-                if self._tracer.on:
-                    self._send_traced(item)
-                else:
-                    self.connection.send(self._sealer.seal(item.header, item.payload), item.payload)
+                over = self._send_traced(item) if self._tracer.on else self._transmit(item)
             except LinkError:  # the receiving thread will get it too, after the last frames: they may say why
                 self._stop()
             except Exception as fault:  # any other one would end this thread unseen, and the queue would only grow
                 self._fail(fault)
             try:
+                if item.left is not None:
+                    item.left()
+                if over and item.sent is not None:
+                    item.sent()
+            except Exception as fault:
+                self._fail(fault)
+        self._end_loans(all=True)
+        while self._outbox.waiting:
+            item = self._outbox.pop()
+            for what in (item.left, item.sent):
+                try:
+                    if what is not None:
+                        what()
+                except Exception as fault:
+                    self._fail(fault)
+
+    def _end_loans(self, *, all: bool = False) -> None:
+        """What the other side has read, or (`all`) will never read, may change."""
+        if not self._loans.nbytes:
+            return
+        with self._changed:
+            ended = self._loans.end(all=all)
+            if ended:
+                self._changed.notify_all()
+        for item in ended:
+            try:
                 if item.sent is not None:
                     item.sent()
             except Exception as fault:
                 self._fail(fault)
-        while self._outbox.waiting:
-            try:
-                if (sent := self._outbox.pop().sent) is not None:
-                    sent()
-            except Exception as fault:
-                self._fail(fault)
 
-    def _send_traced(self, item: Outgoing) -> None:
+    def _send_frame(self, item: Outgoing) -> bool:
+        """Send a frame. Returns True: its payload may change from now on."""
+        self.connection.send(self._sealer.seal(item.header, item.payload), item.payload)
+        return True
+
+    def _lend_frame(self, item: Outgoing) -> bool:
+        """Send a frame, and lend its payload if that can be. Returns False if it is lent: it may not change yet."""
+        lender = self._loans.lender
+        number = None if lender is None or item.payload is None else lender.lend(item.payload)
+        if number is None:
+            self.connection.send(self._sealer.seal(item.header, item.payload), item.payload)
+            return True
+        head = self._sealer.seal(item.header, item.payload, number)
+        with self._changed:
+            self._loans.add(item)  # before it is sent: it may be read at once
+        try:
+            self.connection.send(head)
+        except LinkError:
+            self._stop()  # then it is withdrawn
+        return False
+
+    def _send_traced(self, item: Outgoing) -> bool:
         kind, shard = item.header.kind.name, item.header.shard
         with self._tracer.span("send", kind=kind, shard=shard, waiting=self._outbox.nbytes):
-            self.connection.send(self._sealer.seal(item.header, item.payload), item.payload)
+            return self._transmit(item)
+
 
     def _fail(self, fault: Exception) -> None:
         """Close the channel. The receiving thread learns why."""
@@ -395,16 +499,22 @@ class Channel:
             self._changed.notify_all()
 
     def _next(self) -> Outgoing | None:
-        with self._changed:
-            while not (self._closing or self._outbox.waiting):
-                if not self._idle:
-                    self._idle = True
-                    self._changed.notify_all()  # for `flush`
-                self._changed.wait()
-            if self._closing:
-                return None
-            self._idle = False
-            return self._outbox.pop()
+        while True:
+            with self._changed:
+                outbox, loans = self._outbox, self._loans
+                while not (self._closing or (outbox.urgent if loans.nbytes >= LENT_BYTES else outbox.waiting)):
+                    if not self._idle:
+                        self._idle = True
+                        self._changed.notify_all()  # for `flush`
+                    look = None if not loans.nbytes else _LOOK_FULL_S if outbox.waiting else _LOOK_S
+                    if not self._changed.wait(look):
+                        break
+                else:
+                    if self._closing:
+                        return None
+                    self._idle = False
+                    return self._outbox.pop()
+            self._end_loans()
 
     # ---- receiving: one thread only ----
 
@@ -417,6 +527,8 @@ class Channel:
             self.connection.recv_into(self._head)
         except LinkError as ended:
             self._raise(ended)
+        if self._loans.nbytes:
+            self._end_loans()  # before anything comes of what the other side has read
         return self._opener.open(self._head)
 
     def receive_into(self, view: memoryview) -> None:
@@ -424,6 +536,9 @@ class Channel:
 
         CorruptFrame (a LinkError) if the payload was changed on its way: then nothing may read `view`.
         """
+        if self._opener.lent is not None:
+            self._read_loan(self._opener.lent, view)
+            return
         try:
             self.connection.recv_into(view)
         except LinkError as ended:
@@ -431,11 +546,24 @@ class Channel:
         if len(view):
             self._opener.verify(view)
 
+    def _read_loan(self, number: int, view: memoryview) -> None:
+        if (lender := self.connection.lender) is None:
+            raise ProtocolError(f"{self.name} lends a payload, and this link has no memory")
+        try:
+            lender.read(number, view)
+        except LinkError as ended:
+            self._raise(ended)
+
     def receive_bytes(self, header: Header) -> bytearray:
         """Receive the payload of `header` into new memory, which grows as it comes. LinkError when the stream ends.
 
         CorruptFrame (a LinkError) if the payload was changed on its way.
         """
+        if self._opener.lent is not None:
+            data = bytearray(header.length)
+            with memoryview(data) as view:
+                self._read_loan(self._opener.lent, view)
+            return data
         try:
             data = receive_bytes(self.connection, header.length)
         except LinkError as ended:

@@ -9,6 +9,7 @@
                         bit 2, NEWEST: if the version is not kept, send the newest one instead (PullRows; step LATEST
                         always asks for the newest)
                         bit 3, BAD_GRADIENT: the values of the contribution are not finite
+                        bit 4, LENT: the payload does not follow, it is lent (channel.py)
     7  codec      u8    the codec of the payload (codec/); 0: raw fp32
     8  epoch      u32   the view's number: coordinator epoch ...
     12 count      u32   ... and count (I10)
@@ -48,6 +49,7 @@ NOT_FINITE = 1
 SKIP = 2
 NEWEST = 4
 BAD_GRADIENT = 8
+LENT = 16  # a frame's, not its header's: `pack` sets it, `unpack` leaves it out
 LATEST = (1 << 32) - 1
 COPY = 1
 _FLAGS = NOT_FINITE | SKIP | NEWEST | BAD_GRADIENT
@@ -150,10 +152,10 @@ def wants(replica: int | None) -> int:
     return 0 if replica is None else replica + 2
 
 
-def pack(header: Header) -> bytes:
-    """Encode the header as 48 bytes."""
+def pack(header: Header, flags: int = 0) -> bytes:
+    """Encode the header as 48 bytes, with `flags` beside its own."""
     return _HEADER.pack(
-        _MAGIC, PROTOCOL, header.kind, header.flags, header.codec, header.view.epoch, header.view.count,
+        _MAGIC, PROTOCOL, header.kind, header.flags | flags, header.codec, header.view.epoch, header.view.count,
         header.shard, header.replica, header.step, header.base, header.weight, header.length, header.wants,
     )  # fmt: skip
 
@@ -167,6 +169,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
         raise ProtocolError(f"the bytes {magic!r} do not begin a frame: is this another program's connection?")
     if protocol != PROTOCOL:
         raise ProtocolError(f"protocol {protocol} instead of {PROTOCOL}: run the same version of rallypoint everywhere")
+    flags &= ~LENT
     known = _KINDS.get(kind)
     if known is None:
         raise ProtocolError(f"a frame of unknown kind {kind}")

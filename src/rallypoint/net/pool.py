@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 
 import torch
 
+from rallypoint.net.memory import allocate
+
 PERIOD = 1024  # takes
-_MAPPED_BYTES = 128 << 10
 
 
 class Buffer:
@@ -22,7 +22,7 @@ class Buffer:
     def __init__(self, pool: BufferPool, words: int) -> None:
         self._pool = pool
         self._holders = 1
-        self.tensor = _memory(words)
+        self.tensor = words_of_memory(words)
         self.bytes = bytes_of(self.tensor)
 
     def retain(self) -> Buffer:
@@ -102,11 +102,13 @@ class BufferPools:
         return pool.take()
 
 
-def _memory(words: int) -> torch.Tensor:
-    """Uninitialised memory. Much of it is mapped by itself, so that the system has it back as soon as it is freed."""
-    if 4 * words < _MAPPED_BYTES:
+def words_of_memory(words: int) -> torch.Tensor:
+    """Memory of fp32 words, 1-D, uninitialised. Members of this host may read it; the system has it back as soon as it
+    is freed."""
+    memory = allocate(4 * words)
+    if memory is None:
         return torch.empty(words, dtype=torch.float32, device="cpu")
-    return torch.frombuffer(mmap.mmap(-1, 4 * words), dtype=torch.float32)
+    return torch.frombuffer(memory, dtype=torch.float32)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

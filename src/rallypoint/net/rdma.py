@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hmac
 import importlib
 import importlib.util
 import logging
@@ -21,8 +20,9 @@ from typing import Any, NamedTuple
 
 from rallypoint.errors import LinkError, UsageError, to_install
 from rallypoint.net.handshake import expand
+from rallypoint.net.memory import heard, say
 from rallypoint.net.tcp import TcpConnection, TcpListener, TcpTransport
-from rallypoint.net.transport import PLAIN, Secured, receive_bytes
+from rallypoint.net.transport import PLAIN, Lender, Secured
 from rallypoint.observe.lines import Sparingly
 from rallypoint.observe.usage import Traffic
 
@@ -500,7 +500,6 @@ class Rings:
 log = logging.getLogger("rallypoint")
 
 OFFER = "nixl/1"  # both sides say the same, or use TCP
-_MAC_BYTES = 32
 _LONGEST = 64 << 10  # bytes of a description
 _HEAD = struct.Struct("<QQ")  # where the memory is, the ring's size; then the description
 _LONGEST_RING = 1 << 30
@@ -520,6 +519,7 @@ class NixlConnection:
     """A Connection over `stream`, and by NIXL once `upgrade` has succeeded. `ring`: bytes of this side's ring."""
 
     secured: Secured = PLAIN
+    lender: Lender | None = None
 
     def __init__(self, stream: TcpConnection, agents: Agents, ring: int, lines: Sparingly) -> None:
         self._stream, self._agents, self._ring, self._lines = stream, agents, ring, lines
@@ -562,12 +562,12 @@ class NixlConnection:
             keys = expand(sending, _LABEL), expand(receiving, _LABEL)
             layout = RingLayout(self._ring)
             description = self._described(layout)
-            self._say(keys[0], description)
-            rings = self._try(self._heard(keys[1]), layout) if description else None
+            say(self._stream, keys[0], description)
+            rings = self._try(heard(self._stream, keys[1], _LONGEST), layout) if description else None
             if not description:
-                self._heard(keys[1])
-            self._say(keys[0], b"yes" if rings is not None else b"no")
-            if self._heard(keys[1]) == b"yes" and rings is not None:
+                heard(self._stream, keys[1], _LONGEST)
+            say(self._stream, keys[0], b"yes" if rings is not None else b"no")
+            if heard(self._stream, keys[1], _LONGEST) == b"yes" and rings is not None:
                 self._rings = rings
                 log.info("large payloads to and from %s go by NIXL", self.peer)
             if self._rings is None:
@@ -615,18 +615,6 @@ class NixlConnection:
 
     def _say_once(self, error: Exception) -> None:
         self._lines.warn(f"no RDMA with {self.peer}: {error}; TCP carries all of it", key="no RDMA")
-
-    def _say(self, key: bytes, data: bytes) -> None:
-        self._stream.send(len(data).to_bytes(4, "little") + data + hmac.digest(key, data, "sha256"))
-
-    def _heard(self, key: bytes) -> bytes:
-        size = int.from_bytes(receive_bytes(self._stream, 4), "little")
-        if size > _LONGEST:
-            raise LinkError(f"{self.peer} describes its memory with {size} bytes: at most {_LONGEST} are allowed")
-        data, mac = bytes(receive_bytes(self._stream, size)), bytes(receive_bytes(self._stream, _MAC_BYTES))
-        if not hmac.compare_digest(hmac.digest(key, data, "sha256"), mac):
-            raise LinkError(f"what {self.peer} says of its memory was changed on the way")
-        return data
 
     # ---- bytes ----
 

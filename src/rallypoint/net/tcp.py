@@ -16,6 +16,8 @@ import time
 
 from rallypoint.core.plan.port import Sent
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
+from rallypoint.net.handshake import expand
+from rallypoint.net.memory import LABEL, OFFER, HostLender, agreed
 from rallypoint.net.sampling import Port
 from rallypoint.net.transport import PLAIN, Secured
 from rallypoint.observe.lines import Sparingly
@@ -174,6 +176,7 @@ class TcpConnection:
     """
 
     secured: Secured = PLAIN
+    lender: HostLender | None = None
 
     def __init__(
         self, sock: socket.socket, peer: str, traffic: Traffic | None = None, *, dialed: bool = False,
@@ -195,6 +198,14 @@ class TcpConnection:
     @property
     def peer(self) -> str:
         return self._peer
+
+    @property
+    def offers(self) -> str:
+        """Lending, to a member of this host."""
+        return OFFER if self.local else ""
+
+    def upgrade(self, sending: bytes, receiving: bytes) -> None:
+        self.lender = agreed(self, expand(sending, LABEL), expand(receiving, LABEL), self.count)
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         self._enter()
@@ -312,6 +323,8 @@ class TcpConnection:
     def pace(self, rate: int) -> None:
         if not sys.platform.startswith("linux"):
             return
+        if self.lender is not None:
+            self.lender.paced = bool(rate)
         unsent = min(max(rate // 100, 64 << 10), UNSENT_BYTES) if rate else UNSENT_BYTES  # 10 ms of a slow one
         with contextlib.suppress(OSError):  # closed
             set_pace(self._socket, rate)
@@ -340,6 +353,8 @@ class TcpConnection:
                 self._end()
 
     def _end(self) -> None:
+        if self.lender is not None:
+            self.lender.close()
         self._socket.close()
         self._traffic.closed(self._flow)
 

@@ -166,6 +166,7 @@ class TlsConnection:
     def __init__(self, stream: TcpConnection, files: TlsFiles, *, listener: bool) -> None:
         self._stream, self._files, self._listener = stream, files, listener
         self._shaking = threading.Lock()
+        self.lender = None
         self._secured: Secured | None = None  # set last: then both threads may use the rest
         self.certificate = b""
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()  # of the handshake, and gone after it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import time
@@ -32,6 +33,26 @@ class Secured:
 
 
 PLAIN = Secured()
+LEAST_LENT = 16 << 10  # bytes; a shorter payload is sent
+
+
+class Lender(Protocol):
+    """One end of a connection between two members that can read each other's memory: a payload stays where it is.
+
+    The other end reads each payload once, in the order in which they were lent. One thread lends, another one reads.
+    """
+
+    def lend(self, payload: memoryview) -> int | None:
+        """Let the other end read this payload. Returns its number; None if it must be sent."""
+
+    def read(self, number: int, view: memoryview) -> None:
+        """Copy what the other end lends under this number into `view`. LinkError if it is lent no more."""
+
+    def returned(self) -> int:
+        """How many payloads the other end has read so far."""
+
+    def withdraw(self) -> None:
+        """From now on nothing is lent. What is being read at this moment gets a LinkError there."""
 
 
 class Connection(Protocol):
@@ -48,6 +69,10 @@ class Connection(Protocol):
     @property
     def secured(self) -> Secured:
         """What TLS has proved. Blocks until it has. UnprovenPeer (dialer), AccessDenied (listener) if it cannot."""
+
+    @property
+    def lender(self) -> Lender | None:
+        """What lends payloads to the other side; None if they must be sent. It is final once the greeting is over."""
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         """Send `head`, then `payload`, completely; blocks until they are sent. LinkError when the stream has ended."""
@@ -242,13 +267,56 @@ class _Pipe:
             self._changed.notify_all()
 
 
+class _Lent:
+    """Payloads that one end of a connection lends."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # nothing is withdrawn while it is read
+        self.payloads: dict[int, memoryview] = {}
+        self.lent = self.read = 0
+
+
+class InprocLender:
+    """A Lender within one process."""
+
+    def __init__(self, mine: _Lent, theirs: _Lent) -> None:
+        self._mine, self._theirs = mine, theirs
+
+    def lend(self, payload: memoryview) -> int | None:
+        if len(payload) < LEAST_LENT:
+            return None
+        with self._mine.lock:
+            self._mine.lent += 1
+            self._mine.payloads[self._mine.lent] = payload
+            return self._mine.lent
+
+    def read(self, number: int, view: memoryview) -> None:
+        with self._theirs.lock:
+            if (payload := self._theirs.payloads.pop(number, None)) is None or len(payload) != len(view):
+                raise LinkError("a payload is lent no more")
+            try:
+                there, here = ctypes.c_char.from_buffer(payload), ctypes.c_char.from_buffer(view)
+                ctypes.memmove(ctypes.byref(here), ctypes.byref(there), len(view))  # lets Python's lock go
+            except TypeError:  # memory that nobody may write
+                view[:] = payload
+            self._theirs.read += 1
+
+    def returned(self) -> int:
+        return self._mine.read
+
+    def withdraw(self) -> None:
+        with self._mine.lock:
+            self._mine.payloads.clear()
+
+
 class InprocConnection:
     """A Connection over two pipes."""
 
     secured: Secured = PLAIN
 
-    def __init__(self, incoming: _Pipe, outgoing: _Pipe, peer: str) -> None:
+    def __init__(self, incoming: _Pipe, outgoing: _Pipe, peer: str, lender: Lender | None = None) -> None:
         self._incoming, self._outgoing, self._peer = incoming, outgoing, peer
+        self.lender = lender
         self._timeout: float | None = None
         self._deadline: float | None = None
 
@@ -357,8 +425,9 @@ class InprocTransport:
         if listener is None:
             raise LinkError(f"nobody answers at {address}")
         here, there = _Pipe(), _Pipe()
-        listener.offer(InprocConnection(incoming=there, outgoing=here, peer=f"a thread, for {address}"))
-        return InprocConnection(incoming=here, outgoing=there, peer=address)
+        mine, theirs = _Lent(), _Lent()
+        listener.offer(InprocConnection(there, here, f"a thread, for {address}", InprocLender(theirs, mine)))
+        return InprocConnection(here, there, address, InprocLender(mine, theirs))
 
     def private(self, address: str) -> bool:
         return True

@@ -20,7 +20,7 @@ from rallypoint.store.record import ShardRecord
 class HeldShard(Protocol):
     """One shard's tensors, on its primary or backup. Only the owner's thread calls it. It makes no decisions.
 
-    A step on a primary: `take` the first contribution, `add` the others, `mean`, then `norm` if a decision is awaited,
+    A step on a primary: `take` the first contribution, `add` the others, `mean`, then `norms` if a decision is awaited,
     then `apply`, which makes the next version. A buffer that is passed in belongs to the shard from then on.
     """
 
@@ -57,8 +57,8 @@ class HeldShard(Protocol):
     def mean(self, total_weight: float) -> None:
         """Multiply the sum by 1 / `total_weight`."""
 
-    def norm(self) -> float:
-        """The 2-norm of the finished gradient."""
+    def norms(self) -> tuple[float, ...]:
+        """The 2-norms of the finished gradient's pieces: see `Measure`."""
 
     def first_not_finite(self) -> int:
         """The first word of the shard that is not finite in the finished gradient; -1 if all are."""

@@ -145,7 +145,7 @@ class FrameChecks:
             raise ProtocolError(f"measures that cannot be read: {error}") from None
         if header.step >= self._job.config.rounds or any(m.shard not in self._job.plan.decides for m in measures):
             raise ProtocolError("measures of a step or of a shard that this job does not have")
-        if any(m.norm < 0 or _LARGEST_NORM < m.norm < math.inf for m in measures):
+        if any(norm < 0 or _LARGEST_NORM < norm < math.inf for m in measures for norm in m.norms):
             raise ProtocolError("a norm that no gradient can have")
         return measures
 

@@ -453,11 +453,11 @@ class StepVerdicts:
         if not finish.measure:
             return []
         rule = self._shell.machine.plan.rule
-        norm = owned.norm() if owned.measured and rule.clip is not None else None
-        known = norm is not None and math.isfinite(norm)
+        norms = owned.norms() if owned.measured and rule.clip is not None else ()
+        known = bool(norms) and all(map(math.isfinite, norms))
         at = -1 if known or not rule.examines else owned.first_not_finite()
         measure = clip.Measure(
-            owned.shard.index, norm or 0.0, finish.not_finite, finish.gradients, at,
+            owned.shard.index, norms, finish.not_finite, finish.gradients, at,
             owned.loss_scale if rule.scaled else 0.0,
         )  # fmt: skip
         return self._shell.machine.measured(finish.step, measure)

@@ -87,9 +87,9 @@ class OwnedRows:
         if total_weight != 1.0:
             self._parts[0].values.mul_(1.0 / total_weight)
 
-    def norm(self) -> float:
+    def norms(self) -> tuple[float, ...]:
         """The 2-norm of the finished gradient."""
-        return norm_of(self._parts[0].values)
+        return (norm_of(self._parts[0].values),)
 
     def first_not_finite(self) -> int:
         """The first word of the part that is not finite in the finished gradient; -1 if all are."""

@@ -13,7 +13,7 @@ import xxhash
 from rallypoint.codec.base import NonFinitePayload, Scratch, all_finite
 from rallypoint.codec.build import down_codec
 from rallypoint.config import JobConfig
-from rallypoint.core.layout import Entry, Shard
+from rallypoint.core.layout import SHARD_BYTES, WORD_BYTES, Entry, Shard
 from rallypoint.core.optimizer import EMA, ENTRY, SGD, Average, LossScaling, Sum, of_shard, takes
 from rallypoint.core.order import derive_seed
 from rallypoint.core.shard.effects import Apply
@@ -75,9 +75,9 @@ class GradientSum:
         if total_weight != 1.0:
             self.values.mul_(1.0 / total_weight)
 
-    def norm(self) -> float:
-        """The 2-norm of the sum (after `mean`: of the mean)."""
-        return norm_of(self.values)
+    def norms(self) -> tuple[float, ...]:
+        """The 2-norms of the sum's pieces of 1 MiB (after `mean`: of the mean's)."""
+        return tuple(map(norm_of, torch.split(self.values, SHARD_BYTES // WORD_BYTES)))
 
     def first_not_finite(self) -> int:
         """The first word that is not finite; -1 if all are."""
@@ -276,7 +276,7 @@ class AveragedShard:
         self._wire = WireCopies(shard, config, pool, scratch)
         self._begun_at, self._begun_bytes = -1, 0
         self._skipped: set[int] = set()
-        self.mean, self.norm, self.abandon = self._sum.mean, self._sum.norm, self._sum.abandon
+        self.mean, self.norms, self.abandon = self._sum.mean, self._sum.norms, self._sum.abandon
         self.merge, self.discard = self._sum.merge, self._sum.discard
         self.first_not_finite = self._sum.first_not_finite
 
@@ -413,7 +413,7 @@ class OwnedShard:
         self._floats = float_ranges(shard, entries)  # of buffers: where they hold floating-point numbers
         self._scale = scale_words(config, shard, entries, self.master)
         self.mean = _stays if isinstance(config.applied, Sum) else self._sum.mean
-        self.norm, self.abandon = self._sum.norm, self._sum.abandon
+        self.norms, self.abandon = self._sum.norms, self._sum.abandon
         self.merge, self.discard = self._sum.merge, self._sum.discard
         self.raw, self.encoded = self._wire.raw, self._wire.encoded
 

@@ -2,8 +2,8 @@
 
 It runs R replicas one after another, adds their gradients pairwise (`tree_sum`: for one or two replicas that is the
 ordinary sum), and steps one torch optimizer over the model's own parameters. It shares with the engine only what the
-job's definition fixes: sample order, seeds, the layout's shards (the clip norm is the norm of the shards' norms), the
-choice of optimizer groups.
+job's definition fixes: sample order, seeds, the layout's shards (the clip norm is the norm of the norms of their pieces
+of 1 MiB), the choice of optimizer groups.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rallypoint.config import JobConfig, settings_of
+from rallypoint.core.layout import SHARD_BYTES, WORD_BYTES
 from rallypoint.core.optimizer import EMA, Optimizer, takes
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
@@ -207,8 +208,8 @@ class _Reference:
         vector = torch.zeros(self.tensors.layout.words, dtype=torch.float32, device="cpu")
         for placed, gradient in zip(self.tensors.parameters, gradients, strict=True):
             placed.of(vector).copy_(gradient)
-        shards = [s for s in self.tensors.layout.shards if s.role == "parameters"]
-        return total_norm(norm_of(vector[s.start : s.stop]) for s in shards)
+        shards = [vector[s.start : s.stop] for s in self.tensors.layout.shards if s.role == "parameters"]
+        return total_norm(norm_of(one) for shard in shards for one in torch.split(shard, SHARD_BYTES // WORD_BYTES))
 
 
 def norm_of(values: torch.Tensor) -> float:

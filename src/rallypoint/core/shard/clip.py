@@ -14,6 +14,7 @@ from typing import Annotated
 
 import msgspec
 
+from rallypoint.core.layout import MOST_SHARD_BYTES, SHARD_BYTES
 from rallypoint.core.view import ViewNumber
 
 _FIRST = ViewNumber()
@@ -25,7 +26,8 @@ class Measure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """What a server found in the finished sum of one shard at a step.
 
     Attributes:
-        norm: the 2-norm of the mean gradient; 0 where no factor depends on it.
+        norms: the 2-norms of the mean gradient's pieces of 1 MiB, so that a step's norm does not depend on the size of
+            shards of so many bytes or a multiple; (): no factor depends on it.
         not_finite: the replicas whose loss was not finite.
         gradients: the replicas whose contribution to the shard was not finite, as far as they are known.
         at: the first word of the shard that is not finite; -1: all are finite.
@@ -33,7 +35,7 @@ class Measure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """
 
     shard: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-    norm: float
+    norms: Annotated[tuple[float, ...], msgspec.Meta(max_length=MOST_SHARD_BYTES // SHARD_BYTES)] = ()
     not_finite: _Replicas = ()
     gradients: _Replicas = ()
     at: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)] = -1
@@ -108,7 +110,7 @@ class Rule:
     def verdict(self, step: int, measures: Sequence[Measure], generation: ViewNumber) -> StepVerdict:
         """The decision on a step, from the measures in shard order."""
         loss_scale = (max([measure.loss_scale for measure in measures]) if self.scaled else 0.0) or 1.0
-        norm = total_norm([measure.norm for measure in measures]) / loss_scale
+        norm = total_norm([norm for measure in measures for norm in measure.norms]) / loss_scale
         losses = _union([measure.not_finite for measure in measures])
         gradients = _union([measure.gradients for measure in measures])
         bad = [(measure.shard, measure.at) for measure in measures if measure.at >= 0]

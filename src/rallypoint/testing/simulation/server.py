@@ -296,7 +296,7 @@ class SimulatedServer:
                 if measure:
                     norm, at = self.job.look(index, step, held.parts[0])
                     scale = loss_scale.scale_of(held.master) if index == self.job.scale_shard else 0.0
-                    fact = Measure(index, norm, not_finite, effect.gradients, at, scale)
+                    fact = Measure(index, (norm,), not_finite, effect.gradients, at, scale)
                     self._run(self.machine.measured(step, fact))
             case shard_effects.Apply():
                 self._apply(index, held, effect)

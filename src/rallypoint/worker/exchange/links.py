@@ -280,9 +280,11 @@ class ServerLink:
             if place is None:
                 return
             self._receiver.decode(header.shard, payload)
-        else:
+        elif self._tracer.on:
             with self._tracer.span("pull", shard=header.shard, version=header.step):
                 channel.receive_into(place)
+        else:
+            channel.receive_into(place)
         self._receiver.landed(header.shard)
 
     def _credit(self, channel: Channel, count: int) -> None:
@@ -319,20 +321,20 @@ class ServerLink:
                 self._feeding = True
             try:
                 for one in ready:
-                    channel.send(one.header, one.payload, partial(self._left, channel, one), rank=one.rank)
+                    left = partial(self._left, channel, one.header.kind)
+                    channel.send(one.header, one.payload, one.sent, rank=one.rank, left=left)
             finally:
                 with self._lock:
                     self._feeding = False
 
-    def _left(self, channel: Channel, one: QueuedFrame) -> None:
-        """The channel has sent this, or never will. Called on its sending thread, which sends the next one at once."""
+    def _left(self, channel: Channel, kind: Kind) -> None:
+        """The channel has sent one, or never will. Called on its sending thread, which sends the next one at once."""
         with self._lock:
-            if self._channel is channel and one.header.kind is not Kind.WANT:
+            if self._channel is channel and kind is not Kind.WANT:
                 self._busy = False
             more = bool(self._waiting)
         if more:
             self._feed()
-        one.sent()
 
 
 def _nothing() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -266,7 +265,9 @@ class ModelGuard:
         """
         if not self._script_runs:
             return
-        if not self._known.isdisjoint(map(id, chain(*(group["params"] for group in optimizer.param_groups)))):
+        for group in optimizer.param_groups:
+            if self._known.isdisjoint(map(id, group["params"])):
+                continue
             if self._wrapped:
                 raise UsageError(
                     f"{script_line()}: the script calls {type(optimizer).__qualname__}.step() on the model that "

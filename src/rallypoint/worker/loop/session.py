@@ -70,7 +70,9 @@ def started(
     `alone`), which has a part of the model, and for models with tables, whose parts depend on the size of shards.
     """
     words = _words_of(model) if alone else 0
-    cluster = ClusterFacts(welcome.workers, welcome.servers, welcome.link_mbit, welcome.shard_bytes)
+    cluster = ClusterFacts(
+        welcome.workers, welcome.servers, welcome.link_mbit, welcome.one_host, welcome.shard_bytes
+    )  # fmt: skip
     return with_start_values(config, given, WORD_BYTES * words, cluster)
 
 
