@@ -12,7 +12,7 @@ from rallypoint.core.optimizer import SGD, AdamW
 from rallypoint.core.plan.tuning import shards_for
 from rallypoint.core.policy import Async
 
-FACTS = ClusterFacts(workers=4, servers=4, link_mbit=0.0, shard_bytes=-1)
+FACTS = ClusterFacts(workers=4, servers=4, link_mbit=0.0, one_host=False, shard_bytes=-1)
 NBYTES = 2_000_000
 DEFAULT = 1 << 20
 
@@ -55,6 +55,15 @@ def test_a_job_that_has_shards_keeps_them_whoever_comes_and_whatever_is_tuned() 
     assert started(facts=facts) == (4096, "")
     assert started(facts=facts, tune="off") == (4096, "")
     assert started(facts=facts, shard_bytes=8192) == (8192, "")
+
+
+def test_on_one_host_shards_are_larger_and_each_server_has_some_of_them() -> None:
+    facts = FACTS._replace(servers=2, one_host=True)
+    for nbytes, size in ((4, 1), (15 << 20, 1), (16 << 20, 2), (32 << 20, 4), (1 << 33, 4)):
+        assert started(nbytes, facts, tune="off", clip=1.0) == (size << 20, "")
+    assert started(1 << 33, facts._replace(shard_bytes=DEFAULT)) == (DEFAULT, "")  # it has some already
+    assert started(1 << 33, facts, shard_bytes=DEFAULT) == (DEFAULT, "")
+    assert started(1 << 33, facts, sync=Async()) == (DEFAULT, "")
 
 
 def test_nothing_is_chosen_for_a_part_of_a_model() -> None:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.core.layout import Layout, Shard
+from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.exchange.locked import WholeVector
 from rallypoint.worker.sources.hooks import GradientHooks, HostStaging
-from rallypoint.worker.tensors import ModelTensors
+from rallypoint.worker.tensors import ModelTensors, weights_hash
 
 CLIP = 0.01
 
@@ -83,3 +85,22 @@ def test_a_contribution_sent_again_to_some_shards_is_the_same(accumulate: int) -
         assert sorted(again) == wanted
         for shard, values in again.items():
             assert torch.equal(values, whole[shard]), f"shard {shard} gets another value when only {wanted} are wanted"
+
+
+@pytest.mark.parametrize("optimizer", [rp.AdamW(lr=1e-3), rp.SGD(lr=0.1, momentum=0.9)], ids=["adamw", "sgd"])
+def test_a_clipped_job_has_the_same_bytes_with_shards_of_1_2_and_4_mib(optimizer: rp.AdamW | rp.SGD) -> None:
+    """The size of shards may follow from the machine: norms are of pieces of 1 MiB whatever it is."""
+    found = set()
+    for size in (1 << 20, 2 << 20, 4 << 20):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(600, 1100), torch.nn.Tanh(), torch.nn.Linear(1100, 700))
+        with EmbeddedJob() as job:
+            run = job.train(
+                model, [torch.linspace(0, n, 600) for n in range(8)], replicas=2, batch=2, steps=3, clip=0.01,
+                optimizer=optimizer, shard_bytes=size,
+            )  # fmt: skip
+            for micro in run:
+                with micro:
+                    micro.backward(model(micro.batch).square().sum())
+        found.add(weights_hash(model))
+    assert len(found) == 1
