@@ -40,7 +40,7 @@ from typing import NamedTuple
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
 
-PROTOCOL = 19
+PROTOCOL = 20
 _MAGIC = b"RLPT"
 _HEADER = struct.Struct("<4sBBBBIIIIIIdII")
 HEADER_BYTES = _HEADER.size
