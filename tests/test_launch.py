@@ -39,7 +39,7 @@ from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.files import END_PATIENCE_S
 from rallypoint.testing.contracts.beside import until as until_true
-from support.programs import run_program
+from support.programs import Program, run_program
 
 pytestmark = pytest.mark.programs
 
@@ -71,23 +71,20 @@ def command(*arguments: str) -> list[str]:
 
 
 @contextmanager
-def running(tmp_path: Path, script: str) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """A long run that has begun to train, and all of its children."""
-    path = tmp_path / "script.py"
+def running(tmp_path: Path, script: str) -> Iterator[tuple[Program, list[psutil.Process]]]:
+    """A long run that has begun to train, and all of its children. It prints into the file `output`."""
+    path, output = tmp_path / "script.py", tmp_path / "output"
     path.write_text(script)
-    argv = command("run", "--workers", "2", "--servers", "2", "--folder", str(tmp_path / "run"), str(path))
-    run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    argv = ["-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "2", "--folder", str(tmp_path / "run")]
+    run = Program([*argv, str(path)], output, os.environ)
     children: list[psutil.Process] = []
     try:
-        assert run.stdout is not None
-        for line in run.stdout:
-            if line.startswith("step "):
-                break
+        until_true(lambda: output.exists() and "\nstep " in output.read_text())
         children = psutil.Process(run.pid).children(recursive=True)
         yield run, children
     finally:
         run.kill()
-        run.communicate()
+        run.wait()
         for child in children:
             if child.is_running():
                 child.kill()
@@ -493,9 +490,9 @@ def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
 def test_ctrl_c_and_a_notice_are_one_sentence(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, LONG_RUN) as (run, _):
         run.send_signal(number)
-        output, _ = run.communicate(timeout=120)
-    assert run.returncode == 130
-    rest = [line for line in output.splitlines() if not line.startswith("step ")]
+        assert run.wait(timeout=120) == 130
+    said = (tmp_path / "output").read_text().partition("\nstep ")[2]
+    rest = [line for line in said.splitlines()[1:] if not line.startswith("step ")]
     taken = rest[0].startswith("snapshot of step ")  # unless the machine is too busy for a quick one
     by = "" if number == signal.SIGINT else f" by {number.name}"
     assert rest[taken] == f"interrupted{by}: every process has been ended"
