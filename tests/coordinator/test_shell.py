@@ -35,11 +35,13 @@ from rallypoint.core.protocol import (
     Held,
     Hello,
     Knows,
+    Leaving,
     Message,
     NewView,
     NotStored,
     Planned,
     Propose,
+    Reached,
     Report,
     Resize,
     Say,
@@ -509,6 +511,18 @@ def test_a_view_travels_as_a_difference_and_whole_over_a_new_connection() -> Non
     play.take(inbox.Closed("w2", play.hello("w2"), "the network", inbox.End.LOST))
     play.join("w2")
     assert (play.changes, play.views[-1]) == (3, play.view), "whole: what was under way to it may be lost"
+
+
+def test_a_server_that_has_handed_its_shards_over_hears_that_it_may_go() -> None:
+    play = Play(servers=2)
+    play.join("s0", "s1", "w0")
+    play.say("w0", Propose(play.record))
+    play.steps(0, 1)
+    play.say("s1", Leaving())
+    play.say("s1", CaughtUp({shard: play.view.paired[shard] for shard in play.view.shards_of("s1")}))
+    assert play.view.handover is not None
+    done = play.say("w0", Reached(play.view.handover, play.view.generation))
+    assert acts.SendMessage("s1", Finished()) in done
 
 
 # ---- a coordinator after another -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
 import shutil
 import socket
@@ -26,7 +27,7 @@ from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
 from rallypoint.net.tls import SECRET_BYTES, TlsConnection, TlsTransport
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.testing.contracts.beside import Beside, until
-from rallypoint.testing.contracts.transports import receive
+from rallypoint.testing.contracts.transports import connected, receive
 
 TOKEN = "correct horse battery staple"
 PATIENCE_S = 60.0
@@ -616,6 +617,21 @@ def test_tls_is_enough_to_be_reached_from_other_machines(certificates: Path) -> 
 
 
 # ---- records ----
+
+
+def test_frames_arrive_through_tls(certificates: Path, opened: contextlib.ExitStack) -> None:
+    transport = tls(certificates, "server")
+    listener = transport.listen("127.0.0.1:0")
+    opened.callback(listener.close)
+    keys = LinkKeys(b"a" * 32, b"b" * 32)
+    near, far = connected(transport, listener)
+    sends, receives = Channel(near, "far", keys), Channel(far, "near", keys.other_side())
+    opened.callback(sends.close)
+    opened.callback(receives.close)
+    payload = os.urandom(300_000)
+    for length in (0, 300_000):
+        sends.send(Header(Kind.VERSION, length=length), memoryview(payload)[:length])
+        assert receives.receive_bytes(receives.receive_header()) == payload[:length]
 
 
 def test_a_payload_that_changes_under_tls_ends_the_link(certificates: Path, opened: contextlib.ExitStack) -> None:
