@@ -334,6 +334,14 @@ def test_a_contribution_to_a_step_after_the_last_is_refused(job: Job) -> None:
     assert job.runs()
 
 
+def test_a_frame_that_no_worker_sends_closes_its_connection_alone(job: Job) -> None:
+    worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
+    worker.send(Header(Kind.MEASURES, job.view.number))
+    assert "a MEASURES frame from a worker" in refusal(worker)
+    job.settle()
+    assert job.runs()
+
+
 # ---- what only the shard's own primary may say (I10) -----------------------------------------------------------
 
 
