@@ -17,7 +17,7 @@ import torch
 import rallypoint as rp
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.errors import DataError, ModelError, NonFiniteLoss, UsageError
+from rallypoint.errors import DataError, ModelError, NonFiniteLoss
 from support.programs import run_program
 
 pytestmark = pytest.mark.programs
@@ -33,37 +33,19 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3 if what == "models" and second else 2))
 if what == "buffers":
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
-if what == "frozen":
-    model.requires_grad_(False)
-data = [] if what == "empty" else [torch.ones(4) * i for i in range(21 if what == "lengths" and second else 20)]
+data = [torch.ones(4) * i for i in range(20)]
 if what == "content" and second:
     data[0] = torch.zeros(4) - 1
-own = {"optimizer": rp.SGD(lr=0.001)}
-if what == "rates":
-    stepped = torch.optim.SGD(model.parameters(), lr=0.001)
-    own = {"sync": rp.AllReduce(), "own_optimizer": stepped}
 with rp.join() as job:
-    run = job.train(model, data, replicas=2, batch=2, steps=4, seed=7 if what == "settings" and second else 0, **own)
-
-    @run.every(2)
-    def lower(step):
-        if what == "rates":
-            stepped.param_groups[0]["lr"] = 0.0005
-
+    run = job.train(model, data, replicas=2, batch=2, steps=4, optimizer=rp.SGD(lr=0.001))
     for micro in run:
         with micro:
-            if what == "no backward":
-                continue
             if what == "bug" and second and micro.step == 1:
-                raise ValueError("the user's own mistake")
-            if what == "markup":
                 raise ValueError("the [bold]user's[/bold] own [/mistake]")
             loss = model(micro.batch).square().mean()
             if what in ("nan", "buffers") and micro.step == 2 and micro.replica == 1:
                 loss = loss * math.nan
             micro.backward(loss)
-        if what == "steps":
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
     print("the last line of", me)
 """
 
@@ -187,34 +169,10 @@ def test_two_models_in_one_job_are_told_apart_by_their_first_difference(run: Cal
     assert outcome.tracebacks == 0
 
 
-def test_two_settings_in_one_job_are_named(run: Callable[..., Outcome]) -> None:
-    outcome = run("settings", workers=2)
-    assert outcome.status == 1
-    assert "brought different settings: seed is " in outcome.text, outcome.text
-    assert outcome.tracebacks == 0
-
-
-@pytest.mark.slow
-def test_two_data_sets_in_one_job_are_told_apart(run: Callable[..., Outcome]) -> None:
-    outcome = run("lengths", workers=2)
-    assert outcome.status == 1
-    assert "brought a different data set: 2" in outcome.text, outcome.text
-    assert "load the same files on every worker" in outcome.text, outcome.text
-    assert outcome.tracebacks == 0
-
-
 def test_two_data_sets_of_one_length_are_told_apart_by_a_sample(run: Callable[..., Outcome]) -> None:
     outcome = run("content", workers=2)
     assert outcome.status == 1
     assert "brought a different data set: sample 0 has other content" in outcome.text, outcome.text
-    assert outcome.tracebacks == 0
-
-
-@pytest.mark.slow
-def test_an_own_optimizer_that_is_set_on_one_worker_alone_ends_the_job(run: Callable[..., Outcome]) -> None:
-    outcome = run("rates", workers=2)
-    assert outcome.status == 1
-    assert "do not have the same settings in own_optimizer or own_schedule by step 2" in outcome.text, outcome.text
     assert outcome.tracebacks == 0
 
 
@@ -276,14 +234,6 @@ def test_a_wrong_setting_is_named_before_anything_starts(
     assert len(outcome.text.splitlines()) == 1
 
 
-@pytest.mark.slow
-def test_a_sentence_that_every_worker_ends_with_is_shown_once(run: Callable[..., Outcome]) -> None:
-    outcome = run("steps", workers=2)
-    assert outcome.status == 1
-    assert outcome.text.count("the script calls SGD.step() on the model's parameters") == 1
-    assert outcome.tracebacks == 0
-
-
 def test_no_text_for_the_gpt_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     outcome = rallypoint("train", "--workers", "1", "--servers", "1", "gpt", "--data", "empty", cwd=tmp_path)
@@ -296,27 +246,14 @@ def test_no_text_for_the_gpt_is_one_sentence(tmp_path: Path) -> None:
 def test_a_users_own_mistake_is_one_traceback(run: Callable[..., Outcome]) -> None:
     outcome = run("bug", workers=2)
     assert outcome.status == 1
-    assert "worker1 | ValueError: the user's own mistake" in outcome.text, outcome.text
-    assert "failed: worker1: ValueError: the user's own mistake" in outcome.text, outcome.text
+    mistake = "ValueError: the [bold]user's[/bold] own [/mistake]"  # no markup, though it looks so
+    assert f"worker1 | {mistake}" in outcome.text, outcome.text
+    assert f"failed: worker1: {mistake}" in outcome.text, outcome.text
     assert "the last line of" not in outcome.text
     assert outcome.tracebacks == 1
 
 
-def test_a_users_words_are_not_markup(run: Callable[..., Outcome]) -> None:
-    outcome = run("markup")
-    assert "failed: worker0: ValueError: the [bold]user's[/bold] own [/mistake]" in outcome.text, outcome.text
-    assert outcome.tracebacks == 1
-
-
 # ---- losses that are not finite --------------------------------------------------------------------------------
-
-
-def test_a_nan_stops_the_job_and_names_the_replica_and_the_step(run: Callable[..., Outcome]) -> None:
-    outcome = run("nan")
-    assert outcome.status == 1
-    assert "the loss of replica 1 at step 2 is nan: nothing of that step was applied" in outcome.text, outcome.text
-    assert "set nonfinite to 'skip' or 'continue'" in outcome.text, outcome.text
-    assert outcome.tracebacks == 0
 
 
 @pytest.mark.some("buffers-2")
@@ -357,15 +294,6 @@ def test_a_nan_skips_its_step_and_the_job_goes_on(run: Callable[..., Outcome], t
     assert outcome.tracebacks == 0
 
 
-@pytest.mark.slow
-def test_a_nan_may_be_ignored_and_is_told(run: Callable[..., Outcome], tmp_path: Path) -> None:
-    outcome = run("nan", "--set", "nonfinite=continue", "--set", "clip=1.0")
-    assert outcome.status == 0, outcome.text
-    assert "the loss of replica 1 at step 2 is nan; continuing as told" in outcome.text, outcome.text
-    assert events(tmp_path)[-1]["type"] == "Finished"
-    assert outcome.tracebacks == 0
-
-
 # ---- alone, in one process -------------------------------------------------------------------------------------
 
 DATA = [torch.ones(4) * i for i in range(8)]
@@ -384,43 +312,6 @@ def test_a_model_without_a_trainable_parameter_is_refused(model: torch.nn.Module
 def test_an_empty_dataset_is_refused(model: torch.nn.Module) -> None:
     with pytest.raises(DataError, match="the dataset is empty: there is nothing to train on"):
         train(model, data=[])
-
-
-def test_a_loop_without_backward_is_named(model: torch.nn.Module) -> None:
-    with pytest.raises(UsageError, match=r"step 0, replica 0: the micro-batch ended without micro\.backward\(loss\)"):
-        train(model, lambda micro: None)
-
-
-def test_a_loop_that_never_enters_its_micro_batch_is_named(model: torch.nn.Module) -> None:
-    with (
-        pytest.raises(UsageError, match=r"step 0, replica 0: the loop went on without micro\.backward\(loss\)"),
-        rp.join() as job,
-    ):
-        for _ in job.train(model, DATA, steps=2, batch=2):
-            pass
-
-
-def test_a_loss_that_is_no_scalar_is_refused(model: torch.nn.Module) -> None:
-    with pytest.raises(UsageError, match=r"needs a scalar loss, not one of shape \[2, 2\]: take its mean"):
-        train(model, lambda micro: micro.backward(model(micro.batch)))
-
-
-def test_backward_twice_is_refused(model: torch.nn.Module) -> None:
-    def twice(micro: rp.Micro) -> None:
-        for _ in range(2):
-            micro.backward(model(micro.batch).mean())
-
-    with pytest.raises(UsageError, match=r"micro\.backward .* twice.* add the losses"):
-        train(model, twice)
-
-
-def test_two_runs_of_one_job_are_refused(model: torch.nn.Module) -> None:
-    with rp.join() as job:
-        for micro in job.train(model, DATA, steps=1, batch=2):
-            with micro:
-                micro.backward(model(micro.batch).mean())
-        with pytest.raises(UsageError, match=r"one job\.train for one rp\.join"):
-            job.train(model, DATA)
 
 
 def test_a_model_can_be_trained_again_after_a_run_that_failed(model: torch.nn.Module) -> None:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  
 
 from cluster import Case
 from rallypoint.recipes.gpt_model import GPTConfig
-from train import Plan, accelerated, by_step
+from train import by_step
 from train_member import Result, Task, model_of
 
 
@@ -37,14 +37,6 @@ def test_a_step_begins_with_its_last_worker_wherever_its_replicas_are() -> None:
 )
 def test_a_step_takes_at_least_what_the_busiest_link_takes(case: Case, copies: int, seconds: float) -> None:
     assert case.wire_seconds(100_000_000, copies) == pytest.approx(seconds)
-
-
-def test_a_ratio_becomes_what_each_block_sleeps() -> None:
-    plan = Plan(GPTConfig(layers=4, heads=2, width=16, block=8), 1, 1e-3, 2, 1, 1, {})
-    case = Case(4, 4, 1000.0)
-    (_, twice), (_, given) = accelerated(case, plan, [], [2.0]) + accelerated(case, plan, [0.25], [])
-    assert 3 * 4 * twice.accelerator == pytest.approx(2 * case.wire_seconds(plan.model_bytes))
-    assert given.accelerator == 0.25
 
 
 def test_an_accelerator_sleeps_in_both_passes_and_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:

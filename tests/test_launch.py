@@ -32,15 +32,14 @@ from rallypoint.launch.commands.ask import resize
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.local import LineRelay, LocalCluster
-from rallypoint.launch.folder import read_where, refuse_a_finished_run
+from rallypoint.launch.folder import read_where
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
-from rallypoint.launch.supervisor import RestartLimits
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.files import END_PATIENCE_S
 from rallypoint.testing.contracts.beside import until as until_true
-from support.programs import run_program
+from support.programs import Program, run_program
 
 pytestmark = pytest.mark.programs
 
@@ -72,23 +71,20 @@ def command(*arguments: str) -> list[str]:
 
 
 @contextmanager
-def running(tmp_path: Path, script: str) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """A long run that has begun to train, and all of its children."""
-    path = tmp_path / "script.py"
+def running(tmp_path: Path, script: str) -> Iterator[tuple[Program, list[psutil.Process]]]:
+    """A long run that has begun to train, and all of its children. It prints into the file `output`."""
+    path, output = tmp_path / "script.py", tmp_path / "output"
     path.write_text(script)
-    argv = command("run", "--workers", "2", "--servers", "2", "--folder", str(tmp_path / "run"), str(path))
-    run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    argv = ["-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "2", "--folder", str(tmp_path / "run")]
+    run = Program([*argv, str(path)], output, os.environ)
     children: list[psutil.Process] = []
     try:
-        assert run.stdout is not None
-        for line in run.stdout:
-            if line.startswith("step "):
-                break
+        until_true(lambda: output.exists() and "\nstep " in output.read_text())
         children = psutil.Process(run.pid).children(recursive=True)
         yield run, children
     finally:
         run.kill()
-        run.communicate()
+        run.wait()
         for child in children:
             if child.is_running():
                 child.kill()
@@ -111,22 +107,6 @@ def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, numbe
         assert alive == []
         assert run.returncode == (130 if number != signal.SIGKILL else -signal.SIGKILL)
         assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-
-
-@pytest.mark.slow
-def test_workers_that_die_again_and_again_end_the_job_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_run, "LIMITS", RestartLimits(quick_deaths=3))
-    said = io.StringIO()
-    plan = Launch(
-        worker=(sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), workers=(1, 1),
-        workers_start=1, servers=1, folder=str(tmp_path / "run"),
-    )  # fmt: skip
-    assert run.launch(plan, RunConsole(Console(file=said, width=1000, highlight=False))) == 1
-    output = said.getvalue()
-    assert output.count("was killed (SIGKILL): starting another") == 3
-    assert "failed: worker3 was killed (SIGKILL); it is not started again: 4 workers in a row died soon" in output
 
 
 SHORT_RUN = LONG_RUN.replace("10**9", "20")
@@ -332,19 +312,6 @@ def test_a_signal_that_the_launcher_was_started_to_ignore_stays_ignored(
 
 
 @pytest.mark.slow
-def test_a_coordinator_killed_as_soon_as_it_is_started_again_is_started_once_more(
-    tmp_path: Path, undisturbed: str
-) -> None:
-    gate = tmp_path / "gate"
-    gate.write_text("5")
-    played = Played(tmp_path, GATED)
-    five_times = [kills("coordinator") for _ in range(5)]
-    assert played.run(until(at_step(5), *five_times, opens(gate, 99))) == 0, played.said
-    assert played.said.count("coordinator was killed (SIGKILL): starting another") == 5
-    assert (played.folder / "hash").read_text() == undisturbed
-
-
-@pytest.mark.slow
 def test_a_coordinator_that_cannot_be_started_for_a_moment_is_tried_again(
     tmp_path: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,23 +331,6 @@ def test_a_coordinator_that_cannot_be_started_for_a_moment_is_tried_again(
     assert played.run(until(at_step(5), kills("coordinator"), listens_again, opens(gate, 99))) == 0, played.said
     assert played.said.count("coordinator could not be started: coordinator cannot be started: python: Resource") == 2
     assert (played.folder / "hash").read_text() == undisturbed
-
-
-@pytest.mark.slow
-def test_a_coordinator_that_is_given_up_is_named_with_the_way_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_run, "LIMITS", RestartLimits(quick_deaths=1, quick_s=1e9))
-    (tmp_path / "gate").write_text("5")
-    played = Played(tmp_path, GATED)
-    assert played.run(until(at_step(5), kills("coordinator"), kills("coordinator"))) == 1
-    assert (
-        "failed: coordinator was killed (SIGKILL); it is not started again: 2 times in a row the coordinator died soon"
-        in played.said
-    )
-    assert re.search(
-        rf"to go on from step \d+, the last snapshot: rallypoint resume {played.folder}", played.said
-    )
 
 
 @pytest.mark.slow
@@ -489,40 +439,6 @@ def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undist
 
 
 @pytest.mark.slow
-def test_a_worker_joined_by_hand_that_stands_by_to_the_end_ends_well_too(tmp_path: Path, undisturbed: str) -> None:
-    gate = tmp_path / "gate"
-    gate.write_text("5")
-    played = Played(tmp_path, GATED)
-    started: list[subprocess.Popen[str]] = []
-
-    def by_hand(run: ClusterRun) -> bool:
-        started.append(join_by_hand(played))
-        return True
-
-    assert played.run(until(at_step(5), by_hand, stands_by, opens(gate, 99))) == 0, played.said
-    output, _ = started[0].communicate(timeout=120)
-    assert started[0].returncode == 0
-    assert [line.partition(" joined")[0] for line in output.splitlines()] == ["mine has", "mine: the job is over"]
-    assert (played.folder / "hash").read_text() == undisturbed
-
-
-@pytest.mark.slow
-def test_a_run_is_not_started_over_another_one(tmp_path: Path) -> None:
-    played = Played(tmp_path, SHORT_RUN)
-    assert played.run() == 0
-    plan = (played.folder / "run.json").read_bytes()
-    with pytest.raises(UsageError, match="holds a finished run of 20 steps: choose another --folder, or --overwrite"):
-        played.run()
-    assert (played.folder / "run.json").read_bytes() == plan
-    assert played.run(overwrite=True) == 0
-    assert played.said.count("done: 20 steps") == 2
-    with pytest.raises(
-        UsageError, match=r"holds a finished run of 20 steps: nothing is left to do"
-    ):
-        refuse_a_finished_run(played.folder)
-
-
-@pytest.mark.slow
 def test_a_resumed_run_says_what_has_changed_and_runs_it_or_what_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "gate").write_text("5")
     played = Played(tmp_path, GATED)
@@ -542,16 +458,6 @@ def test_a_resumed_run_says_what_has_changed_and_runs_it_or_what_it_began_with(t
     assert played.run() == 1
     assert "changed since the run began: script.py. The code runs as it is now" in played.said
     assert "ValueError: edited" in played.said
-
-
-@pytest.mark.slow
-def test_a_traceback_is_printed_once_and_the_others_are_named(tmp_path: Path) -> None:
-    played = Played(tmp_path, SHORT_RUN.replace("micro.backward", "boom"), workers=2)
-    assert played.run() == 1
-    assert played.said.count("Traceback (most recent call last):") == 1
-    assert played.said.count("NameError: name 'boom' is not defined\n") >= 1
-    assert "failed: worker" in played.said
-    assert "KeyboardInterrupt" not in played.said
 
 
 @pytest.mark.slow
@@ -584,9 +490,9 @@ def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
 def test_ctrl_c_and_a_notice_are_one_sentence(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, LONG_RUN) as (run, _):
         run.send_signal(number)
-        output, _ = run.communicate(timeout=120)
-    assert run.returncode == 130
-    rest = [line for line in output.splitlines() if not line.startswith("step ")]
+        assert run.wait(timeout=120) == 130
+    said = (tmp_path / "output").read_text().partition("\nstep ")[2]
+    rest = [line for line in said.splitlines()[1:] if not line.startswith("step ")]
     taken = rest[0].startswith("snapshot of step ")  # unless the machine is too busy for a quick one
     by = "" if number == signal.SIGINT else f" by {number.name}"
     assert rest[taken] == f"interrupted{by}: every process has been ended"
@@ -600,16 +506,6 @@ def test_ctrl_c_and_a_notice_are_one_sentence(tmp_path: Path, number: signal.Sig
     journal.close()
     assert state is not None
     assert state.last_word is None, "that scripts were ended is no failure of the job"
-
-
-@pytest.mark.slow
-def test_a_run_that_is_under_way_is_not_resumed_and_the_hint_is_possible(tmp_path: Path) -> None:
-    with running(tmp_path, LONG_RUN):
-        argv = command("resume", str(tmp_path / "run"))
-        refused = subprocess.run(argv, capture_output=True, text=True, timeout=120)
-    assert refused.returncode == 1
-    assert refused.stderr.startswith(f"error: the run in {tmp_path / 'run'} is still under way, so there is nothing to")
-    assert "--folder" not in refused.stderr
 
 
 def test_a_coordinator_that_is_started_by_hand_has_a_token_on_loopback_too(tmp_path: Path) -> None:

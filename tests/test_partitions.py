@@ -33,7 +33,6 @@ HEARTBEAT_S = 3.0  # on two cores with five tests at once, members were late by 
 # ---- what runs on the hosts ----
 
 
-
 def _work(pipe: Connection, token: str, host: Host, id: str, address: str, home: Path) -> None:
     host.enter()
     with Job(id=id, coordinator=address, token=token) as job:
@@ -198,13 +197,6 @@ def test_an_isolated_worker_is_given_up_and_changes_no_byte(cluster: LabCluster,
     assert any(said.startswith("worker0 is gone: no sign of life") for said in cluster.said())
 
 
-def test_an_isolated_server_is_given_up_and_changes_no_byte(cluster: LabCluster, undisturbed: str) -> None:
-    cluster.cut(cluster.server1)
-    cluster.go_on()
-    assert cluster.ended() == undisturbed
-    assert any(said.startswith("server1 is gone: no sign of life") for said in cluster.said())
-
-
 def test_a_worker_and_a_server_cut_from_each_other_for_good_are_noticed(cluster: LabCluster, undisturbed: str) -> None:
     cluster.cut(cluster.workers[0], cluster.server1)
     cluster.go_on()
@@ -219,13 +211,6 @@ def test_a_server_that_no_worker_can_reach_hands_its_shards_over(cluster: LabClu
     said = cluster.said()
     wanted = re.compile(r"server1 is to hold no shards for now: worker\d has not reached server1 ")
     assert any(map(wanted.match, said)), said
-
-
-def test_two_servers_cut_from_each_other_for_good_are_noticed(cluster: LabCluster, undisturbed: str) -> None:
-    cluster.cut(cluster.server0, cluster.server1)
-    cluster.go_on()
-    assert cluster.ended() == undisturbed
-    assert any("is to hold no shards for now: server" in said for said in cluster.said())
 
 
 @pytest.mark.parametrize("member", ["worker0", "server1"])
@@ -279,6 +264,9 @@ def test_a_link_whose_packets_become_smaller_changes_no_byte(cluster: LabCluster
 
 def test_a_link_of_100_kbit_a_second_changes_no_byte_and_costs_no_member(cluster: LabCluster, undisturbed: str) -> None:
     cluster.server0.set_rate(0.1)
+    cluster.open(STEPS - 20)
+    cluster.until(lambda: cluster.steps_begun() > AT + 40)
+    cluster.server0.set_rate(None)  # the rest is quicker
     cluster.go_on()
     assert cluster.ended() == undisturbed
     assert not [said for said in cluster.said() if "gone" in said]

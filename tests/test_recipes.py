@@ -15,7 +15,7 @@ from rallypoint.recipes import DESCRIPTIONS, RECIPES
 from rallypoint.recipes import gpt as gpt_recipe
 from rallypoint.recipes import resnet as resnet_recipe
 from rallypoint.recipes.digits import load_digits
-from rallypoint.recipes.gpt_model import GPT, VOCABULARY, GPTConfig
+from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from rallypoint.recipes.recipe import choose_device, save_patiently
 from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
 from rallypoint.recipes.text import TextDataset, list_text_files, load_text, read_bytes, split_files, stdlib_folder
@@ -52,9 +52,6 @@ def texts(tmp_path: Path) -> Path:
 
 
 class TestGPT:
-    def test_gives_logits_for_every_position(self, gpt: GPT) -> None:
-        assert gpt(torch.zeros(3, 24, dtype=torch.int64)).shape == (3, 24, VOCABULARY)
-        assert gpt(torch.zeros(3, 5, dtype=torch.int64)).shape == (3, 5, VOCABULARY)
 
     def test_starts_at_the_loss_of_a_blind_guess(self, gpt: GPT) -> None:
         tokens = torch.randint(256, (8, 24), generator=torch.Generator().manual_seed(1))
@@ -74,20 +71,12 @@ class TestGPT:
         assert "tokens.weight" in names
         assert "head.weight" not in names
 
-    def test_the_same_seed_builds_the_same_model(self, gpt: GPT) -> None:
-        torch.manual_seed(0)
-        again = GPT(SMALLEST)
-        assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), again.parameters(), strict=True))
-
     def test_generates_the_same_bytes_for_the_same_seed(self, gpt: GPT) -> None:
         first = gpt.generate(b"def ", 40, temperature=1.0, seed=7)
         torch.rand(5)
         assert gpt.generate(b"def ", 40, temperature=1.0, seed=7) == first
         assert gpt.generate(b"def ", 40, temperature=1.0, seed=8) != first
         assert len(first) == 40
-
-    def test_generates_the_likeliest_bytes_at_temperature_zero(self, gpt: GPT) -> None:
-        assert gpt.generate(b"x", 9, temperature=0.0, seed=1) == gpt.generate(b"x", 9, temperature=0.0, seed=2)
 
     def test_generating_leaves_the_random_state_and_the_mode_alone(self, gpt: GPT) -> None:
         gpt.train()
@@ -119,14 +108,6 @@ class TestGPT:
     def test_an_impossible_shape_is_refused(self, wrong: dict[str, float]) -> None:
         with pytest.raises(ConfigError):
             GPTConfig(**wrong)  # type: ignore[arg-type]
-
-    def test_dropout_acts_in_training_only(self) -> None:
-        torch.manual_seed(0)
-        model = GPT(GPTConfig(layers=1, heads=1, width=16, block=8, dropout=0.5))
-        tokens = torch.arange(8)[None]
-        assert not torch.equal(model(tokens), model(tokens))
-        model.eval()
-        assert torch.equal(model(tokens), model(tokens))
 
     def test_a_few_steps_reduce_the_loss(self, gpt: GPT, texts: Path) -> None:
         train, validation = load_text(texts, block=24)
@@ -160,19 +141,11 @@ class TestText:
         with pytest.raises(IndexError):
             dataset[6]
 
-    def test_the_same_folder_gives_the_same_windows(self, texts: Path) -> None:
-        for first, second in zip(load_text(texts, block=24), load_text(texts, block=24), strict=True):
-            assert torch.equal(first.data, second.data)
-
     def test_only_text_is_read(self, texts: Path) -> None:
         (texts / "notes").write_text("no suffix, yet text: é" + "é" * 600)
         files = list_text_files(texts)
         assert len(files) == 41
         assert {path.suffix for path in files} == {".txt", ""}
-
-    def test_files_are_ordered_by_their_path(self, texts: Path) -> None:
-        relative = [path.relative_to(texts).as_posix() for path in list_text_files(texts)]
-        assert relative == sorted(relative)
 
     def test_no_file_is_in_both_splits(self, texts: Path) -> None:
         files = list_text_files(texts)
@@ -223,17 +196,6 @@ class TestText:
 
 
 class TestResNet:
-    @pytest.mark.parametrize(("channels", "size"), [(1, 8), (3, 32)])
-    def test_takes_small_images_of_any_kind(self, channels: int, size: int) -> None:
-        model = ResNet(ResNetConfig(width=4, channels=channels, classes=7))
-        assert model(torch.zeros(2, channels, size, size)).shape == (2, 7)
-
-    def test_has_buffers_that_training_moves(self) -> None:
-        model = ResNet(ResNetConfig(width=4))
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        model(torch.ones(2, 1, 8, 8))
-        assert any(name.endswith("running_mean") for name in before)
-        assert all(not torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
     def test_a_saved_model_gives_the_same_logits(self, tmp_path: Path) -> None:
         model = ResNet(ResNetConfig(width=4, blocks=(1, 2)))
@@ -256,23 +218,10 @@ class TestResNet:
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn brings the digits")
 class TestDigits:
-    @pytest.mark.slow
-    def test_have_the_promised_shape_and_range(self) -> None:
-        train, validation = load_digits()
-        x, y = train[0]
-        assert x.shape == (1, 8, 8)
-        assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
-        assert train.tensors[0].min() == 0.0
-        assert train.tensors[0].max() == 1.0
-        assert len(train) + len(validation) == 1797
 
     def test_no_image_is_in_both_splits(self) -> None:
         train, validation = ({tuple(x.flatten().tolist()) for x in part.tensors[0]} for part in load_digits())
         assert not train & validation
-
-    def test_are_the_same_every_time(self) -> None:
-        for first, second in zip(load_digits(), load_digits(), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(first.tensors, second.tensors, strict=True))
 
     def test_a_few_steps_teach_most_of_them(self) -> None:
         torch.manual_seed(0)

@@ -148,17 +148,24 @@ class Killed:
         self.program.wait()
 
 
-@pytest.mark.slow
-@pytest.mark.programs
-@pytest.mark.parametrize("victim", ["server0", "coordinator"])
-def test_a_killed_server_or_coordinator_costs_no_sum_with_replication(tmp_path: Path, victim: str) -> None:
-    killed = Killed(tmp_path)
+def killed_in(folder: Path, victim: str, script: str | None = None, number: int = signal.SIGKILL) -> tuple[int, str]:
+    """How the run of a script ends of which a process is killed while its sums are held."""
+    killed = Killed(folder) if script is None else Killed(folder, script)
     try:
         killed.until_held()
-        killed.kill(victim)
-        status, text = killed.go_on()
+        killed.kill(victim, number)
+        return killed.go_on()
     finally:
         killed.close()
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.parametrize(("victim", "script"), [("server0", None), ("coordinator", None), ("server0", COLLECTIVES)])
+def test_a_killed_server_or_coordinator_costs_no_sum_with_replication(
+    tmp_path: Path, victim: str, script: str | None
+) -> None:
+    status, text = killed_in(tmp_path, victim, script)
     assert status == 0, text
     assert "rank 0 has all sums" in text
     assert "rank 1 has all sums" in text
@@ -168,44 +175,16 @@ def test_a_killed_server_or_coordinator_costs_no_sum_with_replication(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.programs
 def test_a_killed_worker_ends_the_job_with_a_sentence_that_names_it(tmp_path: Path) -> None:
-    killed = Killed(tmp_path)
-    try:
-        killed.until_held()
-        killed.kill("worker1")
-        status, text = killed.go_on()
-    finally:
-        killed.close()
+    status, text = killed_in(tmp_path, "worker1")
     assert status == 1, text
     assert "worker1 is gone, and this script's world is fixed: start all of it again" in text
 
 
 @pytest.mark.slow
 @pytest.mark.programs
-def test_a_killed_server_costs_the_backend_s_collectives_nothing_with_replication(tmp_path: Path) -> None:
-    killed = Killed(tmp_path, COLLECTIVES)
-    try:
-        killed.until_held()
-        killed.kill("server0")
-        status, text = killed.go_on()
-    finally:
-        killed.close()
-    assert status == 0, text
-    assert "rank 0 has all sums" in text
-    assert "rank 1 has all sums" in text
-    assert "server0 was killed (SIGKILL)" in text
-
-
-@pytest.mark.slow
-@pytest.mark.programs
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_who_waits_in_a_collective_for_a_worker_that_is_gone_ends_with_its_name(tmp_path: Path, number: int) -> None:
-    killed = Killed(tmp_path, COLLECTIVES)
-    try:
-        killed.until_held()
-        killed.kill("worker1", number)
-        status, text = killed.go_on()
-    finally:
-        killed.close()
+    status, text = killed_in(tmp_path, "worker1", COLLECTIVES, number)
     assert status == 1, text
     assert "worker1 is gone" in text
     if number == signal.SIGSTOP:  # its connections are open: nothing but this wakes who waits for it

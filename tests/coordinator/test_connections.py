@@ -5,7 +5,7 @@ from __future__ import annotations
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.connections import MOST_WAITING, Connections
 from rallypoint.core.protocol import Hello, Resize, Welcome
-from rallypoint.net.channel import Channel
+from rallypoint.net.channel import SEALED_BYTES, Channel
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
 from rallypoint.net.transport import InprocTransport
 from rallypoint.testing.contracts.beside import until
@@ -31,4 +31,21 @@ def test_of_one_connection_only_so_many_messages_wait_for_the_owner() -> None:
         barrier.reached()
     channel.close()
     until(lambda: isinstance(came[-1], inbox.Closed))
+    connections.close()
+
+
+def test_a_frame_that_was_changed_on_the_way_is_no_end_of_its_member() -> None:
+    came: list[inbox.Event | inbox.Barrier] = []
+    transport = InprocTransport()
+    connections = Connections(
+        transport, "gate", Identity("coordinator", ""), put=came.append, refusal=lambda hello: "", welcome=Welcome()
+    )
+    connection = transport.connect("gate", 1.0)
+    introduce(connection, Hello("observer", "eyes", "here", to=COORDINATOR), "")
+    connection.send(bytes(SEALED_BYTES))
+    until(lambda: bool(came) and isinstance(came[-1], inbox.Closed))
+    closed = came[-1]
+    assert isinstance(closed, inbox.Closed)
+    assert (closed.reason, closed.how) == ("a frame from it was changed on the way", inbox.End.LOST)
+    connection.close()
     connections.close()

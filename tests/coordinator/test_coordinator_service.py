@@ -24,7 +24,6 @@ from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.inbox import Barrier
 from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
-from rallypoint.core.cluster.effects import Abort, FinishJob
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.terms import Terms
@@ -39,10 +38,8 @@ from rallypoint.core.protocol import (
     Done,
     Evaluated,
     Finished,
-    GiveUp,
     Hello,
     Leaving,
-    Members,
     Message,
     Metrics,
     NewView,
@@ -263,22 +260,6 @@ def test_an_observer_that_comes_late_is_told_the_plan_and_then_every_step(house:
     assert eyes.next(StepDone) == StepDone(1, 2.0, 10, again=1, lr=0.001)
 
 
-def test_a_step_whose_reports_cross_a_worker_s_handing_on_of_the_state_is_told(house: House) -> None:
-    house.open(workers_max=2, workers_start=1)
-    _, worker, view = house.begin(sync={"type": "all-reduce"})
-    eyes = house.enter("observer", "eyes")
-    worker.link.send(Report(0, 0, 1.0, 1.0, 5, generation=view.generation))
-    second = house.enter("worker", "worker1")
-    second.link.send(Propose(record(sync={"type": "all-reduce"})))
-    after = second.next(NewView).view
-    assert after.generation > view.generation
-    worker.link.send(Report(0, 1, 3.0, 1.0, 5, generation=view.generation))  # and it brings version 1
-    assert eyes.next(StepDone) == StepDone(0, 2.0, 10, lr=0.001)
-    for member, replica in ((worker, 0), (second, 1)):
-        member.link.send(Report(1, replica, 2.0, 1.0, 5, generation=after.generation))
-    assert eyes.next(StepDone) == StepDone(1, 2.0, 10, lr=0.001)
-
-
 def test_what_members_say_of_the_run_reaches_those_who_watch_and_the_log(house: House, tmp_path: Path) -> None:
     house.open(join_info=JoinInfo(folder=str(tmp_path)))
     eyes = house.enter("observer", "eyes")
@@ -318,23 +299,6 @@ def test_an_error_of_who_only_looks_on_ends_no_job(house: House, tmp_path: Path)
     assert house.coordinator.wait() is None
     assert len(asked) == 1
     until(lambda: "Applied" in (tmp_path / "events.jsonl").read_text())
-
-
-def test_a_resize_is_followed_by_a_view_and_a_worker_that_leaves_is_let_go(house: House) -> None:
-    house.open(workers_max=2, workers_start=1)
-    eyes = house.enter("observer", "eyes")
-    _, _, view = house.begin()
-    second = house.enter("worker", "worker1")
-    second.link.send(Propose(record()))
-    assert {member.id for member in second.next(NewView).view.workers} == {"worker0", "worker1"}
-    eyes.link.send(Resize(1))
-    eyes.next(Members, lambda members: members.standby == ("worker1",))
-    second.link.send(Leaving())
-    house.settle()
-    second.link.close()
-    assert eyes.next(Say).text.startswith("worker1 has left: ")
-    assert eyes.next(Members).workers == ("worker0",)
-    assert view.generation == house.coordinator._shell.machine.view.generation  # type: ignore[union-attr]
 
 
 # ---- nothing waits without a name (I8) ---------------------------------------------------------------------------
@@ -451,25 +415,6 @@ def test_the_last_word_reaches_everybody_and_whoever_comes_after_it(house: House
     assert late.receive_message(late.receive_header()) == Finished("worker0")
 
 
-def test_a_job_that_is_ended_from_outside_tells_everybody_why(house: House) -> None:
-    coordinator = house.open()
-    eyes = house.enter("observer", "eyes")
-    server, worker, _ = house.begin()
-    coordinator.abort("somebody pulled the plug")
-    coordinator.abort("a second reason changes nothing")
-    for member in (worker, server, eyes):
-        assert member.next(Aborted) == Aborted("somebody pulled the plug")
-    assert coordinator.wait() == "somebody pulled the plug"
-
-
-def test_a_member_that_gives_up_ends_the_job_with_its_words(house: House) -> None:
-    coordinator = house.open()
-    server, worker, _ = house.begin()
-    worker.link.send(GiveUp("no more"))
-    assert server.next(Aborted) == Aborted("worker0: no more")
-    assert coordinator.wait() == "worker0: no more"
-
-
 def test_a_process_that_comes_under_a_taken_name_after_the_end_hears_of_the_end(house: House) -> None:
     coordinator = house.open()
     _, worker, _ = house.begin()
@@ -477,43 +422,6 @@ def test_a_process_that_comes_under_a_taken_name_after_the_end_hears_of_the_end(
     worker.next(Aborted)
     other = house.call("worker", "worker0")
     assert other.receive_message(other.receive_header()) == Aborted("somebody pulled the plug")
-
-
-@pytest.mark.parametrize("word", [FinishJob("worker0"), Abort("worker0 gave up")], ids=["finished", "aborted"])
-def test_a_last_word_that_died_with_its_coordinator_is_said_by_the_next(
-    house: House, tmp_path: Path, word: FinishJob | Abort
-) -> None:
-    folder = JoinInfo(folder=str(tmp_path))
-    first = house.open(join_info=folder)
-    house.begin()
-    first._shell.machine.course.last_word = word
-    first._journal.save(first._shell.machine.state())  # and before it has told anybody, it dies
-    house.close()
-    house.__init__()  # type: ignore[misc]
-    second = house.open(join_info=folder, heartbeat=0.5)
-    member = house.call("worker", "worker0", incarnation=1)
-    said = member.receive_message(member.receive_header())
-    assert said == (Finished("worker0") if isinstance(word, FinishJob) else Aborted("worker0 gave up"))
-    second.wait()  # after a heartbeat: whoever has not come by then does not come any more
-
-
-@pytest.mark.slow
-def test_a_coordinator_that_ends_the_job_before_it_has_taken_over_tells_who_has_come_back(
-    house: House, tmp_path: Path
-) -> None:
-    folder = JoinInfo(folder=str(tmp_path))
-    first = house.open(join_info=folder)
-    _, worker, view = house.begin()
-    worker.link.send(Report(0, 0, 1.0, 1.0, 1, generation=view.generation))
-    until(lambda: first._shell._kept)
-    house.close()
-    house.__init__()  # type: ignore[misc]
-    second = house.open(join_info=folder)
-    member = house.call("worker", "worker0", incarnation=worker.link.incarnation)
-    until(lambda: bool(second._shell._take_over and second._shell._take_over.waiting))
-    second.abort("somebody pulled the plug")
-    assert member.receive_message(member.receive_header()) == Aborted("somebody pulled the plug")
-    assert second.wait() == "somebody pulled the plug"
 
 
 def test_a_fault_of_its_own_ends_the_job_with_a_sentence(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,41 +510,6 @@ def test_a_journal_that_cannot_be_written_ends_a_job_that_has_not_begun(house: H
     assert server.next(Aborted) == Aborted(reason)
     assert before is not None
     assert view.number <= before.number
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_up_in_mid_run_is_told_once_and_written_again_when_there_is_room(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(journal, "LONGEST_PAUSE_S", 0.02)
-    monkeypatch.setattr(owner, "_SLOWEST_TICK_S", 0.02)
-    coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
-    eyes = house.enter("observer", "eyes")
-    server, worker, view = house.begin()
-    worker.link.send(Report(0, 0, 1.0, 1.0, 1, generation=view.generation))  # it has begun, and the journal knows
-    house.settle()
-    db = coordinator._journal._db
-    db.execute(f"pragma max_page_count = {db.execute('pragma page_count').fetchone()[0]}")
-    for number in range(1, 400):  # every newcomer is a view: at some time the next one has no room
-        house.call("worker", f"worker{number}").send_message(Propose(record()))
-        house.settle()
-        if coordinator._persistence._pause > 0.0:
-            break
-    assert eyes.next(Say, lambda said: "cannot be written" in said.text).text.startswith(
-        f"the journal {tmp_path}/journal.sqlite cannot be written (database or disk is full): the job goes on"
-    )
-    newest = coordinator._shell.machine.view
-    assert newest is not None
-    assert worker.next(NewView, lambda message: message.view.number == newest.number), "published all the same"
-    db.execute("pragma max_page_count = 100000")
-    said = []
-    until(lambda: said.append(eyes.next(Say).text) or said[-1] == "the journal is written again")  # type: ignore[func-returns-value]
-    assert not [text for text in said if "cannot be written" in text], "once is enough"
-    kept = coordinator._journal.load()
-    assert kept is not None
-    assert kept.view == coordinator._shell.machine.view
-    assert server.lost.empty()
 
 
 def test_a_disk_that_is_full_at_the_very_end_does_not_lose_the_model(house: House, tmp_path: Path) -> None:

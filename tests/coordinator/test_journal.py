@@ -118,12 +118,6 @@ def test_a_journal_goes_on_that_was_on_another_file_system(tmp_path: Path, monke
     assert kept_state(tmp_path) == state(3)
 
 
-def test_a_new_journal_knows_nothing(tmp_path: Path) -> None:
-    journal = Journal(str(tmp_path))
-    assert journal.load() is None
-    journal.close()
-
-
 @pytest.mark.parametrize(
     "written",
     [

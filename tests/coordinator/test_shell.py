@@ -35,11 +35,13 @@ from rallypoint.core.protocol import (
     Held,
     Hello,
     Knows,
+    Leaving,
     Message,
     NewView,
     NotStored,
     Planned,
     Propose,
+    Reached,
     Report,
     Resize,
     Say,
@@ -175,18 +177,6 @@ def _rolled_back() -> tuple[Play, ViewNumber]:
     return play, before
 
 
-def test_a_worker_that_was_done_before_a_roll_back_does_not_end_the_job() -> None:
-    """It evaluated the last version for a minute; meanwhile the servers with that version died."""
-    play, before = _rolled_back()
-    play.say("w0", Done(before))
-    assert play.shell.last_word is None
-    assert play.shell.machine.course.furthest == 9
-    assert not play.view.ending
-    play.steps(10, STEPS)
-    play.say("w0", Done(play.view.generation))
-    assert play.view.ending
-
-
 def test_figures_of_a_version_that_was_rolled_back_judge_nothing() -> None:
     play, before = _rolled_back()
     assert play.say("w0", Evaluated(30, before, {"loss": 0.1})) == []
@@ -253,21 +243,6 @@ def test_figures_are_remembered_of_so_many_versions_only() -> None:
         play.say("w0", Evaluated(step, play.view.generation, {"loss": 1.0}))
     assert play.shell.evaluations.of(999) == {"loss": 1.0}
     assert sum(bool(play.shell.evaluations.of(step)) for step in range(1000)) <= 100
-
-
-def test_a_snapshot_every_so_many_steps_is_of_a_multiple_of_them() -> None:
-    """So that `run.every(10)` evaluates the versions that are stored."""
-    play = Play(snapshots=True, snapshot_steps=10)
-    play.begin()
-    play.store()
-    versions = []
-    for step in range(35):
-        asked = len(play.sent(Capture))
-        play.steps(step, step + 1)
-        if len(play.sent(Capture)) > asked:
-            versions.append(play.sent(Capture)[-1].version)
-            play.store()
-    assert versions == [10, 20, 30]
 
 
 # ---- what is waited for (I8) -----------------------------------------------------------------------------------
@@ -538,6 +513,18 @@ def test_a_view_travels_as_a_difference_and_whole_over_a_new_connection() -> Non
     assert (play.changes, play.views[-1]) == (3, play.view), "whole: what was under way to it may be lost"
 
 
+def test_a_server_that_has_handed_its_shards_over_hears_that_it_may_go() -> None:
+    play = Play(servers=2)
+    play.join("s0", "s1", "w0")
+    play.say("w0", Propose(play.record))
+    play.steps(0, 1)
+    play.say("s1", Leaving())
+    play.say("s1", CaughtUp({shard: play.view.paired[shard] for shard in play.view.shards_of("s1")}))
+    assert play.view.handover is not None
+    done = play.say("w0", Reached(play.view.handover, play.view.generation))
+    assert acts.SendMessage("s1", Finished()) in done
+
+
 # ---- a coordinator after another -------------------------------------------------------------------------------
 
 
@@ -548,22 +535,6 @@ def test_what_is_saved_comes_before_what_is_said_about_it() -> None:
     published = next(i for i, message in enumerate(sent) if isinstance(message, NewView))
     saved = [act.state for act in play.done[:published] if isinstance(act, acts.Save)]
     assert saved[-1].view == play.view
-
-
-def test_each_of_many_coordinators_that_die_at_once_goes_on_where_the_one_before_did() -> None:
-    play = Play()
-    play.begin()
-    view, state = play.view, play.shell.machine.state()
-    for _ in range(5):
-        after = Play(state)
-        (save,) = (act for act in after.done if isinstance(act, acts.Save))
-        assert save.state.epoch == state.epoch + 1
-        assert save.state.view == view
-        state = save.state
-    last = Play(state)
-    last.incarnations = dict(play.incarnations)
-    last.join("s0", "w0")
-    assert last.views == [view] * 2
 
 
 # ---- a process that has not heard that it was admitted ----------------------------------------------------------

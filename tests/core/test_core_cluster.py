@@ -345,6 +345,7 @@ def test_a_late_worker_with_a_different_model_is_refused_and_the_job_goes_on() -
     refuse, say = job.play(From("w2", Propose(_record(width=5))))
     assert isinstance(refuse, Refuse)
     assert refuse.member == "w2"
+    assert refuse.final
     assert "head.weight [5]" in refuse.reason
     assert say == Announce(f"refused: {refuse.reason}")
     assert job.machine.phase is Phase.RUNNING
@@ -444,14 +445,6 @@ def test_a_dead_worker_s_replicas_go_to_the_others_at_once_and_survivors_keep_th
     assert published.view.number > published.view.generation
 
 
-def test_a_standby_worker_takes_a_dead_one_s_whole_hand() -> None:
-    job = _begun(_terms(2), ("s0", "s1", "w0", "w1", "w2"))
-    assert dict(job.view.assigned(0)) == {"w0": (0, 1), "w1": (2, 3)}
-    assert "w2" in {member.id for member in job.view.workers}
-    job.play(Left("w0", "x"))
-    assert dict(job.view.assigned(0)) == {"w1": (2, 3), "w2": (0, 1)}
-
-
 def test_a_new_worker_is_assigned_replicas_from_a_step_ahead_of_the_furthest_one_seen() -> None:
     job = _begun(_terms(2, workers_max=4))
     job.step(1)
@@ -464,14 +457,6 @@ def test_a_new_worker_is_assigned_replicas_from_a_step_ahead_of_the_furthest_one
     assert (now.start, later.start) == (0, 2 + AHEAD)
     assert dict(job.view.assigned(3)) == {"w0": (0, 1), "w1": (2, 3), "w2": (), "w3": ()}
     assert dict(job.view.assigned(4)) == {"w0": (0,), "w1": (1,), "w2": (2,), "w3": (3,)}
-
-
-def test_a_worker_beyond_the_maximum_stands_by() -> None:
-    job = _begun(_terms(2))
-    assigned = job.view.assigned(0)
-    job.come("w2")
-    assert job.view.assigned(5) == assigned
-    assert job.view.workers[-1].id == "w2"
 
 
 def test_who_computes_makes_no_room_for_one_that_came_first_and_was_ready_last() -> None:
@@ -603,15 +588,6 @@ def _one_more(job: _Job) -> bool:
     return bool(behind or late)
 
 
-def test_a_server_that_is_killed_once_its_shards_have_moved_loses_nothing() -> None:
-    job = _begun()
-    generation = job.view.generation
-    job.play(From("s1", Leaving()))
-    job.all_caught_up()
-    assert _of(FindSnapshot, job.play(Left("s1", "its connection ended"))) == []
-    assert (job.view.generation, set(job.view.primary.values())) == (generation, {"s0"})
-
-
 def test_a_server_that_is_killed_while_its_shards_move_is_a_lost_server() -> None:
     job = _begun(_terms(snapshots=True))
     job.play(From("s1", Leaving()))
@@ -621,14 +597,6 @@ def test_a_server_that_is_killed_while_its_shards_move_is_a_lost_server() -> Non
     effects = job.play(Left("s1", "its connection ended"))
     assert _of(FindSnapshot, effects) == [FindSnapshot()]
     assert job.machine.phase is Phase.RECOVERING
-
-
-def test_with_a_backup_a_server_that_is_killed_as_soon_as_it_drains_loses_nothing() -> None:
-    job = _begun(_terms(2, 2, replication=2))
-    generation = job.view.generation
-    job.play(From("s1", Leaving()))
-    assert _of(FindSnapshot, job.play(Left("s1", "its connection ended"))) == []
-    assert (job.view.generation, set(job.view.primary.values())) == (generation, {"s0"})
 
 
 def test_a_coordinator_that_takes_over_goes_on_with_a_drain_when_the_server_says_so_again() -> None:
@@ -669,13 +637,6 @@ def test_the_last_server_is_not_let_go() -> None:
     job.step(0)
     job.play(From("s0", Leaving()), From("s1", Leaving()))
     assert _of(Dismiss, job.all_caught_up()) == []
-
-
-def test_a_worker_that_proposes_another_model_is_refused_for_good() -> None:
-    job = _begun()
-    job.join("w2")
-    (refusal,) = _of(Refuse, job.play(From("w2", Propose(_record(width=8)))))
-    assert refusal.final
 
 
 def test_nothing_is_published_when_nothing_has_changed() -> None:
@@ -740,26 +701,6 @@ def test_who_is_given_up_just_before_the_end_may_still_come_back_for_the_last_ve
     assert any("w0" in publish.members for publish in _of(PublishView, effects))
     assert _of(FinishJob, job.tick(1.9)) == []
     assert _of(FinishJob, job.done("w0")) == [FinishJob("w1")]
-
-
-@pytest.mark.parametrize("comes", [True, False])
-def test_who_does_not_come_back_in_a_heartbeat_puts_the_end_off_no_longer(comes: bool) -> None:
-    job = _begun(_terms(heartbeat=2.0, snapshots=False))
-    job.tick(1.9, alive=["s0", "s1", "w1"])
-    job.tick(0.2, alive=["s0", "s1", "w1"])
-    job.done("w1")
-    if comes:
-        job.join("w0")
-        assert _of(FinishJob, job.play(Left("w0", "it died"))) == []  # the next process of its name may come
-    assert _of(FinishJob, job.tick(1.9)) == []
-    assert _of(FinishJob, job.tick(0.2)) == [FinishJob("w1")]
-
-
-def test_a_report_is_a_sign_of_life() -> None:
-    job = _begun(_terms(heartbeat=2.0))
-    job.tick(1.9, alive=["s0", "s1", "w1"])
-    job.play(Computed("w0", 1, 0, 0.1, job.view.generation))
-    assert _of(Refuse, job.tick(0.2, alive=["s0", "s1", "w1"])) == []
 
 
 def test_a_new_coordinator_gives_everybody_a_whole_heartbeat() -> None:
@@ -911,30 +852,6 @@ def test_a_dead_server_s_backups_are_promoted_and_nothing_is_rolled_back() -> No
     assert "s0" not in {member.id for member in job.view.servers}
 
 
-def test_only_a_caught_up_backup_is_promoted() -> None:
-    job = _running(_terms(replication=2))
-    job.step(0)
-    assert FindSnapshot() in job.play(Left("s0", "x"))
-    assert job.machine.phase is Phase.RECOVERING
-
-
-def test_a_backup_has_caught_up_only_under_the_view_they_met_in_and_only_by_its_primary_s_word() -> None:
-    job = _running(_terms(replication=2))
-    shard = SHARDS[0]
-    primary, backup = job.view.primary[shard], job.view.backup[shard]
-    paired = job.view.paired[shard]
-    for other in (ViewNumber(), ViewNumber(paired.epoch, paired.count + 1), ViewNumber(paired.epoch + 1, paired.count)):
-        assert job.caught_up(shard, other) == []
-    assert job.caught_up(shard, by=backup) == []
-    assert job.machine.state().caught_up == ()
-    revision = job.machine.revision
-    job.caught_up(shard)
-    assert job.machine.state().caught_up == (shard,)
-    assert job.machine.revision == revision + 1  # the next coordinator has to know
-    assert job.caught_up(shard, by=primary) == []
-    assert job.machine.revision == revision + 1
-
-
 def test_a_backup_that_was_restarted_has_not_caught_up() -> None:
     job = _begun(_terms(replication=2))
     mine = [shard for shard, backup in job.view.backup.items() if backup == "s0"]
@@ -946,12 +863,6 @@ def test_a_backup_that_was_restarted_has_not_caught_up() -> None:
         assert job.view.primary[shard] == "s1"  # as before
         assert job.caught_up(shard, paired[shard]) == []  # said of the process that is gone
     assert not set(again) & set(job.machine.state().caught_up)
-
-
-def test_a_shard_whose_primary_was_born_again_is_lost_without_a_backup() -> None:
-    job = _begun()
-    assert FindSnapshot() in job.join("s0")
-    assert job.machine.phase is Phase.RECOVERING
 
 
 def _rolled_back(snapshot: str, version: int) -> _Job:
@@ -1021,17 +932,6 @@ def test_a_new_server_is_filled_as_a_backup_before_shards_move_to_it(replication
         assert job.view.backup == {}
     else:
         assert all(job.view.backup[shard] != home for shard, home in job.view.primary.items())
-
-
-def test_shards_move_only_when_all_that_are_to_move_can() -> None:
-    job = _begun(_terms(2, 2), record=_record(width=200))
-    job.come("s2")
-    moving = sorted(job.view.backup)
-    assert len(moving) > 1
-    for shard in moving[:-1]:
-        assert job.caught_up(shard) == []
-    assert job.caught_up(moving[-1]) != []
-    assert job.view.shards_of("s2") == moving
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -1270,7 +1170,6 @@ def test_first_values_of_a_store_that_any_worker_may_give_go_back_for_no_dead_wo
     assert uploader not in job.view.assigned(0)
 
 
-
 def test_whoever_was_done_before_a_roll_back_is_not_done_any_more() -> None:
     job = _begun(_terms(2, 2, workers_max=3))
     job.done("w0")
@@ -1498,33 +1397,6 @@ def test_a_snapshot_that_takes_longer_than_the_time_between_two_is_followed_by_o
     assert second.version == 9 + CAPTURE_AHEAD
 
 
-def test_a_round_of_local_steps_counts_as_so_many_steps_for_a_snapshot() -> None:
-    record = _record(sync=LocalSteps(steps=4))
-    assert record.rounds == STEPS // 4
-    job = _begun(_terms(snapshots=True, heartbeat=1000.0, snapshot_steps=16), record=record)
-    (capture,) = _of(TakeSnapshot, job.step(1))
-    assert capture.version == 4
-
-
-def test_a_snapshot_is_due_every_so_many_seconds_if_steps_were_made() -> None:
-    job = _begun(_terms(snapshots=True, snapshot_seconds=5.0, heartbeat=1000.0))
-    assert _of(TakeSnapshot, job.tick(4.9)) == []
-    (capture,) = _of(TakeSnapshot, job.tick(0.2))
-    job.store(capture)
-    assert _of(TakeSnapshot, job.tick(60.0)) == []  # nothing is new beyond that version
-    effects = [effect for step in range(1, capture.version + 1) for effect in job.step(step)]
-    assert len(_of(TakeSnapshot, effects)) == 1
-
-
-def test_one_snapshot_at_a_time_and_one_on_demand() -> None:
-    job = _begun(_SNAPSHOTS)
-    (capture,) = job.play(SnapshotOrdered())
-    assert job.play(SnapshotOrdered()) == []
-    effects = job.store(capture)
-    assert _of(TakeSnapshot, effects) == []
-    assert len(_of(TakeSnapshot, job.tick(0.1))) == 1  # the second wish was not forgotten
-
-
 def test_a_snapshot_is_committed_when_all_parts_are_there_and_strangers_parts_do_not_count() -> None:
     job = _begun(_SNAPSHOTS)
     (capture,) = job.play(SnapshotOrdered())
@@ -1631,26 +1503,6 @@ def test_a_snapshot_that_is_lost_is_told_and_the_job_goes_on() -> None:
     assert job.tick(0.1) == []
 
 
-def test_a_snapshot_without_news_is_given_up_and_taken_again() -> None:
-    job = _begun(_terms(snapshots=True, heartbeat=2.0))
-    (capture,) = job.play(SnapshotOrdered())
-    job.rounds(1, capture.version, 0.0)
-    for _ in range(SNAPSHOT_PATIENCE):
-        assert job.tick(1.0) == []
-    stored = job.view.shards_of("s0")[:1]
-    job.play(Captured("s0", capture.snapshot, tuple(stored)))  # news
-    for _ in range(2 * SNAPSHOT_PATIENCE - 1):
-        assert job.tick(1.0) == []
-    effects = job.tick(1.0)
-    missing = len(SHARDS) - 1
-    assert effects == [Announce(
-        f"snapshot {capture.snapshot} could not be taken: {missing} of its shards (s0, s1) are not stored, and none "
-        "was for 20 s"
-    )]  # fmt: skip
-    assert job.tick(1.0) == [], "whatever keeps the store may last"
-    assert len(_of(TakeSnapshot, job.tick(1.0))) == 1
-
-
 def test_a_snapshot_of_a_version_that_takes_longer_than_the_patience_is_waited_for() -> None:
     """Three rounds of local steps, or three steps of a large model, may take minutes."""
     job = _begun(_terms(snapshots=True, heartbeat=2.0))
@@ -1680,12 +1532,6 @@ def test_no_snapshot_is_begun_while_a_server_that_outlived_the_coordinator_is_no
     assert job.play(SnapshotOrdered()) == []
     job.join("s1", incarnation=old.incarnations["s1"])
     assert len(_of(TakeSnapshot, job.tick(0.1))) == 1
-
-
-def test_where_snapshots_are_not_kept_none_is_taken() -> None:
-    job = _begun()
-    assert job.play(SnapshotOrdered()) == []
-    assert job.tick(0.1) == []
 
 
 # ---- the end ----
@@ -1802,10 +1648,6 @@ def test_whoever_comes_after_the_end_is_refused() -> None:
     job = _begun()
     job.done("w0", "w1")
     assert job.join("w2") == [Refuse("w2", "the job is over")]
-
-
-def test_a_member_that_gives_up_ends_the_job_with_its_words() -> None:
-    assert _begun().play(From("w1", GiveUp("the loss is nan"))) == [Abort("w1: the loss is nan")]
 
 
 def test_a_refused_worker_that_gives_up_does_not_end_the_job() -> None:

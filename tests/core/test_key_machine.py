@@ -270,16 +270,6 @@ def test_who_joins_while_servers_read_the_snapshot_says_no_first_value() -> None
     assert machine.begin(0) == [SendPull(0, OWN, NEWEST, "s")]
 
 
-def test_first_values_are_said_again_in_a_generation_that_begins_from_no_snapshot() -> None:
-    machine = KeyMachine("w", 1)
-    linked(machine)
-    machine.begin(0)
-    machine.answered(0, OWN, 0)
-    machine.link_lost("s")
-    machine.adopt(view(2, "s", {"w": (0, 1)}, generation=2))
-    assert machine.link_up("s") == [SendInitial(0, "s"), SendPull(0, OWN, NEWEST, "s")]
-
-
 def test_an_older_push_counts_while_the_next_one_is_on_its_way() -> None:
     machine = KeyMachine("w", 1)
     linked(machine)

@@ -23,7 +23,7 @@ from rallypoint.core.view_difference import (
     digest_of,
 )
 
-PURE = settings(derandomize=True, deadline=None, max_examples=200)
+PURE = settings(derandomize=True, deadline=None, max_examples=100)
 
 _NAMES = st.sampled_from([f"m{number}" for number in range(6)])
 _NUMBERS = st.builds(ViewNumber, st.integers(0, 2), st.integers(0, 9))

@@ -79,19 +79,6 @@ def finish(cluster: Kubelet) -> None:
 
 
 @pytest.mark.slow
-def test_the_pods_of_a_jobset_make_the_same_bytes_as_a_run_on_this_machine(cluster: Kubelet, wanted: str) -> None:
-    assert [pod.role for pod in cluster.pods] == ["coordinator", "server", "server", "worker", "worker"]
-    (cluster.folder / "gate").touch()
-    for pod in reversed(cluster.pods):  # in any order
-        cluster.start(pod)
-    finish(cluster)
-    assert (cluster.folder / "volumes/job/gpt/digest").read_text() == wanted
-    assert list((cluster.folder / "volumes/job/gpt/snapshots").glob("step-00000020-*"))
-    tokens = secrets()["gpt-token"].values()
-    assert not [pod.name for pod in cluster.pods if any(token in cluster.said(pod) for token in tokens)]
-
-
-@pytest.mark.slow
 def test_the_pods_of_a_jobset_with_tls_make_the_same_bytes(tmp_path: Path, wanted: str) -> None:
     make_certificates(tmp_path / "certificates")
     data = {**secrets(), "gpt-tls": certificates("gpt-tls", tmp_path / "certificates")["stringData"]}
@@ -99,10 +86,14 @@ def test_the_pods_of_a_jobset_with_tls_make_the_same_bytes(tmp_path: Path, wante
     (tmp_path / "gate").touch()
     pods = as_jobset(rendered("train.py", "digest", "20", workers="2", servers=2, save=100, tls="gpt-tls"))
     with kubelet(tmp_path, pods, data) as cluster:
-        for pod in cluster.pods:
+        assert [pod.role for pod in pods] == ["coordinator", "server", "server", "worker", "worker"]
+        for pod in reversed(pods):  # in any order
             cluster.start(pod)
         finish(cluster)
+        tokens = secrets()["gpt-token"].values()
+        assert not [pod.name for pod in pods if any(token in cluster.said(pod) for token in tokens)]
     assert (tmp_path / "volumes/job/gpt/digest").read_text() == wanted
+    assert list((tmp_path / "volumes/job/gpt/snapshots").glob("step-00000020-*"))
 
 
 @pytest.mark.slow

@@ -619,30 +619,6 @@ def test_tls_is_enough_to_be_reached_from_other_machines(certificates: Path) -> 
 # ---- records ----
 
 
-def test_both_directions_at_once_under_load_keep_their_order(certificates: Path, opened: contextlib.ExitStack) -> None:
-    transport = tls(certificates, "server")
-    listener = transport.listen("127.0.0.1:0")
-    opened.callback(listener.close)
-    near, far = connected(transport, listener)
-    opened.callback(near.close)
-    opened.callback(far.close)
-    rng = random.Random(9)
-    pieces = [os.urandom(rng.choice([0, 1, 48, 1000, 70_000, 200_000])) for _ in range(60)]
-
-    def send(end: Connection) -> None:
-        for piece in pieces:
-            end.send(b"head", memoryview(piece))
-
-    def check(end: Connection) -> None:
-        for piece in pieces:
-            assert receive(end, 4 + len(piece)) == b"head" + piece
-
-    with Beside(lambda: send(near)) as one, Beside(lambda: send(far)) as two, Beside(lambda: check(near)) as three:
-        check(far)
-        for thread in (one, two, three):
-            thread.raise_if_failed()
-
-
 def test_frames_arrive_through_tls(certificates: Path, opened: contextlib.ExitStack) -> None:
     transport = tls(certificates, "server")
     listener = transport.listen("127.0.0.1:0")

@@ -210,35 +210,15 @@ def test_a_job_that_fails_during_an_evaluation_ends_after_it(cluster: Cluster) -
 # ---- handlers that catch too much ------------------------------------------------------------------------------
 
 
-def test_a_handler_that_catches_everything_does_not_stop_a_roll_back(cluster: Cluster, undisturbed: str) -> None:
-    model, data = build()
-    disturb = Once(AT, cluster.lose_the_server)
-    trap = model[2]
-    assert isinstance(trap, Trap)
-    trap.in_forward = disturb
-    abandoned = []
-    with cluster.job as job:
-        for micro in job.train(model, data, **SETTINGS):
-            disturb.where = (micro.step, micro.replica, micro.index)
-            with micro:
-                try:
-                    micro.backward(loss_of(model, micro.batch))
-                except BaseException:
-                    caught = True
-            if micro.abandoned:
-                abandoned.append((disturb.where, caught))
-    assert abandoned == [(AT, True)]
-    assert weights_hash(model) == undisturbed
-
-
-def test_a_handler_that_catches_everything_does_not_stop_a_roll_back_in_a_backward(
-    cluster: Cluster, undisturbed: str
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_handler_that_catches_everything_does_not_stop_a_roll_back(
+    cluster: Cluster, undisturbed: str, place: str
 ) -> None:
     model, data = build()
     disturb = Once(AT, cluster.lose_the_server)
     trap = model[2]
     assert isinstance(trap, Trap)
-    trap.in_backward = disturb
+    setattr(trap, f"in_{place}", disturb)
     abandoned, caught = [], []
     with cluster.job as job:
         for micro in job.train(model, data, **SETTINGS):

@@ -209,15 +209,6 @@ def test_a_loss_of_one_element_is_a_loss(shape: tuple[int, ...]) -> None:
     train(loss=lambda found: found.view(shape))
 
 
-def test_a_setting_of_the_job_s_optimizer_beside_one_of_the_script_is_refused() -> None:
-    model = torch.nn.Linear(3, 2)
-    own = torch.optim.SGD(model.parameters(), lr=0.1)
-    with EmbeddedJob() as job:
-        job._link.welcome = type(job._link.welcome)(overrides={"optimizer": {"lr": 0.1}})
-        with pytest.raises(ConfigError, match=r"^optimizer\.lr is set, and workers step the script's own_optimizer="):
-            job.train(model, DATA, batch=4, steps=4, sync=rp.AllReduce(), own_optimizer=own)
-
-
 def test_an_optimizer_of_torch_s_that_needs_whole_matrices_is_answered_with_the_servers_own() -> None:
     own = torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])
     sentence = r"Muon, which servers cannot step: they have their own, rp\.Muon\(.*own_optimizer="

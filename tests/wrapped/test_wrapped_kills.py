@@ -116,34 +116,23 @@ def test_a_standby_process_takes_the_place_of_a_killed_one(tmp_path: Path) -> No
     assert "replica 1 begins at 7" in text
 
 
-def test_a_script_that_ends_early_fails_the_job_with_a_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("last", "sentence"), [
+    ("", "its script has ended at step 1 of 5: call optimizer.finish()"),
+    ("raise ValueError('no such file')", "failed: worker0: ValueError: no such file"),
+], ids=["end", "error"])  # fmt: skip
+def test_a_script_that_ends_early_fails_the_job_with_a_sentence(tmp_path: Path, last: str, sentence: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import torch, rallypoint as rp\nmodel = torch.nn.Linear(2, 1)\n"
         "optimizer = rp.wrap(model, rp.SGD(lr=0.1), steps=5)\n"
-        "model(torch.ones(1, 2)).sum().backward()\noptimizer.step()\n"
+        f"model(torch.ones(1, 2)).sum().backward()\noptimizer.step()\n{last}\n"
     )
     status, text = run_program(
         ["-m", "rallypoint.cli", "run", "--workers", "1", str(script)], tmp_path / "output", env=dict(os.environ),
         cwd=tmp_path, timeout=240.0,
     )  # fmt: skip
     assert status != 0
-    assert "its script has ended at step 1 of 5: call optimizer.finish()" in " ".join(text.split())
-
-
-def test_a_script_that_raises_an_error_fails_the_job_with_that_errors_words(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch, rallypoint as rp\nmodel = torch.nn.Linear(2, 1)\n"
-        "optimizer = rp.wrap(model, rp.SGD(lr=0.1), steps=5)\n"
-        "model(torch.ones(1, 2)).sum().backward()\noptimizer.step()\nraise ValueError('no such file')\n"
-    )
-    status, text = run_program(
-        ["-m", "rallypoint.cli", "run", "--workers", "1", str(script)], tmp_path / "output", env=dict(os.environ),
-        cwd=tmp_path, timeout=240.0,
-    )  # fmt: skip
-    assert status != 0
-    assert "failed: worker0: ValueError: no such file" in " ".join(text.split())
+    assert sentence in " ".join(text.split())
 
 
 # ---- loops over epochs, and what a process that is started again would do wrong in silence ----
