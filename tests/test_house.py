@@ -47,7 +47,7 @@ BUDGETS = {
     "settings of job.train": 42,
     "rows of the feature table": 43,
     "refused pairs": 88,
-    "fields of View": 26,
+    "fields of View": 18,
     "lines": 82_905,
     "files": 356,
     "folders": 37,

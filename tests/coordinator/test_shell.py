@@ -181,10 +181,10 @@ def test_a_worker_that_was_done_before_a_roll_back_does_not_end_the_job() -> Non
     play.say("w0", Done(before))
     assert play.shell.last_word is None
     assert play.shell.machine.course.furthest == 9
-    assert not play.view.ending
+    assert not play.view.orders.ending
     play.steps(10, STEPS)
     play.say("w0", Done(play.view.generation))
-    assert play.view.ending
+    assert play.view.orders.ending
 
 
 def test_figures_of_a_version_that_was_rolled_back_judge_nothing() -> None:

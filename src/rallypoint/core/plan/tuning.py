@@ -371,8 +371,8 @@ class Tuning:
     def look(self, view: View, record: JobRecord) -> Tuned | None:
         """Return the values from now on and what is said of them; None: as before."""
         if record.config.get("tune") != "auto":  # a run that was tuned may be resumed without
-            return Tuned({}, "") if view.tuned else None
-        if view.aggregators or view.paused is not None or view.ending:
+            return Tuned({}, "") if view.orders.tuned else None
+        if view.aggregators or view.orders.paused is not None or view.orders.ending:
             self._last = None  # what comes next is not one step later
             self._seconds.clear()
             return None
@@ -398,10 +398,10 @@ class Tuning:
 
     def _back(self, view: View) -> Tuned | None:
         """An earlier coordinator was lost in a trial: the kept values come back."""
-        names = [name for name, tried in view.tuned.items() if tried.value != tried.kept]
+        names = [name for name, tried in view.orders.tuned.items() if tried.value != tried.kept]
         if not names:
             return None
-        kept = {name: Tried(tried.kept, tried.kept) for name, tried in view.tuned.items()}
+        kept = {name: Tried(tried.kept, tried.kept) for name, tried in view.orders.tuned.items()}
         return Tuned(kept, f"the trial of another {' and '.join(names)} ended with its coordinator")
 
     def _anew(self) -> Tuned:
@@ -419,7 +419,7 @@ class Tuning:
             self._ended.append(self.tuner.knob.phrase(self.tuner.best))
             if not self._left:
                 said = said.removesuffix(self._ended[-1]) + ", ".join(self._ended)
-        return Tuned({**view.tuned, self.tuner.knob.name: Tried(decided.value, self.tuner.best)}, said)
+        return Tuned({**view.orders.tuned, self.tuner.knob.name: Tried(decided.value, self.tuner.best)}, said)
 
     def _begin(self, view: View, record: JobRecord) -> Tuned | None:
         """Choose the next knob's candidates, once enough steps have been measured."""
@@ -432,12 +432,12 @@ class Tuning:
         nbytes = sum(shard.nbytes for shard in record.layout.shards)
         self._counts = workers, servers = _counts(view)
         name = self._left.pop(0)
-        start = view.tuned[name].kept if name in view.tuned else float(record.config.get(name, 0.0))
+        start = view.orders.tuned[name].kept if name in view.orders.tuned else float(record.config.get(name, 0.0))
         knob = KNOBS[name](start, Facts(nbytes, workers, servers, seconds, _told_mbit(view)))
         self.tuner = Tuner(knob)
         tried = ", ".join(f"{value / knob.per_unit:.4g}" for value in knob.candidates)
         now = f"a step takes {seconds:.3g} s with {knob.phrase(start)}"
-        return Tuned(view.tuned, f"{name} is tuned: {now}; {tried} {knob.unit} are to be tried")
+        return Tuned(view.orders.tuned, f"{name} is tuned: {now}; {tried} {knob.unit} are to be tried")
 
     def _go_on(self, tuner: Tuner) -> Decision | None:
         """Tell the tuner of the steps since the last look. What comes after a change is of the next trial."""
