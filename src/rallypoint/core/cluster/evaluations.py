@@ -321,7 +321,7 @@ class Decisions:
         course, ledger = self.course, self.course.evaluations
         if wrong := next((rule.problem for rule in said.stops if rule.problem), ""):
             return self._refuse(worker, f"it brought a rule of run.stop_when that is none: {wrong}", left)
-        if said.stops and (why := record.refusal_of({Feature.STOP_WHEN})):
+        if said.stops and (why := record.refusal_of({Feature.DECIDES})):
             return self._cannot(worker, why, left)
         steers = course.rules.steers or bool(said.stops)
         same = ledger.agrees(worker, said, fixed=course.begun and steers)
