@@ -143,12 +143,12 @@ class StandsAlone:
 ALONE = (
     StandsAlone(
         _F.KEYED, frozenset({_F.SKIP, _F.TABLES, _F.REPLICATION}),
-        "a store has no steps: it takes raw pushes to keys, one by one, each an update of its own; leave it out, or "
-        "use job.train",
+        "a store has no steps: it takes raw pushes to keys, one by one, each an update of its own; leave it out, do it "
+        "before you push, or use job.train",
     ),
     StandsAlone(
         _F.SUMS, frozenset({_F.STOP, _F.REPLICATION}),
         "servers add up exactly what the script gives them, and do not know what it is; leave it out, and do it in the "
-        "script, or use job.train",
+        "script (with torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler, torch.optim), or use job.train",
     ),
 )  # fmt: skip
