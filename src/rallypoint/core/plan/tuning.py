@@ -471,14 +471,14 @@ _ASSUMED_MBIT = 1000.0
 _LAYERS = 8  # of equal size: the last shards of one travel while the next one's do
 
 
-class Chosen(NamedTuple):
+class ShardSize(NamedTuple):
     """A size of shards in bytes, and a sentence for the log that says why."""
 
     shard_bytes: int
     why: str
 
 
-def shards_for(nbytes: int, workers: int, servers: int, mbit: float = 0.0) -> Chosen:
+def shards_for(nbytes: int, workers: int, servers: int, mbit: float = 0.0) -> ShardSize:
     """Choose the size of shards for a job of `nbytes` of parameters: the largest one, of 32 KiB to 1 MiB, with which
     the cost model's step without computing is at most 5 % longer than with the best.
 
@@ -496,7 +496,7 @@ def shards_for(nbytes: int, workers: int, servers: int, mbit: float = 0.0) -> Ch
     size = max(size for size, found in seconds.items() if found <= _NEAR * best)
     times = seconds[SHARD_BYTES] / seconds[size]
     link = f"links of {mbit:g} Mbit/s" if mbit else "links of 1 Gbit/s, which are assumed"
-    return Chosen(size, (
+    return ShardSize(size, (
         f"shard_bytes {size >> 10} KiB, by the cost model: for {nbytes / 1e6:.3g} MB on {max(1, servers)} servers with "
         f"{link}, synchronising is {times:.2f} x as fast as with {SHARD_BYTES >> 10} KiB"
     ))  # fmt: skip
