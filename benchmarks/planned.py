@@ -34,7 +34,7 @@ from cluster import Case, Place, main, report, site, table
 from forked import Forking
 from rallypoint.core.plan.peers import Ring, ddp_cost
 from rallypoint.core.plan.pipeline import step_cost
-from rallypoint.core.plan.site import ON_CPU, Servers, Site, Speeds, Workers
+from rallypoint.core.plan.site import ON_CPU, Rates, Servers, Site, Workers
 from rallypoint.core.plan.workload import Layer, Workload
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from train import Plan, run_once
@@ -176,7 +176,7 @@ def planned(case: Drawn, compute: float) -> Planned:
         workers=(workers,), servers=(Servers(case.servers, rate),), queue=max(_QUEUE_BYTES, _QUEUE_S * rate)
     )  # fmt: skip
     ring = Ring.of(workers, there.speeds.latency)
-    return Planned(step_cost(work, there).seconds, ddp_cost(work, workers, ring, Speeds(step=ON_CPU)).seconds)
+    return Planned(step_cost(work, there).seconds, ddp_cost(work, workers, ring, Rates(step=ON_CPU)).seconds)
 
 
 def forks(places: Sequence[Place]) -> list[Place]:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from rallypoint.core.plan.failures import NEVER
-from rallypoint.core.plan.site import ONE_SITE, Sites, Speeds, sites_seconds
+from rallypoint.core.plan.site import ONE_SITE, Rates, Sites, sites_seconds
 from rallypoint.core.plan.workload import SENT_BYTES, Workload, transformer
 from rallypoint.errors import ConfigError, RallypointError, UsageError
 from rallypoint.launch.commands.costing import check_chart, count_of, rate_of, seconds_of
@@ -165,7 +165,7 @@ def _sites_of(options: ScaleOptions) -> Sites:
 
 def limits_of(scenario: Scenario) -> dict[str, float]:
     """The seconds that each thing would take of an undisturbed step if all others took none."""
-    workload, size, speeds = scenario.workload, scenario.size, Speeds()
+    workload, size, speeds = scenario.workload, scenario.size, Rates()
     senders = size.racks or size.workers
     nbytes = workload.nbytes
     limits = {

@@ -63,9 +63,9 @@ def test_a_coordinator_whose_view_names_no_third_worker_is_found(monkeypatch: py
     following = ViewSequence.following
 
     def names_nobody(self: ViewSequence, *args: Any, **named: Any) -> Any:
-        disputes, self.disputes = self.disputes, ()
+        disputes, self.orders.disputes = self.orders.disputes, ()
         view = following(self, *args, **named)
-        self.disputes = disputes
+        self.orders.disputes = disputes
         return view
 
     monkeypatch.setattr(ViewSequence, "following", names_nobody)

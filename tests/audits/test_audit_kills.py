@@ -13,7 +13,7 @@ from rallypoint.core.modes import Feature, ModeName
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "modes"))
 
-from cell_jobs import CellJob
+from cell_jobs import CellJob, Play
 from test_walk import (
     Walk,
     a_server_with_a_backup_is_killed,
@@ -43,13 +43,13 @@ def test_the_bytes_are_those_without_audits() -> None:
     [
         (a_worker_is_killed, Feature.BUFFERS),
         (a_server_with_a_backup_is_killed, Feature.REPLICATION),
-        (everybody_with_the_state_is_killed, Feature.SNAPSHOTS),
+        (everybody_with_the_state_is_killed, Play.SNAPSHOTS),
         (a_straggler_is_helped_and_killed, Feature.BACKUP_TASKS),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_whatever_is_killed_the_bytes_are_the_same(
-    happens: object, feature: Feature, home: list[Walk], tmp_path: Path
+    happens: object, feature: Feature | Play, home: list[Walk], tmp_path: Path
 ) -> None:
     home.append(Walk(tmp_path, CellJob(ModeName.SYNC, (Feature.AUDIT, feature))))
     assert callable(happens)

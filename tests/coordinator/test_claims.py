@@ -33,7 +33,7 @@ from rallypoint.core.protocol import (
     encode,
 )
 from rallypoint.core.shard.clip import Measure
-from rallypoint.core.view import Assignment, Lease, View, ViewNumber
+from rallypoint.core.view import Assignment, Lease, StandingOrders, View, ViewNumber
 from rallypoint.errors import ProtocolError
 
 BIG, NOW = 1 << 63, ViewNumber(1, 4)
@@ -110,8 +110,9 @@ def test_only_who_was_asked_may_answer_about_a_snapshot() -> None:
 def test_who_has_held_an_evaluation_lease_is_heard_when_another_one_has_it() -> None:
     claims, result = Claims(), Evaluated(4, NOW, {"loss": 1.0})
     for number, holder in enumerate(("w2", "w3"), 4):
-        claims.published(msgspec.structs.replace(view({"w0": (0,)}, number), lease=Lease(4, holder, 8)))
-    now = msgspec.structs.replace(view({"w0": (0,)}, 6), lease=Lease(8, "w3", 12))
+        orders = StandingOrders(lease=Lease(4, holder, 8))
+        claims.published(msgspec.structs.replace(view({"w0": (0,)}, number), orders=orders))
+    now = msgspec.structs.replace(view({"w0": (0,)}, 6), orders=StandingOrders(lease=Lease(8, "w3", 12)))
     assert claims.may_evaluate("w2", result, now), "its result came just after its lease had moved"
     assert not claims.may_evaluate("w1", result, now)
     assert claims.may_evaluate("w2", Evaluated(4, NOW, None), now)

@@ -23,7 +23,7 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, EarlyEnd, Member, StandingOrders, View, ViewNumber
 from rallypoint.errors import DataError
 from rallypoint.store import files
 from rallypoint.store.files import ROLLBACK, WAL, end_threads
@@ -105,6 +105,19 @@ def test_a_journal_on_such_a_file_system_is_read_while_it_is_written(tmp_path: P
     assert not {f"{JOURNAL}-wal", f"{JOURNAL}-shm"} & {path.name for path in tmp_path.iterdir()}
     journal.close()
     assert kept_state(tmp_path) == state(2)
+
+
+def test_a_journal_from_before_views_had_orders_keeps_them(tmp_path: Path) -> None:
+    orders = StandingOrders(EarlyEnd(7, "enough", "w0"), paused=5)
+    kept = msgspec.structs.replace(state(), view=msgspec.structs.replace(view(1), orders=orders))
+    journal = Journal(str(tmp_path))
+    journal.save(kept)
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.structs.replace(kept, record=None)))
+    data["view"] |= data["view"].pop("orders")
+    with sqlite3.connect(journal.path) as older:
+        older.execute("update state set body = ?", (msgspec.msgpack.encode(data),))
+    assert journal.load() == kept
+    journal.close()
 
 
 def test_a_journal_goes_on_that_was_on_another_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from rallypoint.config.checks import check_values
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.plan.tuning import Tuning
-from rallypoint.core.view import Assignment, Member, Tried, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, StandingOrders, Tried, View, ViewNumber
 from rallypoint.errors import ConfigError
 
 RATE = 100.0  # Mbit/s; a step of K = 12.5 MB takes 1 s at that rate
@@ -53,14 +53,14 @@ def play(
         now += cost(seen)
         tuning.reached(step, now)
         if (decided := tuning.look(seen, job)) is not None:
-            seen = msgspec.structs.replace(seen, tuned=decided.values)
+            seen = msgspec.structs.replace(seen, orders=StandingOrders(tuned=decided.values))
             said += [decided.said] * bool(decided.said)
     return seen, said
 
 
 def test_a_job_that_is_tuned_ends_with_a_pace_just_below_its_links_rate() -> None:
     seen, said = play(Tuning(), record("auto"))
-    pace = seen.tuned["pace_mbit"]
+    pace = seen.orders.tuned["pace_mbit"]
     assert 0.9 * RATE <= pace.value == pace.kept <= RATE
     assert any(", kept" in line for line in said)
     assert said[-1].endswith(f"tuning has ended: no in_flight_bytes, pace_mbit {pace.kept:g} Mbit/s")
@@ -68,14 +68,14 @@ def test_a_job_that_is_tuned_ends_with_a_pace_just_below_its_links_rate() -> Non
 
 def test_what_may_be_in_flight_is_tuned_first_and_a_pace_after_it_from_there() -> None:
     seen, said = play(Tuning(), record("auto"), cost=limited)
-    kept = seen.tuned["in_flight_bytes"]
+    kept = seen.orders.tuned["in_flight_bytes"]
     assert 64 << 10 <= kept.value == kept.kept <= 256 << 10
     begun = [line for line in said if " is tuned: " in line]
     assert [line.partition(" ")[0] for line in begun] == ["in_flight_bytes", "pace_mbit"]
     assert "a step takes 1.5 s with no in_flight_bytes" in begun[0]
     assert "a step takes 1.1 s with no pace_mbit" in begun[1]
     assert said[-1].endswith(f"tuning has ended: in_flight_bytes {kept.kept / 1024:g} KiB, no pace_mbit")
-    assert seen.tuned["pace_mbit"] == Tried(0.0, 0.0)
+    assert seen.orders.tuned["pace_mbit"] == Tried(0.0, 0.0)
 
 
 def test_a_job_that_is_not_tuned_keeps_its_settings() -> None:
@@ -89,7 +89,7 @@ def until(tuning: Tuning, job: JobRecord, there: Callable[[View], float]) -> Vie
         now += 1.5
         tuning.reached(step, now)
         if (decided := tuning.look(seen, job)) is not None:
-            seen = msgspec.structs.replace(seen, tuned=decided.values)
+            seen = msgspec.structs.replace(seen, orders=StandingOrders(tuned=decided.values))
         if there(seen):
             return seen
     raise AssertionError("it was never tried")
@@ -106,19 +106,21 @@ def test_a_member_that_comes_takes_the_trial_back(name: str) -> None:
 
 
 def test_a_coordinator_that_goes_on_from_a_trial_goes_back_to_the_kept_values_and_tries_from_there() -> None:
-    on_trial = view(tuned={"in_flight_bytes": Tried(65536.0, 65536.0), "pace_mbit": Tried(300.0, 80.0)})
+    on_trial = view(orders=StandingOrders(
+        tuned={"in_flight_bytes": Tried(65536.0, 65536.0), "pace_mbit": Tried(300.0, 80.0)}
+    ))  # fmt: skip
     tuning = Tuning()
     decided = tuning.look(on_trial, record("auto"))
     assert decided is not None
     assert decided.values == {"in_flight_bytes": Tried(65536.0, 65536.0), "pace_mbit": Tried(80.0, 80.0)}
     assert decided.said == "the trial of another pace_mbit ended with its coordinator"
-    seen, now = msgspec.structs.replace(on_trial, tuned=decided.values), 0.0
+    seen, now = msgspec.structs.replace(on_trial, orders=StandingOrders(tuned=decided.values)), 0.0
     for step in range(10):
         now += 1.25
         tuning.reached(step, now)
     begun = tuning.look(seen, record("auto"))
     assert begun is not None
-    assert (begun.values, begun.said.partition(":")[0]) == (seen.tuned, "in_flight_bytes is tuned")
+    assert (begun.values, begun.said.partition(":")[0]) == (seen.orders.tuned, "in_flight_bytes is tuned")
     assert tuning.tuner is not None
     assert tuning.tuner.best == 65536.0
 
@@ -128,7 +130,7 @@ def test_a_given_value_is_where_tuning_begins_and_none_is_among_what_is_tried() 
     job = record_of(config, record("auto").layout)
     for name, given in (("in_flight_bytes", 1000.0), ("pace_mbit", 70.0)):
         tuning = Tuning()
-        until(tuning, job, lambda seen, name=name: name in seen.tuned)
+        until(tuning, job, lambda seen, name=name: name in seen.orders.tuned)
         assert tuning.tuner is not None
         assert tuning.tuner.best == given
         assert 0.0 in tuning.tuner.knob.candidates
@@ -138,7 +140,7 @@ def test_the_time_of_a_pause_is_no_steps_time() -> None:
     tuning, job = Tuning(), record("auto")
     tuning.look(view(), job)
     tuning.reached(1, 10.0)
-    tuning.look(view(paused=2), job)
+    tuning.look(view(orders=StandingOrders(paused=2)), job)
     tuning.reached(2, 500.0)
     tuning.look(view(), job)
     for step in range(3, 11):
@@ -150,9 +152,9 @@ def test_the_time_of_a_pause_is_no_steps_time() -> None:
 
 def test_with_aggregators_nobody_is_paced() -> None:
     tuned = {"pace_mbit": Tried(80.0, 80.0)}
-    assert view(tuned=tuned).paced(70.0) == 80.0
+    assert view(orders=StandingOrders(tuned=tuned)).paced(70.0) == 80.0
     assert view().paced(70.0) == 70.0
-    assert view(tuned=tuned, aggregators=(Member("a0", "e"),)).paced(70.0) == 0.0
+    assert view(orders=StandingOrders(tuned=tuned), aggregators=(Member("a0", "e"),)).paced(70.0) == 0.0
 
 
 def test_candidates_follow_from_the_links_of_servers_where_all_are_told() -> None:
@@ -167,7 +169,7 @@ def test_candidates_follow_from_the_links_of_servers_where_all_are_told() -> Non
 
 
 def test_a_run_that_is_resumed_without_tuning_has_the_values_of_its_settings() -> None:
-    decided = Tuning().look(view(tuned={"pace_mbit": Tried(300.0, 80.0)}), record("off"))
+    decided = Tuning().look(view(orders=StandingOrders(tuned={"pace_mbit": Tried(300.0, 80.0)})), record("off"))
     assert decided is not None
     assert decided.values == {}
 
@@ -191,4 +193,4 @@ def test_after_tuning_has_ended_other_numbers_of_members_are_tuned_anew_from_the
     assert decided is not None
     assert (decided.values, tuning.tuner) == ({}, None)
     assert decided.said == "there are other numbers of members now: in_flight_bytes and pace_mbit are tuned anew"
-    assert tuning.look(msgspec.structs.replace(fewer, tuned={}), job) is None
+    assert tuning.look(msgspec.structs.replace(fewer, orders=StandingOrders()), job) is None

@@ -14,7 +14,7 @@ from rallypoint.core.shard.audited import AuditedShard
 from rallypoint.core.shard.effects import Accepted, Apply, Disputed, Drop, Take
 from rallypoint.core.shard.events import Assigned, Contribute, Initialise
 from rallypoint.core.sums import Part, Presum, leaf
-from rallypoint.core.view import Assignment, Dispute, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Dispute, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.errors import ConfigError
 
@@ -31,7 +31,7 @@ def view_of(
     return View(
         number=ViewNumber(1, count), generation=ViewNumber(1, 1), workers=workers, servers=(), primary={0: "s"},
         assignments=(Assignment(0, assigned),), contributors={w: own for w, own in assigned.items() if own},
-        disputes=disputes,
+        orders=StandingOrders(disputes=disputes),
     )  # fmt: skip
 
 

@@ -211,7 +211,7 @@ def test_at_the_end_those_who_stood_by_are_given_the_last_state() -> None:
     job = _begun((*EVERYBODY, "w2"), steps=STEPS)
     before = job.view
     job.done("w0")
-    assert job.view.ending
+    assert job.view.orders.ending
     assert job.view.generation > before.generation
     assert job.view.uploader == "w0"
     after = job.view

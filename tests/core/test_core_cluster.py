@@ -134,9 +134,9 @@ class _Job:
     def reached(self, worker: str) -> list[Effect]:
         """If the view asks the worker for the version that it holds, it says that as soon as it can be."""
         view = self.machine.view
-        if view is None or (view.handover is None and worker not in view.warming):
+        if view is None or (view.orders.handover is None and worker not in view.orders.warming):
             return []
-        version = self.machine.course.known if view.handover is None else view.handover
+        version = self.machine.course.known if view.orders.handover is None else view.orders.handover
         return self.play(From(worker, Reached(version, view.generation)))
 
     def all_caught_up(self) -> list[Effect]:
@@ -151,7 +151,7 @@ class _Job:
     def caught_up(self, shard: int, paired: ViewNumber | None = None, by: str = "") -> list[Effect]:
         """The shard's primary (or somebody else) says so of the backup that it met in that view (the right one)."""
         effects = self.play(From(by or self.view.primary[shard], CaughtUp({shard: paired or self.view.paired[shard]})))
-        for worker in self.view.assigned(0) if self.view.handover is not None else ():
+        for worker in self.view.assigned(0) if self.view.orders.handover is not None else ():
             effects += self.reached(worker)
         return effects
 
@@ -249,14 +249,14 @@ def test_whatever_order_members_come_in_the_job_begins_once_and_ends_once(
     view = publish.view
     assert sorted(publish.members) == ["s0", "s1", "w0", "w1", "w2"]
     assert view.assigned(0) == {"w0": (0, 1), "w1": (2,), "w2": (3,)}  # sorted: not by who came first
-    assert (view.uploader, view.lead(0), view.origin, view.ending) == ("w0", "w0", "", False)
+    assert (view.uploader, view.lead(0), view.origin, view.orders.ending) == ("w0", "w0", "", False)
     assert view.number == view.generation == ViewNumber(1, 1)
     assert {member.incarnation for member in (*view.workers, *view.servers)} == {1, 2, 3, 4, 5}
     assert sorted(view.primary) == SHARDS
     assert view.backup == {}
     a, b, c = data.draw(st.permutations(["w0", "w1", "w2"]))
     assert _of(FinishJob, job.done(a, b, a)) == []
-    assert job.view.ending
+    assert job.view.orders.ending
     assert job.done(c) == [FinishJob("w0")]
     assert job.machine.phase is Phase.OVER
 
@@ -582,7 +582,8 @@ def _one_more(job: _Job) -> bool:
     behind += [(shard, view.incoming[shard].paired) for shard in sorted(view.incoming.keys() - views.arrived)]
     for shard, paired in behind[:1]:
         job.play(From(view.primary[shard], CaughtUp({shard: paired})))
-    late = [w for w in view.assigned(0) if job.machine.course.handover.reached.get(w, -1) < (view.handover or -1)]
+    reached = job.machine.course.handover.reached
+    late = [w for w in view.assigned(0) if reached.get(w, -1) < (view.orders.handover or -1)]
     for worker in late[:1] if not behind else ():
         job.reached(worker)
     return bool(behind or late)
@@ -1174,7 +1175,7 @@ def test_whoever_was_done_before_a_roll_back_is_not_done_any_more() -> None:
     job = _begun(_terms(2, 2, workers_max=3))
     job.done("w0")
     job.play(Left("s0", "x"), SnapshotFound("step-5", 5))
-    assert not job.view.ending
+    assert not job.view.orders.ending
     assert _of(FinishJob, job.done("w1")) == []
     assert _of(FinishJob, job.done("w0")) == [FinishJob("w0")]
 
@@ -1184,7 +1185,7 @@ def test_a_word_of_being_done_from_before_a_roll_back_does_not_count() -> None:
     stale = job.view
     job.play(Left("s0", "x"), SnapshotFound("step-5", 5))
     assert job.play(From("w0", Done(stale.generation)), From("w1", Done(stale.generation))) == []
-    assert not job.view.ending
+    assert not job.view.orders.ending
     assert job.play(Computed("w0", 17, 0, 0.1, stale.generation)) == []
     assert job.machine.course.furthest == 4
 
@@ -1437,11 +1438,11 @@ def test_a_worker_s_word_that_it_holds_the_last_version_waits_until_the_last_rou
     for liar in ("w0", "w2"):  # one that computes, one that stands by
         assert job.play(From(liar, Done(job.view.generation))) == []
     job.step(1)
-    assert (job.machine.course.furthest, job.view.ending) == (1, False)
+    assert (job.machine.course.furthest, job.view.orders.ending) == (1, False)
     job.play(applied("s0", STEPS - 2, job.view.generation))
-    assert not job.view.ending
+    assert not job.view.orders.ending
     effects = job.play(applied("s0", STEPS - 1, job.view.generation))
-    assert job.view.ending, "its word was kept"
+    assert job.view.orders.ending, "its word was kept"
     assert [capture.version for capture in _of(TakeSnapshot, effects)] == [STEPS]
     job.store(_of(TakeSnapshot, effects)[0])
     assert job.play(From("w1", Done(job.view.generation))) == [FinishJob("w0")]
@@ -1453,7 +1454,7 @@ def test_a_word_of_the_last_version_that_was_kept_is_dropped_with_its_generation
     job.play(Left("w0", "it died"))
     job.come("w0")
     job.play(applied("s0", STEPS - 1, job.view.generation))
-    assert not job.view.ending
+    assert not job.view.orders.ending
 
 
 def test_a_worker_that_computes_alone_does_not_end_a_job_whose_servers_are_not_at_its_end() -> None:
@@ -1461,7 +1462,7 @@ def test_a_worker_that_computes_alone_does_not_end_a_job_whose_servers_are_not_a
     generation = job.view.generation
     job.play(applied("s0", 0, generation))
     assert job.play(From("w0", Done(generation))) == []
-    assert not job.view.ending
+    assert not job.view.orders.ending
     job.play(applied("s1", job.record.rounds - 2, generation))
     assert job.machine.phase is Phase.RUNNING
     assert job.play(applied("s0", job.record.rounds - 1, generation)) != []
@@ -1490,7 +1491,7 @@ def test_when_all_workers_that_compute_say_that_they_hold_the_last_version_nothi
     job = _begun(_terms(), members=("s0", "s1", "w0", "w1", "w2"))
     assert job.play(From("w0", Done(job.view.generation))) == []
     job.play(From("w1", Done(job.view.generation)))
-    assert job.view.ending, "so that the one that stands by gets the last version too"
+    assert job.view.orders.ending, "so that the one that stands by gets the last version too"
     assert job.play(From("w2", Done(job.view.generation))) == [FinishJob("w0")]
 
 
@@ -1540,7 +1541,7 @@ def test_no_snapshot_is_begun_while_a_server_that_outlived_the_coordinator_is_no
 def test_the_job_is_over_when_all_are_done_and_the_last_version_is_stored() -> None:
     job = _begun(_SNAPSHOTS)
     effects = job.done("w0")
-    assert _of(PublishView, effects)[0].view.ending
+    assert _of(PublishView, effects)[0].view.orders.ending
     (capture,) = _of(TakeSnapshot, effects)
     assert capture.version == STEPS
     assert job.done("w1") == []
@@ -1633,7 +1634,7 @@ def test_a_worker_that_has_not_proposed_the_job_can_have_computed_nothing_of_it(
     furthest = job.machine.course.furthest
     assert job.done("w9") == []
     assert job.play(Computed("w9", furthest + 5, 0, 0.1, job.view.generation)) == []
-    assert (job.machine.course.furthest, job.view.ending) == (furthest, False)
+    assert (job.machine.course.furthest, job.view.orders.ending) == (furthest, False)
 
 
 @pytest.mark.parametrize("step", [-1, STEPS, 2**64 - 1])

@@ -14,7 +14,7 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.decisions import Best, Decided, KeepBest, ReduceOnPlateau, Rules, StopWhen
 from rallypoint.core.protocol import Done, Evaluated, Evaluates
-from rallypoint.core.view import EarlyEnd, Lease
+from rallypoint.core.view import EarlyEnd, Lease, StandingOrders
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.ending import LeasedVersion
 
@@ -57,28 +57,28 @@ def _result(job: _Job, version: int, loss: float, worker: str = "w2") -> list[An
 
 def test_training_may_come_to_the_version_after_the_one_that_is_evaluated_and_no_further() -> None:
     job = _begun()
-    assert job.view.lease == Lease(4, "w2", until=8)
+    assert job.view.orders.lease == Lease(4, "w2", until=8)
     _result(job, 4, 1.0)
-    assert job.view.lease == Lease(8, "w2", until=12)
+    assert job.view.orders.lease == Lease(8, "w2", until=12)
 
 
 def test_without_a_standby_each_version_is_leased_too_so_it_can_be_evaluated_again() -> None:
     job = _begun(standby=0)
-    assert job.view.lease == Lease(4, "w0", until=8)
+    assert job.view.orders.lease == Lease(4, "w0", until=8)
     _reported(job, 4)
-    assert job.view.lease == Lease(4, "w0", until=8)
+    assert job.view.orders.lease == Lease(4, "w0", until=8)
     job.play(Left("w0", "killed"))
-    assert job.view.lease == Lease(4, "w1", until=8)
+    assert job.view.orders.lease == Lease(4, "w1", until=8)
     _result(job, 4, 1.0, "w1")
-    assert job.view.lease == Lease(8, "w1", until=12)
+    assert job.view.orders.lease == Lease(8, "w1", until=12)
 
 
 def test_nothing_is_computed_before_it_is_known_what_the_script_evaluates() -> None:
     job = _Job(_terms(1, 1), record=_record(plateau={"metric": "loss"}))
     job.come("s0", "w0")
-    assert job.view.lease is None, "workers wait for one"
+    assert job.view.orders.lease is None, "workers wait for one"
     job.play(From("w0", Evaluates((EVERY,))))
-    assert job.view.lease == Lease(4, "w0", until=8)
+    assert job.view.orders.lease == Lease(4, "w0", until=8)
 
 
 def test_a_rule_ends_the_job_with_the_version_that_is_due_next() -> None:
@@ -86,32 +86,32 @@ def test_a_rule_ends_the_job_with_the_version_that_is_due_next() -> None:
     for version, loss in ((4, 1.0), (8, 2.0)):
         _reported(job, version)
         _result(job, version, loss)
-    assert job.view.stop is None
+    assert job.view.orders.stop is None
     _reported(job, 12)
     effects = _result(job, 12, 3.0)
-    assert job.view.stop == EarlyEnd(16, "loss has not become better than 1 in 2 evaluations", "run.stop_when")
-    assert Announce(f"the job ends with step 16: {job.view.stop.reason}") in effects
+    assert job.view.orders.stop == EarlyEnd(16, "loss has not become better than 1 in 2 evaluations", "run.stop_when")
+    assert Announce(f"the job ends with step 16: {job.view.orders.stop.reason}") in effects
     _reported(job, 15)
     _result(job, 16, 1.0)
     generation = job.view.generation
     effects = job.play(*(From(worker, Done(generation, 16)) for worker in ("w0", "w1", "w2")))
-    assert effects[-1] == FinishJob("w0", 16, job.view.stop.reason)
+    assert effects[-1] == FinishJob("w0", 16, job.view.orders.stop.reason)
 
 
 def test_a_result_that_comes_early_waits_for_those_of_earlier_versions() -> None:
     job = _begun(standby=0, stops=(StopWhen(metric="loss", below=0.5),))
     _reported(job, 7)
     _result(job, 8, 0.1, "w0")
-    assert job.view.stop is None
+    assert job.view.orders.stop is None
     _result(job, 4, 0.2, "w0")
-    assert job.view.stop is not None
-    assert job.view.stop.version == 8
+    assert job.view.orders.stop is not None
+    assert job.view.orders.stop.version == 8
 
 
 def test_a_version_that_no_server_keeps_counts_as_one_without_a_result() -> None:
     job = _begun()
     job.play(From("w2", Evaluated(4, job.view.generation, None)))
-    assert job.view.lease == Lease(8, "w2", until=12)
+    assert job.view.orders.lease == Lease(8, "w2", until=12)
     assert job.machine.course.evaluations.decided == Decided(4)
 
 
@@ -123,7 +123,7 @@ def test_a_new_coordinator_decides_on_with_what_the_journal_says() -> None:
     kept = msgspec.json.decode(msgspec.json.encode(job.machine.state()), type=ClusterState)
     machine = ClusterMachine(job.machine.terms, kept)
     assert machine.course.evaluations.decided == job.machine.course.evaluations.decided
-    assert machine.course.views.lease == Lease(12, "w2", until=16)
+    assert machine.course.views.orders.lease == Lease(12, "w2", until=16)
 
 
 def test_a_job_that_goes_back_to_a_snapshot_decides_what_that_says() -> None:
@@ -137,7 +137,7 @@ def test_a_job_that_goes_back_to_a_snapshot_decides_what_that_says() -> None:
     job.come("s2", "s3")
     job.play(SnapshotFound("step-00000006-1", 6, None, after4))
     assert job.machine.course.evaluations.decided == after4
-    assert job.view.lease == Lease(8, "w2", until=12)
+    assert job.view.orders.lease == Lease(8, "w2", until=12)
 
 
 def test_what_a_snapshot_says_goes_on_in_a_run_that_is_resumed() -> None:
@@ -146,9 +146,9 @@ def test_what_a_snapshot_says_goes_on_in_a_run_that_is_resumed() -> None:
     record = _record(plateau={"metric": "loss", "patience": 0})
     job = _Job(_terms(1, 1), record=record, resume=Resumed(record, "step-00000010-1", 10, None, decided))
     job.come("s0", "w0")
-    assert job.view.reductions == (12,)
+    assert job.view.orders.reductions == (12,)
     job.play(From("w0", Evaluates((EVERY,))))
-    assert job.view.lease == Lease(12, "w0", until=16)
+    assert job.view.orders.lease == Lease(12, "w0", until=16)
 
 
 def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() -> None:
@@ -161,10 +161,10 @@ def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() ->
 
 def test_where_the_best_is_kept_each_version_that_is_evaluated_gets_a_snapshot_before_it_is_passed() -> None:
     job = _begun(stops=(), terms={"snapshots": True}, keep_best="loss")
-    assert job.view.lease == Lease(4, "w2", until=4), "its snapshot is not asked for"
+    assert job.view.orders.lease == Lease(4, "w2", until=4), "its snapshot is not asked for"
     (capture,) = _of(TakeSnapshot, _reported(job, 1))
     assert capture.version == 4
-    assert job.view.lease == Lease(4, "w2", until=8)
+    assert job.view.orders.lease == Lease(4, "w2", until=8)
     _reported(job, 4)
     _store(job, capture)
     assert Announce("step 4 is the best so far: loss 1; its snapshot is kept") in _result(job, 4, 1.0)
@@ -236,7 +236,7 @@ def test_a_standby_ends_no_job_with_rules_without_evaluations() -> None:
     (refused,) = _of(Refuse, job.play(From("w2", Evaluates((), stops=(RULE,)))))
     assert "write @run.every(100)" in refused.reason
     assert job.machine.last_word is None
-    assert job.view.lease is None, "nobody waits for what it said"
+    assert job.view.orders.lease is None, "nobody waits for what it said"
 
 
 def test_a_job_that_has_begun_without_rules_gets_none() -> None:
@@ -245,7 +245,7 @@ def test_a_job_that_has_begun_without_rules_gets_none() -> None:
     job.play(From("w0", Evaluates(())), From("w1", Evaluates(())))
     _reported(job, 1)
     assert _of(Refuse, job.play(From("w2", Evaluates((1,), stops=(RULE,)))))
-    assert job.view.lease is None
+    assert job.view.orders.lease is None
 
 
 def test_who_is_left_alone_cannot_change_the_rules_of_a_job_that_has_begun() -> None:
@@ -260,12 +260,12 @@ def test_who_is_left_alone_cannot_change_the_rules_of_a_job_that_has_begun() -> 
 def test_a_job_that_waits_for_a_snapshot_to_begin_names_no_evaluation() -> None:
     job = _begun(stops=(), terms={"snapshots": True}, keep_best="loss")
     job.machine.course.applied = 3  # all of them came to version 4 before the servers could be asked
-    assert job.view.lease == Lease(4, "w2", until=4)
+    assert job.view.orders.lease == Lease(4, "w2", until=4)
     sentence = "a snapshot of step 4 to begin, because it is evaluated"
     assert job.machine.waiting_for() == sentence
     leased = LeasedVersion(WorkerMachine("w0", 1, frozenset(), STEPS))
     assert leased.awaited(job.view) == sentence
-    later = msgspec.structs.replace(job.view, lease=Lease(4, "w2", until=8))
+    later = msgspec.structs.replace(job.view, orders=StandingOrders(lease=Lease(4, "w2", until=8)))
     assert leased.awaited(later) == "the evaluation of step 4 by w2, before step 8"
 
 

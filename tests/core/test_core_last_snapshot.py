@@ -275,7 +275,7 @@ def test_others_compute_what_a_worker_owes_that_failed_in_a_backward_pass_and_no
     effects = job.play(SnapshotLost(capture.snapshot, "s1: too late", 6))
     capture = asked(effects)
     (published,) = _of(PublishView, effects)
-    assert (capture.version, published.view.paused) == (6, 6)
+    assert (capture.version, published.view.orders.paused) == (6, 6)
     assert published.view.assigned(5) == {"w1": (0, 1, 2, 3)}
     assert published.view.primary == {shard: job.view.primary[shard] for shard in published.view.primary}
     assert _of(Abort, job.store(capture)) == ENDED
@@ -287,7 +287,7 @@ def test_others_compute_it_at_once_if_a_server_has_applied_the_step_already() ->
     effects = torn(job)
     assert asked(effects).version == 6
     (published,) = _of(PublishView, effects)
-    assert published.view.paused == 6
+    assert published.view.orders.paused == 6
     assert published.view.assigned(5) == {"w1": (0, 1, 2, 3)}
 
 
@@ -309,7 +309,7 @@ def test_others_compute_what_a_failed_worker_owes_that_is_gone_before_the_shards
     before, after = (gone, further) if first == "it is gone" else (further, gone)
     assert _of(PublishView, job.play(before)) == []
     (published,) = _of(PublishView, job.play(after))
-    assert (published.view.paused, published.view.assigned(5)) == (6, {"w1": (0, 1, 2, 3)})
+    assert (published.view.orders.paused, published.view.assigned(5)) == (6, {"w1": (0, 1, 2, 3)})
 
 
 def sent_all(job: _Job, member: str = "w0") -> list[Effect]:
@@ -351,7 +351,7 @@ def test_what_a_lost_worker_owes_of_that_version_is_computed_by_one_that_has_not
     job = at_step_5(workers=("w0", "w1", "w2"))
     sent_all(job)
     (published,) = _of(PublishView, job.play(Left("w1", "killed")))
-    assert (published.view.paused, published.view.assigned(5)) == (6, {"w2": (0, 1, 2, 3)})
+    assert (published.view.orders.paused, published.view.assigned(5)) == (6, {"w2": (0, 1, 2, 3)})
 
 
 def test_the_next_coordinator_lets_others_compute_it_too() -> None:
@@ -373,7 +373,7 @@ def test_who_has_sent_all_and_failed_computes_nothing_more_either() -> None:
     capture = asked(torn(job))
     sent_all(job, "w1")
     (published,) = _of(PublishView, job.play(SnapshotLost(capture.snapshot, "s1: too late", 6)))
-    assert (published.view.paused, published.view.assigned(5)) == (6, {"w2": (0, 1, 2, 3)})
+    assert (published.view.orders.paused, published.view.assigned(5)) == (6, {"w2": (0, 1, 2, 3)})
 
 
 @pytest.mark.parametrize("reset", [True, False])

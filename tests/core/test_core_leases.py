@@ -16,7 +16,7 @@ from rallypoint.core.cluster.events import Computed, From, Left, Resized, Snapsh
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.policy import AllReduce, Async, Sync
 from rallypoint.core.protocol import Done, Evaluated, Evaluates, GiveUp, Leaving
-from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Lease, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.core.worker.machine import SlotMachine
@@ -56,7 +56,7 @@ def _end(job: _Job, *workers: str) -> list:
 
 def test_a_standby_gets_the_first_version_that_is_due() -> None:
     job = _begun()
-    assert job.view.lease == Lease(4, "w2", until=STEPS)
+    assert job.view.orders.lease == Lease(4, "w2", until=STEPS)
 
 
 def test_what_a_script_evaluates_may_be_said_before_the_first_view() -> None:
@@ -66,13 +66,13 @@ def test_what_a_script_evaluates_may_be_said_before_the_first_view() -> None:
         job.play(From(worker, Evaluates((EVERY,))))
     job.come("s0", "s1")
     _reported(job, 0)
-    assert job.view.lease == Lease(4, "w2", until=STEPS)
+    assert job.view.orders.lease == Lease(4, "w2", until=STEPS)
 
 
 def test_without_a_standby_the_lead_gets_it() -> None:
     job = _begun("w0", "w1")
     for version in range(EVERY, STEPS, EVERY):
-        assert job.view.lease == Lease(version, "w0", until=STEPS)
+        assert job.view.orders.lease == Lease(version, "w0", until=STEPS)
         _reported(job, version - 1)
         job.play(_result(job, "w0", version))
 
@@ -80,9 +80,9 @@ def test_without_a_standby_the_lead_gets_it() -> None:
 def test_the_next_version_is_leased_when_the_one_before_has_its_result() -> None:
     job = _begun()
     _reported(job, 7)
-    assert job.view.lease == Lease(4, "w2", until=STEPS), "one version at a time: servers keep it"
+    assert job.view.orders.lease == Lease(4, "w2", until=STEPS), "one version at a time: servers keep it"
     job.play(_result(job, "w2", 4))
-    assert job.view.lease == Lease(8, "w2", until=STEPS)
+    assert job.view.orders.lease == Lease(8, "w2", until=STEPS)
 
 
 def test_a_standby_that_comes_gets_the_lease_of_the_lead() -> None:
@@ -90,7 +90,7 @@ def test_a_standby_that_comes_gets_the_lease_of_the_lead() -> None:
     _reported(job, 3)
     job.come("w2")
     job.play(From("w2", Evaluates((EVERY,))))
-    assert job.view.lease == Lease(4, "w2", until=STEPS)
+    assert job.view.orders.lease == Lease(4, "w2", until=STEPS)
 
 
 def test_a_script_that_says_it_late_evaluates_no_earlier_version() -> None:
@@ -98,9 +98,9 @@ def test_a_script_that_says_it_late_evaluates_no_earlier_version() -> None:
     job.come("s0", "s1", "w0", "w1")
     job.play(From("w0", Evaluates(())), From("w1", Evaluates(())))
     _reported(job, 9)
-    assert job.view.lease is None
+    assert job.view.orders.lease is None
     job.play(From("w0", Evaluates((EVERY,))))
-    assert job.view.lease == Lease(12, "w0", until=STEPS)
+    assert job.view.orders.lease == Lease(12, "w0", until=STEPS)
 
 
 @pytest.mark.parametrize("loss", [Left("w2", "killed"), From("w2", Leaving())])
@@ -108,20 +108,20 @@ def test_a_lease_whose_holder_is_lost_goes_to_another_standby(loss: Left | Leavi
     job = _begun("w0", "w1", "w2", "w3")
     _reported(job, 5)
     job.play(loss)
-    assert job.view.lease == Lease(4, "w3", until=STEPS)
+    assert job.view.orders.lease == Lease(4, "w3", until=STEPS)
 
 
 def test_without_another_standby_it_goes_to_the_lead() -> None:
     job = _begun()
     job.play(Left("w2", "killed"))
-    assert job.view.lease == Lease(4, "w0", until=STEPS)
+    assert job.view.orders.lease == Lease(4, "w0", until=STEPS)
 
 
 def test_if_nobody_is_here_who_could_training_goes_on_and_the_version_is_kept() -> None:
     job = _Job(_terms(1, 1), record=_record())
     job.come("s0", "w0", "w1")
     job.play(From("w1", Evaluates((EVERY,))), Left("w1", "killed"))
-    assert job.view.lease == Lease(4, "", until=STEPS)
+    assert job.view.orders.lease == Lease(4, "", until=STEPS)
 
 
 def test_a_standby_that_is_to_train_leaves_its_evaluation_to_another() -> None:
@@ -129,14 +129,14 @@ def test_a_standby_that_is_to_train_leaves_its_evaluation_to_another() -> None:
     _reported(job, 5)
     job.play(Left("w0", "killed"))
     assert "w2" in job.view.assigned(6)
-    assert job.view.lease == Lease(4, "w3", until=STEPS)
+    assert job.view.orders.lease == Lease(4, "w3", until=STEPS)
 
 
 def test_it_keeps_it_if_nobody_else_stands_by() -> None:
     job = _begun()
     _reported(job, 5)
     job.play(Left("w0", "killed"))
-    assert job.view.lease == Lease(4, "w2", until=STEPS)
+    assert job.view.orders.lease == Lease(4, "w2", until=STEPS)
 
 
 def test_the_view_that_replaces_a_lead_lost_in_its_evaluation_leases_that_version_to_another() -> None:
@@ -147,7 +147,7 @@ def test_the_view_that_replaces_a_lead_lost_in_its_evaluation_leases_that_versio
     for worker in ("w1",):  # it has computed step 8; the lead evaluates version 8
         job.play(Computed(worker, 8, 3, 0.1, job.view.generation))
     (publish,) = _of(PublishView, job.play(Left("w0", "killed")))
-    assert publish.view.lease == Lease(8, "w1", until=STEPS)
+    assert publish.view.orders.lease == Lease(8, "w1", until=STEPS)
 
 
 def test_a_lead_that_is_told_to_go_ends_its_evaluation_and_if_it_dies_another_makes_it() -> None:
@@ -155,9 +155,9 @@ def test_a_lead_that_is_told_to_go_ends_its_evaluation_and_if_it_dies_another_ma
     _reported(job, 7)
     job.play(_result(job, "w0", 4))
     job.play(Computed("w1", 8, 3, 0.1, job.view.generation), From("w0", Leaving()))
-    assert job.view.lease == Lease(8, "w0", until=STEPS)
+    assert job.view.orders.lease == Lease(8, "w0", until=STEPS)
     job.play(Left("w0", "killed"))
-    assert job.view.lease == Lease(8, "w1", until=STEPS)
+    assert job.view.orders.lease == Lease(8, "w1", until=STEPS)
 
 
 def test_the_job_ends_when_the_last_version_has_its_result() -> None:
@@ -165,9 +165,9 @@ def test_the_job_ends_when_the_last_version_has_its_result() -> None:
     for version in (4, 8, 12):
         _reported(job, version)
         job.play(_result(job, "w2", version))
-    assert job.view.lease == Lease(16, "w2", until=STEPS)
+    assert job.view.orders.lease == Lease(16, "w2", until=STEPS)
     job.play(_result(job, "w2", 16))
-    assert job.view.lease == Lease(20, "w2", until=STEPS)
+    assert job.view.orders.lease == Lease(20, "w2", until=STEPS)
     assert not _of(FinishJob, _end(job, "w0", "w1", "w2"))
     assert job.machine.waiting_for() == "the evaluation of step 20 by w2"
     assert _of(FinishJob, job.play(_result(job, "w2", 20)))
@@ -181,7 +181,7 @@ def test_if_the_lead_is_lost_in_the_last_evaluation_another_makes_it() -> None:
     _end(job, "w1")
     effects = job.play(Left("w0", "killed"))
     assert not _of(FinishJob, effects)
-    assert job.view.lease == Lease(20, "w1", until=STEPS)
+    assert job.view.orders.lease == Lease(20, "w1", until=STEPS)
     assert _of(FinishJob, job.play(_result(job, "w1", 20)))
 
 
@@ -190,7 +190,7 @@ def test_a_result_counts_once_and_of_this_generation_only() -> None:
     _reported(job, 5)
     old = msgspec.structs.replace(job.view.generation, count=0)
     job.play(From("w2", Evaluated(4, old, {"loss": 9.0})), From("x", Evaluated(4, job.view.generation, {"loss": 9.0})))
-    assert job.view.lease == Lease(4, "w2", until=STEPS)
+    assert job.view.orders.lease == Lease(4, "w2", until=STEPS)
     job.play(_result(job, "w2", 4), _result(job, "w0", 4, {"loss": 9.0}))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
 
@@ -204,10 +204,10 @@ def test_a_new_coordinator_knows_the_lease_and_the_results() -> None:
     state = msgspec.json.decode(msgspec.json.encode(job.machine.state()), type=ClusterState)
     assert state.results == {4: {"loss": 0.25}}
     new = _Job(job.machine.terms, recovered=state, record=job.record)
-    assert new.view.lease == Lease(8, "w2", until=STEPS)
+    assert new.view.orders.lease == Lease(8, "w2", until=STEPS)
     for worker in ("w0", "w1", "w2"):
         new.play(From(worker, Evaluates((EVERY,))), _result(new, "w2", 4))
-    assert new.view.lease == Lease(8, "w2", until=STEPS)
+    assert new.view.orders.lease == Lease(8, "w2", until=STEPS)
     assert new.machine.course.evaluations.results == {4: {"loss": 0.25}}
 
 
@@ -219,7 +219,7 @@ def test_after_a_roll_back_what_is_made_again_is_evaluated_again() -> None:
     assert job.machine.phase is Phase.RECOVERING
     job.play(SnapshotFound("snapshot", 5))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}
-    assert job.view.lease == Lease(8, "w2", until=STEPS)
+    assert job.view.orders.lease == Lease(8, "w2", until=STEPS)
 
 
 def test_a_version_that_was_lost_with_its_server_is_named_at_the_end() -> None:
@@ -241,9 +241,9 @@ def test_a_version_that_no_server_keeps_holds_nothing_up() -> None:
     job = _begun()
     _reported(job, 6)
     job.play(From("w2", Evaluated(8, job.view.generation, None)))
-    assert job.view.lease == Lease(4, "w2", until=STEPS), "it was not asked for that one"
+    assert job.view.orders.lease == Lease(4, "w2", until=STEPS), "it was not asked for that one"
     job.play(From("w2", Evaluated(4, job.view.generation, None)))
-    assert job.view.lease == Lease(8, "w2", until=STEPS)
+    assert job.view.orders.lease == Lease(8, "w2", until=STEPS)
     job.play(_result(job, "w0", 4))
     assert job.machine.course.evaluations.results == {4: {"loss": 0.25}}, "its word came later"
 
@@ -261,7 +261,7 @@ def test_an_evaluation_that_fails_on_a_standby_ends_the_job() -> None:
 def test_elsewhere_the_lead_evaluates_and_the_end_waits_for_no_result(config: dict) -> None:
     job = _begun(**config)
     _reported(job, 6)
-    assert job.view.lease is None
+    assert job.view.orders.lease is None
     _reported(job, STEPS - 1)
     job.done("w0")
     generation = job.view.generation
@@ -272,16 +272,16 @@ def test_a_standby_whose_script_evaluates_otherwise_gets_no_lease() -> None:
     job = _begun("w0", "w1")
     job.come("w2")
     job.play(From("w2", Evaluates((EVERY + 1,))))
-    assert job.view.lease == Lease(4, "w0", until=STEPS)
+    assert job.view.orders.lease == Lease(4, "w0", until=STEPS)
 
 
 def test_more_workers_that_train_leave_no_standby_and_the_lease_goes_on() -> None:
     job = _begun()
     _reported(job, 5)
     job.play(Resized(3))
-    assert job.view.lease == Lease(4, "w2", until=STEPS)
+    assert job.view.orders.lease == Lease(4, "w2", until=STEPS)
     job.play(_result(job, "w2", 4))
-    assert job.view.lease == Lease(8, "w0", until=STEPS)
+    assert job.view.orders.lease == Lease(8, "w0", until=STEPS)
 
 
 def test_a_worker_evaluates_again_when_a_view_gives_it_a_lease_once_more() -> None:
@@ -295,7 +295,7 @@ def test_a_worker_evaluates_again_when_a_view_gives_it_a_lease_once_more() -> No
         shell.adopt(
             View(
                 ViewNumber(1, next(number)), ViewNumber(1, 1), (), (server,), (Assignment(0, {"w0": (0,), "w1": ()}),),
-                dict.fromkeys(range(record.shards), "s0"), lease=lease,
+                dict.fromkeys(range(record.shards), "s0"), orders=StandingOrders(lease=lease),
             ),
             (),
         )  # fmt: skip
@@ -328,7 +328,7 @@ def test_the_lead_evaluates_what_it_passes_while_an_earlier_version_is_leased(
     leased.periods = (EVERY,)
     view = View(
         ViewNumber(1, 1), ViewNumber(1, 1), (), (), (Assignment(0, {"w0": (0,), "w1": (1,)}),), {},
-        lease=Lease(4, "w2", until),
+        orders=StandingOrders(lease=Lease(4, "w2", until)),
     )  # fmt: skip
     compute = Compute(8, 0)
     assert leased.due(view, compute) == (Evaluate(8) if evaluates else None)

@@ -17,7 +17,7 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.placing.handover import Handover
 from rallypoint.core.protocol import CaughtUp, Leaving, Propose, Reached
-from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.view import Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import Reaching
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.core.worker.slots import Compute
@@ -97,9 +97,9 @@ class Cluster:
 def test_shards_that_have_caught_up_move_before_a_step_that_nobody_has_begun() -> None:
     cluster = Cluster(step=5)
     cluster.come("s2")
-    assert cluster.view.handover is None
+    assert cluster.view.orders.handover is None
     cluster.catch_up()
-    assert cluster.view.handover == 7
+    assert cluster.view.orders.handover == 7
     assert "s2" not in cluster.homes
     cluster.compute(6)
     assert "s2" not in cluster.homes
@@ -107,7 +107,7 @@ def test_shards_that_have_caught_up_move_before_a_step_that_nobody_has_begun() -
     assert "s2" not in cluster.homes
     cluster.reach("w0", 7)
     assert "s2" in cluster.homes
-    assert cluster.view.handover is None
+    assert cluster.view.orders.handover is None
 
 
 def test_one_who_does_not_say_it_holds_nobody_up_for_long() -> None:
@@ -115,12 +115,12 @@ def test_one_who_does_not_say_it_holds_nobody_up_for_long() -> None:
     cluster.come("s2")
     cluster.catch_up()
     cluster.tick(10.0)
-    assert cluster.view.handover == 7
+    assert cluster.view.orders.handover == 7
     cluster.reach("w1", 7)
     cluster.tick(11.0)
-    assert cluster.view.handover == 7
+    assert cluster.view.orders.handover == 7
     cluster.tick(12.1)
-    assert cluster.view.handover is None
+    assert cluster.view.orders.handover is None
     assert "s2" in cluster.homes
 
 
@@ -130,12 +130,12 @@ def test_a_server_that_leaves_waits_ten_seconds_for_the_end_of_a_step() -> None:
     cluster.tick(100.0)
     cluster.catch_up()
     cluster.tick(120.0)
-    assert cluster.view.handover == 7  # nobody leaves: steps may be long
+    assert cluster.view.orders.handover == 7  # nobody leaves: steps may be long
     cluster.play(events.From("s0", Leaving()))
     cluster.catch_up()
     cluster.tick(121.0)
     cluster.tick(130.9)
-    assert cluster.view.handover == 7
+    assert cluster.view.orders.handover == 7
     assert "s0" in cluster.homes
     cluster.tick(131.1)
     assert cluster.homes == {"s1", "s2"}
@@ -147,7 +147,7 @@ def test_one_that_dies_is_not_waited_for() -> None:
     cluster.catch_up()
     cluster.reach("w1", 7)
     cluster.play(events.Left("w0", "it was killed"))
-    assert cluster.view.handover is None
+    assert cluster.view.orders.handover is None
     assert "s2" in cluster.homes
 
 
@@ -160,7 +160,7 @@ def test_the_word_of_an_earlier_generation_or_of_a_stranger_moves_nothing() -> N
     cluster.reach("w9", 7)
     cluster.reach("w0", 6)
     assert "s2" not in cluster.homes
-    assert cluster.view.handover == 7
+    assert cluster.view.orders.handover == 7
 
 
 def test_a_word_that_is_too_high_counts_for_this_move_alone() -> None:
@@ -176,7 +176,7 @@ def test_a_new_home_that_dies_before_the_step_lets_everybody_go_on() -> None:
     cluster.come("s2")
     cluster.catch_up()
     cluster.play(events.Left("s2", "it was killed"))
-    assert cluster.view.handover is None
+    assert cluster.view.orders.handover is None
     assert cluster.homes == {"s0", "s1"}
 
 
@@ -184,10 +184,10 @@ def test_a_primary_that_dies_before_the_step_is_replaced_at_once() -> None:
     cluster = Cluster(step=5, replication=2)
     cluster.come("s2")
     cluster.catch_up()
-    assert cluster.view.handover == 7
+    assert cluster.view.orders.handover == 7
     generation = cluster.view.generation
     cluster.play(events.Left("s1", "it was killed"))
-    assert cluster.view.handover is None
+    assert cluster.view.orders.handover is None
     assert "s1" not in cluster.homes
     assert cluster.view.generation == generation
 
@@ -197,10 +197,10 @@ def test_at_the_job_s_end_no_step_is_waited_for_that_does_not_come(step: int) ->
     cluster = Cluster(step=step)
     cluster.come("s2")
     cluster.catch_up()
-    assert cluster.view.handover in (None, step + 2 if step < 39 else 40)
-    assert cluster.view.handover is None or cluster.view.handover <= 40
-    if cluster.view.handover is not None:
-        cluster.reach_all(cluster.view.handover)
+    assert cluster.view.orders.handover in (None, step + 2 if step < 39 else 40)
+    assert cluster.view.orders.handover is None or cluster.view.orders.handover <= 40
+    if cluster.view.orders.handover is not None:
+        cluster.reach_all(cluster.view.orders.handover)
     assert "s2" in cluster.homes
 
 
@@ -209,7 +209,7 @@ def test_a_pause_is_the_step_before_which_shards_move() -> None:
     cluster.play(events.Paused(True))
     cluster.come("s2")
     cluster.catch_up()
-    assert cluster.view.handover == cluster.view.paused == 6
+    assert cluster.view.orders.handover == cluster.view.orders.paused == 6
     cluster.reach_all(6)
     assert "s2" in cluster.homes
 
@@ -220,14 +220,14 @@ def test_a_pause_is_the_step_before_which_shards_move() -> None:
 def test_a_worker_that_joins_gets_replicas_once_it_holds_a_version() -> None:
     cluster = Cluster(step=5)
     cluster.come("w2")
-    assert cluster.view.warming == ("w2",)
+    assert cluster.view.orders.warming == ("w2",)
     assert not cluster.view.takes_part("w2", 0)
     cluster.compute(6)
     assert not cluster.view.takes_part("w2", 0)
     cluster.reach("w2", 3)  # it has held that since it was given up
-    assert cluster.view.warming == ("w2",)
+    assert cluster.view.orders.warming == ("w2",)
     cluster.reach("w2", 7)
-    assert cluster.view.warming == ()
+    assert cluster.view.orders.warming == ()
     assert cluster.view.takes_part("w2", 8)
     assert cluster.view.assignments[-1].start > 6
 
@@ -236,7 +236,7 @@ def test_one_that_takes_over_from_a_worker_that_is_gone_gets_its_replicas_at_onc
     cluster = Cluster(step=5)
     cluster.come("w2")
     cluster.play(events.Left("w0", "it was killed"))
-    assert cluster.view.warming == ()
+    assert cluster.view.orders.warming == ()
     assert cluster.view.takes_part("w2", 6)
 
 
@@ -245,10 +245,10 @@ def test_a_worker_that_leaves_while_it_fetches_changes_nothing_for_the_others() 
     before = cluster.view.assignments
     cluster.come("w2")
     cluster.play(events.Left("w2", "it was killed"))
-    assert cluster.view.warming == ()
+    assert cluster.view.orders.warming == ()
     assert cluster.view.assignments == before
     cluster.come("w2")
-    assert cluster.view.warming == ("w2",)  # what its earlier process held is gone
+    assert cluster.view.orders.warming == ("w2",)  # what its earlier process held is gone
 
 
 # ---- the worker's side -----------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def view(**others: Any) -> View:
 def test_a_worker_says_once_that_it_holds_what_a_view_asks_for() -> None:
     shell = shell_for("w0", worker_plan(JOB.config, JOB.layout, frozenset()))
     number = ViewNumber(1, 9)
-    asking = view(number=number, handover=3)
+    asking = view(number=number, orders=StandingOrders(handover=3))
     shell.adopt(asking, ())
     assert shell.reaching.take() is None  # it holds no version
     shell.machine.step = 2
@@ -281,7 +281,7 @@ def test_a_worker_that_warms_up_follows_versions() -> None:
     shell = shell_for("w9", worker_plan(JOB.config, JOB.layout, frozenset()))
     shell.adopt(view(number=ViewNumber(1, 9)), ())
     assert not shell.machine.following
-    shell.adopt(view(number=ViewNumber(1, 10), warming=("w9",)), ())
+    shell.adopt(view(number=ViewNumber(1, 10), orders=StandingOrders(warming=("w9",))), ())
     assert shell.machine.following
     assert shell.reaching.take() is None
     for step in (4, 5):
@@ -301,19 +301,19 @@ def test_shards_leave_a_server_that_holds_the_job_up_at_once() -> None:
     cluster.machine.course.members.apart.add("s1")
     cluster.come("s2")
     cluster.catch_up()
-    assert all(view.handover is None for view in cluster.views)
+    assert all(view.orders.handover is None for view in cluster.views)
     assert "s1" not in cluster.homes
 
 
 def test_a_step_that_a_later_view_asks_for_again_is_said_again() -> None:
     """What was said while the coordinator had a view without one counts for nothing: it would wait without an end."""
-    view = msgspec.structs.replace(Cluster().view, handover=5)
+    view = msgspec.structs.replace(Cluster().view, orders=StandingOrders(handover=5))
     machine = SimpleNamespace(me="w0", step=5, steps=40, computing=False, view=view)
     reaching = Reaching(machine)
     assert (reaching.take(), reaching.take()) == ((view.generation, 5), None)
     for later, handover, said in ((1, None, None), (2, 5, (view.generation, 5)), (3, 6, None)):
         number = ViewNumber(view.number.epoch, view.number.count + later)
-        machine.view = msgspec.structs.replace(view, number=number, handover=handover)
+        machine.view = msgspec.structs.replace(view, number=number, orders=StandingOrders(handover=handover))
         assert reaching.take() == said
 
 

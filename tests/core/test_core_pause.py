@@ -23,7 +23,7 @@ from rallypoint.core.cluster.events import (
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.protocol import AnyOrder, Drain, Ordered, Pause, Stop, StopWanted
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import StandingOrders, View, ViewNumber
 from rallypoint.core.worker.ending import LeasedVersion
 from rallypoint.core.worker.slots import Compute
 
@@ -32,16 +32,16 @@ def test_a_paused_job_computes_the_step_in_progress_and_no_further_one() -> None
     job = _begun()
     _reported(job, 4)
     (publish,) = _of(PublishView, job.play(Paused(True)))
-    assert publish.view.paused == 5
+    assert publish.view.orders.paused == 5
     assert job.machine.waiting_for() == "the operator, who has paused the job before step 5"
     assert _of(PublishView, job.play(Paused(True))) == []
     (publish,) = _of(PublishView, job.play(Paused(False)))
-    assert publish.view.paused is None
+    assert publish.view.orders.paused is None
     assert job.machine.waiting_for() is None
 
 
 def test_a_worker_holds_back_what_comes_after_the_pause_and_says_for_whom_it_waits() -> None:
-    view = View(ViewNumber(1, 1), ViewNumber(), (), (), (), {}, paused=5)
+    view = View(ViewNumber(1, 1), ViewNumber(), (), (), (), {}, orders=StandingOrders(paused=5))
     leased = LeasedVersion(None)  # type: ignore[arg-type]
     assert not leased.holds_back(view, Compute(4, 0))
     assert leased.holds_back(view, Compute(5, 0))
@@ -53,18 +53,18 @@ def test_a_pause_outlives_the_coordinator_a_worker_and_a_roll_back() -> None:
     _reported(job, 4)
     job.play(Paused(True))
     job.play(Left("w0", "killed"))
-    assert job.view.paused == 5
+    assert job.view.orders.paused == 5
     again = ClusterMachine(job.machine.terms, job.machine.state())
-    assert again.course.views.paused == 5
+    assert again.course.views.orders.paused == 5
     generation = job.view.generation
     job.play(Left("s0", "killed"), Left("s1", "killed"))
     job.come("s2", "s3")
     (publish,) = _of(PublishView, job.play(SnapshotFound("step-00000003-1", 3)))
     assert publish.view.generation > generation
-    assert publish.view.paused == 3
+    assert publish.view.orders.paused == 3
     assert "operator, who has paused the job before step 3" in str(job.machine.waiting_for())
     (publish,) = _of(PublishView, job.play(Paused(False)))
-    assert publish.view.paused is None
+    assert publish.view.orders.paused is None
 
 
 def test_an_order_to_go_on_outlives_the_coordinator_though_no_view_says_it_yet() -> None:
@@ -77,7 +77,7 @@ def test_an_order_to_go_on_outlives_the_coordinator_though_no_view_says_it_yet()
     assert job.machine.revision > revision
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(job.machine.state()), type=ClusterState)
     again = ClusterMachine(job.machine.terms, state)
-    assert again.course.views.paused is None
+    assert again.course.views.orders.paused is None
     assert again.state().goes_on
 
 

@@ -38,7 +38,7 @@ from rallypoint.core.protocol import (
     Wanted,
 )
 from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
-from rallypoint.core.view import Assignment, EarlyEnd, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, EarlyEnd, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.view_difference import canonical, difference
 from rallypoint.errors import ProtocolError
 
@@ -49,7 +49,7 @@ VIEW = View(
     ViewNumber(3, 4), ViewNumber(2, 1), *MEMBERS, assignments=(Assignment(0, {"w0": (0, 1)}), Assignment(7,
         {"w0": (1,), "w1": (0,)})),
     primary={0: "s0", 1: "s0"}, backup={1: "s1"}, paired={1: ViewNumber(2, 3)},
-    origin="step-00000004-1", uploader="w0", ending=True, stop=EarlyEnd(7, "enough", "w0"),
+    origin="step-00000004-1", uploader="w0", orders=StandingOrders(EarlyEnd(7, "enough", "w0"), ending=True),
 )  # fmt: skip
 EXAMPLES: list[m.Message] = [
     m.Challenge(b"\0" * 32, "server", "s0"),

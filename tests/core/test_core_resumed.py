@@ -52,7 +52,7 @@ def test_it_has_what_the_snapshot_knows() -> None:
     known = {"stop": EarlyEnd(14, "enough", "w0"), "decided": Decided(version=8)}
     job = _next(_Job(_terms(), resume=_resumed(**known)))
     job.come(*MEMBERS)
-    assert job.view.stop == EarlyEnd(14, "enough", "w0")
+    assert job.view.orders.stop == EarlyEnd(14, "enough", "w0")
     assert job.machine.course.evaluations.decided == Decided(version=8)
 
 

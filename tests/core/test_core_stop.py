@@ -15,7 +15,7 @@ from rallypoint.core.order import stream_unread
 from rallypoint.core.policy import Async, Sync
 from rallypoint.core.shard.server import ServerMachine, ServerPlan
 from rallypoint.core.shard.shell import ServerShell
-from rallypoint.core.view import EarlyEnd
+from rallypoint.core.view import EarlyEnd, StandingOrders, ViewNumber
 from rallypoint.core.worker import slots
 from rallypoint.core.worker.factory import WorkerPlan, shell_for
 
@@ -47,7 +47,7 @@ def test_the_next_view_says_with_which_version_the_job_ends() -> None:
     _reported(job, 4)
     effects = job.play(_stop(job, 6))
     (publish,) = _of(PublishView, effects)
-    assert publish.view.stop == EarlyEnd(6, "enough", "w0")
+    assert publish.view.orders.stop == EarlyEnd(6, "enough", "w0")
     assert set(publish.members) == {"s0", "s1", "w0", "w1"}
     _reported(job, 5)
     assert job.play(_done(job, "w0", 6), _done(job, "w1", 6))[-1] == FinishJob("w0", 6, "enough")
@@ -56,7 +56,7 @@ def test_the_next_view_says_with_which_version_the_job_ends() -> None:
 def test_a_job_resumed_from_a_snapshot_that_knows_the_stop_ends_with_the_same_version() -> None:
     job = _Job(_terms(1, 2), resume=Resumed(RECORD, "step-00000005-1", 5, EarlyEnd(6, "enough", "w0")))
     job.come("s0", "s1", "w0")
-    assert job.view.stop == EarlyEnd(6, "enough", "w0")
+    assert job.view.orders.stop == EarlyEnd(6, "enough", "w0")
     _reported(job, 5)
     assert job.play(_done(job, "w0", 6))[-1] == FinishJob("w0", 6, "enough")
 
@@ -67,7 +67,7 @@ def test_a_snapshot_says_what_the_journal_had_no_room_for() -> None:
     job.play(Left("s0", "x"), Left("s1", "x"))
     job.come("s2", "s3")
     job.play(SnapshotFound("step-00000005-1", 5, EarlyEnd(6, "enough", "w0")))
-    assert job.view.stop == EarlyEnd(6, "enough", "w0")
+    assert job.view.orders.stop == EarlyEnd(6, "enough", "w0")
 
 
 def test_of_two_workers_who_stop_it_the_lower_version_counts_whoever_is_heard_first() -> None:
@@ -77,8 +77,8 @@ def test_of_two_workers_who_stop_it_the_lower_version_counts_whoever_is_heard_fi
         _reported(job, 4)
         for worker, version in order:
             job.play(_stop(job, version, worker))
-        assert job.view.stop is not None
-        ends.append(job.view.stop.version)
+        assert job.view.orders.stop is not None
+        ends.append(job.view.orders.stop.version)
     assert ends == [5, 5]
 
 
@@ -89,8 +89,8 @@ def test_a_version_that_exists_is_not_taken_back() -> None:
         _reported(job, 4)
         seven = applied("s0", 7, job.view.generation)
         job.play(*((seven, _stop(job, 6)) if early else (_stop(job, 6), seven)))
-        assert job.view.stop is not None
-        assert job.view.stop.version == 8
+        assert job.view.orders.stop is not None
+        assert job.view.orders.stop.version == 8
 
 
 def test_with_a_lossy_down_the_last_version_is_one_that_is_yet_to_be_made() -> None:
@@ -98,8 +98,8 @@ def test_with_a_lossy_down_the_last_version_is_one_that_is_yet_to_be_made() -> N
     job.come("s0", "s1", "w0")
     _reported(job, 4)
     job.play(applied("s0", 7, job.view.generation), _stop(job, 6))
-    assert job.view.stop is not None
-    assert job.view.stop.version == 9
+    assert job.view.orders.stop is not None
+    assert job.view.orders.stop.version == 9
 
 
 def test_who_says_that_it_is_done_with_another_version_is_not_believed() -> None:
@@ -115,7 +115,7 @@ def test_the_replicas_of_a_worker_that_has_left_its_loop_go_to_others() -> None:
     _reported(job, 4)
     job.play(_stop(job, 6, left=5))
     assert job.view.assigned(5) == {"w1": (0, 1, 2, 3)}
-    assert job.view.stop == EarlyEnd(6, "enough", "w0")
+    assert job.view.orders.stop == EarlyEnd(6, "enough", "w0")
 
 
 def test_a_worker_that_left_its_loop_after_its_part_keeps_its_replicas() -> None:
@@ -130,8 +130,8 @@ def test_if_all_have_left_before_a_step_the_job_ends_with_the_version_that_all_h
     job = _begun()
     _reported(job, 4)
     job.play(_stop(job, 6, "w0", left=5), _stop(job, 6, "w1", left=5))
-    assert job.view.stop is not None
-    assert job.view.stop.version == 5
+    assert job.view.orders.stop is not None
+    assert job.view.orders.stop.version == 5
     (finish,) = _of(FinishJob, job.play(_done(job, "w0", 5), _done(job, "w1", 5)))
     assert (finish.stopped_at, finish.why) == (5, "enough")
 
@@ -155,8 +155,8 @@ def test_a_snapshot_of_a_version_that_is_not_made_any_more_is_dropped() -> None:
     (capture,) = _of(TakeSnapshot, job.play(Computed("w1", 5, 2, 0.1, job.view.generation)))
     assert capture.version == 7
     job.play(SnapshotLost(capture.snapshot, "past it", 9), applied("s0", 8, job.view.generation))
-    assert job.view.stop is not None
-    assert job.view.stop.version == 9
+    assert job.view.orders.stop is not None
+    assert job.view.orders.stop.version == 9
 
 
 def test_the_next_coordinator_knows_it_and_a_roll_back_changes_nothing() -> None:
@@ -176,7 +176,7 @@ def test_in_a_streaming_mode_nobody_can_stop_it() -> None:
     job = _Job(_terms(1, 1), record=record)
     job.come("s0", "w0")
     job.play(_stop(job, 6))
-    assert job.view.stop is None
+    assert job.view.orders.stop is None
     assert record.rounds == RECORD.rounds
 
 
@@ -188,7 +188,7 @@ def test_a_worker_gives_up_a_step_that_is_not_made_any_more_and_says_that_it_has
     shell = shell_for("w0", WorkerPlan(shards=2, rounds=20, mode=ModeTraits(), buffer_shards=frozenset()))
     shell.adopt(job.view, [])
     shell.machine.step, shell.machine._computing = 5, 0
-    stopped = msgspec.structs.replace(job.view, number=job.view.number.__class__(1, 9), stop=EarlyEnd(5))
+    stopped = msgspec.structs.replace(job.view, number=ViewNumber(1, 9), orders=StandingOrders(EarlyEnd(5)))
     shell.adopt(stopped, [])
     assert shell.machine.rewound
     assert shell.ending.reached == (job.view.generation, 5)
@@ -204,7 +204,7 @@ def test_servers_send_the_last_version_as_it_is() -> None:
     shell: ServerShell = ServerShell(ServerMachine("s0", plan))  # type: ignore[type-arg]
     shell.adopt(job.view)
     assert (shell.is_last(0, 5), shell.is_last(0, 20)) == (False, True)
-    shell.adopt(msgspec.structs.replace(job.view, number=job.view.number.__class__(1, 9), stop=EarlyEnd(5)))
+    shell.adopt(msgspec.structs.replace(job.view, number=ViewNumber(1, 9), orders=StandingOrders(EarlyEnd(5))))
     assert (shell.is_last(0, 4), shell.is_last(0, 5)) == (False, True)
 
 
@@ -237,7 +237,7 @@ def test_where_scripts_make_sums_their_end_is_no_stop() -> None:
     job = _Job(_terms(2, 2), record=record)
     job.come("s0", "s1", "w0", "w1")
     assert not _of(Announce, job.play(_stop(job, 1)))
-    assert job.view.stop is not None
+    assert job.view.orders.stop is not None
 
 
 def test_steps_that_may_be_over_before_the_stream_are_said_at_the_end() -> None:

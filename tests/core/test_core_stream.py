@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.shard.events import EVERYTHING
-from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.slots import (
     Arriving,
     AskNext,
@@ -53,7 +53,7 @@ def _view(
         servers=tuple(Member(s, "h", f"{s}:1", incarnation) for s, incarnation in born.items()),
         assignments=(Assignment(0, {"me": tuple(assigned), "other": (9,)}), *later), primary=primary, origin=origin,
             uploader=uploader,
-        ending=ending,
+        orders=StandingOrders(ending=ending),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans
+from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber, assign_replicas, reassign_orphans
 
 PURE = settings(derandomize=True, deadline=None, max_examples=80)
 
@@ -203,6 +203,6 @@ def test_while_the_job_waits_for_workers_nobody_computes_or_leads() -> None:
 
 
 def test_a_view_survives_the_wire() -> None:
-    view = _view(origin="step-7", uploader="w0", ending=True, assignments=(Assignment(0, {"w0": (0,)}), Assignment(4,
-        {"w1": (0,)})))
+    assignments = Assignment(0, {"w0": (0,)}), Assignment(4, {"w1": (0,)})
+    view = _view(origin="step-7", uploader="w0", orders=StandingOrders(ending=True), assignments=assignments)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(view), type=View) == view

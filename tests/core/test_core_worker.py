@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.cadence import TOGETHER, Cadence, Period
-from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine, sent_of, unapplied
 from rallypoint.core.worker.slots import (
     Arriving,
@@ -53,7 +53,8 @@ def _view(
         servers=tuple(Member(s, "h", f"{s}:1", incarnation) for s, incarnation in born.items()),
         assignments=(Assignment(0, {"me": (0,)} if assigned is None else {w: tuple(h) for w, h in assigned.items()}),
             *later),
-        primary=primary, origin=origin, uploader=uploader, ending=ending, contributors={"me": tuple(mine)},
+        primary=primary, origin=origin, uploader=uploader, orders=StandingOrders(ending=ending),
+        contributors={"me": tuple(mine)},
     )  # fmt: skip
 
 

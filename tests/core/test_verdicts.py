@@ -27,7 +27,7 @@ def test_a_server_tells_a_dispute_by_a_shard_that_has_moved_meanwhile() -> None:
     job = begun()
     job.step(0)
     found(job, 1, "w0", "w1", server="s0", shard=job.view.shards_of("s1")[0])
-    (dispute,) = job.view.disputes
+    (dispute,) = job.view.orders.disputes
     assert dispute.third in ("w2", "w3"), "it has other shards that wait, of which it says nothing"
     job = begun()
     assert found(job, 1, "w0", "w1", server="s9", shard=0) == [], "a server without any shard"
@@ -37,18 +37,18 @@ def test_no_view_says_that_nobody_decides_while_somebody_can() -> None:
     job = begun()
     told = AuditFound(1, 0, job.view.shards_of("s0")[0], (), ("w0", "w1"), job.view.generation)
     views = [p.view for p in _of(PublishView, job.machine._auditing.handle("s0", told, lambda *_: []))]
-    assert [[d.third != "" for d in view.disputes] for view in views] == [[True]]
+    assert [[d.third != "" for d in view.orders.disputes] for view in views] == [[True]]
 
 
 def test_a_server_that_lies_about_far_steps_fills_no_view() -> None:
     job = begun()
     for step in range(19, 0, -1):
         found(job, step, "w0", "w1")
-    assert {d.step for d in job.view.disputes} == {1, 2, 3, 4}
+    assert {d.step for d in job.view.orders.disputes} == {1, 2, 3, 4}
     assert found(job, 20, "w0", "w1") == found(job, 1 << 40, "w0", "w1") == [], "the job has 20 steps"
     for n in range(99):
         found(job, 1, f"x{n}", f"y{n}")
-    assert max(len(d.heard) for d in job.view.disputes) <= 8
+    assert max(len(d.heard) for d in job.view.orders.disputes) <= 8
 
 
 def test_a_verdict_needs_two_who_agree() -> None:

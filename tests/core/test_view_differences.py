@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Lease, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.view_difference import (
     Entries,
     Moved,
@@ -38,8 +38,10 @@ VIEWS = st.builds(
     st.dictionaries(_SHARDS, _NAMES), st.dictionaries(_SHARDS, _NAMES), st.dictionaries(_SHARDS, _NUMBERS),
     st.dictionaries(_SHARDS, _NUMBERS), contributors=_REPLICAS, aggregators=_MEMBERS,
     aggregator_of=st.dictionaries(_NAMES, _NAMES), speeds=st.dictionaries(_NAMES, st.floats(0.1, 9)),
-    lease=st.none() | st.builds(Lease, st.integers(0, 9), _NAMES, st.integers(0, 9)),
-    paused=st.none() | st.integers(0, 9),
+    orders=st.builds(
+        StandingOrders, lease=st.none() | st.builds(Lease, st.integers(0, 9), _NAMES, st.integers(0, 9)),
+        paused=st.none() | st.integers(0, 9),
+    ),
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 import rallypoint as rp
 from rallypoint.bridges.wrap import wrap_in
 from rallypoint.config import JobConfig, resolve
-from rallypoint.core.modes import TABLE, Feature, ModeName, Only
+from rallypoint.core.modes import TABLE, Feature, ModeName, Only, refusal
 from rallypoint.worker.tensors import weights_hash
 
 REPLICAS, STEPS = 4, 12
@@ -37,24 +38,47 @@ SYNCS: dict[ModeName, dict[str, Any]] = {
     ModeName.LOCAL_QUORUM: {"type": "local-steps", "steps": 2, "over": {"type": "sync", "quorum": 3}},
     ModeName.LOCAL_ASYNC: {"type": "local-steps", "steps": 2, "over": {"type": "async"}},
 }
+
+
+class Play(enum.Enum):
+    """What is no row of its own, and is tried all the same: most of it works in every mode."""
+
+    SNAPSHOTS = "snapshots"
+    ON_DEMAND = "a snapshot on demand"
+    RESUME = "resume"
+    STANDBY = "--standby"
+    RESIZE = "workers that join"
+    EVALUATION = "run.every"
+    SYNC_EVERY = "sync_every= of a group"
+    STOP_WHEN = "run.stop_when"
+    BY_SPEED = "assignment by speed"
+
+    def belongs_to(self, mode: ModeName) -> bool:
+        """Is it to be tried in this mode?"""
+        if self is Play.SYNC_EVERY:
+            return mode in (ModeName.LOCAL, ModeName.STAGGERED)
+        if self is Play.STOP_WHEN:
+            return mode is ModeName.SYNC
+        return self is not Play.BY_SPEED or mode is not ModeName.STAGGERED
+
+
 OF_SYNC: dict[Feature, dict[str, Any]] = {
     Feature.FRESH_INNER: {"keep_inner": False},
-    Feature.FRAGMENTS: {"steps": 4, "fragments": 2},
+    Feature.PARTS: {"steps": 4, "fragments": 2},
     Feature.DELAY: {"steps": 4, "delay": 1},
     Feature.FOLD: {"fold": 2},
     Feature.COMPENSATION: {"delay_compensation": 0.04},
 }
 OF_ASYNC = {Feature.FOLD, Feature.COMPENSATION}  # under rp.LocalSteps a setting of its `over`
-SETTINGS: dict[Feature, dict[str, Any]] = {
+SETTINGS: dict[Feature | Play, dict[str, Any]] = {
     Feature.CLIP: {"clip": 0.5},
     Feature.SKIP: {"nonfinite": "skip"},
     Feature.AVERAGE: {"average": {"type": "ema", "decay": 0.8}},
-    Feature.PLATEAU: {"plateau": {"metric": "loss", "patience": 0, "threshold": 1.0}},
+    Feature.DECIDES: {"plateau": {"metric": "loss", "patience": 0, "threshold": 1.0}},
     Feature.MUON: {"optimizer": {"type": "muon", "lr": 0.01}},
     Feature.SUMS: {"optimizer": {"type": "sum"}},
     Feature.ACCUMULATE: {"accumulate": 2},
     Feature.GROUPS: {"groups": [{"match": ["last.*"], "lr_scale": 0.5, "weight_decay": 0.1}]},
-    Feature.SYNC_EVERY: {"groups": [{"match": ["last.*"], "sync_every": 2}]},
     Feature.CODEC: {"codec": {"type": "fp16"}},
     Feature.CODEC_STATE: {"codec": {"type": "int8"}},
     Feature.DOWN: {"down": {"type": "bf16"}},
@@ -67,9 +91,10 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.KEYED: {"keyed": True},
     Feature.STREAM: {"order": "stream"},
     Feature.PASSES: {"order": "stream", "passes": 1},
-    Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
-    Feature.ON_DEMAND: {"steps": 80},
-    Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},
+    Play.SYNC_EVERY: {"groups": [{"match": ["last.*"], "sync_every": 2}]},
+    Play.RESIZE: {"replicas": 6},  # more than two workers have something to do
+    Play.ON_DEMAND: {"steps": 80},
+    Play.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},
 }
 
 
@@ -78,10 +103,10 @@ class CellJob:
     """What workers train; `held` by the files in the folder `gate`, if there is one."""
 
     mode: ModeName
-    features: tuple[Feature, ...] = ()
+    features: tuple[Feature | Play, ...] = ()
     gate: str = ""
 
-    def has(self, feature: Feature) -> bool:
+    def has(self, feature: Feature | Play) -> bool:
         return feature in self.features
 
     @property
@@ -95,7 +120,7 @@ class CellJob:
             found |= SETTINGS.get(feature, {})
             sync = found["sync"]
             (sync["over"] if feature in OF_ASYNC and "over" in sync else sync).update(OF_SYNC.get(feature, {}))
-        if self.has(Feature.BY_SPEED):  # one is left out: rounds still wait for most of the slow worker's replicas
+        if self.has(Play.BY_SPEED):  # one is left out: rounds still wait for most of the slow worker's replicas
             for policy in (found["sync"], found["sync"].get("over", {})):
                 policy.update({"quorum": found["replicas"] - 1} if "quorum" in policy else {})
         return found
@@ -110,8 +135,11 @@ class CellJob:
         return replace(self, gate=str(at))
 
 
-def job_of(feature: Feature, mode: ModeName) -> CellJob:
+def job_of(feature: Feature | Play, mode: ModeName) -> CellJob:
     """The job of a supported cell; where the cell needs another feature, with that one."""
+    if isinstance(feature, Play):
+        fresh = feature is Play.BY_SPEED and not refusal(mode, {Feature.FRESH_INNER})
+        return CellJob(mode, (feature, Feature.FRESH_INNER) if fresh else (feature,))
     cell = TABLE[feature][mode]
     return CellJob(mode, (feature, cell.beside) if isinstance(cell, Only) else (feature,))
 
@@ -165,9 +193,9 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
     run = job.train(model, data_of(cell), own_optimizer=own, carry=first, **settings)
     wait = _gate(job, cell)
     hash_of = _hash_in_evaluation(run, model, cell) if cell.has(Feature.STREAMED) else lambda: weights_hash(model)
-    if cell.has(Feature.STOP_WHEN):
+    if cell.has(Play.STOP_WHEN):
         run.stop_when("loss", below=1e9)
-    if any(map(cell.has, (Feature.EVALUATION, Feature.PLATEAU, Feature.STOP_WHEN))):
+    if any(map(cell.has, (Play.EVALUATION, Feature.DECIDES, Play.STOP_WHEN))):
 
         @run.every(4)
         def evaluate(step: int) -> dict[str, float]:
@@ -231,7 +259,7 @@ def _gate(job: rp.Job, cell: CellJob) -> Callable[[int], None]:
         return lambda step: None
 
     def wait(step: int) -> None:
-        if cell.has(Feature.BY_SPEED):
+        if cell.has(Play.BY_SPEED):
             if job.id == "worker1" and not (folder / "open").exists():
                 time.sleep(SLOW_S)
             return
@@ -241,7 +269,7 @@ def _gate(job: rp.Job, cell: CellJob) -> Callable[[int], None]:
         while step >= HELD_AT and not (folder / "open").exists():
             (folder / f"{job.id} waits").touch()
             time.sleep(POLL_S)
-        if cell.has(Feature.ON_DEMAND) and step > HELD_AT and not (folder / "stored").exists():
+        if cell.has(Play.ON_DEMAND) and step > HELD_AT and not (folder / "stored").exists():
             time.sleep(POLL_S)  # the snapshot is of a step ahead: it shall not be the last one
 
     return wait

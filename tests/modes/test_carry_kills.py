@@ -17,7 +17,7 @@ from rallypoint.worker.tensors import weights_hash
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import cell_jobs.py by name
 
-from cell_jobs import CellJob, Net, dataset
+from cell_jobs import CellJob, Net, Play, dataset
 from test_walk import (
     Walk,
     a_server_with_a_backup_is_killed,
@@ -30,8 +30,8 @@ from test_walk import (
     the_whole_job_is_killed_and_resumed,
 )
 
-JOB = CellJob(ModeName.SYNC, (Feature.CARRY, Feature.RESIZE))  # replicas for more than two workers
-HELPED = CellJob(ModeName.SYNC, (Feature.CARRY, Feature.RESIZE, Feature.BACKUP_TASKS))
+JOB = CellJob(ModeName.SYNC, (Feature.CARRY, Play.RESIZE))  # replicas for more than two workers
+HELPED = CellJob(ModeName.SYNC, (Feature.CARRY, Play.RESIZE, Feature.BACKUP_TASKS))
 PLAYS = [
     a_worker_is_killed, a_server_with_a_backup_is_killed, everybody_with_the_state_is_killed,
     the_whole_job_is_killed_and_resumed, a_worker_joins_and_another_is_killed, the_aggregator_is_killed_mid_step,

@@ -48,6 +48,13 @@ def test_an_old_snapshot_is_of_the_mode_that_its_settings_say(mode: ModeName) ->
     assert manifest(before_the_description(record(mode))).job == record(mode)
 
 
+@pytest.mark.parametrize("kept", ["plateau=", "fragments=", "sync_every= of a group"])
+def test_features_of_two_names_are_one_feature_now(kept: str) -> None:
+    plain = msgspec.json.decode(msgspec.json.encode(record(ModeName.SYNC)))
+    (feature,) = manifest(plain | {"features": [kept]}).job.features
+    assert kept in feature.value
+
+
 GONE_UNUSED = {"alternate": [], "batch_for": "iteration", "optimizers": {}, "offload": "none", "base_batch": 0}
 
 

@@ -12,7 +12,18 @@ from rallypoint.config import record_of, with_own_optimizer
 from rallypoint.config.checks import check_ranks
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.modes import CONFLICTS, TABLE, Conflict, Feature, ModeName, No, Only, describe, why_not
+from rallypoint.core.modes import (
+    ALONE,
+    CONFLICTS,
+    TABLE,
+    Conflict,
+    Feature,
+    ModeName,
+    No,
+    Only,
+    StandsAlone,
+    why_not,
+)
 from rallypoint.errors import ConfigError, ModelError
 from rallypoint.worker.tensors import ModelTensors
 
@@ -28,7 +39,6 @@ TERMS = {
     Feature.AGGREGATORS: Terms(aggregators=1),
     Feature.BACKUP_TASKS: Terms(backup_tasks=True),
     Feature.REPLICATION: Terms(replication=2),
-    Feature.SNAPSHOTS: Terms(snapshots=True),
 }
 LAYOUT = build_layout([TensorSpec("weight", (64,), "float32", 0)], 64)
 
@@ -48,7 +58,7 @@ def _refused(job: CellJob) -> str:
             layout = ModelTensors(torch.nn.BatchNorm1d(40), job.config).layout
         if job.has(Feature.CARRY):
             layout = ModelTensors(torch.nn.Linear(2, 2), job.config, carry=torch.zeros(2)).layout
-        asks = {Feature.STOP, Feature.STOP_WHEN} & {*job.features}
+        asks = {Feature.STOP, Feature.DECIDES} & {*job.features}
         of_script = frozenset({*asks, Feature.RANKS} if asks else ()) & {*job.features}
         return record_of(job.config, layout).refusal_of(terms | of_script)
     except (ConfigError, ModelError) as error:
@@ -59,10 +69,6 @@ def _refused(job: CellJob) -> str:
 def test_what_the_table_does_not_support_is_refused_with_its_sentence(feature: Feature, mode: ModeName) -> None:
     cell = TABLE[feature][mode]
     assert isinstance(cell, No | Only)
-    if feature is Feature.BY_SPEED:  # nobody asks for it; replicas stay where they are, as the description says
-        assert why_not(mode, feature) == cell.why
-        assert describe(CellJob(mode).config.sync, CellJob(mode).config.features).leaves_state
-        return
     sentence = _refused(CellJob(mode, (feature,)))
     assert cell.why in sentence
     assert feature is Feature.TABLES or sentence.startswith(feature.value)
@@ -73,11 +79,18 @@ def test_features_that_do_not_go_together_are_refused_with_the_table_s_sentence(
     pair = (conflict.first, conflict.second)
     modes = [mode for mode in ModeName if mode in conflict.modes and not any(why_not(mode, one) for one in pair)]
     for mode in modes:
-        if Feature.BY_SPEED in pair:
-            assert why_not(mode, Feature.BY_SPEED, {conflict.first, conflict.second}) == conflict.why
-        else:
-            assert conflict.why in _refused(CellJob(mode, pair)), mode
+        assert conflict.why in _refused(CellJob(mode, pair)), mode
     assert modes
+
+
+@pytest.mark.parametrize("other", [one for one in Feature if one not in (Feature.KEYED, Feature.SUMS)], ids=str)
+@pytest.mark.parametrize("alone", ALONE, ids=lambda one: one.feature.name.lower())
+def test_what_stands_alone_takes_what_it_says_and_nothing_else(alone: StandsAlone, other: Feature) -> None:
+    pair = (alone.feature, other)
+    for mode in ModeName if pair != (Feature.SUMS, Feature.MUON) else ():  # both are the optimizer
+        if not any(why_not(mode, one) for one in pair):
+            assert why_not(mode, other, {alone.feature}) == ("" if other in alone.takes else alone.why)
+            assert other in alone.takes or alone.why in _refused(CellJob(mode, pair))
 
 
 @pytest.mark.parametrize("mode", ModeName)

@@ -8,7 +8,18 @@ from itertools import combinations
 import pytest
 from write_docs import PRINTED, printed
 
-from rallypoint.core.modes import CONFLICTS, TABLE, Bytes, Feature, ModeName, No, Only, describe, refusal, why_not
+from rallypoint.core.modes import (
+    ALONE,
+    CONFLICTS,
+    TABLE,
+    Bytes,
+    Feature,
+    ModeName,
+    No,
+    Only,
+    describe,
+    refusal,
+)
 from rallypoint.core.modes.traits import MODES
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Mode, Sync
 
@@ -21,7 +32,7 @@ def test_there_is_a_cell_for_every_feature_in_every_mode() -> None:
 
 def test_every_refusal_is_a_sentence_that_says_what_to_do() -> None:
     whys = [cell.why for cells in TABLE.values() for cell in cells.values() if isinstance(cell, No | Only)]
-    for why in {*whys, *(conflict.why for conflict in CONFLICTS)}:
+    for why in {*whys, *(one.why for one in (*CONFLICTS, *ALONE))}:
         assert re.search(r"\b(use|leave|set|give|needs|with|do not move)\b", why), why
         assert not why.endswith("."), why
 
@@ -40,23 +51,12 @@ def test_the_documents_print_the_table(name: str) -> None:
     (AllReduce(), (), ModeName.ALL_REDUCE),
     (LocalSteps(4), (), ModeName.LOCAL),
     (LocalSteps(4, delay=1), (Feature.DELAY,), ModeName.STAGGERED),
-    (LocalSteps(4), (Feature.SYNC_EVERY,), ModeName.STAGGERED),
+    (LocalSteps(4), (Feature.PARTS,), ModeName.STAGGERED),
     (LocalSteps(4, over=Sync(quorum=2)), (), ModeName.LOCAL_QUORUM),
     (LocalSteps(4, over=Async()), (), ModeName.LOCAL_ASYNC),
 ], ids=str)  # fmt: skip
 def test_every_setting_of_sync_is_one_of_the_modes(sync: Mode, features: tuple[Feature, ...], name: ModeName) -> None:
     assert describe(sync, frozenset(features)).name is name
-
-
-def test_replicas_move_for_speed_where_they_leave_nothing_behind() -> None:
-    """The table and the descriptions say the same."""
-    for sync in (Sync(), Sync(quorum=1), BoundedStaleness(1), Async(), AllReduce(), LocalSteps(4),
-                 LocalSteps(4, over=Sync(quorum=1)), LocalSteps(4, over=Async())):  # fmt: skip
-        for features in ({}, {Feature.FRESH_INNER}, {Feature.CODEC_STATE}, {Feature.FRAGMENTS}):
-            traits = describe(sync, frozenset(features))
-            if not refusal(traits.name, frozenset(features)):
-                moves = not why_not(traits.name, Feature.BY_SPEED, frozenset(features))
-                assert moves != traits.leaves_state, (sync, features)
 
 
 def test_only_a_mode_that_promises_bytes_can_break_the_promise_by_state_on_workers() -> None:

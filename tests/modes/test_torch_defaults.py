@@ -86,15 +86,14 @@ RARE: dict[str, State] = {
 ELSEWHERE = {Feature.RANKS, Feature.SUMS, Feature.KEYED}  # no job of `cell_jobs.py`
 DRAWS = {Feature.STREAM, Feature.PASSES}  # its data draw random numbers of the default type
 SAME = [ModeName.SYNC, ModeName.ALL_REDUCE, ModeName.LOCAL, ModeName.STAGGERED]
-NO_MATTER = {Feature.RESIZE, Feature.ON_DEMAND, Feature.BY_SPEED, Feature.BACKUP_TASKS}
-NEEDS_MORE = {Feature.OWN_LOOP}  # than one process: see below
+NEEDS_MORE = {Feature.OWN_LOOP, Feature.BACKUP_TASKS}  # than one process: for the first see below
 
 
 def cells() -> Iterator[tuple[Feature, ModeName]]:
     """Each feature in the first mode that supports it and promises the bytes."""
     for feature, modes in TABLE.items():
         mode = next((mode for mode, cell in modes.items() if mode in SAME and not isinstance(cell, No)), None)
-        if mode is not None and feature not in ELSEWHERE | DRAWS | NO_MATTER | NEEDS_MORE:
+        if mode is not None and feature not in ELSEWHERE | DRAWS | NEEDS_MORE:
             yield feature, mode
     yield from ((Feature.BUFFERS, mode) for mode in SAME[1:])
 

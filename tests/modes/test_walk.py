@@ -20,11 +20,11 @@ from rallypoint.testing.reference import average_reference
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import cell_jobs.py by name
 
-from cell_jobs import ENDS_AT, HELD_AT, STOPS_AT, CellJob, Net, dataset, job_of, loss_of, train_cell
+from cell_jobs import ENDS_AT, HELD_AT, STOPS_AT, CellJob, Net, Play, dataset, job_of, loss_of, train_cell
 from stage import Stage
 
 QUICK = {
-    Feature.CLIP: set(ModeName), Feature.REPLICATION: {ModeName.SYNC}, Feature.SNAPSHOTS: {ModeName.SYNC},
+    Feature.CLIP: set(ModeName), Feature.REPLICATION: {ModeName.SYNC}, Play.SNAPSHOTS: {ModeName.SYNC},
     Feature.AGGREGATORS: {ModeName.SYNC},
 }
 PATIENT = 60.0  # heartbeat in seconds: nobody is given up because this machine is busy
@@ -33,9 +33,12 @@ SUPPORTED = [
         feature, mode, id=f"{feature.name.lower()}-{mode.name.lower()}",
         marks=() if mode in QUICK.get(feature, set()) else (pytest.mark.slow,),
     )
-    for feature, cells in TABLE.items() for mode, cell in cells.items()
+    for feature, mode in (
+        *((feature, mode) for feature in Feature for mode in ModeName if not isinstance(TABLE[feature][mode], No)),
+        *((play, mode) for play in Play for mode in ModeName if play.belongs_to(mode)),
+    )
     # These are in tests/ranks, tests/bridges and test_survival_store.py
-    if not isinstance(cell, No) and feature not in (Feature.RANKS, Feature.SUMS, Feature.KEYED)
+    if feature not in (Feature.RANKS, Feature.SUMS, Feature.KEYED)
 ]  # fmt: skip
 
 
@@ -80,7 +83,7 @@ class Walk:
 
 
 @cache
-def undisturbed(mode: ModeName, features: tuple[Feature, ...]) -> str:
+def undisturbed(mode: ModeName, features: tuple[Feature | Play, ...]) -> str:
     """The hash of the same job with one worker and one server, to which nothing happens."""
     with ProcessCluster(workers=1, servers=1) as cluster:
         (hash,) = cluster.run(train_cell, CellJob(mode, features))
@@ -268,26 +271,26 @@ def a_process_is_killed_and_another_takes_its_place(walk: Walk) -> None:
     assert [stage.result("worker0"), stage.result("worker2")] == expected
 
 
-PLAYS: dict[Feature, Callable[[Walk], None]] = {
+PLAYS: dict[Feature | Play, Callable[[Walk], None]] = {
     Feature.OWN_LOOP: a_process_is_killed_and_another_takes_its_place,
     Feature.PASSES: the_stream_ends_after_a_kill,
     Feature.STOP: the_script_stops_the_job_after_a_kill,
-    Feature.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,
+    Play.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,
     Feature.REPLICATION: a_server_with_a_backup_is_killed,
-    Feature.SNAPSHOTS: everybody_with_the_state_is_killed,
-    Feature.ON_DEMAND: a_snapshot_is_asked_for_and_a_worker_is_killed,
-    Feature.RESUME: the_whole_job_is_killed_and_resumed,
+    Play.SNAPSHOTS: everybody_with_the_state_is_killed,
+    Play.ON_DEMAND: a_snapshot_is_asked_for_and_a_worker_is_killed,
+    Play.RESUME: the_whole_job_is_killed_and_resumed,
     Feature.BACKUP_TASKS: a_straggler_is_helped_and_killed,
     Feature.AGGREGATORS: the_aggregator_is_killed_mid_step,
-    Feature.STANDBY: a_worker_that_stands_by_takes_over,
-    Feature.RESIZE: a_worker_joins_and_another_is_killed,
-    Feature.BY_SPEED: replicas_move_to_the_faster_worker_which_is_killed,
+    Play.STANDBY: a_worker_that_stands_by_takes_over,
+    Play.RESIZE: a_worker_joins_and_another_is_killed,
+    Play.BY_SPEED: replicas_move_to_the_faster_worker_which_is_killed,
 }
 
 
 @pytest.mark.some("clip-ssp")
 @pytest.mark.parametrize(("feature", "mode"), SUPPORTED)
-def test_a_supported_feature_survives_a_kill(feature: Feature, mode: ModeName, tmp_path: Path) -> None:
+def test_a_supported_feature_survives_a_kill(feature: Feature | Play, mode: ModeName, tmp_path: Path) -> None:
     walk = Walk(tmp_path, job_of(feature, mode))
     try:
         PLAYS.get(feature, a_worker_is_killed)(walk)

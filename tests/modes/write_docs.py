@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rallypoint.core.modes.conflicts import CONFLICTS
+from rallypoint.core.modes.conflicts import ALONE, CONFLICTS
 from rallypoint.core.modes.table import TABLE, Cell, No, Only
 from rallypoint.core.modes.traits import MODES, Feature, ModeName
 
@@ -67,6 +67,9 @@ def _conflicts() -> Iterator[str]:
         where = ", ".join(_mode(mode) for mode in ModeName if mode in conflict.modes)
         only = "" if conflict.modes == frozenset(ModeName) else f" (under {where})"
         yield f"{_written(conflict.first)} and {_written(conflict.second)}{only}: {conflict.why}."
+    for alone in ALONE:
+        takes = " or ".join(_written(feature) for feature in Feature if feature in alone.takes)
+        yield f"{_written(alone.feature)} and anything in the table but {takes}: {alone.why}."
 
 
 def _mode(mode: ModeName, before: str = "") -> str:

@@ -15,7 +15,7 @@ from rallypoint.core.modes import Feature, ModeName
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "modes"))
 
-from cell_jobs import CellJob
+from cell_jobs import CellJob, Play
 from test_walk import (
     Walk,
     a_server_with_a_backup_is_killed,
@@ -44,12 +44,12 @@ def test_the_bytes_are_those_of_parameters_on_the_workers() -> None:
 @pytest.mark.parametrize(("happens", "feature"), [
     (a_worker_is_killed, Feature.BUFFERS),
     (a_server_with_a_backup_is_killed, Feature.REPLICATION),
-    (everybody_with_the_state_is_killed, Feature.SNAPSHOTS),
-    (the_whole_job_is_killed_and_resumed, Feature.RESUME),
+    (everybody_with_the_state_is_killed, Play.SNAPSHOTS),
+    (the_whole_job_is_killed_and_resumed, Play.RESUME),
     (a_straggler_is_helped_and_killed, Feature.BACKUP_TASKS),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_whatever_is_killed_the_bytes_are_the_same(
-    happens: object, feature: Feature, home: list[Walk], tmp_path: Path
+    happens: object, feature: Feature | Play, home: list[Walk], tmp_path: Path
 ) -> None:
     home.append(Walk(tmp_path, CellJob(ModeName.SYNC, (Feature.STREAMED, feature))))
     assert callable(happens)

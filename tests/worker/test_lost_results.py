@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.protocol import Evaluated, Evaluates, Message
-from rallypoint.core.view import Assignment, Lease, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Lease, Member, StandingOrders, View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.handover import NoCodecStates
 from rallypoint.core.worker.shell import WorkerShell
@@ -20,7 +20,8 @@ def _view(count: int, incarnation: int) -> View:
     return View(
         number=ViewNumber(1, count), generation=FIRST,
         workers=(Member("me", "h", incarnation=incarnation), Member("other", "h", incarnation=8)), servers=(),
-        assignments=(Assignment(0, {"other": (0,)}),), primary={0: "s0"}, uploader="other", lease=Lease(4, "me", 8),
+        assignments=(Assignment(0, {"other": (0,)}),), primary={0: "s0"}, uploader="other",
+        orders=StandingOrders(lease=Lease(4, "me", 8)),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rallypoint.core.protocol import Stop
-from rallypoint.core.view import ViewNumber
+from rallypoint.core.view import EarlyEnd, StandingOrders, ViewNumber
 from rallypoint.worker.membership import Stopping
 
 
@@ -26,7 +26,7 @@ def test_the_end_of_a_stream_counts_at_its_step_and_not_where_a_roll_back_has_le
 
 
 def view(stop: int | None) -> Any:
-    return SimpleNamespace(generation=ViewNumber(1, 1), stop=None if stop is None else SimpleNamespace(version=stop))
+    return SimpleNamespace(generation=ViewNumber(1, 1), orders=StandingOrders(None if stop is None else EarlyEnd(stop)))
 
 
 def test_an_earlier_end_than_the_view_says_is_said_again_to_another_coordinator() -> None:

@@ -327,7 +327,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
     """Return the features that the settings need beside the mode."""
     local, policy, groups = config.local, config.policy, config.groups
     asked = {
-        Feature.CLIP: config.clip is not None, Feature.PLATEAU: config.plateau is not None,
+        Feature.CLIP: config.clip is not None, Feature.DECIDES: config.plateau is not None,
         Feature.AVERAGE: config.average is not None,
         Feature.SKIP: config.nonfinite == "skip",
         Feature.ACCUMULATE: config.accumulate > 1,
@@ -342,8 +342,8 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.OWN_LOOP: config.order == "own",
         Feature.STREAM: config.order == "stream", Feature.PASSES: config.passes > 0,
         Feature.FRESH_INNER: local is not None and not local.keep_inner,
-        Feature.FRAGMENTS: local is not None and local.fragments > 1,
-        Feature.SYNC_EVERY: any(group.sync_every is not None or group.sync_offset for group in groups),
+        Feature.PARTS: (local is not None and local.fragments > 1)
+        or any(group.sync_every is not None or group.sync_offset for group in groups),
         Feature.DELAY: local is not None and local.delay > 0,
         Feature.FOLD: isinstance(policy, Async) and policy.fold > 1,
         Feature.COMPENSATION: config.compensation > 0,

@@ -317,7 +317,7 @@ class Announcer:
         told = Members(
             str(view.number), tuple(w for w in workers if w in busy), tuple(w for w in workers if w not in busy),
             tuple(member.id for member in view.servers), self._machine.exposed,
-            tuple(member.id for member in view.aggregators), view.aggregator_of, view.warming,
+            tuple(member.id for member in view.aggregators), view.aggregator_of, view.orders.warming,
         )  # fmt: skip
         if told == self._announced:
             return []
@@ -371,7 +371,7 @@ class Announcer:
         step, config = self.config.steps_at(done.step + 1) - 1, self.config
         rate = None if config.own_optimizer else rate_at(config.schedule, step, config.steps)
         if rate is not None and config.plateau is not None:
-            rate = config.plateau.reduced(rate, reductions_at(self._machine.course.views.reductions, step))
+            rate = config.plateau.reduced(rate, reductions_at(self._machine.course.views.orders.reductions, step))
         return self.announce(msgspec.structs.replace(done, step=step, lr=rate), now)
 
     def _recorded(self, member: str, claim: Fingerprint) -> list[Act]:

@@ -44,8 +44,8 @@ class Claims:
         for assignment in view.assignments:
             lead = next((worker for worker, replicas in assignment.replicas.items() if 0 in replicas), "")
             self._leads[lead] = view.generation
-        if view.lease is not None and view.lease.holder:
-            self._holders[view.lease.holder] = (view.generation, view.lease.version)
+        if (lease := view.orders.lease) is not None and lease.holder:
+            self._holders[lease.holder] = (view.generation, lease.version)
 
     def may_say(self, member: str, message: Message, course: Course) -> bool:
         """Can the member know this? A worker that has not proposed the record cannot have computed a replica."""

@@ -81,7 +81,10 @@ def _state_in(kept: sqlite3.Connection, path: str) -> ClusterState | None:
     record = kept.execute("select body from record where id = 1").fetchone()
     if row is None:
         return None
-    state = msgspec.msgpack.decode(row[0], type=ClusterState)
+    data = msgspec.msgpack.decode(row[0])
+    if (view := data.get("view")) and "orders" not in view:  # an earlier version has written it
+        view["orders"] = dict(view)
+    state = msgspec.convert(data, ClusterState)
     if record is None:
         return state
     return msgspec.structs.replace(state, record=kept_record(msgspec.msgpack.decode(record[0]), f"the journal {path}"))

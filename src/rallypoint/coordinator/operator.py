@@ -46,7 +46,7 @@ class Orders:
     def _pause(self, order: Pause, course: Course, *, on: bool) -> OrderAnswer:
         if on and (why := may_pause(course)):
             return _refused(order, why)
-        if not on and course.views.paused is None:
+        if not on and course.views.orders.paused is None:
             return _refused(order, "the job is not paused")
         assert course.record is not None
         before = course.record.steps_at(course.known + 1)
@@ -59,9 +59,9 @@ class Orders:
             return _refused(order, "no worker computes: nothing can be stopped")
         if not record.supports(Feature.STOP):
             return _refused(order, "a job in this mode cannot be stopped early")
-        if course.views.stop is not None:
+        if course.views.orders.stop is not None:
             return _refused(order, f"the job ends with step {record.steps_at(course.last)} already")
-        goes_on = [events.Paused(False)] if course.views.paused is not None else []
+        goes_on = [events.Paused(False)] if course.views.orders.paused is not None else []
         said = f"the operator stops the job after the step that is computed now{f': {reason}' if reason else ''}"
         return OrderAnswer(goes_on, workers, [_ordered(order, said)])
 

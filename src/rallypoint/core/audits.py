@@ -67,7 +67,7 @@ class Audits:
 
     def duties(self, view: View, worker: str, step: int) -> tuple[int, ...]:
         """The replicas of `step` that `worker` computes for others: as auditor, or as the third of a dispute."""
-        named = {d.replica for d in view.disputes if d.step == step and d.third == worker}
+        named = {d.replica for d in view.orders.disputes if d.step == step and d.third == worker}
         if self.audited(step):
             named |= {r for r in range(self.replicas) if self.auditor(view, step, r) == worker}
         return tuple(sorted(named - set(view.replicas_of(worker, step))))
@@ -144,7 +144,7 @@ class AuditDuties(Duties):
         self.replicas = self.audits.duties(view, self.me, step) if audited else ()
         presum.plan(() if audited else own)
         alone = audited and peers(view, step, self.me) == [self.me]
-        open = frozenset(d.replica for d in view.disputes if d.step == step and not d.third and d.replica in own)
+        open = frozenset(d.replica for d in view.orders.disputes if d.step == step and not d.third and d.replica in own)
         before, number, was_alone, were_open = self._planned
         self._planned = (step, view.number, alone, open)
         missed = view.number not in (number, ViewNumber(number.epoch, number.count + 1))

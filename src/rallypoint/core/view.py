@@ -104,6 +104,37 @@ class Tried(msgspec.Struct, frozen=True, array_like=True):
     kept: float
 
 
+class StandingOrders(msgspec.Struct, frozen=True):
+    """What holds for everybody beside who is where: each view has those of the one before it, but for what has changed.
+
+    Attributes:
+        stop: the job ends before its last round; None while nobody has said so.
+        lease: who evaluates which version; None: nobody does, or it is not known yet what the script evaluates.
+        reductions: the versions from which on the learning rate is reduced once more (`ReduceOnPlateau`), ascending.
+        paused: the operator has paused the job: no replica of this step or a later one is computed; None: it is not.
+        disputes: audited contributions on which workers do not agree (`audit=`).
+        tuned: setting -> its value in place of the job's, where it is tuned (`tune="auto"`): see `core.plan.tuning`.
+        handover: shards move to other servers before this step: no replica of it or of a later one is computed before
+            another view; None: none move. A worker that holds this version says so (`core.worker.ending`).
+        warming: workers that are to compute, and do not yet: they fetch versions, and say when they hold one.
+        ending: a worker holds the last version: all other workers fetch it.
+    """
+
+    stop: EarlyEnd | None = None
+    lease: Lease | None = None
+    reductions: tuple[int, ...] = ()
+    paused: int | None = None
+    disputes: tuple[Dispute, ...] = ()
+    tuned: dict[str, Tried] = {}
+    handover: int | None = None
+    warming: tuple[str, ...] = ()
+    ending: bool = False
+
+    def last(self, rounds: int) -> int:
+        """The job's last version, where it would have so many rounds."""
+        return rounds if self.stop is None else min(rounds, self.stop.version)
+
+
 class View(msgspec.Struct, frozen=True):
     """The members, the replicas that each worker computes, and the shards that each server holds.
 
@@ -123,7 +154,6 @@ class View(msgspec.Struct, frozen=True):
         origin: the snapshot from which this generation starts, ``NAME`` or, in another store than the job's,
             ``URL/NAME``; "" if it starts from what `uploader` uploads.
         uploader: the worker that uploads the state with which this generation starts, if `origin` is "".
-        ending: a worker holds the last version: all other workers fetch it.
         gaps: pairs (a, b): views between a and b may have been published by an earlier coordinator, and were not known
             to the one that went on from a with b. What was done in them is not part of this generation's history.
         contributors: worker (or aggregator) -> the replicas of which servers take its contributions: all that it (or
@@ -132,17 +162,9 @@ class View(msgspec.Struct, frozen=True):
             the replica is somebody else's, is not lost: its sender counts it as delivered.
         aggregators: the aggregators that are here.
         aggregator_of: worker -> the aggregator that it may use. A worker that is not in it uses the servers.
-        stop: the job ends before its last round; None while nobody has said so.
-        lease: who evaluates which version; None: nobody does, or it is not known yet what the script evaluates.
-        paused: the operator has paused the job: no replica of this step or a later one is computed; None: it is not.
-        reductions: the versions from which on the learning rate is reduced once more (`ReduceOnPlateau`), ascending.
+        orders: what holds beside all that.
         speeds: server -> how fast its link was measured to be, compared with the median one. Where it was not, what was
             told of it counts: `core.plan.topology`.
-        disputes: audited contributions on which workers do not agree (`audit=`).
-        tuned: setting -> its value in place of the job's, where it is tuned (`tune="auto"`): see `core.plan.tuning`.
-        handover: shards move to other servers before this step: no replica of it or of a later one is computed before
-            another view; None: none move. A worker that holds this version says so (`core.worker.ending`).
-        warming: workers that are to compute, and do not yet: they fetch versions, and say when they hold one.
     """
 
     number: ViewNumber
@@ -156,25 +178,13 @@ class View(msgspec.Struct, frozen=True):
     homed: dict[int, ViewNumber] = {}
     origin: str = ""
     uploader: str = ""
-    ending: bool = False
     gaps: tuple[tuple[ViewNumber, ViewNumber], ...] = ()
     contributors: dict[str, tuple[int, ...]] = {}
     aggregators: tuple[Member, ...] = ()
     aggregator_of: dict[str, str] = {}
-    stop: EarlyEnd | None = None
-    lease: Lease | None = None
-    reductions: tuple[int, ...] = ()
-    paused: int | None = None
-    disputes: tuple[Dispute, ...] = ()
     speeds: dict[str, float] = {}
-    tuned: dict[str, Tried] = {}
-    handover: int | None = None
-    warming: tuple[str, ...] = ()
     incoming: dict[int, Incoming] = {}
-
-    def last(self, rounds: int) -> int:
-        """The job's last version, where it would have so many rounds."""
-        return rounds if self.stop is None else min(rounds, self.stop.version)
+    orders: StandingOrders = StandingOrders()
 
     def paced(self, setting: float) -> float:
         """Mbit/s that each worker and server sends at most, where the job's `pace_mbit` is `setting`; 0: as TCP likes.
@@ -213,7 +223,7 @@ class View(msgspec.Struct, frozen=True):
 
     def setting(self, name: str, given: float) -> float:
         """The value of a setting that may be tuned, where the job's is `given`."""
-        found = self.tuned.get(name)
+        found = self.orders.tuned.get(name)
         return given if found is None else found.value
 
     def assigned(self, step: int) -> Mapping[str, tuple[int, ...]]:
@@ -250,7 +260,8 @@ class View(msgspec.Struct, frozen=True):
 
     def evaluates(self, worker: str, version: int) -> bool:
         """True if the evaluation of `version` is leased to `worker`."""
-        return self.lease is not None and (self.lease.holder, self.lease.version) == (worker, version)
+        lease = self.orders.lease
+        return lease is not None and (lease.holder, lease.version) == (worker, version)
 
     def moved(self, before: View) -> list[int]:
         """The shards that went to another primary after the view `before`, ascending; also if they came back since."""

@@ -194,7 +194,7 @@ class ShardEffects:
 
     def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
         """The update, with its step in the learning-rate schedule counted in the job's rounds, and the reductions that
-        count for it: this server has the view that says them (see `View.reductions`)."""
+        count for it: this server has the view that says them (see `orders.reductions`)."""
         if self.reductions:
             effect = replace(effect, reductions=reductions_at(self.reductions, effect.step))
         if self._together:
@@ -352,7 +352,7 @@ class Reducer:
         if self._codec_states is not None:
             self._codec_states.adopt(view)
         effects = self.shell.adopt(view)
-        self._effects.reductions = () if self.machine.view is None else self.machine.view.reductions
+        self._effects.reductions = () if self.machine.view is None else self.machine.view.orders.reductions
         self._effects.run(effects)
         self._ledger.proves(applied_in(self.machine))  # it may have become the primary
 

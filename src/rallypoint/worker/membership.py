@@ -244,11 +244,10 @@ class Stopping:
                 self._send(self._done)
 
     def _repeat_stop(self, view: View) -> None:
-        told = view.stop is not None and (self._said is None or (
-            self._said.left < 0 and view.stop.version <= self._said.version
-        ))  # fmt: skip
-        if self._said is not None and not told:
-            self._said = msgspec.structs.replace(self._said, generation=view.generation)
+        said, stop = self._said, view.orders.stop
+        told = stop is not None and said is not None and said.left < 0 and stop.version <= said.version
+        if said is not None and not told:
+            self._said = msgspec.structs.replace(said, generation=view.generation)
             self._send(self._said)
 
 

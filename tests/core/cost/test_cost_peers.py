@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from rallypoint.core.plan.peers import Ring, ddp_cost, fsdp_cost, ring_bytes
-from rallypoint.core.plan.site import PAYLOAD, Speeds, Workers
+from rallypoint.core.plan.site import PAYLOAD, Rates, Workers
 from rallypoint.core.plan.workload import Layer, Workload, transformer
 
 RATE = 125e6
 WORKERS = Workers(4, RATE)
 RING = Ring(4, PAYLOAD * RATE, 0.0)
-STILL = Speeds(step=0.0)
+STILL = Rates(step=0.0)
 
 
 def ring_seconds(nbytes: float, members: int, rate: float) -> float:
@@ -49,7 +49,7 @@ def test_a_model_of_one_bucket_is_reduced_when_the_backward_pass_has_ended() -> 
 
 
 def test_the_optimizer_steps_after_the_last_bucket_on_every_worker_under_ddp_and_on_a_part_under_fsdp() -> None:
-    work, speeds = Workload(layers=transformer(1e8, 1.0)), Speeds(step=1e-9)
+    work, speeds = Workload(layers=transformer(1e8, 1.0)), Rates(step=1e-9)
     ddp, fsdp = (
         cost(work, WORKERS, RING, speeds).seconds - cost(work, WORKERS, RING, STILL).seconds
         for cost in (ddp_cost, fsdp_cost)

@@ -10,10 +10,10 @@ from rallypoint.core.plan.site import (
     ACKNOWLEDGED,
     PACED,
     PAYLOAD,
-    Losses,
+    PortLosses,
+    Rates,
     Servers,
     Site,
-    Speeds,
     Wiring,
     Workers,
     paced,
@@ -23,7 +23,7 @@ from rallypoint.core.plan.workload import Layer, Workload, transformer
 
 MBIT = 1e6 / 8
 NETLAB_QUEUE = 512 * 1024.0  # what `tests/support/netlab.py` lets wait at a port
-IDEAL = {"losses": None, "speeds": Speeds(add=0.0, apply=0.0, latency=0.0)}
+IDEAL = {"losses": None, "speeds": Rates(add=0.0, apply=0.0, latency=0.0)}
 
 
 def site(workers: int, servers: int, mbit: float, **more: object) -> Site:
@@ -261,7 +261,7 @@ def test_members_find_a_pace_where_there_are_as_many_servers_as_workers() -> Non
         found = paced_by_port(workers_only)
         assert [group.rate for group in found.workers] == [PACED * 100.0 * MBIT]
         assert found.servers == workers_only.servers
-        assert found.losses == Losses(gathered=0.0)
+        assert found.losses == PortLosses(gathered=0.0)
     for nobody in (
         site(4, 2, 100.0), site(1, 1, 100.0), site(4, 4, 100.0, beside=True),
         site(8, 8, 100.0, rack=4, uplink=100 * MBIT), site(8, 8, 100.0, rack=4, uplink=100 * MBIT, aggregators=True),
@@ -294,7 +294,7 @@ def test_ports_lose_something_for_each_further_sender_up_to_three() -> None:
         assert took == pytest.approx(workers * alone / part, rel=0.03)
         even = step_cost(work, site(workers, 1, 100.0, losses=None)).seconds
         assert even == pytest.approx(workers * alone, rel=0.03)
-    down = Losses(gathered=0.0, spread=0.1)
+    down = PortLosses(gathered=0.0, spread=0.1)
     assert step_cost(work, site(4, 4, 100.0, losses=down)).seconds > 1.2 * step_cost(
         work, site(4, 4, 100.0, losses=None)
     ).seconds  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from rallypoint.core.plan.candidates import Encoding, Machines, candidates_for, verdict_of
+from rallypoint.core.plan.candidates import Machines, PlannedCodec, candidates_for, verdict_of
 from rallypoint.core.plan.workload import Workload, transformer
 
 GBIT = 1e9 / 8
@@ -61,7 +61,8 @@ def test_what_does_not_fit_is_not_recommended() -> None:
 
 
 def test_a_codec_that_a_collective_could_use_too_is_granted_to_it() -> None:
-    found = candidates_for(SLOW_LINKS, MACHINES, [Encoding("bf16", 2.0, 2.0, True), Encoding("int8", 1.0, 1.0, False)])
+    codecs = [PlannedCodec("bf16", 2.0, 2.0, True), PlannedCodec("int8", 1.0, 1.0, False)]
+    found = candidates_for(SLOW_LINKS, MACHINES, codecs)
     assert {one.codec for one in found if one.name == "DDP"} == {"raw", "bf16"}
     assert {one.codec for one in found if one.ours} == {"raw", "bf16", "int8"}
     ddp = {one.codec: one.step.seconds for one in found if one.name == "DDP"}

@@ -1,8 +1,8 @@
 """What follows from audits (`audit=`): who computes a disputed contribution once more, who has lost, who is unlike.
 
 A server tells of a dispute: two workers have sent different bytes for the same contribution. The next view names a
-third worker (`View.disputes`), which computes it too. The server then tells who agreed and who has lost. The step waits
-all the while, and nothing that has lost is applied.
+third worker (`orders.disputes`), which computes it too. The server then tells who agreed and who has lost. The step
+waits all the while, and nothing that has lost is applied.
 
 Each worker of a job with audits computes a small probe (`worker/kernels.py`) and proposes its digest with the
 job's record. The coordinator puts it into the worker's `Member`, so every member sees it in the view, and
@@ -71,14 +71,14 @@ class Auditing:
                 f"audit: {_named(found.others, view)} have each computed something else for {name}, so nobody knows "
                 "which is right: compare these machines with `rallypoint doctor`, and replay the step"
             ))  # fmt: skip
-        disputes = {(d.step, d.replica): d for d in self.course.views.disputes}
+        disputes = {(d.step, d.replica): d for d in self.course.views.orders.disputes}
         known = disputes.get((found.step, found.replica))
         heard = tuple(sorted({*found.others, *(() if known is None else known.heard)}))
         if (known is not None and known.heard == heard) or len(heard) > MOST:
             return []
         third = known.third if known is not None and known.third not in heard else ""
         disputes[found.step, found.replica] = Dispute(found.step, found.replica, heard, third)
-        self.course.views.disputes = _earliest(disputes.values())
+        self.course.views.order(disputes=_earliest(disputes.values()))
         said: list[Effect] = [Announce(f"audit: {_named(found.others, view)} have computed different bytes for {name}")]
         said = said if self._is_new("dispute", found.step, found.replica, heard) else []
         return [*said, *self.advance()]  # now: a view without a third worker would say that nobody can decide
@@ -86,7 +86,7 @@ class Auditing:
     def _name_thirds(self, view: View, audits: Audits) -> list[Effect]:
         wanted: list[Dispute] = []
         said: list[Effect] = []
-        for dispute in self.course.views.disputes:
+        for dispute in self.course.views.orders.disputes:
             if dispute.step < self.course.furthest:
                 continue
             third = dispute.third
@@ -96,8 +96,8 @@ class Auditing:
             if self.course.phase is not Phase.RUNNING:
                 return said
             wanted.append(msgspec.structs.replace(dispute, third=third))
-        self.course.views.disputes = tuple(wanted)
-        return [*said, *(self.succession.advance() if tuple(wanted) != view.disputes else [])]
+        self.course.views.order(disputes=tuple(wanted))
+        return [*said, *(self.succession.advance() if tuple(wanted) != view.orders.disputes else [])]
 
     def _third(self, dispute: Dispute, third: str, view: View) -> list[Effect]:
         name = f"step {dispute.step}, replica {dispute.replica}"

@@ -1,6 +1,6 @@
 """The end of a job that goes well: with which version, which workers hold it, and when that ends the job.
 
-A script may end its job before the last round. What it says becomes part of the next view (`View.stop`), so it is in
+A script may end its job before the last round. What it says becomes part of the next view (`orders.stop`), so it is in
 the journal before anybody acts on it. The worker that says it holds a contribution back until it has that view, so in
 an aligned job no server makes a later version, and none makes the last one, before it knows.
 """
@@ -55,7 +55,7 @@ class Completion:
             return []
         if said.left >= 0:
             course.members.left[worker] = said.left
-        version, before = self._possible(said.version), course.views.stop
+        version, before = self._possible(said.version), course.views.orders.stop
         if not 0 <= version < course.last:
             return [*self.advance(), *self.succession.advance()]  # others compute what it does not
         who, why = (worker, said.reason) if before is None else (before.worker, before.reason)
@@ -73,7 +73,7 @@ class Completion:
 
     def _deserted(self) -> list[Effect]:
         """All workers have left their loops before the last version: end with the one that they have, if they can."""
-        course, stop = self.course, self.course.views.stop
+        course, stop = self.course, self.course.views.orders.stop
         if stop is None:
             return []
         assert course.record is not None
@@ -89,7 +89,7 @@ class Completion:
 
     def _overtaken(self) -> list[Effect]:
         """End a stopped job with a later version if that exists: what stopped it came too late."""
-        course, stop = self.course, self.course.views.stop
+        course, stop = self.course, self.course.views.orders.stop
         if stop is None or course.record is None or (version := self._possible(stop.version)) == stop.version:
             return []
         return self._ends_with(msgspec.structs.replace(stop, version=min(version, course.record.rounds)))
@@ -104,7 +104,7 @@ class Completion:
     def _ends_with(self, stop: EarlyEnd) -> list[Effect]:
         course = self.course
         assert course.record is not None
-        course.views.stop = stop
+        course.views.order(stop=stop)
         course.members.done.clear()
         taking = self.snapshots.taking
         if taking is not None and taking.version > stop.version:
@@ -138,7 +138,7 @@ class Completion:
         effects += lost_evaluations(course)
         lead, able = course.view.lead(course.last), members.finishing
         able = able - members.awaited or able  # who is away hears of it later, or not at all
-        stop, at = course.views.stop, course.record.steps_at(course.last)
+        stop, at = course.views.orders.stop, course.record.steps_at(course.last)
         lead = lead if lead in able else min(able)
         effects += [Announce(text) for text in (course.tuning.unfinished(course.record), self._unread()) if text]
         return [*effects, *course.end(FinishJob(lead) if stop is None else FinishJob(lead, at, stop.reason))]
@@ -146,7 +146,7 @@ class Completion:
     def _unread(self) -> str:
         """A sentence, if the job's steps have ended it and not the stream that it was to read to its end."""
         record = self.course.record
-        if record is None or self.course.views.stop is not None:
+        if record is None or self.course.views.orders.stop is not None:
             return ""
         return stream_unread(record.config.get("passes", 0), record.config.get("steps", 0))
 
@@ -176,7 +176,7 @@ class Completion:
         for worker in sorted(workers):
             course.has_state(worker, course.last)
         course.furthest = max(course.furthest, course.last - 1)
-        if course.view.ending:
+        if course.view.orders.ending:
             return []
         effects = self.succession.advance(ending=True)
         return [*effects, *(self.snapshots.take() if self.snapshots.taking is None else [])]

@@ -129,7 +129,7 @@ class Course:
     def last(self) -> int:
         """The job's last version: its last round, or an earlier one if it is stopped. Call it only with a record."""
         assert self.record is not None
-        return self.record.rounds if self.views.stop is None else min(self.record.rounds, self.views.stop.version)
+        return self.views.orders.last(self.record.rounds)
 
     def reached_by(self, step: int) -> int:
         """The step that a report of `step` proves: at most one after what servers have applied.
@@ -163,7 +163,7 @@ class Course:
         view = self.view
         if view is None or self.phase is Phase.GATHERING:
             return True
-        evaluates = view.lease is not None and view.lease.holder == member
+        evaluates = view.orders.lease is not None and view.orders.lease.holder == member
         return evaluates or bool(view.contributors.get(member)) or member in {view.uploader, *view.primary.values()}
 
     def state(self) -> ClusterState:
@@ -186,7 +186,7 @@ class Course:
             stored=tuple(evaluations.stored),
             periods=evaluations.periods,
             stops=evaluations.stops,
-            goes_on=self.view is not None and self.view.paused is not None and self.views.paused is None,
+            goes_on=self.view is not None and self.view.orders.paused is not None and self.views.orders.paused is None,
             origin=self.origin,
             begun_by=self.begun_by,
             copies=self.copies if self.record is not None else 0,

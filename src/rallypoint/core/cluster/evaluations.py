@@ -2,7 +2,7 @@
 
     a worker says what its script evaluates (`Evaluates`)
     the view leases the first version that is due to a worker: servers keep that version. If something is decided from
-    evaluations, nobody passes the next one that is due (`View.lease`); else the lead evaluates those that it passes
+    evaluations, nobody passes the next one that is due (`orders.lease`); else the lead evaluates those that it passes
     it has its result, in the journal: what is decided counts from the next version that is due
     the next view says what is decided, and leases that version
 
@@ -99,8 +99,8 @@ class EvaluationLedger:
         self.results = dict(state.results)
         self.periods, self.stops = state.periods, state.stops
         self.registered = bool(self.periods or self.stops)
-        if state.view is not None and state.view.lease is not None and state.view.lease.holder:
-            self.able.add(state.view.lease.holder)
+        if state.view is not None and (lease := state.view.orders.lease) is not None and lease.holder:
+            self.able.add(lease.holder)
 
     # ---- which versions are due ----
 
@@ -177,12 +177,12 @@ def wanted_lease(course: Course) -> Lease | None:
     """The lease that the next view is to have, with the members that are here."""
     view, record, ledger = course.view, course.record, course.evaluations
     if view is None or record is None or not record.leases or not ledger.registered:
-        return course.views.lease  # as it is: a coordinator that was restarted may not know yet what is evaluated
+        return course.views.orders.lease  # a coordinator that was restarted may not know yet what is evaluated
     if not ledger.periods:
         return None
     version = ledger.due_after(ledger.decided.version, course.last)
     if version is None:
-        return course.views.lease  # all is evaluated
+        return course.views.orders.lease  # all is evaluated
     gates = [record.rounds]  # where nothing depends on it, no step waits for it (I7)
     if course.rules.steers:
         gates.append(ledger.due_after(version, course.last) or record.rounds)
@@ -221,7 +221,7 @@ def version_to_capture(course: Course) -> int | None:
 def awaits_decision(course: Course, version: int) -> bool:
     """True if evaluations of versions before this one are still to be decided from."""
     ledger = course.evaluations
-    if not ledger.registered and course.views.lease is not None:
+    if not ledger.registered and course.views.orders.lease is not None:
         return True  # a coordinator that was restarted, whom nobody has told yet what the script evaluates
     first = ledger.due_after(ledger.decided.version, course.last) if course.rules.steers else None
     return first is not None and first < version
@@ -234,19 +234,18 @@ def known_version(course: Course) -> int:
 
 def rolled_back(course: Course) -> None:
     """A new generation begins from version `course.furthest` + 1: later versions are made, and evaluated, again."""
-    ledger, lease, version = course.evaluations, course.views.lease, course.furthest + 1
+    ledger, lease, version = course.evaluations, course.views.orders.lease, course.furthest + 1
     ledger.rewind(version)
     if lease is not None and lease.version < version:
         ledger.results.setdefault(lease.version, None)
-    course.views.lease = None
-    course.views.reductions = ledger.decided.reductions
-    if course.views.paused is not None:
-        course.views.paused = version  # it stays where it is
+    course.views.order(lease=None, disputes=(), reductions=ledger.decided.reductions)
+    if course.views.orders.paused is not None:
+        course.views.order(paused=version)  # it stays where it is
 
 
 def lease_noted(course: Course, before: View) -> list[Effect]:
     """Note for the event log who evaluates which step, if the next view says something new about it."""
-    lease = course.views.lease
+    lease = course.views.orders.lease
     if lease is None or not lease.holder or before.evaluates(lease.holder, lease.version) or course.record is None:
         return []
     return [Note(f"step {course.record.steps_at(lease.version)} is evaluated by {lease.holder}")]
@@ -257,7 +256,7 @@ def lease_noted(course: Course, before: View) -> list[Effect]:
 
 def holds_back(course: Course) -> str:
     """A phrase for what training waits for at the end of the lease; "" if it is not there."""
-    record, lease = course.record, None if course.view is None else course.view.lease
+    record, lease = course.record, None if course.view is None else course.view.orders.lease
     if lease is None or record is None or not lease.until <= course.known < record.rounds:
         return ""
     if lease.until <= lease.version:  # what is decided counts from a later one on
@@ -267,7 +266,7 @@ def holds_back(course: Course) -> str:
 
 def awaits_evaluation(course: Course) -> str:
     """A phrase for the evaluation that the job's end waits for; "" if there is none, or nobody is here who could."""
-    ledger, record, lease = course.evaluations, course.record, None if course.view is None else course.view.lease
+    ledger, record, lease = course.evaluations, course.record, None if course.view is None else course.view.orders.lease
     version = ledger.due_after(ledger.decided.version, course.last) if ledger.able & course.members.present else None
     if version is None or lease is None or record is None:
         return ""
@@ -308,7 +307,7 @@ class Decisions:
             return self._evaluates(worker, said, course.record, left)
         if view is None or not course.is_current(said.generation) or said.version > course.last:
             return []
-        if said.values is None and (view.lease is None or view.lease.version != said.version):
+        if said.values is None and (view.orders.lease is None or view.orders.lease.version != said.version):
             return []
         if not ledger.is_due(course.record, said.version, course.last):
             return []
@@ -322,7 +321,7 @@ class Decisions:
         course, ledger = self.course, self.course.evaluations
         if wrong := next((rule.problem for rule in said.stops if rule.problem), ""):
             return self._refuse(worker, f"it brought a rule of run.stop_when that is none: {wrong}", left)
-        if said.stops and (why := record.refusal_of({Feature.STOP_WHEN})):
+        if said.stops and (why := record.refusal_of({Feature.DECIDES})):
             return self._cannot(worker, why, left)
         steers = course.rules.steers or bool(said.stops)
         same = ledger.agrees(worker, said, fixed=course.begun and steers)
@@ -373,7 +372,7 @@ class Decisions:
         before = ledger.decided
         following = ledger.due_after(version, course.last)
         ledger.decide(course.rules, version, following)
-        course.views.reductions = ledger.decided.reductions
+        course.views.order(reductions=ledger.decided.reductions)
         course.changed()
         effects: list[Effect] = []
         if len(ledger.decided.reductions) > len(before.reductions) and following is not None:

@@ -357,7 +357,7 @@ class ClusterMachine:
             course.revision += had_state
             self._snapshots.duty.abandon()  # it may have had a share in one
             if course.recovery.ends_with(member, course.view):
-                return [said, *self._succession.recover(ending=course.view.ending)]
+                return [said, *self._succession.recover(ending=course.view.orders.ending)]
         return [said, *self._succession.advance(), *self._completion.advance()]
 
     def _failed(self, member: str, said: GiveUp) -> list[Effect]:

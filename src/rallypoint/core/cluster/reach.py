@@ -155,7 +155,7 @@ class Reach:
         """The workers that the job waits for."""
         course, view = self.course, self.course.view
         assert view is not None
-        if view.ending:  # all who have not got the last version
+        if view.orders.ending:  # all who have not got the last version
             return course.members.present - course.members.done - course.members.apart
         if not view.assignments:
             return {view.uploader} & course.members.workers.keys()
@@ -246,7 +246,7 @@ class Reach:
     def _hanging(self, waiting: set[str]) -> list[Case]:
         """Workers whose main threads do nothing, if all others wait for them."""
         course = self.course
-        if not course.terms.hang_after or not course.begun or course.view is None or course.view.ending:
+        if not course.terms.hang_after or not course.begun or course.view is None or course.view.orders.ending:
             return []
         busy = self._assigned() - waiting
         # That two hang and nobody waits is less likely than that they do something long at the same time.

@@ -73,7 +73,7 @@ class StateHolders:
         if not self.moved:
             return False
         having = {member.id for member in before.workers if members.workers.get(member.id) == member}
-        if not before.ending:  # then all follow
+        if not before.orders.ending:  # then all follow
             having &= _assigned(before.assignments[-1:])
         wanted = _assigned(assignments) | (members.present if ending else set())
         return not wanted <= having

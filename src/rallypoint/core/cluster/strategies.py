@@ -62,9 +62,10 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
     snapshot_version, snapshot_lead = _SNAPSHOTS[record.mode.pace]
     pinned, in_rounds = Feature.OWN_LOOP in record.features, record.mode.pace is Pace.ROUNDS
     steps = in_rounds and not {Feature.SUMS, Feature.KEYED} & set(record.features)
+    stay = {Feature.OWN_LOOP, Feature.KEYED, Feature.AUDIT} & set(record.features)  # one worker alone cannot be audited
     return Strategies(
         recovery=_RECOVERY[record.mode.holder](),
-        by_speed=record.supports(Feature.BY_SPEED),
+        by_speed=not stay and not record.mode.leaves_state,
         backup_tasks=terms.backup_tasks and record.supports(Feature.BACKUP_TASKS),
         hands_over=steps and not pinned,
         warms=steps and not pinned and record.mode.holder is StateHolder.SERVERS,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import (
@@ -51,7 +49,9 @@ def moves_before(course: Course) -> int | None:
         return None
     stuck = not course.members.apart.isdisjoint(view.primary.values())  # no step ends before these shards move
     computing = _computing(course, view)
-    if view.ending or stuck or not computing or course.handover.hurries(view, course.members.leaving, course.now):
+    if view.orders.ending or stuck or not computing:
+        return None
+    if course.handover.hurries(view, course.members.leaving, course.now):
         return None
     return course.handover.before(view, course.known, computing, _ends(course), course.now)
 
@@ -63,7 +63,7 @@ def nothing_on_its_way(course: Course) -> bool:
     if view is None or course.record is None or not course.strategies.hands_over or not course.begun:
         return False
     computing = _computing(course, view)
-    return view.ending or not computing or course.handover.all_there(view, computing, _ends(course))
+    return view.orders.ending or not computing or course.handover.all_there(view, computing, _ends(course))
 
 
 def _computing(course: Course, view: View) -> list[str]:
@@ -74,7 +74,7 @@ def _computing(course: Course, view: View) -> list[str]:
 
 def _ends(course: Course) -> tuple[int | None, int | None]:
     """Steps that will not be computed for now: a pause, the job's end."""
-    return course.views.paused, course.last
+    return course.views.orders.paused, course.last
 
 
 _UNDAMAGED = ("", -1, "")
@@ -104,11 +104,11 @@ class Succession:
             return self.recover()
         if course.phase is not Phase.RUNNING or course.view is None or course.record is None:
             return []
-        before, ending = course.view, course.view.ending or ending
+        before, ending = course.view, course.view.orders.ending or ending
         assignments = self._assignments(before) if assignments is None else assignments
         if course.recovery.needs_new_generation(before, assignments, course.members, ending=ending):
             return self.recover(ending=ending)
-        course.views.lease = wanted_lease(course)
+        course.views.order(lease=wanted_lease(course))
         view = course.views.following(
             course.record.layout.shards, course.members, assignments, ending=ending, moves_before=moves_before(course),
             warming=ready(course)[1], settled=nothing_on_its_way(course),
@@ -134,12 +134,12 @@ class Succession:
         if course.view is None or course.record is None or course.strategies.pinned:
             return []
         assignments = self._assignments(course.view)
-        ending = course.view.ending
+        ending = course.view.orders.ending
         if not assignments or course.recovery.needs_new_generation(
             course.view, assignments, course.members, ending=ending
         ):
             return []
-        course.views.paused = step
+        course.views.order(paused=step)
         view = course.views.following(
             course.record.layout.shards, course.members, assignments, ending=ending, moves_before=step
         )
@@ -150,8 +150,8 @@ class Succession:
         course, view = self.course, self.course.view
         if view is None or course.phase is not Phase.RUNNING or not course.evaluations.periods:
             return []
-        wanted = (wanted_lease(course), course.views.reductions)
-        return self.advance() if wanted != (view.lease, view.reductions) else []
+        wanted = (wanted_lease(course), course.views.orders.reductions)
+        return self.advance() if wanted != (view.orders.lease, view.orders.reductions) else []
 
     def noted(self, member: str, said: CaughtUp | Reached) -> list[Effect]:
         """A primary says that the backups of some shards have caught up (see `ViewSequence.backups_caught_up`), or a
@@ -222,7 +222,7 @@ class Succession:
         course, members = self.course, self.course.members
         if not course.terms.measure_links or course.view is None or course.record is None:
             return []
-        if course.storing_first_weights or course.view.ending or not members.awaited.isdisjoint(members.servers):
+        if course.storing_first_weights or course.view.orders.ending or not members.awaited.isdisjoint(members.servers):
             return []
         shards = course.record.layout.shards
         factors = course.views.uplinks.factors(course.views.situation(members, course.view.assignments))
@@ -236,7 +236,7 @@ class Succession:
         course, members, views = self.course, self.course.members, self.course.views
         if not views.uplinks.told or course.view is None or not members.awaited.isdisjoint(members.servers):
             return []
-        if course.storing_first_weights or course.view.ending or course.view.backup.keys() - views.caught_up:
+        if course.storing_first_weights or course.view.orders.ending or course.view.backup.keys() - views.caught_up:
             return []
         if course.view.incoming:
             return []
@@ -244,7 +244,7 @@ class Succession:
         return [Announce(why), *self.advance()] if why else []
 
     def _hand_over(self) -> list[Effect]:
-        waits = self.course.view is not None and self.course.view.handover is not None
+        waits = self.course.view is not None and self.course.view.orders.handover is not None
         return self.advance() if waits and moves_before(self.course) is None else []
 
     def _tune(self) -> list[Effect]:
@@ -254,7 +254,7 @@ class Succession:
         decided = course.tuning.look(course.view, course.record)
         if decided is None:
             return []
-        course.views.tuned = dict(decided.values)
+        course.views.order(tuned=dict(decided.values))
         return [*([Announce(decided.said)] if decided.said else []), *self.advance()]
 
     # ---- new generations ----
@@ -325,7 +325,7 @@ class Succession:
             f"going on from snapshot {event.snapshot}: version {event.version}{_lost(course, event.version)}"
         )
         course.furthest = event.version - 1
-        course.views.stop = course.views.stop or event.stop  # the journal may have had no room for it
+        course.views.order(stop=course.views.orders.stop or event.stop)  # the journal may have had no room for it
         course.evaluations.go_back_to(event.decided)
         self.snapshots.duty.last = (event.version, course.now)
         return [said, *self.new_generation(event.snapshot)]
@@ -365,9 +365,10 @@ class Succession:
         capture = self.snapshots.capture(0, writers) if fresh else []
         # Do not start from the old assignment: all replicas are computed again in any case.
         view = course.views.first(
-            course.record.layout.shards, course.members, self._assignments(None), uploader=first, origin=origin
-        )
-        return [*self._publish(msgspec.structs.replace(view, ending=ending), abandon=False), *capture]
+            course.record.layout.shards, course.members, self._assignments(None), uploader=first, origin=origin,
+            ending=ending,
+        )  # fmt: skip
+        return [*self._publish(view, abandon=False), *capture]
 
     def _publish(self, view: View, *, abandon: bool) -> list[Effect]:
         course = self.course

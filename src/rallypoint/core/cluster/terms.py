@@ -81,6 +81,5 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
             Feature.REPLICATION: self.replication > 1,
             Feature.BACKUP_TASKS: self.backup_tasks,
             Feature.AGGREGATORS: self.aggregators > 0,
-            Feature.SNAPSHOTS: self.snapshots,
         }
         return frozenset(feature for feature, is_asked in asked.items() if is_asked)

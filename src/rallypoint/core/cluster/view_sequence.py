@@ -27,7 +27,7 @@ from rallypoint.core.placing.view_change import (
     still_caught_up,
     surviving_primaries,
 )
-from rallypoint.core.view import Assignment, Dispute, EarlyEnd, Lease, Member, Tried, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, StandingOrders, View, ViewNumber
 
 Aggregation: TypeAlias = Callable[..., dict[str, str]]
 Contributing: TypeAlias = Callable[..., dict[str, tuple[int, ...]]]
@@ -69,12 +69,8 @@ class ViewSequence:
         caught_up: the shards whose backup holds all that was published: that backup may become primary.
         arrived: the shards whose third server (`View.incoming`) does.
         complete: every view of earlier coordinators that had an effect is known.
-        stop: the job ends before its last round; the next view says it to everybody.
-        lease: the evaluation lease that the next view of this generation has. The first view of a generation has none.
-        reductions: what is decided from evaluations: see `View`.
-        paused: see `View`.
-        disputes: those that the next view of this generation has.
-        speeds, tuned: see `View`.
+        orders: those of the next view, but for `handover`, `warming` and `ending`, which follow with it.
+        speeds: see `View`.
         uplinks: by how much less the links of servers behind narrow uplinks count.
     """
 
@@ -85,13 +81,8 @@ class ViewSequence:
     caught_up: set[int] = field(default_factory=set)
     arrived: set[int] = field(default_factory=set)
     complete: bool = False
-    stop: EarlyEnd | None = None
-    lease: Lease | None = None
-    reductions: tuple[int, ...] = ()
-    paused: int | None = None
-    disputes: tuple[Dispute, ...] = ()
+    orders: StandingOrders = field(default_factory=StandingOrders)
     speeds: dict[str, float] = field(default_factory=dict)
-    tuned: dict[str, Tried] = field(default_factory=dict)
     uplinks: Uplinks = field(default_factory=Uplinks)
     _last: ViewNumber = field(default_factory=ViewNumber)
     _placing: Placing = field(default_factory=lambda: Placing(Remembered(place), Remembered(place_backups)))
@@ -111,15 +102,17 @@ class ViewSequence:
     def go_on_from(self, view: View | None, caught_up: Iterable[int], *, goes_on: bool) -> None:
         """Put in force what an earlier coordinator has left; `goes_on`: the next view is not paused."""
         self.view, self.caught_up = view, set(caught_up)
-        self.stop, self.lease = (None, None) if view is None else (view.stop, view.lease)
-        self.reductions, self.disputes = ((), ()) if view is None else (view.reductions, view.disputes)
-        self.paused = None if view is None or goes_on else view.paused
-        self.speeds, self.tuned = ({}, {}) if view is None else (dict(view.speeds), dict(view.tuned))
+        self.orders, self.speeds = (StandingOrders(), {}) if view is None else (view.orders, dict(view.speeds))
+        self.order(handover=None, warming=(), ending=False, paused=None if goes_on else self.orders.paused)
+
+    def order(self, **changes: Any) -> None:
+        """Change what the next view orders."""
+        self.orders = msgspec.structs.replace(self.orders, **changes)
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
-            origin: str
-    ) -> View:
+            origin: str, ending: bool = False,
+    ) -> View:  # fmt: skip
         """Make a view that begins a new generation: all members start from snapshot `origin`, or, if that is "", from
         what the worker `uploader` uploads.
 
@@ -130,8 +123,8 @@ class ViewSequence:
         primary, backup = first_homes(shards, members.staying, self.replication, self._speeds(members), racks)
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
-            assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader, stop=self.stop,
-            reductions=self.reductions, paused=self.paused, speeds=self._speeds(members), tuned=dict(self.tuned),
+            assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader,
+            orders=msgspec.structs.replace(self.orders, ending=ending), speeds=self._speeds(members),
             **self._aggregation(members, assignments),
         )  # fmt: skip
         return self._completed(view, None)
@@ -142,7 +135,7 @@ class ViewSequence:
     ) -> View | None:  # fmt: skip
         """Make the view that follows the one in force, from the members that are here; None if a shard is lost.
 
-        `moves_before`: shards that could change their primary stay, and move before this step (`View.handover`).
+        `moves_before`: shards that could change their primary stay, and move before this step (`orders.handover`).
         `settled`: no update is on its way, so a shard's primary and backup are at the same version.
         """
         assert self.view is not None
@@ -161,11 +154,12 @@ class ViewSequence:
         stays = primary != surviving and moves_before is not None
         if stays:
             primary, backup, incoming = rebalanced(*known, replace(how, stay=True))
+        orders = msgspec.structs.replace(
+            self.orders, handover=moves_before if stays else None, warming=tuple(warming), ending=ending
+        )
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
-            assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
-            stop=self.stop, lease=self.lease, reductions=self.reductions, disputes=self.disputes, paused=self.paused,
-            tuned=dict(self.tuned), handover=moves_before if stays else None, warming=tuple(warming),
+            assignments=assignments, primary=primary, backup=backup, gaps=self._gaps(before), orders=orders,
             **self._aggregation(members, assignments),
         )  # fmt: skip
         view = msgspec.structs.replace(view, incoming=incomings(view, before, incoming))
@@ -207,7 +201,7 @@ class ViewSequence:
         self.caught_up = set() if before is None else still_caught_up(view, before, self.caught_up, self.arrived)
         here = {} if before is None else before.incoming
         self.arrived = {s for s in self.arrived & view.incoming.keys() & here.keys() if view.incoming[s] == here[s]}
-        self.view, self._last, self.disputes, self.speeds = view, view.number, view.disputes, dict(view.speeds)
+        self.view, self._last, self.speeds = view, view.number, dict(view.speeds)
 
     def backups_caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> bool:
         """Note that `server` says that the backups of these shards have caught up. Returns True if any is new.

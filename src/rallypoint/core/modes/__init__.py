@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rallypoint.core.modes.conflicts import CONFLICTS, Conflict
+from rallypoint.core.modes.conflicts import ALONE, CONFLICTS, Conflict, StandsAlone
 from rallypoint.core.modes.table import TABLE, YES, No, Only, refusal, why_not
 from rallypoint.core.modes.traits import (
     Bytes,
@@ -17,6 +17,7 @@ from rallypoint.core.modes.traits import (
 )
 
 __all__ = [
+    "ALONE",
     "CONFLICTS",
     "TABLE",
     "YES",
@@ -30,6 +31,7 @@ __all__ = [
     "No",
     "Only",
     "Pace",
+    "StandsAlone",
     "StateHolder",
     "describe",
     "refusal",

@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rallypoint.core.modes.traits import Feature, ModeName
-
-# The features that a key-value store (`job.store`) does not work with, and why.
-
-
-_OF_LOOPS = "it is for the steps of a training loop, and a store has keys that go on by themselves; leave it out"
-_OF_PAYLOADS = "a store's payloads are raw; leave it out"
-
-WITH_KEYS = {
-    **dict.fromkeys((Feature.AVERAGE, Feature.PLATEAU, Feature.ACCUMULATE), _OF_LOOPS),
-    **dict.fromkeys((Feature.FP16, Feature.HOLD, Feature.STREAMED), _OF_LOOPS),
-    **dict.fromkeys((Feature.FINGERPRINTS, Feature.AUDIT, Feature.BUFFERS, Feature.STOP, Feature.STOP_WHEN), _OF_LOOPS),
-    **dict.fromkeys((Feature.CODEC, Feature.CODEC_STATE, Feature.DOWN), _OF_PAYLOADS),
-    Feature.CLIP: "a norm is of all gradients of a step, and keys are pushed one by one; clip before you push",
-    Feature.MUON: "it needs each matrix as one shard; use another optimizer",
-    Feature.FOLD: "each push is an update of its own; use fold=1",
-    Feature.COMPENSATION: "a push does not say which version it was computed from; set it to 0",
-    Feature.BACKUP_TASKS: "only the script knows how to compute a push; leave it out",
-    Feature.BY_SPEED: "a store has no step times to measure; contributors are assigned evenly",
-    Feature.AGGREGATORS: "pushes and pulls go straight to the servers; leave it out",
-    Feature.CARRY: _OF_LOOPS,
-    Feature.RANKS: "use workers of one process; leave it out",
-}  # fmt: skip
-
 
 # What a loop of the script's own (`rp.wrap`) does not go together with, and why.
 
 
 OWN_LOOP = {
-    Feature.BY_SPEED: "a replica's batches are in its own process; replicas do not move",
     Feature.BACKUP_TASKS: "no other process has the replica's batches; leave --backup-tasks out",
     Feature.AUDIT: "no other process has the replica's batches; leave audit out",
     Feature.FINGERPRINTS: "a replay would need the loop's own batches; leave fingerprints out",
@@ -42,29 +17,8 @@ OWN_LOOP = {
     Feature.FP16: "the script scales its own losses; use bf16 in its own autocast",
     Feature.TABLES: "rows are pulled in the job's own loop; use sparse=False, or job.train",
     Feature.AGGREGATORS: "it is not tested together; leave --aggregators out",
-    Feature.RANKS: "each process is one replica; leave --ranks out, or use job.train",
-    Feature.STOP_WHEN: "evaluations are the script's own; use optimizer.finish()",
-    Feature.PLATEAU: "evaluations are the script's own; use a schedule, or change the rate in the loop",
+    Feature.DECIDES: "evaluations are the script's own; use optimizer.finish(), or change the rate in the loop",
     Feature.ACCUMULATE: "the script adds up its own micro-batches; leave accumulate out",
-}
-
-
-# What does not go together with sums for a script's own loop, and why: a part of the table's conflicts.
-
-
-_ALONE = "nobody else can compute what a worker of the script's own loop does; use job.train"
-NOT_WITH_SUMS: Mapping[Feature, str] = {
-    Feature.CLIP: "servers do not know what is summed; use torch.nn.utils.clip_grad_norm_ in the script",
-    Feature.SKIP: "servers do not know what is summed; use torch.amp.GradScaler in the script",
-    Feature.AVERAGE: "the script holds the parameters; use torch.optim.swa_utils.AveragedModel there",
-    Feature.PLATEAU: "the script steps; use torch.optim.lr_scheduler.ReduceLROnPlateau there",
-    Feature.CODEC: "sums are exact, of whatever the script sums; use the raw codec",
-    Feature.DOWN: "sums are exact, of whatever the script sums; leave down= out",
-    Feature.FP16: "the script scales its own loss; use torch.amp.GradScaler there",
-    Feature.STREAMED: "the script holds the parameters; use parameters=local",
-    Feature.AUDIT: _ALONE,
-    Feature.AGGREGATORS: "each sum is a round of its own, of some of the shards; use servers near the workers",
-    Feature.BACKUP_TASKS: _ALONE,
 }
 
 
@@ -89,10 +43,6 @@ CONFLICTS = (
         "(error_feedback=False), or leave --backup-tasks out",
     ),
     Conflict(
-        _F.BY_SPEED, _F.CODEC_STATE,
-        "the codec's state of a replica is on the worker that computes it; replicas do not move",
-    ),
-    Conflict(
         _F.AGGREGATORS, _F.BACKUP_TASKS,
         "an aggregator waits for the replicas of the workers near it, so the copy elsewhere would be waited for in "
         "vain; leave one of them out",
@@ -112,13 +62,7 @@ CONFLICTS = (
         "what a codec keeps of one step is scaled by that step's loss scale, and is sent with the next; use a codec "
         "without state (error_feedback=False), or precision=\"bf16\"",
     ),
-    Conflict(
-        _F.RANKS, _F.FP16,
-        "the ranks of a worker do not hear the loss scale; use precision=\"bf16\", or leave --ranks out",
-    ),
     *(Conflict(_F.STREAMED, other, f"{why}, or leave {_F.STREAMED.value} out") for other, why in {
-        _F.FP16: "autocast keeps a copy of every parameter; use fp32",
-        _F.HOLD: "workers hold no parameters; use fp32",
         _F.ACCUMULATE: "the sum over micro-batches would take as much memory as the model; use more replicas in place "
                        "of accumulate",
         _F.CODEC: "gradients leave as they are made; use the raw codec",
@@ -127,8 +71,7 @@ CONFLICTS = (
         _F.AGGREGATORS: "an aggregator passes whole versions on, and workers pull parts; leave --aggregators out",
         _F.RANKS: "ranks share whole versions among themselves; use FSDP2 with --ranks",
     }.items()),
-    *(Conflict(decides, other, f"{why}, or leave {decides.value} out") for decides in (_F.PLATEAU, _F.STOP_WHEN)
-      for other, why in {
+    *(Conflict(_F.DECIDES, other, f"{why}, or leave plateau= and run.stop_when out") for other, why in {
         _F.HOLD: "workers hold rounded versions, so none can be evaluated again; use fp32",
         _F.DOWN: "workers get rounded versions, so none can be evaluated again; leave down= out",
         _F.STREAMED: "a version cannot be evaluated again by a worker that holds no parameters; use parameters=local",
@@ -141,11 +84,6 @@ CONFLICTS = (
         _F.STREAMED: "a worker that keeps no parameters takes no whole versions; use parameters=local",
         _F.DELAY: "each round would have to begin with what the one before has left; use delay=0",
     }.items()),
-    *(Conflict(_F.SUMS, other, f"{why}, or leave {other.value} out") for other, why in NOT_WITH_SUMS.items()),
-    Conflict(
-        _F.AUDIT, _F.BY_SPEED,
-        "it may leave one worker with all replicas, whom nobody could audit; replicas are assigned evenly",
-    ),
     *(Conflict(_F.AUDIT, other, f"{why}, or leave audit out") for other, why in {
         _F.CODEC_STATE: "what a codec remembers of a replica is on the worker that computes it, so no other sends the "
                         "same bytes; use a codec without state (error_feedback=False)",
@@ -154,7 +92,6 @@ CONFLICTS = (
         _F.RANKS: "workers of several ranks do not audit each other yet; use workers of one process",
         _F.AGGREGATORS: "an aggregator adds contributions up before servers can compare them; leave --aggregators out",
     }.items()),
-    *(Conflict(_F.KEYED, other, f"{why}, or use job.train") for other, why in WITH_KEYS.items()),
     *(Conflict(_F.OWN_LOOP, other, why) for other, why in OWN_LOOP.items()),
     Conflict(
         _F.STREAM, _F.RANKS,
@@ -190,5 +127,28 @@ CONFLICTS = (
     Conflict(
         _F.BUFFERS, _F.DELAY,
         "each round would have to begin with those of the one before; use delay=0, or GroupNorm and the like",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StandsAlone:
+    """A feature of jobs without a training loop of ours: it goes together with `takes`, and with nothing else."""
+
+    feature: Feature
+    takes: frozenset[Feature]
+    why: str
+
+
+ALONE = (
+    StandsAlone(
+        _F.KEYED, frozenset({_F.SKIP, _F.TABLES, _F.REPLICATION}),
+        "a store has no steps: it takes raw pushes to keys, one by one, each an update of its own; leave it out, do it "
+        "before you push, or use job.train",
+    ),
+    StandsAlone(
+        _F.SUMS, frozenset({_F.STOP, _F.REPLICATION}),
+        "servers add up exactly what the script gives them, and do not know what it is; leave it out, and do it in the "
+        "script (with torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler, torch.optim), or use job.train",
     ),
 )  # fmt: skip

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from rallypoint.core.modes.conflicts import CONFLICTS
-from rallypoint.core.modes.traits import UNASKED, Feature, ModeName, name_of
+from rallypoint.core.modes.conflicts import ALONE, CONFLICTS
+from rallypoint.core.modes.traits import Feature, ModeName, name_of
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Mode, Sync
 
 
@@ -46,9 +46,11 @@ _OF_LOCAL = No("it is for sync=rp.LocalSteps; leave it out")
 _OF_ASYNC = No("it is a setting of rp.Async; leave it out")
 _OVER_SYNC = No("it needs over=rp.Sync() without a quorum; use that, or leave it out")
 _OWN_CLOCKS = No("each replica goes on at its own clock and nobody waits for a straggler; leave --backup-tasks out")
-_INNER_STATE = "the inner optimizer's state stays on the worker that computes a replica; "
-_ONLY_FRESH_TASKS = Only(_F.FRESH_INNER, _INNER_STATE + "use keep_inner=False, or leave --backup-tasks out")
-_ONLY_FRESH_SPEED = Only(_F.FRESH_INNER, _INNER_STATE + "with keep_inner=False replicas move")
+_ONLY_FRESH = Only(
+    _F.FRESH_INNER,
+    "the inner optimizer's state stays on the worker that computes a replica; use keep_inner=False, or leave "
+    "--backup-tasks out",
+)
 _ONE_BY_ONE = No(
     "a quorum takes replicas one by one, in the order in which they come, so there is nothing to add up on the way; "
     "leave --aggregators out"
@@ -58,7 +60,6 @@ _DECIDES_NOT = No(
     "without a quorum, or leave it out"
 )
 _NO_KEYS = No("each key of a store goes on by itself; use sync=rp.Sync(), rp.BoundedStaleness(s) or rp.Async()")
-_STAYS = No("what a replica has changed stays on the worker that computes it; replicas do not move")
 
 
 def _row(others: Cell = YES, cells: Mapping[ModeName, Cell] | None = None) -> dict[ModeName, Cell]:
@@ -93,7 +94,7 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             )
         },
     ),
-    _F.PLATEAU: _row(_DECIDES_NOT, {_M.SYNC: YES}),
+    _F.DECIDES: _row(_DECIDES_NOT, {_M.SYNC: YES}),
     _F.ACCUMULATE: _row(),
     _F.GROUPS: _row(),
     _F.MUON: _row(
@@ -166,8 +167,7 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             ),
         },
     ),
-    _F.FRAGMENTS: _staggering(),
-    _F.SYNC_EVERY: _staggering(),
+    _F.PARTS: _staggering(),
     _F.DELAY: _staggering(),
     _F.FOLD: _of_async(),
     _F.COMPENSATION: _of_async(),
@@ -192,9 +192,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             _M.ALL_REDUCE: No("under rp.AllReduce the worker would have to hold it; use another mode, or sparse=False"),
         },
     ),
-    _F.SNAPSHOTS: _row(),
-    _F.ON_DEMAND: _row(),
-    _F.RESUME: _row(),
     _F.REPLICATION: _row(
         YES,
         {
@@ -208,15 +205,13 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         {
             **dict.fromkeys(_STREAMING, _OWN_CLOCKS),
             _M.ALL_REDUCE: No("a worker that is overtaken could not follow any more; leave --backup-tasks out"),
-            _M.LOCAL: _ONLY_FRESH_TASKS,
-            _M.LOCAL_QUORUM: _ONLY_FRESH_TASKS,
+            _M.LOCAL: _ONLY_FRESH,
+            _M.LOCAL_QUORUM: _ONLY_FRESH,
             _M.STAGGERED: No(
                 "what a replica has changed stays on the worker that computes it; leave --backup-tasks out"
             ),
         },
     ),
-    _F.STANDBY: _row(),
-    _F.RESIZE: _row(),
     _F.AGGREGATORS: _row(
         YES,
         {
@@ -234,16 +229,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             "a version may come in part, and ranks take whole ones; use sync=rp.Sync()"
         ))},
     ),
-    _F.BY_SPEED: _row(
-        YES,
-        {
-            _M.LOCAL: _ONLY_FRESH_SPEED,
-            _M.LOCAL_QUORUM: _ONLY_FRESH_SPEED,
-            _M.LOCAL_ASYNC: _ONLY_FRESH_SPEED,
-            _M.STAGGERED: _STAYS,
-        },
-    ),
-    _F.EVALUATION: _row(),
     _F.STOP: _row(
         YES,
         {
@@ -256,7 +241,6 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             ),
         },
     ),
-    _F.STOP_WHEN: _row(_DECIDES_NOT, {_M.SYNC: YES}),
     _F.STREAM: _row(),
     _F.PASSES: _row(
         No(
@@ -274,12 +258,12 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
 
 def refusal(mode: ModeName, features: Set[Feature]) -> str:
     """The sentence why a job cannot use these `features` in this mode; "" if it can."""
-    return next(_refusals(mode, frozenset(features) - UNASKED), "")
+    return next(_refusals(mode, frozenset(features)), "")
 
 
 # Settings that are fields of one mode's class only.
 _FIELDS = {
-    "keep_inner": Feature.FRESH_INNER, "fragments": Feature.FRAGMENTS, "delay": Feature.DELAY, "fold": Feature.FOLD,
+    "keep_inner": Feature.FRESH_INNER, "fragments": Feature.PARTS, "delay": Feature.DELAY, "fold": Feature.FOLD,
     "delay_compensation": Feature.COMPENSATION,
 }  # fmt: skip
 _TYPES: dict[str, Mode] = {
@@ -316,13 +300,17 @@ def _refusals(mode: ModeName, features: frozenset[Feature]) -> Iterator[str]:
 
 
 def _unsupported(mode: ModeName, features: frozenset[Feature]) -> Iterator[tuple[tuple[Feature, ...], str]]:
-    """Each feature that is not supported, or pair that conflicts, and why."""
+    """Each feature that is not supported, or pair that does not go together, and why."""
     for feature in Feature:
         if feature in features and (why := _why_not(TABLE[feature][mode], features)):
             yield (feature,), why
     for conflict in CONFLICTS:
         if mode in conflict.modes and {conflict.first, conflict.second} <= features:
             yield (conflict.first, conflict.second), conflict.why
+    for alone in ALONE:
+        for feature in Feature if alone.feature in features else ():
+            if feature in features - alone.takes and feature is not alone.feature:
+                yield (alone.feature, feature), alone.why
 
 
 def _why_not(cell: Cell, features: frozenset[Feature]) -> str:

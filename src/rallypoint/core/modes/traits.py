@@ -16,15 +16,16 @@ class Feature(enum.Enum):
     """One thing that a job may use. The value is how a user writes it.
 
     A job's features come from its configuration, its model, the terms of its cluster and its script. A feature that
-    only the script decides cannot be refused before the script runs: `EVALUATION` works in every mode, and `STOP` and
-    `STOP_WHEN` are refused when the script asks for it. What an operator orders is refused then.
+    only the script decides cannot be refused before the script runs: `STOP` and `DECIDES` are refused when the script
+    asks for it. What an operator orders is refused then. What works wherever a job does (snapshots, resuming, workers
+    that join or stand by, evaluations) is none.
     """
 
     # the configuration
     CLIP = "clip="
     SKIP = 'nonfinite="skip"'
     AVERAGE = "average="
-    PLATEAU = "plateau="
+    DECIDES = "plateau= or run.stop_when"
     ACCUMULATE = "accumulate="
     MUON = "optimizer=rp.Muon()"
     GROUPS = "weight_decay= or lr_scale= of a group"
@@ -44,8 +45,7 @@ class Feature(enum.Enum):
     PASSES = "passes= of rp.Stream"
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"
-    FRAGMENTS = "fragments="
-    SYNC_EVERY = "sync_every= of a group"
+    PARTS = "fragments= or sync_every= of a group"
     DELAY = "delay="
     # settings of rp.Async
     FOLD = "fold="
@@ -55,24 +55,21 @@ class Feature(enum.Enum):
     CARRY = "carry= (state that a replica carries)"
     TABLES = "tables (embeddings whose rows only the servers keep)"
     # the cluster
-    SNAPSHOTS = "snapshots"
-    ON_DEMAND = "a snapshot on demand"
-    RESUME = "resume"
     REPLICATION = "--replication 2"
     BACKUP_TASKS = "--backup-tasks"
-    STANDBY = "--standby"
-    RESIZE = "workers that join"
     AGGREGATORS = "--aggregators"
     RANKS = "--ranks (a worker that is a group of ranks)"
-    BY_SPEED = "assignment by speed"
     # the script
-    EVALUATION = "run.every"
     STOP = "run.stop or break"
-    STOP_WHEN = "run.stop_when"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Feature | None:
+        """As earlier versions wrote it into records."""
+        kept = {"plateau=": cls.DECIDES, "fragments=": cls.PARTS, "sync_every= of a group": cls.PARTS}
+        return kept.get(str(value))
 
 
-STAGGERS = frozenset({Feature.FRAGMENTS, Feature.SYNC_EVERY, Feature.DELAY})  # features that make rounds staggered
-UNASKED = frozenset({Feature.BY_SPEED})  # used wherever the mode supports it: no setting asks for it
+STAGGERS = frozenset({Feature.PARTS, Feature.DELAY})  # features that make rounds staggered
 
 
 class ModeName(enum.Enum):

@@ -2,14 +2,14 @@
 
 A shard that is to move is copied in the background, as the backup of its primary. When all that move have caught up,
 they change their primaries in one view. What workers have sent to the old primaries of the step in progress would be
-lost by that, and computed once more. So the view before it says a step that nobody has begun yet (`View.handover`):
+lost by that, and computed once more. So the view before it says a step that nobody has begun yet (`orders.handover`):
 workers compute what is before it, and wait. Each says when it holds this version. When all who compute do, nothing is
 on its way, and the shards move: no link has to end. The wait is one message to the coordinator and one back. If one
 does not say it two seconds after another, shards move all the same, and some replicas may be computed once more.
 Shards of a server that leaves do so after ten seconds in any case: its machine may be about to go.
 
 A worker that joins has to fetch all parameters first. If it were given replicas at once, the others would wait for it.
-So it is told to fetch versions (`View.warming`), says when it holds one, and then gets replicas. A worker that takes
+So it is told to fetch versions (`orders.warming`), says when it holds one, and then gets replicas. A worker that takes
 over from one that is gone gets them at once, as ever: others wait for these in any case.
 """
 
@@ -57,14 +57,14 @@ class Handover:
         """A worker says that it holds this version. More than the view asks for counts as that."""
         # An older one than servers have now (two of them) is what it held when it came. The higher of these two may be
         # one that `known` expects, and that comes at the end of a long step.
-        if worker in view.warming and version + 1 >= self._asked.get(worker, 0):
+        if worker in view.orders.warming and version + 1 >= self._asked.get(worker, 0):
             self.warm.add(worker)
-        if view.handover is not None:
-            self.reached[worker] = max(self.reached.get(worker, -1), min(version, view.handover))
+        if view.orders.handover is not None:
+            self.reached[worker] = max(self.reached.get(worker, -1), min(version, view.orders.handover))
 
     def hurries(self, view: View, leaving: Collection[str], now: float) -> bool:
         """True if a server that leaves has waited too long for the step before which its shards move."""
-        if view.handover is None or view.holders.isdisjoint(leaving):
+        if view.orders.handover is None or view.holders.isdisjoint(leaving):
             self._leaving_at = None
             return False
         self._leaving_at = now if self._leaving_at is None else self._leaving_at
@@ -78,7 +78,7 @@ class Handover:
         `known`: the highest step that is known to be reached. `computing`: the workers that compute. `ends`: steps that
         will not be computed for now (a pause, the job's end); None counts for none. `now` is in seconds.
         """
-        wanted = known + _AHEAD if view.handover is None else view.handover
+        wanted = known + _AHEAD if view.orders.handover is None else view.orders.handover
         at = min([wanted, *(end for end in ends if end is not None)])
         there = [worker for worker in computing if self.reached.get(worker, -1) >= at]
         if there and (self._first is None or self._first[0] != at):
@@ -88,9 +88,9 @@ class Handover:
 
     def all_there(self, view: View, computing: Sequence[str], ends: Sequence[int | None]) -> bool:
         """True if shards are to move before a step, and all workers that compute hold its version."""
-        if view.handover is None:
+        if view.orders.handover is None:
             return False
-        at = min([view.handover, *(end for end in ends if end is not None)])
+        at = min([view.orders.handover, *(end for end in ends if end is not None)])
         return all(self.reached.get(worker, -1) >= at for worker in computing)
 
     def cold(self, active: Sequence[str], assigned: Mapping[str, tuple[int, ...]], known: int) -> list[str]:

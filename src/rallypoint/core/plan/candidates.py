@@ -12,7 +12,7 @@ from rallypoint.core.plan.failures import NEVER, daly_period, elastic_goodput, g
 from rallypoint.core.plan.peers import Memory, Ring, ddp_cost, ddp_memory, fsdp_cost, fsdp_memory, servers_memory
 from rallypoint.core.plan.pipeline import StepCost, step_cost
 from rallypoint.core.plan.port import WINDOW_S
-from rallypoint.core.plan.site import Servers, Site, Speeds, Workers, paced, paced_by_port
+from rallypoint.core.plan.site import Rates, Servers, Site, Workers, paced, paced_by_port
 from rallypoint.core.plan.workload import Workload
 
 _STATE = 12  # bytes of a parameter in a snapshot: the value and AdamW's moments
@@ -92,7 +92,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return self.step.seconds / self.goodput if self.goodput > 0 else math.inf
 
 
-class Encoding(msgspec.Struct, frozen=True):
+class PlannedCodec(msgspec.Struct, frozen=True):
     """A codec as the planner sees it: bytes of a word up and down; `cast`: a collective could send the same."""
 
     name: str
@@ -102,11 +102,11 @@ class Encoding(msgspec.Struct, frozen=True):
 
 
 def candidates_for(
-    workload: Workload, machines: Machines, encodings: Sequence[Encoding] = (), replicas: int = 1
+    workload: Workload, machines: Machines, encodings: Sequence[PlannedCodec] = (), replicas: int = 1
 ) -> list[Candidate]:
     """All ways that are worth looking at; `replicas` are those of each worker. The peers come first."""
     found: list[Candidate] = []
-    for encoding in (Encoding("raw", 4.0, 4.0, True), *encodings):
+    for encoding in (PlannedCodec("raw", 4.0, 4.0, True), *encodings):
         sent = msgspec.structs.replace(workload, up=encoding.up, down=encoding.down)
         if encoding.cast:  # which synchronise at every step
             found += _peers(msgspec.structs.replace(sent, steps=1), machines, encoding, replicas)
@@ -151,7 +151,7 @@ def _unpaced(machines: Machines, replicas: int) -> Iterator[tuple[Site, str]]:
             yield beside, f"{inside} on the workers' hosts"
 
 
-def _ours(workload: Workload, machines: Machines, encoding: Encoding, site: Site, words: str) -> Candidate:
+def _ours(workload: Workload, machines: Machines, encoding: PlannedCodec, site: Site, words: str) -> Candidate:
     step = step_cost(workload, site)
     count, hosts = site.server_count, machines.hosts
     ranks = machines.per_host if site.workers[0].per_host == 1 else 1
@@ -177,7 +177,7 @@ def _ours(workload: Workload, machines: Machines, encoding: Encoding, site: Site
     )  # fmt: skip
 
 
-def _peers(workload: Workload, machines: Machines, encoding: Encoding, replicas: int) -> Iterator[Candidate]:
+def _peers(workload: Workload, machines: Machines, encoding: PlannedCodec, replicas: int) -> Iterator[Candidate]:
     workers = machines.workers(replicas=replicas)
     ring = Ring.of(workers, _RING_LATENCY)
     largest = max(layer.words for layer in workload.layers)
@@ -186,8 +186,8 @@ def _peers(workload: Workload, machines: Machines, encoding: Encoding, replicas:
     period = daly_period(cost, mtbf)
     left = goodput(period, cost, _RESTART, mtbf)
     for name, step, memory in (
-        ("DDP", ddp_cost(workload, workers, ring, Speeds(), workload.up), ddp_memory(workload.words)),
-        ("FSDP", fsdp_cost(workload, workers, ring, Speeds(), workload.up),
+        ("DDP", ddp_cost(workload, workers, ring, Rates(), workload.up), ddp_memory(workload.words)),
+        ("FSDP", fsdp_cost(workload, workers, ring, Rates(), workload.up),
          fsdp_memory(workload.words, workers.count, largest)),
     ):  # fmt: skip
         yield Candidate(
@@ -196,7 +196,7 @@ def _peers(workload: Workload, machines: Machines, encoding: Encoding, replicas:
         )  # fmt: skip
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Judgement(msgspec.Struct, frozen=True):
     """`best` is to be used; `other` is the best of the other kind (None: there is none that fits); `why` says so."""
 
     best: Candidate
@@ -208,32 +208,32 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.best.ours
 
 
-def verdict_of(candidates: Sequence[Candidate]) -> Verdict:
+def verdict_of(candidates: Sequence[Candidate]) -> Judgement:
     """Choose by the seconds of a step, with what failures take of them."""
     ours, peers = (_best([one for one in candidates if one.fits and one.ours is kind]) for kind in (True, False))
     if ours is None and peers is None:
         least = min(candidates, key=lambda one: one.memory.device)
-        return Verdict(least, None, f"nothing fits: {least.name} needs least, {_gb(least.memory.device)} GB a device")
+        return Judgement(least, None, f"nothing fits: {least.name} needs least, {_gb(least.memory.device)} GB a device")
     if all(math.isinf(one.seconds) for one in (ours, peers) if one is not None):
         least = min((one for one in (ours, peers) if one is not None), key=lambda one: one.step.seconds)
-        return Verdict(least, None, f"no layout gets on: with these failures not even {called(least)} ends a step")
+        return Judgement(least, None, f"no layout gets on: with these failures not even {called(least)} ends a step")
     if peers is None:
         assert ours is not None
-        return Verdict(ours, None, f"use {called(ours)}: {_says(ours)}; neither DDP nor FSDP fits")
+        return Judgement(ours, None, f"use {called(ours)}: {_says(ours)}; neither DDP nor FSDP fits")
     if ours is None:
-        return Verdict(peers, None, f"use {called(peers)}: {_says(peers)}; with servers it does not fit")
+        return Judgement(peers, None, f"use {called(peers)}: {_says(peers)}; with servers it does not fit")
     ratio = peers.seconds / ours.seconds
     if ratio >= MARGIN:
         times = f"{ratio:.2f}" if ratio < _MOST else f"more than {_MOST}"
         beside = f"{times} times as fast as {called(peers)} ({_says(peers)})"
-        return Verdict(ours, peers, f"use {called(ours)}: {_says(ours)}, {beside}{_hint(ours)}")
+        return Judgement(ours, peers, f"use {called(ours)}: {_says(ours)}, {beside}{_hint(ours)}")
     waits = peers.step.waited / peers.step.seconds
     reason = f": computing hides all but {waits:.0%} of its step" if waits < 0.1 else ""
     why = (
         f"use {called(peers)}, servers would not pay: {_says(peers)}{reason}, and at best "
         f"{_says(ours)} with {called(ours)}"
     )
-    return Verdict(peers, ours, why)
+    return Judgement(peers, ours, why)
 
 
 def _best(candidates: Sequence[Candidate]) -> Candidate | None:

@@ -14,7 +14,7 @@ import msgspec
 
 from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.plan.pipeline import StepCost
-from rallypoint.core.plan.site import PAYLOAD, Speeds, Workers
+from rallypoint.core.plan.site import PAYLOAD, Rates, Workers
 from rallypoint.core.plan.workload import Workload
 
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # torch's defaults, bytes of gradient
@@ -44,7 +44,7 @@ class Ring:
         return passes * (ring_bytes(nbytes, self.members) / 2 / self.rate + hops * self.latency)
 
 
-def ddp_cost(workload: Workload, workers: Workers, ring: Ring, speeds: Speeds, word_bytes: float = 4.0) -> StepCost:
+def ddp_cost(workload: Workload, workers: Workers, ring: Ring, speeds: Rates, word_bytes: float = 4.0) -> StepCost:
     """DDP's step. `word_bytes`: 2 where a communication hook sends bf16."""
     free = _replicas_before(workload, workers) + workload.forward * workers.slowness
     now = free
@@ -60,7 +60,7 @@ def ddp_cost(workload: Workload, workers: Workers, ring: Ring, speeds: Speeds, w
     return StepCost(seconds, seconds - _busy(workload, workers))
 
 
-def fsdp_cost(workload: Workload, workers: Workers, ring: Ring, speeds: Speeds, word_bytes: float = 4.0) -> StepCost:
+def fsdp_cost(workload: Workload, workers: Workers, ring: Ring, speeds: Rates, word_bytes: float = 4.0) -> StepCost:
     """FSDP's step, parameters gathered twice; each layer of the workload is a unit."""
     layers, now, free = workload.layers, 0.0, 0.0
     here = [0.0] * len(layers)  # when a unit has been gathered

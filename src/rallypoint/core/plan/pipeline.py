@@ -110,7 +110,7 @@ def _shard_words(workload: Workload, servers: Sequence[Servers]) -> int:
 #
 # Shares are max-min fair (Bertsekas and Gallager, Data Networks, section 6.5.2): no transfer can get more without one
 # that has less getting less. TCP connections with equal round trips have equal shares over a long time. Over the
-# seconds of a step they have not: what that costs is taken from the capacity of ports (`core.plan.site.Losses`).
+# seconds of a step they have not: what that costs is taken from the capacity of ports (`core.plan.site.PortLosses`).
 #
 # A transfer stands for as many equal ones as its weights say: four workers that push at once are one transfer, with
 # weight 1 on (any) worker's link and weight 4 on the server's::

@@ -17,7 +17,7 @@ AGGREGATOR_RATE = 2.5e9  # bytes a second between processes of one machine, a di
 ON_CPU = 1.8e-10  # fused AdamW on one thread, seconds a byte (188 us for 1 MiB, docs/performance.md)
 
 
-class Speeds(msgspec.Struct, frozen=True, kw_only=True):
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """What processors and links of a machine do, measured on the machine of docs/performance.md.
 
     Attributes:
@@ -35,7 +35,7 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     latency: float = 0.5e-3
 
 
-class Losses(msgspec.Struct, frozen=True):
+class PortLosses(msgspec.Struct, frozen=True):
     """What a port loses of its rate for each further member that sends through it, up to `most` of them.
 
     Flows that meet at a port get unequal parts of it for a while, and the sum of a shard waits for the last of its
@@ -56,8 +56,8 @@ class Losses(msgspec.Struct, frozen=True):
         return 1.0 - each * min(self.most, max(0.0, senders - 1))
 
 
-LOSSES = Losses()
-PACED_LOSSES = Losses(gathered=0.035, spread=0.0)  # where servers are fewer than workers: fitted to two cases of 4 + 1
+LOSSES = PortLosses()
+PACED_LOSSES = PortLosses(gathered=0.035, spread=0.0)  # fewer servers than workers: fitted to two cases of 4 + 1
 
 
 class Servers(msgspec.Struct, frozen=True):
@@ -101,10 +101,10 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     aggregator_rate: float = AGGREGATOR_RATE
     rack: int = 0
     uplink: float = 0.0
-    losses: Losses | None = LOSSES
+    losses: PortLosses | None = LOSSES
     queue: float = 0.0
     blocks: float = 1.0
-    speeds: Speeds = Speeds()
+    speeds: Rates = Rates()
 
     @property
     def worker_count(self) -> int:

@@ -371,8 +371,8 @@ class Tuning:
     def look(self, view: View, record: JobRecord) -> Tuned | None:
         """Return the values from now on and what is said of them; None: as before."""
         if record.config.get("tune") != "auto":  # a run that was tuned may be resumed without
-            return Tuned({}, "") if view.tuned else None
-        if view.aggregators or view.paused is not None or view.ending:
+            return Tuned({}, "") if view.orders.tuned else None
+        if view.aggregators or view.orders.paused is not None or view.orders.ending:
             self._last = None  # what comes next is not one step later
             self._seconds.clear()
             return None
@@ -398,10 +398,10 @@ class Tuning:
 
     def _back(self, view: View) -> Tuned | None:
         """An earlier coordinator was lost in a trial: the kept values come back."""
-        names = [name for name, tried in view.tuned.items() if tried.value != tried.kept]
+        names = [name for name, tried in view.orders.tuned.items() if tried.value != tried.kept]
         if not names:
             return None
-        kept = {name: Tried(tried.kept, tried.kept) for name, tried in view.tuned.items()}
+        kept = {name: Tried(tried.kept, tried.kept) for name, tried in view.orders.tuned.items()}
         return Tuned(kept, f"the trial of another {' and '.join(names)} ended with its coordinator")
 
     def _anew(self) -> Tuned:
@@ -419,7 +419,7 @@ class Tuning:
             self._ended.append(self.tuner.knob.phrase(self.tuner.best))
             if not self._left:
                 said = said.removesuffix(self._ended[-1]) + ", ".join(self._ended)
-        return Tuned({**view.tuned, self.tuner.knob.name: Tried(decided.value, self.tuner.best)}, said)
+        return Tuned({**view.orders.tuned, self.tuner.knob.name: Tried(decided.value, self.tuner.best)}, said)
 
     def _begin(self, view: View, record: JobRecord) -> Tuned | None:
         """Choose the next knob's candidates, once enough steps have been measured."""
@@ -432,12 +432,12 @@ class Tuning:
         nbytes = sum(shard.nbytes for shard in record.layout.shards)
         self._counts = workers, servers = _counts(view)
         name = self._left.pop(0)
-        start = view.tuned[name].kept if name in view.tuned else float(record.config.get(name, 0.0))
+        start = view.orders.tuned[name].kept if name in view.orders.tuned else float(record.config.get(name, 0.0))
         knob = KNOBS[name](start, Facts(nbytes, workers, servers, seconds, _told_mbit(view)))
         self.tuner = Tuner(knob)
         tried = ", ".join(f"{value / knob.per_unit:.4g}" for value in knob.candidates)
         now = f"a step takes {seconds:.3g} s with {knob.phrase(start)}"
-        return Tuned(view.tuned, f"{name} is tuned: {now}; {tried} {knob.unit} are to be tried")
+        return Tuned(view.orders.tuned, f"{name} is tuned: {now}; {tried} {knob.unit} are to be tried")
 
     def _go_on(self, tuner: Tuner) -> Decision | None:
         """Tell the tuner of the steps since the last look. What comes after a change is of the next trial."""
@@ -471,14 +471,14 @@ _ASSUMED_MBIT = 1000.0
 _LAYERS = 8  # of equal size: the last shards of one travel while the next one's do
 
 
-class Chosen(NamedTuple):
+class ShardSize(NamedTuple):
     """A size of shards in bytes, and a sentence for the log that says why."""
 
     shard_bytes: int
     why: str
 
 
-def shards_for(nbytes: int, workers: int, servers: int, mbit: float = 0.0) -> Chosen:
+def shards_for(nbytes: int, workers: int, servers: int, mbit: float = 0.0) -> ShardSize:
     """Choose the size of shards for a job of `nbytes` of parameters: the largest one, of 32 KiB to 1 MiB, with which
     the cost model's step without computing is at most 5 % longer than with the best.
 
@@ -496,7 +496,7 @@ def shards_for(nbytes: int, workers: int, servers: int, mbit: float = 0.0) -> Ch
     size = max(size for size, found in seconds.items() if found <= _NEAR * best)
     times = seconds[SHARD_BYTES] / seconds[size]
     link = f"links of {mbit:g} Mbit/s" if mbit else "links of 1 Gbit/s, which are assumed"
-    return Chosen(size, (
+    return ShardSize(size, (
         f"shard_bytes {size >> 10} KiB, by the cost model: for {nbytes / 1e6:.3g} MB on {max(1, servers)} servers with "
         f"{link}, synchronising is {times:.2f} x as fast as with {SHARD_BYTES >> 10} KiB"
     ))  # fmt: skip

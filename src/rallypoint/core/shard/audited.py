@@ -103,7 +103,7 @@ class Opinions:
         if view is None or owner(view, event.step, event.replica) != event.sender:
             return False
         named = (event.step, event.replica, "")
-        return any((dispute.step, dispute.replica, dispute.third) == named for dispute in view.disputes)
+        return any((dispute.step, dispute.replica, dispute.third) == named for dispute in view.orders.disputes)
 
 
 @dataclass(slots=True)

@@ -385,7 +385,8 @@ class ServerMachine:
         machine = self._machines[index]
         if isinstance(machine, AuditedShard):
             machine.opinions.view = view
-        machine.pinned = -1 if view.lease is None else self.plan.cadence.updates_before(index, view.lease.version)
+        lease = view.orders.lease
+        machine.pinned = -1 if lease is None else self.plan.cadence.updates_before(index, lease.version)
         backup, third = (index, False) in self.pairs.known, (index, True) in self.pairs.known
         done = machine.handle(
             shard_events.Assigned(primary, backup, fresh, view.proven(index), arrived, third, third_fresh)

@@ -146,8 +146,8 @@ class ServerShell(Generic[L]):
     def is_last(self, shard: int, version: int) -> bool:
         """Is it the shard's version at the end of the job?"""
         plan, view = self.machine.plan, self.machine.view
-        stops = view is not None and view.stop is not None and version >= view.stop.version
-        return stops or version >= plan.rounds_of(shard)
+        rounds = plan.rounds_of(shard)
+        return version >= (rounds if view is None else view.orders.last(rounds))
 
     def takes(self, shard: int, number: ViewNumber) -> bool:
         """Does a frame for the shard, sent under view `number`, count here?

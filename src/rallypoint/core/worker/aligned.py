@@ -273,7 +273,7 @@ class WorkerMachine(SlotMachine):
         if self.computing and self.reads >= self.steps:
             self.rewound = True  # the job ends before that step
         self._duties.plan(view, self.step, self.presum)
-        following = view.ending or self.me in view.warming or view.takes_part(self.me, self.step)
+        following = view.orders.ending or self.me in view.orders.warming or view.takes_part(self.me, self.step)
         begins, ends = following and not self.following, self.following and not following
         self.following = following
         if begins:
@@ -377,10 +377,10 @@ def sent_of(machine: SlotMachine) -> HasSent:
 
 
 def is_between(machine: SlotMachine, before: View, view: View) -> bool:
-    """True if shards move between two steps (`View.handover`), and nothing of those that do is on its way here."""
-    if not isinstance(machine, WorkerMachine) or before.handover is None:
+    """True if shards move between two steps (`orders.handover`), and nothing of those that do is on its way here."""
+    if not isinstance(machine, WorkerMachine) or before.orders.handover is None:
         return False
-    if machine.step < before.handover or machine.computing:
+    if machine.step < before.orders.handover or machine.computing:
         return False
     busy, asked, sent = (Slot.QUEUED, Slot.LANDING), machine._versions.asked, machine.presum.sent
     return not any(machine.slots[s] in busy or asked[s] >= 0 or s in sent for s in view.moved(before))

@@ -1,6 +1,6 @@
 """The job's end, as one worker knows it: whether its model holds the last version, and whether it has seen to that.
 
-The last version is the job's last round, or an earlier one if the script has stopped the job (`View.stop`). A worker
+The last version is the job's last round, or an earlier one if the script has stopped the job (`orders.stop`). A worker
 may learn of an earlier one when its model holds it already.
 """
 
@@ -55,7 +55,7 @@ class Ending:
 
 
 class Reaching:
-    """Which version the model holds, where a view asks for it (`View.handover`, `View.warming`).
+    """Which version the model holds, where a view asks for it (`orders.handover`, `orders.warming`).
 
     It is said once in each view that asks: what came while the coordinator had another view counts for nothing, and the
     next one may ask for the same step. Of a worker that warms up, it is said of each version: what it held when it came
@@ -74,8 +74,8 @@ class Reaching:
         view, step = self._machine.view, self._machine.step
         if view is None or step < 0:
             return None
-        held = view.handover if view.handover is not None and step >= view.handover else None
-        warms = self._machine.me in view.warming
+        held = view.orders.handover if view.orders.handover is not None and step >= view.orders.handover else None
+        warms = self._machine.me in view.orders.warming
         about = (view.number, held, step if warms else None)
         if about == self._said or (held is None and not warms):
             return None
@@ -107,7 +107,7 @@ class LeasedVersion:
 
     def evaluates(self, view: View, version: int) -> bool:
         """True if this worker is to evaluate that version before it computes that step."""
-        lease, me = view.lease, self._machine.me
+        lease, me = view.orders.lease, self._machine.me
         if lease is None or (view.generation, version) in self._over:
             return False
         if version == lease.version:
@@ -117,7 +117,7 @@ class LeasedVersion:
 
     def due(self, view: View | None, action: Action | Store | Ended | None) -> Evaluate | None:
         """The version to evaluate now, where `action` would be next; None if there is none."""
-        if view is None or (lease := view.lease) is None or not (action is None or isinstance(action, Compute)):
+        if view is None or (lease := view.orders.lease) is None or not (action is None or isinstance(action, Compute)):
             return None
         waits = self._machine.takes_part and self._machine.step < lease.version
         if not waits and self.evaluates(view, lease.version):
@@ -127,20 +127,20 @@ class LeasedVersion:
         return Evaluate(step) if passes else None
 
     def holds_back(self, view: View | None, action: Action | Store | Ended | None) -> bool:
-        """True if this replica may not be computed yet: see `Lease.until`, `View.paused` and `View.handover`."""
+        """True if this replica may not be computed yet: see `Lease.until`, `orders.paused` and `orders.handover`."""
         if not isinstance(action, Compute) or view is None:
             return False
-        if any(before is not None and action.step >= before for before in (view.paused, view.handover)):
+        if any(before is not None and action.step >= before for before in (view.orders.paused, view.orders.handover)):
             return True
-        return bool(self.periods) if view.lease is None else action.step >= view.lease.until
+        return bool(self.periods) if view.orders.lease is None else action.step >= view.orders.lease.until
 
     def awaited(self, view: View) -> str:
         """A phrase for what a worker waits for which is held back."""
-        if view.paused is not None:
-            return f"the operator, who has paused the job before step {view.paused}"
-        if view.handover is not None:
-            return f"shards to move to other servers before step {view.handover}"
-        if (lease := view.lease) is None:
+        if view.orders.paused is not None:
+            return f"the operator, who has paused the job before step {view.orders.paused}"
+        if view.orders.handover is not None:
+            return f"shards to move to other servers before step {view.orders.handover}"
+        if (lease := view.orders.lease) is None:
             return "the coordinator to say who evaluates"
         if lease.until <= lease.version:  # what is decided counts from a later one on
             return f"a snapshot of step {lease.until} to begin, because it is evaluated"
@@ -154,7 +154,7 @@ class LeasedVersion:
         """A view is in force. What this worker said of an evaluation may not count, and is to be made again if a view
         says so, where the worker was given up and came `back`, and where another one has got the lease of that version:
         a coordinator whose journal was full may have lost the result."""
-        if back or (lease := view.lease) is None:
+        if back or (lease := view.orders.lease) is None:
             self._over.clear()
             return
         lost = lease.version if lease.holder != self._machine.me else None

@@ -22,7 +22,7 @@ class SlotMachine(ABC):
         shards: the number of shards.
         buffer_shards: the shards to which only one replica contributes: replica 0, or the one in `carried`.
         carried: by shard of carried state, the replica that carries it.
-        steps: the number of steps of the job; version `steps` is the last. A view may lower it: see `View.stop`.
+        steps: the number of steps of the job; version `steps` is the last. A view may lower it: see `orders.stop`.
         step: the step that the model's parameters belong to; -1 before the first install.
         view: the view in force; None before the first.
         rewound: the replica in progress belongs to an older generation; its result will not be used.
@@ -149,7 +149,7 @@ class SlotMachine(ABC):
     def _take_view(self, view: View) -> tuple[View | None, set[str]]:
         """Put `view` in force; return the view before it, and the ids of servers that are still the same process."""
         before, self.view = self.view, view
-        self.steps = view.last(self._rounds)
+        self.steps = view.orders.last(self._rounds)
         incarnations = {member.id: member.incarnation for member in before.servers} if before is not None else {}
         stayed = {member.id for member in view.servers if incarnations.get(member.id) == member.incarnation}
         self._links &= stayed

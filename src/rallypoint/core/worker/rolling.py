@@ -208,7 +208,7 @@ class RollingMachine(SlotMachine):
         else:
             self._forget(self._moved(before, view, stayed))
         gone = sorted(id for id, incarnation in self._world.items() if here.get(id) != incarnation)
-        if gone and not view.ending:
+        if gone and not view.orders.ending:
             self.broken = self.broken or f"{' and '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
         return []
 

@@ -237,7 +237,7 @@ class StreamMachine(SlotMachine):
             self._rewind(view)
         else:
             self._forget(self._moved(before, view, stayed))
-        self.following = view.ending or self.takes_part
+        self.following = view.orders.ending or self.takes_part
         return [*self._choose_again(), *self._ask()]
 
     def _rewind(self, view: View) -> None:
@@ -325,5 +325,5 @@ def _choose(machine: StreamMachine, clocks: Mapping[int, int]) -> int | None:
     left = [replica for replica in machine.assigned if clocks.get(replica, 0) < machine.steps]
     if left:
         return min(left, key=lambda replica: (clocks.get(replica, 0), replica))
-    finished = bool(machine.assigned) or (machine.view is not None and machine.view.ending)
+    finished = bool(machine.assigned) or (machine.view is not None and machine.view.orders.ending)
     return EVERYTHING if finished else None

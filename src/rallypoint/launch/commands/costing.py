@@ -32,9 +32,9 @@ from rallypoint.core.layout import Entry, Layout
 from rallypoint.core.modes import Feature
 from rallypoint.core.plan.candidates import (
     Candidate,
-    Encoding,
+    Judgement,
     Machines,
-    Verdict,
+    PlannedCodec,
     as_paced,
     called,
     candidates_for,
@@ -231,12 +231,12 @@ def _busiest(run: RunState) -> float:
     return max(max(sample.network_sent, sample.network_received) for sample in samples)
 
 
-ENCODINGS: Mapping[str, Encoding] = {
-    "fp16": Encoding("fp16", 2.0, 2.0, True),
-    "bf16": Encoding("bf16", 2.0, 2.0, True),
-    "int8": Encoding("int8 up, bf16 down", SENT_BYTES["int8"], 2.0, False),
-    "int4": Encoding("int4 up, bf16 down", SENT_BYTES["int4"], 2.0, False),
-    "dgc": Encoding("dgc 1 % up, bf16 down", 0.06, 2.0, False),
+ENCODINGS: Mapping[str, PlannedCodec] = {
+    "fp16": PlannedCodec("fp16", 2.0, 2.0, True),
+    "bf16": PlannedCodec("bf16", 2.0, 2.0, True),
+    "int8": PlannedCodec("int8 up, bf16 down", SENT_BYTES["int8"], 2.0, False),
+    "int4": PlannedCodec("int4 up, bf16 down", SENT_BYTES["int4"], 2.0, False),
+    "dgc": PlannedCodec("dgc 1 % up, bf16 down", 0.06, 2.0, False),
 }
 _LONG_S = 3600.0  # what a shorter run has lost may have been killed by hand
 
@@ -292,7 +292,7 @@ class Question:
 
     workload: Workload
     machines: Machines
-    encodings: tuple[Encoding, ...] = ()
+    encodings: tuple[PlannedCodec, ...] = ()
     replicas: int = 1
     notes: list[str] = field(default_factory=list)
 
@@ -388,7 +388,7 @@ def _mtbf_of(options: CostOptions, run: MeasuredRun | None, notes: list[str]) ->
     return run.mtbf
 
 
-def _encodings_of(options: CostOptions) -> tuple[Encoding, ...]:
+def _encodings_of(options: CostOptions) -> tuple[PlannedCodec, ...]:
     names = [name for name in dict.fromkeys(options.codec or ()) if name != "raw"]
     for name in names:
         if name not in ENCODINGS:
@@ -408,7 +408,7 @@ ASSUMED = (
 
 
 
-def told(question: Question, candidates: Sequence[Candidate], verdict: Verdict) -> RenderableType:
+def told(question: Question, candidates: Sequence[Candidate], verdict: Judgement) -> RenderableType:
     """What is printed."""
     failing = question.machines.mtbf < NEVER
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, highlight=False)
@@ -431,7 +431,7 @@ def told(question: Question, candidates: Sequence[Candidate], verdict: Verdict) 
     return Group(Text(_title(question)), table, *lines, Text(f"\n{_sentence(verdict.why)}", style="bold"))
 
 
-def shown(candidates: Sequence[Candidate], verdict: Verdict) -> list[Candidate]:
+def shown(candidates: Sequence[Candidate], verdict: Judgement) -> list[Candidate]:
     """The rows of the table, the quickest first: DDP and FSDP always, and what is recommended."""
     ranked = sorted(candidates, key=lambda one: (one.seconds, one.servers))
     kept = ranked[:_ROWS]
@@ -449,7 +449,7 @@ def compared(run: MeasuredRun, seconds: float) -> str:
     )
 
 
-def as_json(question: Question, candidates: Sequence[Candidate], verdict: Verdict) -> bytes:
+def as_json(question: Question, candidates: Sequence[Candidate], verdict: Judgement) -> bytes:
     """All candidates, the verdict and the notes; a time that is infinite is null."""
     told: dict[str, Any] = {
         "recommendation": _sentence(verdict.why), "servers": verdict.ours, "notes": question.notes,
@@ -553,7 +553,7 @@ def answer(options: CostOptions, folder: Path | None, console: Console) -> None:
         draw(shown(candidates, verdict), verdict.why.partition(":")[0], options.plot)
 
 
-def _quicker(question: Question, verdict: Verdict) -> list[str]:
+def _quicker(question: Question, verdict: Judgement) -> list[str]:
     """A note for each setting that would make the best layout with servers quicker: shards of a quarter of the size
     (the last one comes down alone), and pacing."""
     ours = verdict.best if verdict.ours else verdict.other

@@ -104,8 +104,8 @@ class SimulatedCoordinator:
     def _handle(self, event: inbox.Event) -> None:
         todo = self.shell.handle(event, self._time)
         self.outcome.copies.look(self.machine)
-        if (view := self.machine.view) is not None and view.paused is not None:
-            self.outcome.paused.add((view.generation, view.paused))
+        if (view := self.machine.view) is not None and view.orders.paused is not None:
+            self.outcome.paused.add((view.generation, view.orders.paused))
         saved = any(isinstance(act, acts.Save) for act in todo)
         if saved and self.shell.last_word is None and self.node.world.spring("half said"):
             first = next(i for i, act in enumerate(todo) if isinstance(act, acts.Save))

@@ -341,7 +341,7 @@ class Simulation:
 
 def _ended_earlier(plan: Plan, planned: ScriptStops, view: View | None) -> Plan:
     """Who has left the loop computes nothing again that is lost with a server: the job may end a version earlier."""
-    version = planned.version if view is None or view.stop is None else view.stop.version
+    version = planned.version if view is None or view.orders.stop is None else view.orders.stop.version
     assert version <= planned.version, f"the job ends with version {version}: {planned}"
     return replace(plan, job=replace(plan.job, stop=replace(planned, step=version)))
 

@@ -295,9 +295,9 @@ class SimulatedWorker:
         self._step = step = self.machine.reads
         own = [s for s in range(self.job.shards) if replica in self.job.contributing(s)]
         self._todo = deque(shard for shard in own if self.job.cadence.due(shard, step))
-        paused = self.shell.view.paused
+        paused = self.shell.view.orders.paused
         assert paused is None or self.machine.step < paused, f"it begins step {self.machine.step} of a paused job"
-        moves = self.shell.view.handover
+        moves = self.shell.view.orders.handover
         assert moves is None or self.machine.step < moves, f"it begins step {self.machine.step} before shards move"
         if looked_up := self.job.looked_up(step, replica):
             self._exchange.rows.begin(replica, looked_up)

@@ -193,7 +193,7 @@ class JobEnd:
     @property
     def is_early(self) -> bool:
         """True if the script has stopped the job, and the view says with which version it ends."""
-        return self._shell.view.stop is not None
+        return self._shell.view.orders.stop is not None
 
     def take(self) -> End | None:
         """The generation and the last version, if the model holds that; else None."""

@@ -207,7 +207,7 @@ class Job(MemberMessages):
             staging=self._staging, coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
             say=self._say, reports=self._reports, optimizer=optimizer, stopping=self._stopping,
             followers=NoFollowers() if lead is None else lead.followers, leases=lead is None and record.leases,
-            decides_not=record.refusal_of({Feature.STOP_WHEN, *of_ranks}),
+            decides_not=record.refusal_of({Feature.DECIDES, *of_ranks}),
             streamed=streamed_for(
                 model, tensors, exchange, FirstValues(model, tensors, made, config.seed, init), self._say
             ),

@@ -106,7 +106,7 @@ class Snapshots:
         if tunes_period(course):
             said = course.tuned_period.look(course.furthest, course.now, taking=self.duty.taking is not None)
         chosen: list[Effect] = [Announce(said), PeriodTuned(course.tuned_period.seconds)] if said else []
-        ending, lead = course.view is not None and course.view.ending, course.strategies.snapshot_lead
+        ending, lead = course.view is not None and course.view.orders.ending, course.strategies.snapshot_lead
         due = self.duty.is_due(
             course.record, course.furthest, course.now, period=course.snapshot_period, ending=ending, lead=lead
         )
@@ -139,10 +139,10 @@ class Snapshots:
         assert course.record is not None
         assert course.view is not None
         rule = course.strategies.snapshot_version
-        version = self.duty.next_version(course.record, course.furthest, rule, ending=course.view.ending)
+        version = self.duty.next_version(course.record, course.furthest, rule, ending=course.view.orders.ending)
         version, evaluated = min(version, course.last), version_to_capture(course)
-        if course.views.paused is not None:
-            version = min(version, max(course.views.paused, course.known))  # no later one is made for now
+        if course.views.orders.paused is not None:
+            version = min(version, max(course.views.orders.paused, course.known))  # no later one is made for now
         if evaluated is not None and (version > evaluated or self._evaluated_soon(course.strategies.snapshot_lead)):
             version = evaluated  # nobody is past it: see `Lease.until`
         return version
@@ -177,11 +177,11 @@ class Snapshots:
         if self._at_the_end(version):
             self.duty.final = True
             return []
-        return self.take() if self.course.view is not None and self.course.view.ending else []
+        return self.take() if self.course.view is not None and self.course.view.orders.ending else []
 
     def _lost(self, event: events.SnapshotLost) -> list[Effect]:
         version = self.duty.lost(event.passed, self.course.now)
-        if event.passed > self._last_version and self._ending and self.course.views.stop is not None:
+        if event.passed > self._last_version and self._ending and self.course.views.orders.stop is not None:
             return self.course.end(Abort(
                 f"all workers have left their loops in the middle of a step, and a part of version {event.passed} "
                 "exists already: call run.stop() instead, and let the loop end by itself"
@@ -237,7 +237,7 @@ class Snapshots:
 
     @property
     def _ending(self) -> bool:
-        return self.course.view is not None and self.course.view.ending
+        return self.course.view is not None and self.course.view.orders.ending
 
     @property
     def _last_version(self) -> int:
@@ -259,5 +259,6 @@ def begin_from(origin: Origin, snapshots: Snapshots) -> None:
     """The first view of the job will be of this snapshot, and the next snapshot of a later version."""
     course = snapshots.course
     course.origin, course.begun, course.furthest = origin, True, origin.version - 1
-    course.views.stop, course.evaluations.decided = origin.stop, origin.decided
+    course.views.order(stop=origin.stop)
+    course.evaluations.decided = origin.decided
     snapshots.duty.last = (origin.version, 0.0)

@@ -87,7 +87,7 @@ class CopiesWatch:
             return "few"
         moved = view.primary[shard] != before.primary[shard]
         computing = [w for w, own in before.assigned(course.known + 1).items() if own and w in course.members.workers]
-        ends = (course.views.paused, course.last)
+        ends = (course.views.orders.paused, course.last)
         in_time = course.strategies.hands_over and course.handover.all_there(before, computing, ends)
         if moved and not (self._settled or in_time):
             return "hurry"

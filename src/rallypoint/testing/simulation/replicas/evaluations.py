@@ -120,7 +120,8 @@ def check_evaluations(
         if job.rules.steers:
             wanted = job.undisturbed_decisions.decided
             assert ledger.decided == wanted, f"{ledger.decided} is decided, and not {wanted}"
-            assert (view is None or view.stop is None) == (job.end == job.steps), f"the job ends with {job.end}: {view}"
+            goes_on = view is None or view.orders.stop is None
+            assert goes_on == (job.end == job.steps), f"the job ends with {job.end}: {view}"
         unheard = any("coordinator" in event or "drop" in event or "partition" in event for event in events)
         if any("snapshot" in said for said in outcome.said) or (unheard and not job.rules.steers):
             missing -= {version for version, figures in ledger.results.items() if figures is None}

@@ -46,7 +46,7 @@ class Script:
         view, planned = self.view(), self.planned
         if planned is None or planned.leaves or (planned.step, planned.replica) != (step, replica):
             return False
-        if view is None or view.stop is not None:
+        if view is None or view.orders.stop is not None:
             return False
         self.said = True
         self.say()
@@ -66,7 +66,8 @@ class Script:
     def say(self, *, again: bool = False) -> None:
         """Tell the coordinator of it: once in each generation, until a view says it."""
         view = self.view()
-        told = view is not None and view.stop is not None and (self.left < 0 or view.stop.version <= self.left)
+        stop = None if view is None else view.orders.stop
+        told = stop is not None and (self.left < 0 or stop.version <= self.left)
         if not self.said or view is None or told or (view.generation == self.said_in and not again):
             return
         assert self.planned is not None
@@ -84,7 +85,7 @@ def figure_of(model: Sequence[Any]) -> float:
 
 def rate_in(view: View | None, step: int) -> int:
     """How often the learning rate of the update of that step is reduced, by the view."""
-    return 0 if view is None else reductions_at(view.reductions, step)
+    return 0 if view is None else reductions_at(view.orders.reductions, step)
 
 
 class Undisturbed:
