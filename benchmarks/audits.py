@@ -55,7 +55,7 @@ def run(workers: int, folder: str, *task: Any) -> tuple[list[float], str]:
 
 def settings_of(steps: int, audit: float, seed: int, **more: Any) -> dict[str, Any]:
     """The settings of a job of eight replicas."""
-    return {"replicas": 8, "batch": 8, "steps": steps, "seed": seed, "shard_bytes": 512, "audit": audit, **more}
+    return {"replicas": 8, "batch": 8, "steps": steps, "seed": seed, "network.shard_bytes": 512, "audit": audit, **more}
 
 
 def planted(kind: str, seed: int, share: float) -> dict[str, Any]:
@@ -93,7 +93,9 @@ def cost(rounds: int, steps: int, hidden: int, share: float) -> list[tuple[float
         both = {}
         for audit in (0.0, share) if number % 2 else (share, 0.0):
             with tempfile.TemporaryDirectory() as folder:
-                measured, failed = run(2, folder, {}, 0, hidden, settings_of(steps, audit, number, shard_bytes=1 << 20))
+                measured, failed = run(
+                    2, folder, {}, 0, hidden, settings_of(steps, audit, number, **{"network.shard_bytes": 1 << 20})
+                )
             if failed:
                 raise SystemExit(failed)
             both[audit] = statistics.mean(measured)

@@ -36,6 +36,7 @@ EXPORTED = [
     "Micro",
     "Muon",
     "NAdam",
+    "Network",
     "Parallel",
     "Parquet",
     "RAdam",

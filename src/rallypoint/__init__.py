@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rallypoint.bridges.wrap import wrap
-    from rallypoint.config.tree import Group, JobConfig
+    from rallypoint.config.tree import Group, JobConfig, Network
     from rallypoint.core.decisions import ReduceOnPlateau
     from rallypoint.core.optimizer import (
         ASGD,
@@ -70,6 +70,7 @@ _HOMES = {
     "Micro": "rallypoint.worker.loop.micro",
     "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
+    "Network": "rallypoint.config.tree",
     "Parallel": "rallypoint.parallel",
     "Parquet": "rallypoint.data.parquet",
     "RAdam": "rallypoint.core.optimizer",
@@ -117,6 +118,7 @@ __all__ = [
     "Micro",
     "Muon",
     "NAdam",
+    "Network",
     "Parallel",
     "Parquet",
     "RAdam",

@@ -50,7 +50,7 @@ def test_a_worker_that_computes_wrong_is_drained_and_changes_no_byte(kind: str, 
 
 
 def test_honest_workers_agree_and_nothing_is_said(tmp_path: Path) -> None:
-    assert run(tmp_path, {}, {"window": 1, "hold_bytes": 256}) == [honest()] * 3
+    assert run(tmp_path, {}, {"network.window": 1, "network.hold_bytes": 256}) == [honest()] * 3
     assert said(tmp_path) == []
 
 

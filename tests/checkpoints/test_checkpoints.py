@@ -213,7 +213,7 @@ WITH = dataclasses.replace
         (WITH(WHOLE, optimizer=_state(**{"stem.bias": _state()["back.bias"]})), {}, "does not have the weight's shape"),
         (
             WITH(WHOLE, optimizer=_state(**{"stem.bias": {**_state()["stem.bias"], "step": torch.tensor(4.0)}})),
-            {"shard_bytes": 1 << 20}, "another step",
+            {"network.shard_bytes": 1 << 20}, "another step",
         ),
         (
             Checkpoint(WEIGHTS | {"again.weight": WEIGHTS["again.weight"] + 1}), {},

@@ -58,7 +58,8 @@ model = torch.nn.Sequential(Block(0), torch.nn.BatchNorm1d(6), Block(1), Block(2
 gate = Path(__file__).parent / "gate"
 with rp.join() as job:
     run = job.train(
-        model, torch.utils.data.TensorDataset(x, y), replicas=4, batch=4, steps=16, shard_bytes=128, fingerprints=2,
+        model, torch.utils.data.TensorDataset(x, y), replicas=4, batch=4, steps=16, network=rp.Network(shard_bytes=128),
+        fingerprints=2,
         optimizer=rp.AdamW(lr=rp.cosine(1e-2, warmup=3)), clip=1.0,
     )
     @run.every(5)
@@ -242,7 +243,7 @@ class Net(torch.nn.Sequential):
         super().__init__(torch.nn.Linear(6, 30), torch.nn.Linear(30, 3))
 
 
-CONFIG = resolve({"replicas": 2, "shard_bytes": 128})
+CONFIG = resolve({"replicas": 2, "network.shard_bytes": 128})
 LAYOUT = ModelTensors(Net(), CONFIG).layout
 
 
@@ -391,7 +392,7 @@ def test_a_difference_is_printable() -> None:
 
 
 def test_reductions_of_the_rates_after_the_snapshot_are_in_the_journal(tmp_path: Path) -> None:
-    config = resolve({"replicas": 2, "shard_bytes": 128, "plateau": rp.ReduceOnPlateau("loss")})
+    config = resolve({"replicas": 2, "network.shard_bytes": 128, "plateau": rp.ReduceOnPlateau("loss")})
     job = record_of(config, LAYOUT)
     record = msgspec.to_builtins(job, str_keys=True)
     decided = Decided(9, reductions=(3, 6, 12))

@@ -88,7 +88,7 @@ class CellJob:
     def settings(self) -> dict[str, Any]:
         """Of `job.train`, as data."""
         found: dict[str, Any] = {
-            "replicas": REPLICAS, "batch": 2, "steps": STEPS, "seed": 3, "shard_bytes": 128,
+            "replicas": REPLICAS, "batch": 2, "steps": STEPS, "seed": 3, "network.shard_bytes": 128,
             "optimizer": {"type": "sgd", "lr": 0.05}, "sync": copy.deepcopy(SYNCS[self.mode]),
         }  # fmt: skip
         for feature in self.features:
@@ -188,7 +188,7 @@ def _train_own_loop(job: rp.Job, cell: CellJob) -> str:
     model, data, wait = Net(cell), dataset(), _gate(job, cell)
     steps_here = cell.mode is ModeName.ALL_REDUCE
     inner = torch.optim.SGD(model.parameters(), lr=0.05) if steps_here else rp.SGD(lr=0.05)
-    optimizer = wrap_in(job, model, inner, steps=STEPS, replicas=2, shard_bytes=128)
+    optimizer = wrap_in(job, model, inner, steps=STEPS, replicas=2, **{"network.shard_bytes": 128})
     for step in range(optimizer.position, STEPS):
         wait(step)
         start = 4 * step + 2 * optimizer.replica

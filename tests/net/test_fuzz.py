@@ -96,7 +96,7 @@ class Cluster:
                 data = [(torch.randn(16), torch.randn(4)) for _ in range(40)]
                 run = job.train(
                     model, data, replicas=REPLICAS, batch=4, steps=STEPS, optimizer=AdamW(lr=1e-2), clip=0.5,
-                    shard_bytes=512,
+                    **{"network.shard_bytes": 512},
                 )  # fmt: skip
                 for micro in run:
                     if micro.replica == 0:

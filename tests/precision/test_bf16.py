@@ -178,8 +178,8 @@ def test_held_parameters_halve_the_bytes_both_ways_but_for_the_last_version(monk
 
     model = build()
     parameters = 4 * sum(p.numel() for p in model.parameters())
-    ups, downs = bytes_sent(presum_bytes=0)
-    held_ups, held_downs = bytes_sent(**HELD, presum_bytes=0)
+    ups, downs = bytes_sent(**{"network.presum_bytes": 0})
+    held_ups, held_downs = bytes_sent(**HELD, **{"network.presum_bytes": 0})
     assert ups - held_ups == 4 * 4 * parameters // 2, "of four replicas in four steps"
     assert downs - held_downs == 4 * parameters // 2, "versions 0 to 3; the last one is raw"
 

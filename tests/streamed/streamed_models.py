@@ -80,7 +80,7 @@ CASES = {
     "again, one parameter ahead": Case(Again, {"prefetch_bytes": 0}),
 }
 COMMON: dict[str, Any] = {
-    "replicas": 3, "batch": 4, "steps": 6, "seed": 5, "shard_bytes": 256, "prefetch_bytes": 1000,
+    "replicas": 3, "batch": 4, "steps": 6, "seed": 5, "network.shard_bytes": 256, "prefetch_bytes": 1000,
     "optimizer": rp.AdamW(lr=1e-2),
 }  # fmt: skip
 DATA = torch.utils.data.TensorDataset(

@@ -15,7 +15,7 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.sources.streamed import FirstValues, Init, prepare
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 
-CONFIG = resolve({"parameters": "streamed", "shard_bytes": 64, "seed": 5})
+CONFIG = resolve({"parameters": "streamed", "network.shard_bytes": 64, "seed": 5})
 
 
 class Net(nn.Module):

@@ -72,7 +72,9 @@ def test_a_worker_holds_a_few_parameters_and_gradients_at_a_time(monkeypatch: py
     monkeypatch.setattr(ShardMemory, "words", claimed)
     data = torch.utils.data.TensorDataset(torch.randn(8, 32))
     with EmbeddedJob() as job:
-        run = job.train(model, data, steps=3, batch=2, shard_bytes=1024, prefetch_bytes=9000, **STREAMED)
+        run = job.train(
+            model, data, steps=3, batch=2, network=rp.Network(shard_bytes=1024), prefetch_bytes=9000, **STREAMED
+        )
         for micro in run:
             with micro:
                 micro.backward(model(micro.batch[0]).square().mean())

@@ -25,7 +25,9 @@ from rallypoint.worker.exchange.pushes import ReplicaPushes
 from rallypoint.worker.tensors import ModelTensors
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
-SETTINGS: dict[str, Any] = {"replicas": 3, "batch": 4, "steps": 5, "shard_bytes": 64, "fingerprints": 2, "clip": 0.1}
+SETTINGS: dict[str, Any] = {
+    "replicas": 3, "batch": 4, "steps": 5, "network.shard_bytes": 64, "fingerprints": 2, "clip": 0.1
+}
 
 
 def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:

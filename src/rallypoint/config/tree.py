@@ -24,7 +24,7 @@ from rallypoint.core.optimizer import EMA, SWA, AdamW, LossScaling, Muon, Optimi
 from rallypoint.core.plan.tuning import shards_for
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule, rate_at
-from rallypoint.core.typed import build_now
+from rallypoint.core.typed import PartType, build_now
 from rallypoint.errors import ConfigError, ModelError
 
 DownSpec = Raw | Fp16 | Bf16 | Int8
@@ -48,6 +48,42 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sync_every: int | None = None
     sync_offset: int = 0
     optimizer: Optimizer | None = None
+
+
+class Network(
+    msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
+):
+    """How what is sent is cut, held and paced: ``network=rp.Network(shard_bytes=1 << 20)``, and in `--set` and files
+    ``network.shard_bytes``.
+
+    Attributes:
+        shard_bytes: the largest shard, in bytes.
+        window: contributions that may be on their way from one worker to one server.
+        presum_bytes: bytes that a worker may take to add up its replicas' gradients before it sends them, in copies of
+            the model: with n copies it adds up to 2^n replicas. 0: it sends each replica's.
+        overlap: a step's forward pass may begin before all of its parameters are here; each module waits for its own.
+            False: every worker waits for all of them first (code outside of Python that reads parameters in memory, a
+            CUDA graph for instance, needs that).
+        hold_bytes: bytes of early contributions that a server may keep; beyond that it slows the senders.
+        in_flight_bytes: bytes that may be on their way to one machine at once, shared by its links; 0 leaves that to
+            the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
+            200 Mbit/s, 1 MiB at 1 Gbit/s). Not for links with a round trip of more than a few ms.
+        pace_mbit: Mbit/s that a worker or a server sends at most, in equal parts on its links; 0: see `pacing`. Of
+            flows that share a port TCP gives some more than others, and a shard's sum waits for the last of them. A
+            little less than the rate of the links: 970 for 1 Gbit/s. Linux only; not used where there are aggregators.
+        pacing: "auto": where there are at least as many servers as workers, and no aggregators, each worker measures
+            what its port carries and paces its links at their parts of that, unless `pace_mbit` says what; where there
+            are equally many and no backups, servers do so too.
+    """
+
+    shard_bytes: int = SHARD_BYTES
+    window: int = 4
+    presum_bytes: int = 8 << 30
+    overlap: bool = True
+    hold_bytes: int = 256 << 20
+    in_flight_bytes: int = 0
+    pace_mbit: float = 0.0
+    pacing: Literal["auto", "off"] = "auto"
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -86,26 +122,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         codec: how workers encode gradients; a lossy codec changes the result.
         down: how servers encode parameters for workers (from exact values: no error accumulates). The last goes raw.
         table_std: standard deviation of the initial values of tables (embeddings whose rows only the servers keep).
-        shard_bytes: the largest shard, in bytes.
-        window: contributions that may be on their way from one worker to one server.
         parameters: "streamed": parameters stay on the servers; a worker pulls those of a module when it runs, forward
             and backward, and frees them after use. It never holds the whole model.
         prefetch_bytes: bytes of streamed parameters that a worker asks for before they are needed.
-        presum_bytes: bytes that a worker may take to add up its replicas' gradients before it sends them, in copies of
-            the model: with n copies it adds up to 2^n replicas. 0: it sends each replica's.
-        overlap: a step's forward pass may begin before all of its parameters are here; each module waits for its own.
-            False: every worker waits for all of them first (code outside of Python that reads parameters in memory, a
-            CUDA graph for instance, needs that).
-        hold_bytes: bytes of early contributions that a server may keep; beyond that it slows the senders.
-        in_flight_bytes: bytes that may be on their way to one machine at once, shared by its links; 0 leaves that to
-            the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
-            200 Mbit/s, 1 MiB at 1 Gbit/s). Not for links with a round trip of more than a few ms.
-        pace_mbit: Mbit/s that a worker or a server sends at most, in equal parts on its links; 0: see `pacing`. Of
-            flows that share a port TCP gives some more than others, and a shard's sum waits for the last of them. A
-            little less than the rate of the links: 970 for 1 Gbit/s. Linux only; not used where there are aggregators.
-        pacing: "auto": where there are at least as many servers as workers, and no aggregators, each worker measures
-            what its port carries and paces its links at their parts of that, unless `pace_mbit` says what; where there
-            are equally many and no backups, servers do so too.
+        network: how what is sent is cut, held and paced.
         keyed: the job is a store (`job.store`): keys that are pushed and pulled one by one.
         item, items_per_sample: what the progress line counts ("tokens", 128).
         fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
@@ -114,7 +134,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             before two workers agree on its bytes.
         audit_action: what happens to a worker whose contribution two others have proved wrong: "drain" gives it up,
             "stop" ends the job, "tell" only says so. None of them uses that contribution.
-        tune: "auto": while the job runs, values of `in_flight_bytes` and `pace_mbit` are tried, and kept where steps
+        tune: "auto": while the job runs, `network`'s `in_flight_bytes` and `pace_mbit` are tried, and kept where steps
             get shorter. Where nobody says them, `shard_bytes` and how often snapshots are taken are chosen too. The
             bytes are the same.
     """
@@ -144,16 +164,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     codec: CodecSpec = Raw()
     down: DownSpec = Raw()
     table_std: float = 1.0
-    shard_bytes: int = SHARD_BYTES
-    window: int = 4
     parameters: Literal["local", "streamed"] = "local"
     prefetch_bytes: int = 32 << 20
-    presum_bytes: int = 8 << 30
-    overlap: bool = True
-    hold_bytes: int = 256 << 20
-    in_flight_bytes: int = 0
-    pace_mbit: float = 0.0
-    pacing: Literal["auto", "off"] = "auto"
+    network: Network = Network()
     keyed: bool = False
     item: str = "samples"
     items_per_sample: int = 1
@@ -281,7 +294,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         mode, states = self.mode, any(has_state(codec) for codec in self.codecs)
         gradients = mode.contribution is Contribution.GRADIENT and mode.pace is Pace.ROUNDS
-        here = self.overlap and not self.streamed  # streamed ones are pulled at a version that exists everywhere
+        here = self.network.overlap and not self.streamed  # those are pulled at a version that exists everywhere
         return here and gradients and mode.holder is StateHolder.SERVERS and not states
 
     @property
@@ -300,7 +313,7 @@ def audits_of(config: JobConfig) -> Audits | None:
 
 def paces_by_port(config: JobConfig) -> bool:
     """True if links may be paced by what ports are measured to carry: not where little is sent to few at a time."""
-    return config.pacing == "auto" and not (config.keyed or config.streamed or config.staggered)
+    return config.network.pacing == "auto" and not (config.keyed or config.streamed or config.staggered)
 
 
 def steps_plainly(config: JobConfig) -> bool:
@@ -392,16 +405,9 @@ class Settings(TypedDict, total=False):
     codec: CodecSpec
     down: DownSpec
     table_std: float
-    shard_bytes: int
-    window: int
     parameters: Literal["local", "streamed"]
     prefetch_bytes: int
-    presum_bytes: int
-    overlap: bool
-    hold_bytes: int
-    in_flight_bytes: int
-    pace_mbit: float
-    pacing: Literal["auto", "off"]
+    network: Network
     item: str
     items_per_sample: int
     fingerprints: int
@@ -516,7 +522,7 @@ def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
     if len(taking) < fragments and (fragments > 1 or not own):
         raise ConfigError(
             f"fragments={fragments}, but the parameters are only {len(taking)} shards: use fewer, or smaller shards "
-            "(shard_bytes)"
+            "(network.shard_bytes)"
         )
     every = config.local.steps // size
     for shard, fragment in zip(taking, cut_evenly([s.nbytes for s in taking], fragments), strict=True):
@@ -569,20 +575,24 @@ class ClusterFacts(NamedTuple):
 def with_start_values(
     config: JobConfig, given: Container[str], nbytes: int, cluster: ClusterFacts
 ) -> tuple[JobConfig, str]:
-    """Choose `shard_bytes` for a model of which `nbytes` are trained, if it is not among the settings that are `given`.
-    With 0 bytes nothing new is chosen.
+    """Choose `network.shard_bytes` for a model of which `nbytes` are trained, if it is not among the settings that are
+    `given`. With 0 bytes nothing new is chosen.
 
     Returns the configuration, and a sentence that says why; "": nothing was chosen. A job that has shards keeps them:
     a worker that comes later, and a run that is resumed, have the same. Every worker chooses the same.
     """
-    if "shard_bytes" in given:
+    if "network.shard_bytes" in given:
         return config, ""
     if cluster.shard_bytes >= 0:
-        return msgspec.structs.replace(config, shard_bytes=cluster.shard_bytes), ""
+        return _cut_in(config, cluster.shard_bytes), ""
     if config.tune != "auto" or not nbytes or not _free(config):
         return config, ""
     size, why = shards_for(nbytes, cluster.workers, cluster.servers, cluster.link_mbit)
-    return msgspec.structs.replace(config, shard_bytes=size), why
+    return _cut_in(config, size), why
+
+
+def _cut_in(config: JobConfig, size: int) -> JobConfig:
+    return msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, shard_bytes=size))
 
 
 def _free(config: JobConfig) -> bool:

@@ -93,7 +93,7 @@ class JobRecord(msgspec.Struct, frozen=True):
         """True if a worker adds up its neighbouring replicas before it sends them (I3), where it has the memory."""
         alone = {Feature.CODEC, Feature.STREAMED}.intersection(self.features) or self.mode.pace is not Pace.ROUNDS
         quorum = self.config.get("sync", {}).get("quorum")
-        return not alone and quorum is None and bool(self.config.get("presum_bytes", 1))
+        return not alone and quorum is None and bool(self.config.get("network", {}).get("presum_bytes", 1))
 
     @property
     def audits(self) -> bool:

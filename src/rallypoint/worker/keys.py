@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from rallypoint.codec.base import encode_gradient, encode_ids
-from rallypoint.config import Group, JobConfig, group_of, of_group, resolve
+from rallypoint.config import Group, JobConfig, Network, group_of, of_group, resolve
 from rallypoint.core.keys import NEWEST, Effect, holder
 from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
 from rallypoint.core.optimizer import Optimizer
@@ -37,9 +37,9 @@ class KeySettings(TypedDict, total=False):
 
     `contributors` (R) push to each key; a round of ``rp.Sync()`` has one push of each. `optimizer` steps each key with
     what is pushed: one for all keys, or a dict by the part of a key's name before its first dot. `steps`: a contributor
-    pushes to a key at most so often; schedules of rates reach over so many. `shard_bytes`: a key of at most so many
-    bytes is one piece, so a push to it counts wholly or not at all. `table_std`: servers make the first rows of tables,
-    normal(0, table_std).
+    pushes to a key at most so often; schedules of rates reach over so many. `network.shard_bytes`: a key of at most so
+    many bytes is one piece, so a push to it counts wholly or not at all. `table_std`: servers make the first rows of
+    tables, normal(0, table_std).
     """
 
     contributors: int
@@ -47,7 +47,7 @@ class KeySettings(TypedDict, total=False):
     optimizer: Optimizer | Mapping[str, Optimizer]
     steps: int
     seed: int
-    shard_bytes: int
+    network: Network
     table_std: float
 
 
@@ -72,7 +72,7 @@ def declared(
     tables = [specs.pop(name) for name in names if is_table(keys[name])]
     for table in tables:
         _check_table(table, config)
-    return config, build_layout(list(specs.values()), config.shard_bytes, tables=tables)
+    return config, build_layout(list(specs.values()), config.network.shard_bytes, tables=tables)
 
 
 def _optimizers(

@@ -413,7 +413,7 @@ class ModelTensors:
         rows = [_spec(name, sharing[0].weight, group_of(config, name, 2)) for name, sharing in tables.items()]
         self.tables = list(tables.values())
         self.layout: Layout = build_layout(
-            specs, config.shard_bytes, ranks_of(config), rows, matrices_of(config, specs)
+            specs, config.network.shard_bytes, ranks_of(config), rows, matrices_of(config, specs)
         )
         by_name = {**trained, **shared}
         placed = [Placed(by_name[entry.spec.name], entry) for entry in self.layout.entries]

@@ -432,7 +432,7 @@ class Tuning:
         nbytes = sum(shard.nbytes for shard in record.layout.shards)
         self._counts = workers, servers = _counts(view)
         name = self._left.pop(0)
-        start = view.tuned[name].kept if name in view.tuned else float(record.config.get(name, 0.0))
+        start = view.tuned[name].kept if name in view.tuned else float(record.config.get("network", {}).get(name, 0.0))
         knob = KNOBS[name](start, Facts(nbytes, workers, servers, seconds, _told_mbit(view)))
         self.tuner = Tuner(knob)
         tried = ", ".join(f"{value / knob.per_unit:.4g}" for value in knob.candidates)

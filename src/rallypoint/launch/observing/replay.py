@@ -365,7 +365,7 @@ def _argv(plan: Launch, run: Path, say: Callable[[str], None], *, current: bool)
 
 def _settings(job: JobRecord) -> dict[str, Any]:
     """Settings that change no byte: everything is recorded, a loss that is not finite is looked at and ends nothing."""
-    settings: dict[str, Any] = {"fingerprints": 1, "overlap": False}
+    settings: dict[str, Any] = {"fingerprints": 1, "network": {"overlap": False}}
     if job.config.get("nonfinite") == "stop" and job.config.get("precision") != "fp16":
         settings["nonfinite"] = "continue"
     if job.config.get("keep_best"):

@@ -84,7 +84,7 @@ def _presum(config: JobConfig, layout: Layout) -> tuple[frozenset[int], int, int
     if not config.policy.tree or config.streamed:  # (a sum of replicas would be as large as the model)
         return frozenset(), 1, 1
     nbytes = sum(layout.shards[shard].nbytes for shard in shards)
-    copies = min(config.presum_bytes // max(1, nbytes), 32)
+    copies = min(config.network.presum_bytes // max(1, nbytes), 32)
     return (shards if copies else frozenset(), config.replicas, 1 << copies)
 
 

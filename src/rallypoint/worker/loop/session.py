@@ -15,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from rallypoint.config import ClusterFacts, JobConfig, record_of, resolve, with_own_optimizer, with_start_values
+from rallypoint.config.resolve import names_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.modes import Feature
@@ -165,7 +166,7 @@ class Job(MemberMessages):
         kinds = ", ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in own)
         overrides, data = self._link.welcome.overrides, given(dataset, collate_fn, loader)
         config = with_own_optimizer(resolve({**data.settings, **settings}, overrides), kinds, overrides)
-        given_keys = {*data.settings, *settings, *overrides}
+        given_keys = names_of({**data.settings, **settings}) | names_of(overrides)
         config, why_so = started(config, model, given_keys, self._link.welcome, alone=self._group is None)
         if config.order == "own" and not self.run_type.own:
             raise ConfigError('order="own" is set by rp.wrap: leave it out of job.train')
