@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rallypoint.bridges.wrap import wrap
-    from rallypoint.config.tree import Group, JobConfig, Network
+    from rallypoint.config.tree import Audit, Evaluation, Group, JobConfig, Memory, Network, Reading
     from rallypoint.core.decisions import ReduceOnPlateau
     from rallypoint.core.optimizer import (
         ASGD,
@@ -57,9 +57,11 @@ _HOMES = {
     "Adamax": "rallypoint.core.optimizer",
     "AllReduce": "rallypoint.core.policy",
     "Async": "rallypoint.core.policy",
+    "Audit": "rallypoint.config.tree",
     "BoundedStaleness": "rallypoint.core.policy",
     "Cache": "rallypoint.data.cache",
     "EMA": "rallypoint.core.optimizer",
+    "Evaluation": "rallypoint.config.tree",
     "Group": "rallypoint.config.tree",
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
@@ -67,6 +69,7 @@ _HOMES = {
     "Loader": "rallypoint.data.spec",
     "LocalSteps": "rallypoint.core.policy",
     "LossScaling": "rallypoint.core.optimizer",
+    "Memory": "rallypoint.config.tree",
     "Micro": "rallypoint.worker.loop.micro",
     "Muon": "rallypoint.core.optimizer",
     "NAdam": "rallypoint.core.optimizer",
@@ -76,6 +79,7 @@ _HOMES = {
     "RAdam": "rallypoint.core.optimizer",
     "RMSprop": "rallypoint.core.optimizer",
     "ReduceOnPlateau": "rallypoint.core.decisions",
+    "Reading": "rallypoint.config.tree",
     "Run": "rallypoint.worker.loop.run",
     "SGD": "rallypoint.core.optimizer",
     "SWA": "rallypoint.core.optimizer",
@@ -106,8 +110,10 @@ __all__ = [
     "Adamax",
     "AllReduce",
     "Async",
+    "Audit",
     "BoundedStaleness",
     "Cache",
+    "Evaluation",
     "Group",
     "Job",
     "JobConfig",
@@ -115,6 +121,7 @@ __all__ = [
     "Loader",
     "LocalSteps",
     "LossScaling",
+    "Memory",
     "Micro",
     "Muon",
     "NAdam",
@@ -123,6 +130,7 @@ __all__ = [
     "Parquet",
     "RAdam",
     "RMSprop",
+    "Reading",
     "ReduceOnPlateau",
     "Run",
     "Stream",

@@ -29,7 +29,7 @@ def run(folder: Path, wrong: dict[str, str], settings: dict[str, Any], *, worker
 @cache
 def honest() -> str:
     with ProcessCluster(1, 1) as cluster:
-        return str(cluster.run(train, {}, 0, {"audit": 0.0})[0])
+        return str(cluster.run(train, {}, 0, {"audit.share": 0.0})[0])
 
 
 def said(folder: Path) -> list[str]:
@@ -61,14 +61,14 @@ def test_with_two_workers_nobody_can_decide_and_the_job_stops(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_with_tell_the_job_goes_on_and_says_it(tmp_path: Path) -> None:
-    assert run(tmp_path, {"worker1": "bit"}, {"audit_action": "tell"}) == [honest()] * 3
+    assert run(tmp_path, {"worker1": "bit"}, {"audit.action": "tell"}) == [honest()] * 3
     assert sum("has computed something else" in text for text in said(tmp_path)) > 2, "at each step"
 
 
 @pytest.mark.slow
 def test_with_stop_the_job_ends_with_the_sentence(tmp_path: Path) -> None:
     with pytest.raises(ClusterFailed, match=r"worker1 on \S+ has computed something else"):
-        run(tmp_path, {"worker1": "scale"}, {"audit_action": "stop"})
+        run(tmp_path, {"worker1": "scale"}, {"audit.action": "stop"})
 
 
 @pytest.mark.slow

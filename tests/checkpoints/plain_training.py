@@ -51,7 +51,7 @@ OPTIMIZERS = {
 
 def settings(kind: str, **more: Any) -> dict[str, Any]:
     mine: dict[str, Any] = {
-        "replicas": 1, "batch": BATCH, "steps": STEPS, "order": "sequential", "optimizer": OPTIMIZERS[kind][0],
+        "replicas": 1, "batch": BATCH, "steps": STEPS, "reading.order": "sequential", "optimizer": OPTIMIZERS[kind][0],
         "decay_1d": True, "network.shard_bytes": 256,
     }  # fmt: skip
     return mine | more

@@ -20,6 +20,7 @@ from rallypoint.config import (
     GroupSettings,
     JobConfig,
     Network,
+    Reading,
     Settings,
     group_of,
     overrides_from,
@@ -76,7 +77,7 @@ _CONFIGS = st.builds(
         st.builds(Group, match=st.tuples(st.sampled_from(["*", "head.*"])), weight_decay=st.none() | st.floats(0, 1)),
         max_size=2,
     ).map(tuple),
-    item=st.sampled_from(["samples", "tokens"]),
+    reading=st.builds(Reading, item=st.sampled_from(["samples", "tokens"])),
 )
 
 
@@ -134,7 +135,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place(tree: dict[str, Any
     ("given", "sentence"),
     [
         *[({key: 0}, f"{key} is 0: it must be a whole number of at least 1")
-          for key in ("replicas", "batch", "steps", "accumulate", "network.window", "items_per_sample")],
+          for key in ("replicas", "batch", "steps", "accumulate", "network.window", "reading.items_per_sample")],
         ({"steps": -3}, "steps is -3"),
         ({"batch": 32, "accumulate": 5}, "a batch of 32 cannot be cut into accumulate=5"),
         ({"clip": 0.0}, "clip is 0.0"),

@@ -49,7 +49,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.CLIP: {"clip": 0.5},
     Feature.SKIP: {"nonfinite": "skip"},
     Feature.AVERAGE: {"average": {"type": "ema", "decay": 0.8}},
-    Feature.PLATEAU: {"plateau": {"metric": "loss", "patience": 0, "threshold": 1.0}},
+    Feature.PLATEAU: {"evaluation.plateau": {"metric": "loss", "patience": 0, "threshold": 1.0}},
     Feature.MUON: {"optimizer": {"type": "muon", "lr": 0.01}},
     Feature.SUMS: {"optimizer": {"type": "sum"}},
     Feature.ACCUMULATE: {"accumulate": 2},
@@ -59,14 +59,14 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.CODEC_STATE: {"codec": {"type": "int8"}},
     Feature.DOWN: {"down": {"type": "bf16"}},
     Feature.FP16: {"precision": "fp16"},
-    Feature.HOLD: {"precision": "bf16", "hold": "bf16"},
-    Feature.STREAMED: {"parameters": "streamed", "prefetch_bytes": 200},
-    Feature.FINGERPRINTS: {"fingerprints": 2},
-    Feature.AUDIT: {"audit": 0.6},
-    Feature.OWN_LOOP: {"order": "own"},
+    Feature.HOLD: {"precision": "bf16", "memory.hold": "bf16"},
+    Feature.STREAMED: {"memory.parameters": "streamed", "memory.prefetch_bytes": 200},
+    Feature.FINGERPRINTS: {"audit.fingerprints": 2},
+    Feature.AUDIT: {"audit.share": 0.6},
+    Feature.OWN_LOOP: {"reading.order": "own"},
     Feature.KEYED: {"keyed": True},
-    Feature.STREAM: {"order": "stream"},
-    Feature.PASSES: {"order": "stream", "passes": 1},
+    Feature.STREAM: {"reading.order": "stream"},
+    Feature.PASSES: {"reading.order": "stream", "reading.passes": 1},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},
@@ -150,7 +150,7 @@ def items(part: int) -> Iterator[Any]:
 def data_of(cell: CellJob) -> Any:
     """What the cell trains on."""
     if cell.has(Feature.STREAM) or cell.has(Feature.PASSES):
-        return rp.Stream(items, parts=2, passes=cell.settings.get("passes"))
+        return rp.Stream(items, parts=2, passes=cell.settings.get("reading.passes"))
     return dataset()
 
 

@@ -133,7 +133,7 @@ def test_a_matrix_that_no_frame_carries_is_refused_by_name() -> None:
     side = math.isqrt((1 << 26) // 4) + 1
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(side, side, bias=False))
-    config = resolve({"optimizer": rp.Muon(), "parameters": "streamed"})
+    config = resolve({"optimizer": rp.Muon(), "memory.parameters": "streamed"})
     with pytest.raises(ModelError, match=r'0\.weight has 64 MiB.*rp\.Muon\(adamw=\("0\.weight",\)\)'):
         ModelTensors(model, config, made={"0.weight"})
 

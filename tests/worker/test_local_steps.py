@@ -76,7 +76,7 @@ def test_every_replica_makes_every_step_in_order_and_evaluations_come_with_versi
 
 
 def test_what_is_told_of_a_run_is_in_steps_of_training(tmp_path: Path) -> None:
-    train(*build(), folder=tmp_path, **SETTINGS, sync=FRESH, items_per_sample=3)
+    train(*build(), folder=tmp_path, **SETTINGS, sync=FRESH, **{"reading.items_per_sample": 3})
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     done = [event for event in events if event["type"] == "StepDone"]
     assert [event["step"] for event in done] == [3, 7, 9]

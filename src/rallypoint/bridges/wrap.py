@@ -84,7 +84,7 @@ def wrap_in(
     job.run_type = OwnRun
     told: dict[str, Any] = {
         "sync": AllReduce() if own else Sync(), "replicas": replicas or job.started, "batch": 1, "steps": steps,
-        "items_per_sample": batch, "order": "own", "network.overlap": False, **settings,
+        "reading.items_per_sample": batch, "reading.order": "own", "network.overlap": False, **settings,
     }  # fmt: skip
     told |= {"own_optimizer": optimizer} if own else {"optimizer": optimizer}
     replay = None if schedule is None else Replay(schedule)

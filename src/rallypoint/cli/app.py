@@ -32,8 +32,8 @@ GONE = {  # commands and options ("--tensorboard" of any command, "plan --clip")
     "train finetune": "it is a script now: rallypoint run examples/finetune.py --model gpt2 --data texts",
     "train gan": "it is a script now, with job.store in place of job.train: rallypoint run examples/gan.py",
     # run, train, ...
-    "--best-is": "--set best_is=max",
-    "--keep-best": "--set keep_best=val_loss",
+    "--best-is": "--set evaluation.best_is=max",
+    "--keep-best": "--set evaluation.keep_best=val_loss",
     "--keep-every": "--keep-last N keeps more of the last ones",
     "--report-after": "a stall of 30 s, a crash and a failure always leave a report",
     "--ssh": "the ssh that PATH finds first is used, with ~/.ssh/config",

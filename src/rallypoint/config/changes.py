@@ -17,7 +17,7 @@ _SAMPLES = "it decides which samples every step takes, and the steps before the 
 _LAYOUT = "the snapshot's shards are cut by it"
 _MODE = "a snapshot can only go on in the mode in which it was taken"
 _FIXED = {
-    "replicas": _SAMPLES, "batch": _SAMPLES, "seed": _SAMPLES, "order": _SAMPLES,
+    "replicas": _SAMPLES, "batch": _SAMPLES, "seed": _SAMPLES, "reading.order": _SAMPLES,
     "network.shard_bytes": _LAYOUT, "groups": _LAYOUT, "decay_1d": _LAYOUT, "optimizer.adamw": _LAYOUT,
     "precision": "the loss scale of fp16 is in the snapshot, or is not",
     "loss_scale.init_scale": "it is for the first step, which the job has made",

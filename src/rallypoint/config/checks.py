@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD, RandomK, TopK
-from rallypoint.config.tree import Group, JobConfig, Network, optimizers_of
+from rallypoint.config.tree import Audit, Group, JobConfig, Memory, Network, Reading, optimizers_of
 from rallypoint.core.decisions import ReduceOnPlateau
 from rallypoint.core.layout import MOST_SHARD_BYTES, Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
@@ -55,7 +55,7 @@ def check(config: JobConfig) -> None:
     _check_periods(config)
     if why := refusal(config.mode.name, config.features):
         raise ConfigError(why)
-    if config.hold == "bf16" and config.precision != "bf16":
+    if config.memory.hold == "bf16" and config.precision != "bf16":
         raise ConfigError('hold="bf16" needs autocast, or layers would get two types: add precision="bf16"')
     if config.streamed and config.precision != "fp32":
         raise ConfigError(
@@ -124,9 +124,9 @@ def check_ranks(config: JobConfig, *, carries: bool = False) -> None:
         raise ConfigError(
             'precision="fp16" is for a worker of one process, as other ranks do not know its loss scale: use bf16'
         )
-    if config.hold != "fp32":
+    if config.memory.hold != "fp32":
         raise ConfigError(
-            f'hold="{config.hold}" is for a worker of one process: with ranks, give fully_shard a '
+            f'hold="{config.memory.hold}" is for a worker of one process: with ranks, give fully_shard a '
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
 
@@ -197,12 +197,13 @@ _WARMED = {"peak": _FROM_0, "warmup": _FROM_0}
 
 _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
     JobConfig: {
-        **dict.fromkeys(("replicas", "batch", "steps", "accumulate", "items_per_sample"), _FROM_1),
-        "mixed_shards": _FROM_1,
-        "table_std": _FROM_0, "prefetch_bytes": _FROM_0, "fingerprints": _FROM_0, "audit": _SHARE_OR_0,
-        "passes": _FROM_0,
+        **dict.fromkeys(("replicas", "batch", "steps", "accumulate"), _FROM_1),
+        "table_std": _FROM_0,
         "clip": _ABOVE_0,
     },
+    Memory: {"prefetch_bytes": _FROM_0},
+    Audit: {"share": _SHARE_OR_0, "fingerprints": _FROM_0},
+    Reading: {"passes": _FROM_0, "mixed_shards": _FROM_1, "items_per_sample": _FROM_1},
     Network: {
         "shard_bytes": _SHARD, "window": _FROM_1,
         **dict.fromkeys(("presum_bytes", "hold_bytes", "in_flight_bytes", "pace_mbit"), _FROM_0),
@@ -248,6 +249,7 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
 
 # What follows the sentence about a wrong value of these settings
 _WHY = {
+    "audit": ", such as rp.Audit(share=0.1): --set audit.share=0.1",
     "tune": ". What changes a job's results (codec, sync) is never tried: set it yourself; auto tries "
     "network.in_flight_bytes and network.pace_mbit"
 }

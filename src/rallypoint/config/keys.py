@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.config.tree import JobConfig, Network
+from rallypoint.config.tree import Audit, Evaluation, JobConfig, Memory, Network, Reading
 from rallypoint.core.typed import hints_of
 from rallypoint.errors import ConfigError, meant
 
@@ -21,9 +21,13 @@ def _moved(group: str, name: str) -> str:
     return f"it is {group}=rp.{kind}({name}=...) now, or --set {group}.{name}=..."
 
 
-GROUPS: dict[str, type[msgspec.Struct]] = {"network": Network}
+GROUPS: dict[str, type[msgspec.Struct]] = {
+    "network": Network, "memory": Memory, "audit": Audit, "evaluation": Evaluation, "reading": Reading,
+}  # fmt: skip
+_NAMES = {"audit.share": "audit", "audit.action": "audit_action"}
 MOVED = {  # settings that earlier versions had by themselves: where each is now
-    name: f"{group}.{name}" for group, kind in GROUPS.items() for name in kind.__struct_fields__
+    _NAMES.get(f"{group}.{name}", name): f"{group}.{name}"
+    for group, kind in GROUPS.items() for name in kind.__struct_fields__
 }
 GONE = {  # settings that earlier versions had: what to do instead
     **dict.fromkeys(("alternate", "batch_for", "optimizers"), _SEVERAL),
@@ -31,7 +35,7 @@ GONE = {  # settings that earlier versions had: what to do instead
     "audit_servers": "servers' memory is not audited any more: with --replication 2 a primary and its backup compare "
     "digests at each version; use memory with ECC",
     "offload": "wrap the forward pass in torch.autograd.graph.save_on_cpu()",
-    **{name: _moved(*place.split(".")) for name, place in MOVED.items()},
+    **{name: _moved(*place.split(".")) for name, place in MOVED.items() if name not in GROUPS},
 }
 
 

@@ -31,7 +31,7 @@ def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = N
         nested = _nested(key, value)
         tree = merged(tree, nested) if key.partition(".")[0] in GROUPS else tree | nested
     tree = merged(tree, overrides or {})
-    if tree["hold"] == "bf16":
+    if tree["memory"]["hold"] == "bf16":
         chosen = {*settings, *(overrides or {})}
         tree |= {key: {"type": "bf16"} for key in ("codec", "down") if key not in chosen}
     return parse(tree)

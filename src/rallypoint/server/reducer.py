@@ -271,7 +271,7 @@ class Reducer:
             decisions=StepVerdicts(self.shell, context, put),
             fingerprints=(
                 Fingerprints(job.record.layout, every, context.say, self.shell.fence)
-                if (every := job.config.fingerprints) else None
+                if (every := job.config.audit.fingerprints) else None
             ),
             audits=AuditReports(context.say, self.shell.fence), codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip

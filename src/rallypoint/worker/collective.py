@@ -380,7 +380,7 @@ class Sums:
         settings = {
             "replicas": world, "steps": MOST_ROUNDS, "optimizer": SumOfAll(), "nonfinite": "continue",
             "network.overlap": False,
-            "network.presum_bytes": 0, "batch": 1, "item": "scripts", "network.shard_bytes": SHARD_BYTES,
+            "network.presum_bytes": 0, "batch": 1, "reading.item": "scripts", "network.shard_bytes": SHARD_BYTES,
         }  # fmt: skip
         config = resolve(settings, job.welcome.overrides)
         record = record_of(config, layout_of(under_way_bytes, config.network.shard_bytes))

@@ -155,10 +155,10 @@ class DenseKey:
         vector = in_fp32(values, self.name).reshape(-1)
         return {shard: bytes_of(vector[place].clone()) for shard, place in self._ranges.items()}
 
-    def reading(self, rows: Rows) -> Reading:
+    def reading(self, rows: Rows) -> KeyReading:
         """What a pull asks for."""
         self._no_rows(rows)
-        return Reading(self.name, self.shape, self._ranges)
+        return KeyReading(self.name, self.shape, self._ranges)
 
     def _no_rows(self, rows: Rows) -> None:
         if rows is not None:
@@ -167,7 +167,7 @@ class DenseKey:
             )
 
 
-class Reading:
+class KeyReading:
     """A pull of one key: what is asked of each shard, and where its answer belongs in a tensor of `shape`.
 
     `places`: by shard, the positions of its values among all that is asked for, seen as a matrix whose rows have
@@ -328,7 +328,7 @@ class Pull:
     """A pull on its way. Any thread may ask it."""
 
     def __init__(
-        self, waiting: StoreWaits, reading: Reading, requests: Mapping[int, KeyRequest], generation: int
+        self, waiting: StoreWaits, reading: KeyReading, requests: Mapping[int, KeyRequest], generation: int
     ) -> None:
         self._waiting, self._reading, self._requests, self._generation = waiting, reading, dict(requests), generation
 
@@ -403,7 +403,7 @@ class TableKey:
             shard: encode_gradient(unique[place] // len(self._parts), sums[place]) for shard, place in split.items()
         }
 
-    def reading(self, rows: Rows) -> Reading:
+    def reading(self, rows: Rows) -> KeyReading:
         """What a pull of these rows asks for."""
         ids = self._numbers(rows)
         unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
@@ -434,7 +434,7 @@ class TableKey:
         return ids
 
 
-class RowsReading(Reading):
+class RowsReading(KeyReading):
     """A pull of rows. Each is asked for once, and given wherever it is named: `inverse` has its place for each name."""
 
     def __init__(

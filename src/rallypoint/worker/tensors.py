@@ -397,7 +397,7 @@ class ModelTensors:
         kept = model.state_dict(keep_vars=True)
         shared = {name: b for name, b in model.named_buffers() if name in kept}
         check_kept(self.frozen, shared)
-        moves = config.streamed or config.hold == "bf16"  # parameters get other memory now and then
+        moves = config.streamed or config.memory.hold == "bf16"  # parameters get other memory now and then
         views = {name: b for name, b in model.named_buffers() if moves or name in shared}
         check_apart(with_values, {**self.frozen, **views})
         device = next((p.device for p in trained.values()), torch.device("cpu"))

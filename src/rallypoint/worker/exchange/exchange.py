@@ -302,8 +302,8 @@ class Exchange:
         self.layout, self.me = layout, context.me
         words = 0 if config.streamed else layout.words
         self.buffer = torch.empty(words, dtype=torch.float32, device="cpu", pin_memory=pinned)
-        self.streamed, self.prefetch_bytes = config.streamed, config.prefetch_bytes
-        scarce = ShardMemory(layout, config.prefetch_bytes, pinned=pinned) if config.streamed else None
+        self.streamed, self.prefetch_bytes = config.streamed, config.memory.prefetch_bytes
+        scarce = ShardMemory(layout, config.memory.prefetch_bytes, pinned=pinned) if config.streamed else None
         self.memory: SlotMemory = scarce or WholeVector(layout, self.buffer)
         formats = ShardCodecStates(config)
         self._shell = shell = shell_for(context.me, worker_plan(config, layout, formats.among(layout), early=early))
@@ -326,7 +326,7 @@ class Exchange:
         locked.effects = LinkEffects(shell, self._links, self._pushes, codec_states)
         self._optimizer = optimizer_state(config)
         self.replica = ReplicaPushes(
-            layout, locked, self._pushes, self._links, Contributions(layout, config.fingerprints)
+            layout, locked, self._pushes, self._links, Contributions(layout, config.audit.fingerprints)
         )
         self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)
