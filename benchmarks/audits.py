@@ -55,14 +55,17 @@ def run(workers: int, folder: str, *task: Any) -> tuple[list[float], str]:
 
 def settings_of(steps: int, audit: float, seed: int, **more: Any) -> dict[str, Any]:
     """The settings of a job of eight replicas."""
-    return {"replicas": 8, "batch": 8, "steps": steps, "seed": seed, "shard_bytes": 512, "audit": audit, **more}
+    return {
+        "replicas": 8, "batch": 8, "steps": steps, "seed": seed, "network.shard_bytes": 512, "audit.share": audit,
+        **more
+    }
 
 
 def planted(kind: str, seed: int, share: float) -> dict[str, Any]:
     """Plant one error. The job ends with the verdict, or after 10/share steps with the error."""
     rng = random.Random(seed)
     worker, first = f"worker{rng.randrange(3)}", rng.randrange(10)
-    settings = settings_of(first + round(10 / share), share, seed, audit_action="stop")
+    settings = settings_of(first + round(10 / share), share, seed, **{"audit.action": "stop"})
     with tempfile.TemporaryDirectory() as folder:
         _, failed = run(3, folder, {worker: kind}, first, 16, settings)
     lost = _LOST.search(failed)
@@ -93,7 +96,9 @@ def cost(rounds: int, steps: int, hidden: int, share: float) -> list[tuple[float
         both = {}
         for audit in (0.0, share) if number % 2 else (share, 0.0):
             with tempfile.TemporaryDirectory() as folder:
-                measured, failed = run(2, folder, {}, 0, hidden, settings_of(steps, audit, number, shard_bytes=1 << 20))
+                measured, failed = run(
+                    2, folder, {}, 0, hidden, settings_of(steps, audit, number, **{"network.shard_bytes": 1 << 20})
+                )
             if failed:
                 raise SystemExit(failed)
             both[audit] = statistics.mean(measured)
@@ -103,10 +108,12 @@ def cost(rounds: int, steps: int, hidden: int, share: float) -> list[tuple[float
 
 def main(
     faults: Annotated[int, typer.Option(help="Errors of each kind.")] = 20,
-    share: Annotated[float, typer.Option(help="audit= where errors are planted.")] = 0.1,
+    share: Annotated[float, typer.Option(help="audit.share= where errors are planted.")] = 0.1,
     contributions: Annotated[int, typer.Option("--honest", help="Honest contributions to compare.")] = 100_000,
     rounds: Annotated[int, typer.Option(help="Pairs of runs, to measure the cost.")] = 6,
-    cost_share: Annotated[float, typer.Option(min=0.001, max=1.0, help="audit= in every other run of those.")] = 0.2,
+    cost_share: Annotated[
+        float, typer.Option(min=0.001, max=1.0, help="audit.share= in every other run of those.")
+    ] = 0.2,
     steps: Annotated[int, typer.Option(help="Steps of each of those.")] = 600,
     hidden: Annotated[int, typer.Option(help="Width of the model of those.")] = 4096,
     to: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,

@@ -35,7 +35,10 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
 data = torch.utils.data.TensorDataset(torch.randn(512, 64), torch.randn(512, 64))
 with rp.join() as job:
-    run = job.train(model, data, steps=steps, replicas=2, batch=8, optimizer=rp.AdamW(lr=1e-3), shard_bytes=16 << 10)
+    run = job.train(
+        model, data, steps=steps, replicas=2, batch=8, optimizer=rp.AdamW(lr=1e-3),
+        network=rp.Network(shard_bytes=16 << 10)
+    )
     @run.every(EVERY)
     def evaluate(step):
         begun = home / f"begun-{step}-{os.getpid()}"

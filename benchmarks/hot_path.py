@@ -86,7 +86,7 @@ def train(job: Job, shards: int, steps: int) -> None:
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(SHARD_BYTES // 4)) for _ in range(shards))
     run = job.train(
         model, [torch.ones(())] * 64, replicas=1, batch=1, steps=steps, optimizer=rp.SGD(lr=0.1),
-        shard_bytes=SHARD_BYTES,
+        network=rp.Network(shard_bytes=SHARD_BYTES),
     )  # fmt: skip
     for micro in run:
         with micro:

@@ -80,7 +80,7 @@ def torch_alone(variant: str, model: GPT) -> list[float]:
 def as_worker(variant: str, model: GPT) -> tuple[list[float], int]:
     """Train as a worker of a job. Returns the seconds of each step, and this process's rank."""
     seconds, began = [], time.monotonic()
-    more: dict[str, Any] = {"recompute": "blocks"} if "recompute" in variant else {}
+    more: dict[str, Any] = {"memory.recompute": "blocks"} if "recompute" in variant else {}
     with rp.join() as job:
         if job.ranks > 1:
             more["parallel"] = rp.Parallel(shard(model, job.ranks), split="dp")

@@ -186,7 +186,7 @@ def forks(places: Sequence[Place]) -> list[Place]:
 
 def measure(case: Drawn, console: Console) -> Outcome:
     """Run a case with each design on the same links."""
-    sets: dict[str, Any] = {"shard_bytes": case.shard_kib << 10, "pacing": "off"}
+    sets: dict[str, Any] = {"network.shard_bytes": case.shard_kib << 10, "network.pacing": "off"}
     plan = Plan(case.model, 1, 3e-4, _STEPS, _WARM_UP, 1, sets, accelerator=case.sleep)
     shorter = replace(plan, warm_up=_FEWER[0], steps=_FEWER[1])
     plans: dict[Design, Plan] = {"alone": shorter, "rallypoint": plan, "ddp": shorter}

@@ -31,7 +31,7 @@ from rallypoint.testing.processes import ProcessCluster
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"precision": "bf16"},
-    "held": {"precision": "bf16", "hold": "bf16"},
+    "held": {"precision": "bf16", "memory.hold": "bf16"},
     "fp16": {"precision": "fp16"},
 }
 

@@ -23,7 +23,7 @@ def main() -> None:
     with rp.join() as job:
         run = job.train(
             model, data, steps=steps, replicas=replicas, batch=8, optimizer=rp.AdamW(lr=1e-3), clip=1.0,
-            shard_bytes=64 << 10,
+            network=rp.Network(shard_bytes=64 << 10),
         )  # fmt: skip
         for micro in run:
             with micro:

@@ -29,8 +29,14 @@ _DEFAULTS = JobConfig()
 # less of the first and the last shard travels alone, no credit out of turn, so that no flow runs far ahead, and with
 # many members a limit to what is in flight, so that they do not overrun each other's ports.
 GOALS: tuple[tuple[Case, dict[str, Any]], ...] = (
-    (Case(4, 4, 1000.0), {"shard_bytes": 512 << 10, "window": 8, "hold_bytes": 0}),
-    (Case(8, 8, 200.0), {"shard_bytes": 384 << 10, "window": 2, "hold_bytes": 0, "in_flight_bytes": 256 << 10}),
+    (Case(4, 4, 1000.0), {"network.shard_bytes": 512 << 10, "network.window": 8, "network.hold_bytes": 0}),
+    (
+        Case(8, 8, 200.0),
+        {
+            "network.shard_bytes": 384 << 10, "network.window": 2, "network.hold_bytes": 0,
+            "network.in_flight_bytes": 256 << 10
+        }
+    ),
     (Case(2, 1, None), {}),
 )
 
@@ -164,14 +170,18 @@ def command(
     steps: Annotated[int, typer.Option(min=1, help="Synchronisations measured in a round.")] = 6,
     warm_up: Annotated[int, typer.Option(min=0, help="Synchronisations before those.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each one both designs, one after the other.")] = 3,
-    shard_kib: Annotated[int, typer.Option(min=1, help="Rallypoint's shards, in KiB.")] = _DEFAULTS.shard_bytes // 1024,
-    window: Annotated[int, typer.Option(min=1, help="Shards under way from a worker to a server.")] = _DEFAULTS.window,
+    shard_kib: Annotated[
+        int, typer.Option(min=1, help="Rallypoint's shards, in KiB.")
+    ] = _DEFAULTS.network.shard_bytes // 1024,
+    window: Annotated[
+        int, typer.Option(min=1, help="Shards under way from a worker to a server.")
+    ] = _DEFAULTS.network.window,
     hold_kib: Annotated[
         int, typer.Option(min=0, help="KiB out of turn that a server holds before it slows the senders down.")
-    ] = _DEFAULTS.hold_bytes // 1024,
+    ] = _DEFAULTS.network.hold_bytes // 1024,
     in_flight_kib: Annotated[
         int, typer.Option(min=0, help="KiB on their way to one host at once; 0: the kernel's choice.")
-    ] = _DEFAULTS.in_flight_bytes // 1024,
+    ] = _DEFAULTS.network.in_flight_bytes // 1024,
     pace: Annotated[float, typer.Option(min=0.0, help="Rallypoint's pace_mbit.")] = 0.0,
     unpaced: Annotated[bool, typer.Option("--unpaced", help="Rallypoint with pacing=off.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="With tune=auto: it needs 150 steps of warm-up.")] = False,

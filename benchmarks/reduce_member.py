@@ -57,11 +57,12 @@ def rallypoint(task: Task) -> Result:
     """Through the product's data plane: push every shard, receive every version."""
     config = resolve({
         "replicas": task.workers, "steps": task.steps, "optimizer": {"type": "sgd", "lr": 0.01},
-        "nonfinite": "continue", "shard_bytes": task.shard_bytes, "window": task.window,
-        "hold_bytes": task.hold_bytes, "in_flight_bytes": task.in_flight_bytes, "sync": Sync(quorum=task.quorum),
-        "pace_mbit": task.pace_mbit, "pacing": task.pacing, "tune": task.tune,
+        "nonfinite": "continue", "network.shard_bytes": task.shard_bytes, "network.window": task.window,
+        "network.hold_bytes": task.hold_bytes, "network.in_flight_bytes": task.in_flight_bytes,
+        "sync": Sync(quorum=task.quorum),
+        "network.pace_mbit": task.pace_mbit, "network.pacing": task.pacing, "tune": task.tune,
     })  # fmt: skip
-    layout = build_layout([TensorSpec("gradient", (task.words,), "float32", 0)], config.shard_bytes)
+    layout = build_layout([TensorSpec("gradient", (task.words,), "float32", 0)], config.network.shard_bytes)
     record = record_of(config, layout)
     access = access_of(role="worker")
     with Job(

@@ -62,8 +62,9 @@ def main(task: Task) -> None:
     made = time.monotonic() - before
     with rp.join() as job:
         run = job.train(
-            model, data, replicas=task.replicas, batch=task.batch, steps=task.steps, order="windowed",
-            mixed_shards=task.mixed, optimizer=rp.SGD(lr=0.001), loader=rp.Loader(workers=task.processes),
+            model, data, replicas=task.replicas, batch=task.batch, steps=task.steps,
+            reading=rp.Reading(order="windowed", mixed_shards=task.mixed), optimizer=rp.SGD(lr=0.001),
+            loader=rp.Loader(workers=task.processes),
         )  # fmt: skip
         began, first = time.time(), 0.0
         for micro in run:
@@ -77,7 +78,8 @@ def main(task: Task) -> None:
     digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
     before = time.monotonic()
     config = JobConfig(
-        replicas=task.replicas, batch=task.batch, steps=task.steps, order="windowed", mixed_shards=task.mixed
+        replicas=task.replicas, batch=task.batch, steps=task.steps,
+        reading=rp.Reading(order="windowed", mixed_shards=task.mixed)
     )
     MicroBatches(data_of(task), config, torch.device("cpu")).load(task.steps // 2, 1, 0)
     finish(Result(began, first, ended, digest, made, time.monotonic() - before, sent))

@@ -42,7 +42,9 @@ _ROWS = "sync,streaming"
 SITES, BATCH = 3, 4
 _OUTER = rp.SGD(lr=0.7, momentum=0.5, nesterov=True)
 _POLL_S, _PATIENCE_S = 0.02, 600.0
-_SETTINGS: Mapping[str, Any] = {"replicas": SITES, "batch": BATCH, "clip": 1.0, "shard_bytes": 256 << 10, "seed": 1}
+_SETTINGS: Mapping[str, Any] = {
+    "replicas": SITES, "batch": BATCH, "clip": 1.0, "network.shard_bytes": 256 << 10, "seed": 1
+}
 
 
 @dataclass(frozen=True, slots=True)

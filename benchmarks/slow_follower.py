@@ -59,8 +59,10 @@ def measure(fast_mbit: float, slow_mbit: float, mib: int, seconds: float) -> Res
         milestone = members.folder / "begun"
         tasks = [
             Task(
-                "rallypoint", rank=rank, workers=2, words=mib << 18, steps=_STEPS, shard_bytes=_DEFAULTS.shard_bytes,
-                window=_DEFAULTS.window, hold_bytes=_DEFAULTS.hold_bytes, in_flight_bytes=_DEFAULTS.in_flight_bytes,
+                "rallypoint", rank=rank, workers=2, words=mib << 18, steps=_STEPS,
+                shard_bytes=_DEFAULTS.network.shard_bytes,
+                window=_DEFAULTS.network.window, hold_bytes=_DEFAULTS.network.hold_bytes,
+                in_flight_bytes=_DEFAULTS.network.in_flight_bytes,
                 quorum=1, milestone=None if rank else (_BEGUN, str(milestone)),
             )
             for rank in range(2)

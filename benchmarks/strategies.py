@@ -161,7 +161,7 @@ def run_row(at: Site, setting: Setting, plan: Plan, name: str, seed: int, factor
     settings = {
         "replicas": replicas, "batch": workload.batch // replicas, "steps": plan.steps, "seed": 1 + seed,
         "optimizer": msgspec.to_builtins(optimizer(plan.model, name, plan.steps, factor)),
-        "shard_bytes": _SHARD_BYTES, **settings_with(row, replicas),
+        "network.shard_bytes": _SHARD_BYTES, **settings_with(row, replicas),
     }  # fmt: skip
     slowness = [1.0] * (case.workers - 1) + [setting.slow]
     tasks = [

@@ -99,9 +99,9 @@ def main() -> None:
         threading.stack_size(1 << 20)  # the limit counts stacks as large as they may become
         most = of_status("VmData") + LIMIT * 10**6
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        streamed = {"parameters": "streamed", "init": init}
+        streamed = {"memory.parameters": "streamed", "init": init}
     if VARIANT == "recompute":
-        streamed["recompute"] = "blocks"
+        streamed["memory.recompute"] = "blocks"
     model, seconds, trained, digest = build(), list[float](), Counter[str](), hashlib.sha256()
     whole = 4 * sum(p.numel() for p in model.parameters())
     counts: list[tuple[int, int]] = [(0, 0)]  # uses of parameters, and those here in time, after each step

@@ -293,10 +293,12 @@ def command(
     A third run only computes (forward and backward in as many processes at once). The limit of a step is the greater
     of that and K/B, the time the busiest link takes: servers that replicate carry the gradients once more.
     """
-    sets: dict[str, float | str | None] = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
-    sets["in_flight_bytes"] = in_flight_kib and in_flight_kib * 1024
-    sets["pace_mbit"] = pace
-    sets["pacing"] = "off" if unpaced else None
+    sets: dict[str, float | str | None] = {
+        "network.shard_bytes": shard_kib and shard_kib * 1024, "network.window": window
+    }
+    sets["network.in_flight_bytes"] = in_flight_kib and in_flight_kib * 1024
+    sets["network.pace_mbit"] = pace
+    sets["network.pacing"] = "off" if unpaced else None
     designs = DURABLE if durable else ACCELERATED if accelerator or ratio else DESIGNS
     if design:
         if unknown := set(design) - set(ALL):

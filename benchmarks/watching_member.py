@@ -19,7 +19,8 @@ def main(steps: int, batch: int, fingerprints: int) -> None:
     data = torch.utils.data.TensorDataset(torch.randn(1024, WIDTH), torch.randn(1024, 1))
     with rp.join() as job:
         for micro in job.train(
-            model, data, replicas=2, batch=batch, steps=steps, optimizer=rp.AdamW(lr=1e-3), fingerprints=fingerprints
+            model, data, replicas=2, batch=batch, steps=steps, optimizer=rp.AdamW(lr=1e-3),
+            audit=rp.Audit(fingerprints=fingerprints)
         ):
             with micro:
                 inputs, targets = micro.batch

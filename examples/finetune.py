@@ -31,8 +31,11 @@ windows = tokens[: len(tokens) // options.block * options.block].view(-1, option
 held_out = torch.arange(len(windows)) % 20 == 0  # for validation
 
 with rp.join() as job:
-    run = job.train(model, windows[~held_out], replicas=2, batch=4, steps=options.steps, clip=1.0, item="tokens",
-                    items_per_sample=options.block, optimizer=rp.AdamW(lr=rp.cosine(1e-4, warmup=20)))  # fmt: skip
+    run = job.train(
+        model, windows[~held_out], replicas=2, batch=4, steps=options.steps, clip=1.0,
+        reading=rp.Reading(item="tokens", items_per_sample=options.block),
+        optimizer=rp.AdamW(lr=rp.cosine(1e-4, warmup=20))
+    )  # fmt: skip
 
     @run.every(50)
     def validate(step: int) -> dict[str, float]:

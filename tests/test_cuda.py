@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 SETTINGS = {
-    "replicas": 3, "batch": 8, "steps": 20, "accumulate": 2, "clip": 1.0, "seed": 4, "shard_bytes": 4096,
+    "replicas": 3, "batch": 8, "steps": 20, "accumulate": 2, "clip": 1.0, "seed": 4, "network.shard_bytes": 4096,
     "optimizer": rp.AdamW(lr=1e-3),
 }  # fmt: skip
 

@@ -57,8 +57,8 @@ def train(job: Job, how: str) -> None:
     data = OneIsBad() if how == "sample" else [torch.full((256,), index / 64) for index in range(64)]
     fails = how != "sample" and job.id == "worker0"
     for micro in job.train(
-        model, data, replicas=2, batch=4, steps=8, order="sequential", optimizer=rp.AdamW(lr=0.001),
-        shard_bytes=1 << 16, loader=rp.Loader(retries=0),
+        model, data, replicas=2, batch=4, steps=8, reading=rp.Reading(order="sequential"), optimizer=rp.AdamW(lr=0.001),
+        network=rp.Network(shard_bytes=1 << 16), loader=rp.Loader(retries=0),
     ):  # fmt: skip
         with micro:
             Fails.job = job if fails and how == "backward" and micro.step == LAST else None

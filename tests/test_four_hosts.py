@@ -29,7 +29,7 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.Dropout(0.2), torch.nn.Linear(30, 3))
 data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randn(50, 3))
 with rp.join() as job:
-    for micro in job.train(model, data, replicas=4, batch=4, steps=60, clip=0.5, shard_bytes=256):
+    for micro in job.train(model, data, replicas=4, batch=4, steps=60, clip=0.5, network=rp.Network(shard_bytes=256)):
         with micro:
             while (home / "gate").exists() and micro.step >= int((home / "gate").read_text()):
                 time.sleep(0.01)

@@ -231,7 +231,9 @@ model = torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.Linear(30, 3))
 data = torch.utils.data.TensorDataset(torch.randn(50, 6))
 gate = Path(__file__).parent / "gate"
 with rp.join() as job:
-    run = job.train(model, data, replicas=2, batch=4, steps=12, shard_bytes=128, optimizer=rp.AdamW(lr=1e-2))
+    run = job.train(
+        model, data, replicas=2, batch=4, steps=12, network=rp.Network(shard_bytes=128), optimizer=rp.AdamW(lr=1e-2)
+    )
     for micro in run:
         with micro:
             loss = model(micro.batch[0]).square().mean()

@@ -46,7 +46,8 @@ def _train(job: Job, home: Path, id: str) -> tuple[bool, str]:
     model = torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.Dropout(0.2), torch.nn.Linear(30, 3))
     data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randn(50, 3))
     run = job.train(
-        model, data, replicas=4, batch=4, steps=STEPS, clip=0.5, shard_bytes=256, optimizer=rp.AdamW(lr=1e-2)
+        model, data, replicas=4, batch=4, steps=STEPS, clip=0.5, network=rp.Network(shard_bytes=256),
+        optimizer=rp.AdamW(lr=1e-2)
     )
     with (home / f"{id}.steps").open("w", buffering=1) as log:
         for micro in run:

@@ -39,7 +39,8 @@ def _work(pipe: Connection, token: str, host: Host, id: str, address: str, home:
         data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randn(50, 3))
         sync = rp.LocalSteps(8, fragments=2, delay=2)
         run = job.train(
-            model, data, replicas=SITES, batch=4, steps=STEPS, shard_bytes=512, sync=sync, codec=Int8(), down=Int8()
+            model, data, replicas=SITES, batch=4, steps=STEPS, network=rp.Network(shard_bytes=512), sync=sync,
+            codec=Int8(), down=Int8()
         )
         with (home / f"{id}.steps").open("w", buffering=1) as log:
             for micro in run:

@@ -20,7 +20,7 @@ DEFAULT = 1 << 20
 def started(nbytes: int = NBYTES, facts: ClusterFacts = FACTS, **settings: Any) -> tuple[int, str]:
     given = {"tune": "auto", **settings}
     config, why = with_start_values(resolve(given), given, nbytes, facts)
-    return config.shard_bytes, why
+    return config.network.shard_bytes, why
 
 
 def test_a_small_model_is_cut_so_that_every_server_has_shards_and_the_log_says_why() -> None:
@@ -38,7 +38,7 @@ def test_a_slower_link_that_is_told_makes_them_smaller_and_a_large_model_keeps_t
     "settings",
     [
         {"tune": "off"}, {"clip": 1.0}, {"codec": Int8()}, {"down": Int8()}, {"sync": Async()},
-        {"groups": [{"match": ["*"], "codec": {"type": "int8"}}]}, {"shard_bytes": DEFAULT},
+        {"groups": [{"match": ["*"], "codec": {"type": "int8"}}]}, {"network.shard_bytes": DEFAULT},
     ],
 )  # fmt: skip
 def test_nothing_is_chosen_where_bytes_depend_on_it_or_where_it_was_said(settings: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def test_a_job_that_has_shards_keeps_them_whoever_comes_and_whatever_is_tuned() 
     facts = FACTS._replace(shard_bytes=4096, servers=16)
     assert started(facts=facts) == (4096, "")
     assert started(facts=facts, tune="off") == (4096, "")
-    assert started(facts=facts, shard_bytes=8192) == (8192, "")
+    assert started(facts=facts, **{"network.shard_bytes": 8192}) == (8192, "")
 
 
 def test_on_one_host_shards_are_larger_and_each_server_has_some_of_them() -> None:

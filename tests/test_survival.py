@@ -39,7 +39,7 @@ model = torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.Dropout(0.2), torch
                             torch.nn.Identity())
 data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randn(50, 3))
 with rp.join() as job:
-    run = job.train(model, data, replicas=3, batch=4, steps={STEPS}, clip=0.5, shard_bytes=256,
+    run = job.train(model, data, replicas=3, batch=4, steps={STEPS}, clip=0.5, network=rp.Network(shard_bytes=256),
                     optimizer=rp.AdamW(lr=1e-2))
     for micro in run:
         with micro:

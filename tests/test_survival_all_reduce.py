@@ -29,7 +29,7 @@ own = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.RMSprop(others, lr=1e-2,
 schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, {STEPS}) for optimizer in own]
 with rp.join() as job:
     run = job.train(model, data, replicas=3, batch=8, steps={STEPS}, accumulate=2, nonfinite="skip", clip=0.5,
-                    shard_bytes=256, sync=rp.AllReduce(), own_optimizer=own, own_schedule=schedules)
+                    network=rp.Network(shard_bytes=256), sync=rp.AllReduce(), own_optimizer=own, own_schedule=schedules)
     for micro in run:
         with micro:
             loss = torch.nn.functional.mse_loss(model(micro.batch[0]), micro.batch[1])

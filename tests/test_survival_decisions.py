@@ -19,7 +19,9 @@ ENDS = 20  # those of 8, 12 and 16 are no improvement by more than 10
 EVALUATION = '    run.stop_when("loss", patience=3, min_delta=10.0)\n' + EVALUATED.replace(
     f"run.every({OTHER_EVERY})", f"run.every({EVERY})"
 )
-PLATEAU = 'plateau=rp.ReduceOnPlateau("loss", factor=0.5, patience=0, threshold=1.0), clip=0.5'
+PLATEAU = (
+    'evaluation=rp.Evaluation(plateau=rp.ReduceOnPlateau("loss", factor=0.5, patience=0, threshold=1.0)), clip=0.5'
+)
 
 
 class DecidingCluster(EvaluatingCluster):
@@ -42,7 +44,7 @@ class DecidingCluster(EvaluatingCluster):
         return self.hash, best.read_bytes(), sorted(self.figures())
 
 
-KEEP = ("--servers", "2", "--set", "keep_best=loss", "--set", "best_is=max", "--keep-last", "1")
+KEEP = ("--servers", "2", "--set", "evaluation.keep_best=loss", "--set", "evaluation.best_is=max", "--keep-last", "1")
 
 
 @pytest.fixture

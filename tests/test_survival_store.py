@@ -25,7 +25,7 @@ from rallypoint.errors import StoreRolledBack
 gate = Path(sys.argv[1])
 with rp.join() as job:
     store = job.store({{"w": torch.zeros(70), "b": torch.zeros(3)}}, contributors=4, optimizer=rp.SGD(lr=1.0),
-                      shard_bytes=128)  # the launcher says sync=
+                      network=rp.Network(shard_bytes=128))  # the launcher says sync=
     for step, contributor in store.due("w", {STEPS}):
         while step >= int(gate.read_text()):
             gate.with_name(f"{{job.id}} waits before {{gate.read_text()}}").touch()

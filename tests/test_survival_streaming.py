@@ -26,7 +26,9 @@ model = torch.nn.Linear(40, 3, bias=False)
 torch.nn.init.zeros_(model.weight)
 data = torch.utils.data.TensorDataset(torch.randint(-500, 500, (900, 3, 40)).float())
 with rp.join() as job:
-    run = job.train(model, data, replicas=4, batch=2, steps={STEPS}, shard_bytes=128, optimizer=rp.SGD(lr=0.5))
+    run = job.train(
+        model, data, replicas=4, batch=2, steps={STEPS}, network=rp.Network(shard_bytes=128), optimizer=rp.SGD(lr=0.5)
+    )
     for micro in run:
         with micro:
             while micro.step >= int(gate.read_text()):

@@ -28,7 +28,7 @@ items = torch.nn.Embedding(40, 5, sparse=True, device="meta")
 model = torch.nn.ModuleList([top, users, items])
 data = torch.utils.data.TensorDataset(torch.randint(300, (90,)), torch.randint(40, (90,)), torch.randn(90, 1))
 with rp.join() as job:
-    run = job.train(model, data, replicas=3, batch=4, steps={STEPS}, clip=0.5, shard_bytes=256,
+    run = job.train(model, data, replicas=3, batch=4, steps={STEPS}, clip=0.5, network=rp.Network(shard_bytes=256),
                     optimizer=rp.AdamW(lr=1e-2))
     @run.every({STEPS})
     def look(step):

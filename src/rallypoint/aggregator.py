@@ -102,7 +102,8 @@ class Upstream:
             key = (member.id, member.incarnation)
             receiver = self._receivers[key] = _FromServer(member, self._job, self._views, self._put, self._failed)
             link = ServerLink(
-                transport=self._transport, server=member, credentials=self._credentials, window=self._job.config.window,
+                transport=self._transport, server=member, credentials=self._credentials,
+                window=self._job.config.network.window,
                 receiver=receiver, view=lambda: self._views.number, tracer=self._tracer,
             )  # fmt: skip
             # Which blocks are early may change with each view: the server keeps no credit back for long (see

@@ -152,7 +152,11 @@ class ShardOptimizer:
         The learning rate is the schedule's, after so many `reductions`, times `times` and the group's scale.
         """
         rate = rate_at(self._schedule, step, self._rounds)
-        rate = times * (rate if self._config.plateau is None else self._config.plateau.reduced(rate, reductions))
+        rate = times * (
+            rate if self._config.evaluation.plateau is None else self._config.evaluation.plateau.reduced(
+                rate, reductions
+            )
+        )
         self._optimizer.param_groups[0]["lr"] = rate * self._settings.lr_scale
         self._parameter.grad = gradient.view(self._parameter.shape)
         self._optimizer.step()

@@ -29,7 +29,7 @@ def run(folder: Path, wrong: dict[str, str], settings: dict[str, Any], *, worker
 @cache
 def honest() -> str:
     with ProcessCluster(1, 1) as cluster:
-        return str(cluster.run(train, {}, 0, {"audit": 0.0})[0])
+        return str(cluster.run(train, {}, 0, {"audit.share": 0.0})[0])
 
 
 def said(folder: Path) -> list[str]:
@@ -50,7 +50,7 @@ def test_a_worker_that_computes_wrong_is_drained_and_changes_no_byte(kind: str, 
 
 
 def test_honest_workers_agree_and_nothing_is_said(tmp_path: Path) -> None:
-    assert run(tmp_path, {}, {"window": 1, "hold_bytes": 256}) == [honest()] * 3
+    assert run(tmp_path, {}, {"network.window": 1, "network.hold_bytes": 256}) == [honest()] * 3
     assert said(tmp_path) == []
 
 
@@ -61,14 +61,14 @@ def test_with_two_workers_nobody_can_decide_and_the_job_stops(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_with_tell_the_job_goes_on_and_says_it(tmp_path: Path) -> None:
-    assert run(tmp_path, {"worker1": "bit"}, {"audit_action": "tell"}) == [honest()] * 3
+    assert run(tmp_path, {"worker1": "bit"}, {"audit.action": "tell"}) == [honest()] * 3
     assert sum("has computed something else" in text for text in said(tmp_path)) > 2, "at each step"
 
 
 @pytest.mark.slow
 def test_with_stop_the_job_ends_with_the_sentence(tmp_path: Path) -> None:
     with pytest.raises(ClusterFailed, match=r"worker1 on \S+ has computed something else"):
-        run(tmp_path, {"worker1": "scale"}, {"audit_action": "stop"})
+        run(tmp_path, {"worker1": "scale"}, {"audit.action": "stop"})
 
 
 @pytest.mark.slow

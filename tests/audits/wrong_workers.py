@@ -12,7 +12,7 @@ from rallypoint.worker.tensors import weights_hash
 from support.wrong import WrongComputation
 
 SETTINGS: dict[str, Any] = {
-    "replicas": 6, "batch": 4, "steps": 8, "seed": 3, "shard_bytes": 256, "clip": 1.0, "audit": 1.0,
+    "replicas": 6, "batch": 4, "steps": 8, "seed": 3, "network.shard_bytes": 256, "clip": 1.0, "audit.share": 1.0,
     "optimizer": {"type": "adamw", "lr": 0.01},
 }  # fmt: skip
 

@@ -51,8 +51,8 @@ OPTIMIZERS = {
 
 def settings(kind: str, **more: Any) -> dict[str, Any]:
     mine: dict[str, Any] = {
-        "replicas": 1, "batch": BATCH, "steps": STEPS, "order": "sequential", "optimizer": OPTIMIZERS[kind][0],
-        "decay_1d": True, "shard_bytes": 256,
+        "replicas": 1, "batch": BATCH, "steps": STEPS, "reading.order": "sequential", "optimizer": OPTIMIZERS[kind][0],
+        "decay_1d": True, "network.shard_bytes": 256,
     }  # fmt: skip
     return mine | more
 

@@ -213,7 +213,7 @@ WITH = dataclasses.replace
         (WITH(WHOLE, optimizer=_state(**{"stem.bias": _state()["back.bias"]})), {}, "does not have the weight's shape"),
         (
             WITH(WHOLE, optimizer=_state(**{"stem.bias": {**_state()["stem.bias"], "step": torch.tensor(4.0)}})),
-            {"shard_bytes": 1 << 20}, "another step",
+            {"network.shard_bytes": 1 << 20}, "another step",
         ),
         (
             Checkpoint(WEIGHTS | {"again.weight": WEIGHTS["again.weight"] + 1}), {},
@@ -223,7 +223,10 @@ WITH = dataclasses.replace
             WITH(WHOLE, optimizer=_state(**{"again.weight": {**_state()["stem.weight"], "step": torch.tensor(4.0)}})),
             {}, "has other optimizer state of again.weight than of stem.weight",
         ),
-        (WHOLE, {"plateau": rp.ReduceOnPlateau("loss")}, "with plateau= cannot begin from a checkpoint of step 3"),
+        (
+            WHOLE, {"evaluation.plateau": rp.ReduceOnPlateau("loss")},
+            "with plateau= cannot begin from a checkpoint of step 3"
+        ),
         (WHOLE, {"steps": FIRST}, "of step 3, and the job has 3"),
         (WHOLE, {"average": rp.EMA(0.9)}, "cannot begin from a checkpoint: a checkpoint has no average"),
         (WHOLE, {"sync": rp.Async()}, "only jobs with"),

@@ -125,7 +125,9 @@ def test_a_checkpoint_at_step_0_may_begin_a_job_with_plateau(tmp_path: Path) -> 
     task = ImportTask(str(tmp_path / "model.safetensors"), 0, str(tmp_path / "s"), str(tmp_path / "answer"), "run")
     with ImportJob(task) as job:
         with pytest.raises(SystemExit):
-            job.train(build(), data(), **settings("adamw", plateau=rp.ReduceOnPlateau("loss"), steps=STEPS))
+            job.train(
+                build(), data(), **settings("adamw", **{"evaluation.plateau": rp.ReduceOnPlateau("loss")}, steps=STEPS)
+            )
         job.close()
     assert (tmp_path / "answer").exists()
 

@@ -89,12 +89,12 @@ def test_a_codec_without_a_state_takes_none_over(name: str) -> None:
 def test_there_are_codec_states_of_the_shards_whose_codec_has_one(
     spec: CodecSpec, expected: set[int]
 ) -> None:
-    config = resolve({"codec": spec, "shard_bytes": 64 << 10, "optimizer": rp.SGD(lr=0.1)})
+    config = resolve({"codec": spec, "network.shard_bytes": 64 << 10, "optimizer": rp.SGD(lr=0.1)})
     specs = [
         TensorSpec("mean", (3000,), "float32", -1), TensorSpec("body", (400, 200), "float32", 0),
         TensorSpec("bias", (400,), "float32", 1),
     ]  # fmt: skip
-    layout = build_layout(specs, config.shard_bytes, ranks_of(config))
+    layout = build_layout(specs, config.network.shard_bytes, ranks_of(config))
     codec_states = ShardCodecStates(config)
     assert {layout.shards[index].group for index in codec_states.among(layout)} == expected
     for shard in layout.shards:

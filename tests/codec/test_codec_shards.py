@@ -42,12 +42,12 @@ LARGEST = 1 << 26  # bytes of a shard
 
 
 def dgc(ratio: float, shard_bytes: int = LARGEST) -> dict[str, Any]:
-    return {"codec": DGC(ratio=ratio), "optimizer": rp.SGD(lr=0.1), "shard_bytes": shard_bytes}
+    return {"codec": DGC(ratio=ratio), "optimizer": rp.SGD(lr=0.1), "network.shard_bytes": shard_bytes}
 
 
 @pytest.mark.parametrize("settings", [dgc(0.01), dgc(0.66), dgc(1.0, LARGEST // 2)])
 def test_what_a_codec_makes_of_the_largest_shard_fits_into_a_frame(settings: dict[str, Any]) -> None:
-    words = settings["shard_bytes"] // 4
+    words = settings["network.shard_bytes"] // 4
     codec = ShardCodecs(resolve(settings)).of(shard(0, words))
     assert codec is not None
     unpack(pack(Header(Kind.PUSH, length=codec.bytes_for(words))))

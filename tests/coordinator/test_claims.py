@@ -312,7 +312,7 @@ def recorded(play: Play) -> list[Any]:
 
 
 def test_digests_count_only_of_the_steps_that_the_job_records() -> None:
-    play = Play(settings={"fingerprints": 2})
+    play = Play(settings={"audit.fingerprints": 2})
     play.begin()
     play.steps(0, 5)
     claims: list[tuple[str, Message]] = [
@@ -334,7 +334,7 @@ def test_a_job_that_records_no_digests_takes_none() -> None:
 
 
 def test_digests_of_steps_that_are_not_reached_wait_for_these_and_few_of_them_do() -> None:
-    play = Play(settings={"fingerprints": 1})
+    play = Play(settings={"audit.fingerprints": 1})
     play.begin()
     play.steps(0, 3)
     for step in reversed(range(STEPS)):

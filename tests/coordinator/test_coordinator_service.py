@@ -72,7 +72,7 @@ REPLICAS, STEPS = 2, 3
 
 
 def record(**settings: Any) -> JobRecord:
-    config = resolve({"replicas": REPLICAS, "batch": 1, "steps": STEPS, "shard_bytes": 64, **settings})
+    config = resolve({"replicas": REPLICAS, "batch": 1, "steps": STEPS, "network.shard_bytes": 64, **settings})
     return record_of(config, build_layout([TensorSpec("w", (32, 1), "float32", 0)], 64))
 
 

@@ -57,7 +57,7 @@ SHARDS = (0, 1)
 
 
 def record(**settings: Any) -> JobRecord:
-    config = resolve({"replicas": 2, "batch": 4, "steps": STEPS, "shard_bytes": 64, **settings})
+    config = resolve({"replicas": 2, "batch": 4, "steps": STEPS, "network.shard_bytes": 64, **settings})
     proposed = record_of(config, build_layout([TensorSpec("w", (32, 1), "float32", 0)], 64))
     return msgspec.msgpack.decode(msgspec.msgpack.encode(proposed), type=JobRecord)  # as it comes from a worker
 

@@ -217,7 +217,7 @@ def test_the_figures_of_an_evaluation_that_ends_after_its_snapshot_are_added_to_
 
 def test_the_best_one_stays_if_only_the_script_asks_for_it(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path, Retention(keep_last=1))
-    job = msgspec.structs.replace(JOB, config=JOB.config | {"keep_best": "accuracy", "best_is": "max"})
+    job = msgspec.structs.replace(JOB, config=JOB.config | {"evaluation": {"keep_best": "accuracy", "best_is": "max"}})
     for version, accuracy in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.4)):
         keeper.keeper.do(CommitSnapshot(keeper.store(version), version, version, job, {"accuracy": accuracy}, ""))
         assert isinstance(keeper.answers.get(timeout=PATIENCE_S), inbox.SnapshotCommitted)

@@ -20,7 +20,7 @@ RATE = 100.0  # Mbit/s; a step of K = 12.5 MB takes 1 s at that rate
 
 def record(tune: str) -> JobRecord:
     config = resolve({"replicas": 2, "steps": 1000, "tune": tune})
-    return record_of(config, build_layout([TensorSpec("w", (3_125_000,), "float32", 0)], config.shard_bytes))
+    return record_of(config, build_layout([TensorSpec("w", (3_125_000,), "float32", 0)], config.network.shard_bytes))
 
 
 def view(**more: object) -> View:

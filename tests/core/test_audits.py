@@ -236,13 +236,13 @@ def test_a_primary_that_is_replaced_forgets_the_opinions() -> None:
 
 
 def test_what_audits_do_not_support_is_refused_with_a_sentence() -> None:
-    for settings in ({"sync": {"type": "async"}}, {"codec": {"type": "int8"}}, {"parameters": "streamed"}):
+    for settings in ({"sync": {"type": "async"}}, {"codec": {"type": "int8"}}, {"memory.parameters": "streamed"}):
         with pytest.raises(ConfigError, match="audit"):
-            resolve({"audit": 0.1, **settings})
-    with pytest.raises(ConfigError, match=r"audit is 1\.5"):
-        resolve({"audit": 1.5})
+            resolve({"audit.share": 0.1, **settings})
+    with pytest.raises(ConfigError, match=r"audit.share is 1\.5"):
+        resolve({"audit.share": 1.5})
     assert audits_of(resolve({})) is None
-    assert audits_of(resolve({"audit": 0.5, "replicas": 4, "seed": 2})) == Audits(2, 0.5, 4)
+    assert audits_of(resolve({"audit.share": 0.5, "replicas": 4, "seed": 2})) == Audits(2, 0.5, 4)
 
 
 def test_a_dispute_travels_in_the_view() -> None:

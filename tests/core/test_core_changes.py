@@ -73,7 +73,10 @@ def test_a_setting_that_the_snapshot_does_not_depend_on_may_change(
         ({}, "replicas=2", "replicas is 1 and cannot become 2: it decides which samples every step takes"),
         ({}, "batch=64", "batch is 32 and cannot become 64: it decides which samples"),
         ({}, "seed=1", "seed is 0 and cannot become 1: it decides which samples"),
-        ({}, "shard_bytes=128", "shard_bytes is 1048576 and cannot become 128: the snapshot's shards are cut by it"),
+        (
+            {}, "network.shard_bytes=128",
+            "shard_bytes is 1048576 and cannot become 128: the snapshot's shards are cut by it"
+        ),
         ({}, "decay_1d=true", "decay_1d is False and cannot become True: the snapshot's shards"),
         ({}, "codec.type=bf16", "codec.type is raw and cannot become bf16: what workers have not sent yet"),
         ({}, "sync.type=async", "sync.type is sync and cannot become async: a snapshot can only go on in the mode"),

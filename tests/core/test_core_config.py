@@ -19,6 +19,8 @@ from rallypoint.config import (
     Group,
     GroupSettings,
     JobConfig,
+    Network,
+    Reading,
     Settings,
     group_of,
     overrides_from,
@@ -27,6 +29,7 @@ from rallypoint.config import (
     settings_applied,
     settings_of,
 )
+from rallypoint.config.resolve import names_of
 from rallypoint.core.cadence import Cadence, Period
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
@@ -74,7 +77,7 @@ _CONFIGS = st.builds(
         st.builds(Group, match=st.tuples(st.sampled_from(["*", "head.*"])), weight_decay=st.none() | st.floats(0, 1)),
         max_size=2,
     ).map(tuple),
-    item=st.sampled_from(["samples", "tokens"]),
+    reading=st.builds(Reading, item=st.sampled_from(["samples", "tokens"])),
 )
 
 
@@ -132,15 +135,15 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place(tree: dict[str, Any
     ("given", "sentence"),
     [
         *[({key: 0}, f"{key} is 0: it must be a whole number of at least 1")
-          for key in ("replicas", "batch", "steps", "accumulate", "window", "items_per_sample")],
+          for key in ("replicas", "batch", "steps", "accumulate", "network.window", "reading.items_per_sample")],
         ({"steps": -3}, "steps is -3"),
         ({"batch": 32, "accumulate": 5}, "a batch of 32 cannot be cut into accumulate=5"),
         ({"clip": 0.0}, "clip is 0.0"),
         ({"clip": -1.0}, "clip is -1.0"),
         ({"clip": float("inf")}, "clip is inf"),
-        ({"shard_bytes": 100}, "shard_bytes is 100"),
-        ({"shard_bytes": 0}, "shard_bytes is 0"),
-        ({"shard_bytes": 1 << 27}, "shard_bytes is 134217728"),
+        ({"network.shard_bytes": 100}, "shard_bytes is 100"),
+        ({"network.shard_bytes": 0}, "shard_bytes is 0"),
+        ({"network.shard_bytes": 1 << 27}, "shard_bytes is 134217728"),
         ({"optimizer": SGD(nesterov=True)}, "nesterov=True needs a momentum"),
         ({"optimizer": Adagrad(lr_decay=-0.1)}, r"optimizer.lr_decay is -0.1: it must be a number of at least 0"),
         ({"optimizer": Adagrad(initial_accumulator_value=float("nan"))}, "optimizer.initial_accumulator_value is nan"),
@@ -183,6 +186,30 @@ def test_the_last_of_defaults_script_file_and_overrides_wins(tmp_path: Path) -> 
     config = resolve(script, overrides_from(file, ["steps=40", "optimizer.eps=1e-4"]))
     assert (config.seed, config.replicas, config.batch, config.steps) == (0, 2, 3, 40)
     assert config.optimizer == AdamW(lr=0.2, weight_decay=0.3, eps=1e-4)
+
+
+def test_what_is_said_of_a_group_is_merged_and_the_rest_are_defaults() -> None:
+    bridge = {"network.overlap": False, "network.window": 2}
+    config = resolve({**bridge, "network": Network(window=4, shard_bytes=64)}, {"network": {"pace_mbit": 9.0}})
+    assert config.network == Network(overlap=False, window=4, shard_bytes=64, pace_mbit=9.0)
+    assert names_of({"steps": 3, "network": Network(window=4)}) == {"steps", "network", "network.window"}
+    assert names_of({"network": Network()}) == {"network"}
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"shard_bytes": 64}, r"shard_bytes is gone: it is network=rp.Network\(shard_bytes=...\) now, or --set"),
+        ({"network": {"windows": 1}}, "network.windows is no setting of network: did you mean"),
+        ({"network.windows": 1}, "network.windows is no setting of network: did you mean window?"),
+        ({"network": 3}, r"network is 3: it must be rp.Network\(...\)"),
+    ],
+)
+def test_a_wrong_name_in_a_group_is_answered_by_a_sentence(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        resolve(given)
+    with pytest.raises(ConfigError, match=r"rp\.Network has no setting 'windows': did you mean window\?"):
+        Network(windows=1)  # type: ignore[call-arg]
 
 
 def test_a_dotted_override_reaches_into_a_schedule_and_a_later_one_wins() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _terms
 
+from rallypoint.config import Evaluation
 from rallypoint.core.cluster.effects import Abort, Announce, Commit, FinishJob, Refuse, TakeSnapshot
 from rallypoint.core.cluster.evaluations import KEPT, EvaluationLedger
 from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, SnapshotFound
@@ -74,7 +75,7 @@ def test_without_a_standby_each_version_is_leased_too_so_it_can_be_evaluated_aga
 
 
 def test_nothing_is_computed_before_it_is_known_what_the_script_evaluates() -> None:
-    job = _Job(_terms(1, 1), record=_record(plateau={"metric": "loss"}))
+    job = _Job(_terms(1, 1), record=_record(evaluation=Evaluation(plateau=ReduceOnPlateau(metric="loss"))))
     job.come("s0", "w0")
     assert job.view.orders.lease is None, "workers wait for one"
     job.play(From("w0", Evaluates((EVERY,))))
@@ -143,7 +144,7 @@ def test_a_job_that_goes_back_to_a_snapshot_decides_what_that_says() -> None:
 def test_what_a_snapshot_says_goes_on_in_a_run_that_is_resumed() -> None:
     rules = Rules(plateau=ReduceOnPlateau("loss", patience=0))
     decided = Decided().after(rules, 4, {"loss": 1.0}, 8).after(rules, 8, {"loss": 1.0}, 12)
-    record = _record(plateau={"metric": "loss", "patience": 0})
+    record = _record(evaluation=Evaluation(plateau=ReduceOnPlateau(metric="loss", patience=0)))
     job = _Job(_terms(1, 1), record=record, resume=Resumed(record, "step-00000010-1", 10, None, decided))
     job.come("s0", "w0")
     assert job.view.orders.reductions == (12,)
@@ -160,7 +161,7 @@ def test_a_snapshot_is_complete_only_when_all_before_its_version_is_decided() ->
 
 
 def test_where_the_best_is_kept_each_version_that_is_evaluated_gets_a_snapshot_before_it_is_passed() -> None:
-    job = _begun(stops=(), terms={"snapshots": True}, keep_best="loss")
+    job = _begun(stops=(), terms={"snapshots": True}, evaluation=Evaluation(keep_best="loss"))
     assert job.view.orders.lease == Lease(4, "w2", until=4), "its snapshot is not asked for"
     (capture,) = _of(TakeSnapshot, _reported(job, 1))
     assert capture.version == 4
@@ -258,7 +259,7 @@ def test_who_is_left_alone_cannot_change_the_rules_of_a_job_that_has_begun() -> 
 
 
 def test_a_job_that_waits_for_a_snapshot_to_begin_names_no_evaluation() -> None:
-    job = _begun(stops=(), terms={"snapshots": True}, keep_best="loss")
+    job = _begun(stops=(), terms={"snapshots": True}, evaluation=Evaluation(keep_best="loss"))
     job.machine.course.applied = 3  # all of them came to version 4 before the servers could be asked
     assert job.view.orders.lease == Lease(4, "w2", until=4)
     sentence = "a snapshot of step 4 to begin, because it is evaluated"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms, applied
 
+from rallypoint.config import Reading
 from rallypoint.core import protocol
 from rallypoint.core.cluster.effects import Abort, Announce, FinishJob, PublishView, TakeSnapshot
 from rallypoint.core.cluster.events import Captured, Committed, Computed, From, Left, SnapshotFound, SnapshotLost
@@ -242,7 +243,7 @@ def test_where_scripts_make_sums_their_end_is_no_stop() -> None:
 
 def test_steps_that_may_be_over_before_the_stream_are_said_at_the_end() -> None:
     steps = RECORD.rounds
-    assert stream_unread(3, steps) in _ended(_job_of(passes=3, steps=steps), steps)
+    assert stream_unread(3, steps) in _ended(_job_of(reading=Reading(passes=3), steps=steps), steps)
     assert _ended(_job_of(steps=steps), steps) == []
 
 

@@ -11,7 +11,7 @@ from rallypoint.core.cluster.effects import Abort, Announce, PublishView
 from rallypoint.core.cluster.events import From
 from rallypoint.core.protocol import AuditFound
 
-AUDITED = msgspec.structs.replace(RECORD, config={**RECORD.config, "audit": 1.0})
+AUDITED = msgspec.structs.replace(RECORD, config={**RECORD.config, "audit": {"share": 1.0}})
 
 
 def begun(workers: int = 4, **terms: Any) -> _Job:

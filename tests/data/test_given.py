@@ -70,7 +70,7 @@ def test_a_data_loader_says_all_that_it_can() -> None:
     )  # fmt: skip
     data = given(loader)
     assert (data.dataset, data.collate) == (DATA, collate)
-    assert data.settings == {"batch": 5, "order": "shuffled"}
+    assert data.settings == {"batch": 5, "reading.order": "shuffled"}
     assert data.loader == rp.Loader(workers=2, init=begin, start="spawn")
     assert given(loader, loader=rp.Loader()).loader == rp.Loader(), "what is said beside it comes first"
 
@@ -86,7 +86,7 @@ def test_a_data_loader_says_all_that_it_can() -> None:
 )
 def test_the_order_is_that_of_its_sampler(sampler: Any, order: str) -> None:
     data = given(DataLoader(DATA, batch_size=2, sampler=sampler))
-    assert data.settings["order"] == order
+    assert data.settings["reading.order"] == order
     assert data.dataset is DATA, "the job itself distributes it"
     assert data.collate is None
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, Reading
 from rallypoint.data.loader import MicroBatches, ReadingAhead, to_device
 from rallypoint.data.spec import Loader
 from rallypoint.errors import DataError
@@ -73,7 +73,7 @@ def test_a_batch_of_which_nothing_is_left_is_an_error() -> None:
 
 
 def test_skipped_samples_are_told_and_the_rest_is_collated() -> None:
-    config = JobConfig(batch=4, steps=2, order="sequential")
+    config = JobConfig(batch=4, steps=2, reading=Reading(order="sequential"))
     batches = MicroBatches(Flaky({2: 99}), config, torch.device("cpu"), loader=Loader(on_error="skip"))
     (indices, _), skipped = batches.loaded(0, 0, 0)
     assert indices.tolist() == [0, 1, 3]

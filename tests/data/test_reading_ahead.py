@@ -33,7 +33,7 @@ from rallypoint.errors import DataError
 
 CPU = torch.device("cpu")
 GROUPS, ROWS = 24, 8  # row groups, and rows in each
-CONFIG = JobConfig(replicas=2, batch=4, steps=GROUPS, order="windowed", mixed_shards=2)
+CONFIG = JobConfig(replicas=2, batch=4, steps=GROUPS, reading=rp.Reading(order="windowed", mixed_shards=2))
 
 
 class SlowStore(LocalFileSystem):

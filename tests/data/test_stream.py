@@ -46,7 +46,7 @@ def test_what_has_items_and_no_positions_is_a_stream_of_one_part() -> None:
         taken = given(data)
         assert isinstance(taken.dataset, rp.Stream)
         assert (taken.dataset.source, taken.dataset.parts) == (data, 1)
-        assert taken.settings == {"order": "stream", "passes": 0}
+        assert taken.settings == {"reading.order": "stream", "reading.passes": 0}
     assert not isinstance(given([1, 2]).dataset, rp.Stream)
 
 
@@ -54,7 +54,7 @@ def test_a_data_loader_over_an_iterable_data_set_says_all_that_it_can() -> None:
     data = Numbers()
     taken = given(DataLoader(data, batch_size=5, num_workers=4, collate_fn=list))
     assert (taken.dataset.source, taken.collate) == (data, list)
-    assert taken.settings == {"batch": 5, "order": "stream", "passes": 0}
+    assert taken.settings == {"batch": 5, "reading.order": "stream", "reading.passes": 0}
     assert taken.loader.workers == 1, "each would read all of the one part"
     with pytest.raises(DataError, match="without batches"):
         given(DataLoader(data, batch_size=None))
@@ -81,9 +81,9 @@ def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(DataError, match="3 parts, and the job 2 replicas: give a divisor or a multiple of 2"):
         batches_of(stream)
     with pytest.raises(DataError, match='order="shuffled" with a stream'):
-        batches_of(stream, order="shuffled")
+        batches_of(stream, **{"reading.order": "shuffled"})
     with pytest.raises(DataError, match=r'order="stream" is set by rp\.Stream'):
-        MicroBatches([1.0], resolve({"order": "stream"}), CPU)
+        MicroBatches([1.0], resolve({"reading.order": "stream"}), CPU)
     with pytest.raises(ConfigError, match=r"passes= of rp\.Stream is not supported under rp\.Async"):
         config_of(rp.Stream(numbers, passes=1), sync=rp.Async())
 

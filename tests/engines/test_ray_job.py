@@ -32,7 +32,7 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Dropout(0.2), torch.nn.Linear(width, 4))
 data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 4))
 with rp.join() as job:
-    for micro in job.train(model, data, replicas=4, batch=4, steps=STEPS, shard_bytes=1024):
+    for micro in job.train(model, data, replicas=4, batch=4, steps=STEPS, network=rp.Network(shard_bytes=1024)):
         with micro:
             x, y = micro.batch
             micro.backward((model(x) - y).square().mean())

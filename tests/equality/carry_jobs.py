@@ -46,7 +46,7 @@ def lanes(replicas: int) -> rp.Lanes:
 
 def settings_of(replicas: int, **changes: Any) -> dict[str, Any]:
     return {
-        "replicas": replicas, "batch": BATCH, "steps": STEPS, "seed": SEED, "shard_bytes": 512,
+        "replicas": replicas, "batch": BATCH, "steps": STEPS, "seed": SEED, "network.shard_bytes": 512,
         "optimizer": rp.SGD(lr=0.5), **changes,
     }  # fmt: skip
 

@@ -16,7 +16,7 @@ from support.reference_local import train_local_reference
 
 PATIENCE_S = 60.0
 SETTINGS: dict[str, Any] = {
-    "replicas": 2, "batch": 4, "steps": 12, "seed": 5, "shard_bytes": 16 << 10, "clip": 0.5,
+    "replicas": 2, "batch": 4, "steps": 12, "seed": 5, "network.shard_bytes": 16 << 10, "clip": 0.5,
     "optimizer": rp.AdamW(lr=3e-3), "sync": rp.LocalSteps(steps=4, delay=2),
 }  # fmt: skip
 LATE_AT, AHEAD = 7, (8, 9)  # replica 1's last step of its second round; what replica 0 may make of the third one

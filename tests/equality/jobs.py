@@ -101,14 +101,14 @@ def _weight(step: int, replica: int) -> float:
 
 
 _GPT_SETTINGS = {
-    "replicas": 4, "batch": 4, "steps": 50, "seed": 5, "shard_bytes": 16 << 10, "clip": 0.5,
+    "replicas": 4, "batch": 4, "steps": 50, "seed": 5, "network.shard_bytes": 16 << 10, "clip": 0.5,
     "optimizer": rp.AdamW(lr=rp.cosine(3e-3, warmup=5), weight_decay=0.1),
 }  # fmt: skip
 _RESNET_SETTINGS = {
-    "replicas": 4, "batch": 8, "steps": 50, "seed": 6, "shard_bytes": 64 << 10,
+    "replicas": 4, "batch": 8, "steps": 50, "seed": 6, "network.shard_bytes": 64 << 10,
     "optimizer": rp.SGD(lr=rp.step_decay(0.1, every=20), momentum=0.9, weight_decay=1e-4),
 }  # fmt: skip
-_PLAIN = {"replicas": 3, "batch": 6, "steps": 24, "seed": 8, "shard_bytes": 4 << 10}
+_PLAIN = {"replicas": 3, "batch": 6, "steps": 24, "seed": 8, "network.shard_bytes": 4 << 10}
 
 CASES = {
     "gpt": Case(_gpt, _gpt_loss, _GPT_SETTINGS),
@@ -135,7 +135,8 @@ CASES = {
         {**_RESNET_SETTINGS, "optimizer": rp.Adagrad(lr=0.02, initial_accumulator_value=0.1), "steps": 12},
     ),
     "one frame in flight, nothing held": Case(
-        _sometimes, _sometimes_loss, {**_PLAIN, "replicas": 5, "hold_bytes": 0, "window": 1, "in_flight_bytes": 1}
+        _sometimes, _sometimes_loss,
+        {**_PLAIN, "replicas": 5, "network.hold_bytes": 0, "network.window": 1, "network.in_flight_bytes": 1}
     ),
     "gpt weighted and accumulated": Case(
         _gpt, _gpt_loss, {**_GPT_SETTINGS, "accumulate": 2, "steps": 20}, _weight
@@ -319,7 +320,7 @@ def train_with(job: rp.Job, settings: dict[str, Any]) -> tuple[str, dict[int, fl
     """A small job with other settings: the weights' hash, and the losses of the steps computed here."""
     model, dataset = _gpt()
     losses: dict[int, float] = {}
-    common = {"replicas": 3, "batch": 8, "steps": 40, "seed": 5, "shard_bytes": 16 << 10}
+    common = {"replicas": 3, "batch": 8, "steps": 40, "seed": 5, "network.shard_bytes": 16 << 10}
     for micro in job.train(model, dataset, optimizer=rp.Adam(lr=3e-3), **{**common, **settings}):
         with micro:
             loss = _gpt_loss(model, micro.batch)
@@ -332,7 +333,7 @@ def train_counting(job: rp.Job, settings: dict[str, Any]) -> dict[tuple[str, int
     """Bytes of payload that crossed this worker's links, and the same as fp32, for each (kind, group)."""
 
     model, _ = _gpt()
-    common = {"replicas": 3, "batch": 8, "steps": 40, "seed": 5, "shard_bytes": 16 << 10}
+    common = {"replicas": 3, "batch": 8, "steps": 40, "seed": 5, "network.shard_bytes": 16 << 10}
     shards = ModelTensors(model, resolve({**common, **settings})).layout.shards
     largest = {group: max(s.nbytes for s in shards if s.group == group) for group in {s.group for s in shards}}
     written: Counter[tuple[str, int]] = Counter()

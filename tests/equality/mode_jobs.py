@@ -33,7 +33,7 @@ def counted() -> tuple[torch.nn.Module, Any]:
 def train_counted(job: rp.Job, settings: dict[str, Any]) -> str:
     """The weights' hash after a job that ends with other weights if any contribution is lost or applied twice."""
     model, data = counted()
-    common = {"replicas": COUNTED_REPLICAS, "batch": 2, "steps": COUNTED_STEPS, "shard_bytes": 128, "seed": 4}
+    common = {"replicas": COUNTED_REPLICAS, "batch": 2, "steps": COUNTED_STEPS, "network.shard_bytes": 128, "seed": 4}
     for micro in job.train(model, data, optimizer=rp.SGD(lr=0.5), **{**common, **settings}):
         with micro:
             micro.backward((model.weight * micro.batch[0]).sum())
@@ -45,7 +45,7 @@ def train_evaluated(job: rp.Job, settings: dict[str, Any]) -> tuple[str, float, 
     model, data = _gpt()
     whole = data[:]
     before = _evaluate(model, whole)
-    common = {"replicas": 4, "batch": 8, "steps": 40, "seed": 5, "shard_bytes": 16 << 10}
+    common = {"replicas": 4, "batch": 8, "steps": 40, "seed": 5, "network.shard_bytes": 16 << 10}
     for micro in job.train(model, data, optimizer=rp.Adam(lr=3e-3), **{**common, **settings}):
         with micro:
             micro.backward(_gpt_loss(model, micro.batch))
@@ -65,7 +65,7 @@ def train_beside_a_slow_worker(job: rp.Job, quick: str, stuck_at: int) -> tuple[
     model, data = counted()
     steps, computed, ahead = 20, 0, Path(quick)
     run = job.train(
-        model, data, replicas=4, batch=2, steps=steps, shard_bytes=128, sync=rp.Sync(quorum=2),
+        model, data, replicas=4, batch=2, steps=steps, network=rp.Network(shard_bytes=128), sync=rp.Sync(quorum=2),
         optimizer=rp.SGD(lr=0.5),
     )  # fmt: skip
     for micro in run:
@@ -83,7 +83,9 @@ def train_asleep_at_the_end(job: rp.Job, seconds: float) -> str:
     """Worker 1 is stopped for a while in the last step: once, although it has two replicas to compute."""
     model, data = counted()
     asleep = job.id == "worker1"
-    for micro in job.train(model, data, replicas=4, batch=2, steps=6, shard_bytes=128, optimizer=rp.SGD(lr=0.5)):
+    for micro in job.train(
+        model, data, replicas=4, batch=2, steps=6, network=rp.Network(shard_bytes=128), optimizer=rp.SGD(lr=0.5)
+    ):
         with micro:
             if asleep and micro.step == 5:
                 asleep = False

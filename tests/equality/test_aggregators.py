@@ -75,7 +75,7 @@ def test_all_reduce_through_an_aggregator_changes_no_byte() -> None:
 @pytest.mark.parametrize("codec", [{"type": "bf16"}, {"type": "int8", "error_feedback": False}])
 def test_encoded_contributions_and_versions_give_the_same_bytes_as_without_an_aggregator(codec: dict[str, Any]) -> None:
     settings = {
-        "replicas": 4, "batch": 4, "steps": 12, "seed": 5, "shard_bytes": 4 << 10, "codec": codec,
+        "replicas": 4, "batch": 4, "steps": 12, "seed": 5, "network.shard_bytes": 4 << 10, "codec": codec,
         "down": {"type": "fp16"},
     }  # fmt: skip
     with ProcessCluster(workers=1, servers=1) as cluster:

@@ -37,8 +37,9 @@ def test_truncated_back_propagation_has_the_bytes_of_plain_pytorch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
-    {"overlap": False}, {"presum_bytes": 0}, {"nonfinite": "skip"}, {"window": 1}, {"shard_bytes": 64},
-    {"sync": {"type": "all-reduce"}}, {"audit": 0.5},
+    {"network.overlap": False}, {"network.presum_bytes": 0}, {"nonfinite": "skip"}, {"network.window": 1},
+    {"network.shard_bytes": 64},
+    {"sync": {"type": "all-reduce"}}, {"audit.share": 0.5},
 ], ids=lambda changes: next(iter(changes)))  # fmt: skip
 def test_no_setting_of_the_way_changes_a_byte(changes: dict[str, object]) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:

@@ -20,7 +20,7 @@ STEPS = 5  # replicas are not assigned by the workers' speeds before step 6: see
 
 
 def _settings(replicas: int, **more: object) -> dict[str, object]:
-    return {"replicas": replicas, "batch": 8, "steps": STEPS, "seed": 5, "shard_bytes": 16 << 10, **more}
+    return {"replicas": replicas, "batch": 8, "steps": STEPS, "seed": 5, "network.shard_bytes": 16 << 10, **more}
 
 
 def _reference(settings: dict[str, object]) -> str:
@@ -36,7 +36,7 @@ def _reference(settings: dict[str, object]) -> str:
         pytest.param(8, 2, {}, 2, id="two-runs-of-four-are-two-blocks"),
         pytest.param(8, 3, {}, 5, id="runs-of-3-3-2-are-five-blocks"),
         pytest.param(8, 1, {}, 1, id="one-worker-pushes-the-root"),
-        pytest.param(8, 2, {"presum_bytes": 0}, 8, id="without-memory-each-replica-is-pushed"),
+        pytest.param(8, 2, {"network.presum_bytes": 0}, 8, id="without-memory-each-replica-is-pushed"),
         pytest.param(5, 2, {"clip": 0.5}, 3, id="five-replicas-are-0-2-and-2-3-and-3-5"),
     ],
 )

@@ -36,7 +36,7 @@ def loss_of(net: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 def config(replicas: int, **more: object) -> JobConfig:
     return resolve({
-        "replicas": replicas, "batch": 4, "steps": STEPS, "seed": 3, "shard_bytes": 1024,
+        "replicas": replicas, "batch": 4, "steps": STEPS, "seed": 3, "network.shard_bytes": 1024,
         "optimizer": {"type": "sgd", "lr": 0.05, "momentum": 0.9}, **more,
     })  # fmt: skip
 

@@ -241,21 +241,21 @@ def test_every_pod_asks_for_processor_time_and_what_memory_is_for_is_said() -> N
 
 def test_what_the_user_writes_is_not_replaced_by_kubernetes() -> None:
     """In commands and arguments $(NAME) is a variable of the pod, and $$(NAME) is not."""
-    manifests = rendered("train.py", "--cost", "$(POD_IP) $$ $5", sets=["item=$(POD_IP)"])
+    manifests = rendered("train.py", "--cost", "$(POD_IP) $$ $5", sets=["reading.item=$(POD_IP)"])
     jobs = jobs_of(the("JobSet", manifests)["spec"])
     assert container_of(jobs["worker"])["args"] == ["train.py", "--cost", "$$(POD_IP) $$$$ $$5"]
-    assert "--set=item=$$(POD_IP)" in container_of(jobs["coordinator"])["command"]
+    assert "--set=reading.item=$$(POD_IP)" in container_of(jobs["coordinator"])["command"]
     assert "--advertise=[$(POD_IP)]:4701" in container_of(jobs["server"])["command"]
 
 
 def test_a_script_gets_odd_words_as_they_are_written() -> None:
     """From the command line, through the YAML and what the kubelet replaces, to the container's arguments."""
-    manifests = rendered("my train.py", *WORDS, sets=["item=$(POD_IP) `x`"])
+    manifests = rendered("my train.py", *WORDS, sets=["reading.item=$(POD_IP) `x`"])
     jobs = jobs_of(the("JobSet", manifests)["spec"])
     env = {"POD_IP": "10.0.0.7", "HOME": "/root"}
     assert [expanded(word, env) for word in container_of(jobs["worker"])["args"]] == ["my train.py", *WORDS]
     command = [expanded(word, env) for word in container_of(jobs["coordinator"])["command"]]
-    assert "--set=item=$(POD_IP) `x`" in command
+    assert "--set=reading.item=$(POD_IP) `x`" in command
 
 
 def test_a_script_that_is_sent_has_odd_words_in_it_as_they_are_written(tmp_path: Path) -> None:

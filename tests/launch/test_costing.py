@@ -120,7 +120,7 @@ def test_what_is_no_number_of_gpus_is_refused(gpus: str) -> None:
 
 
 def test_settings_of_the_job_count() -> None:
-    sets = ["clip=1.0", "shard_bytes=65536", "replicas=16", "sync.type=local-steps", "sync.steps=4"]
+    sets = ["clip=1.0", "network.shard_bytes=65536", "replicas=16", "sync.type=local-steps", "sync.steps=4"]
     asked = question_of(CostOptions(model="1e8", gpus="8", link="1Gbit", compute="1s", sets=sets))
     assert (asked.workload.clip, asked.workload.shard_bytes, asked.workload.steps) == (True, 65536, 4)
     assert asked.replicas == 2
@@ -161,15 +161,15 @@ def test_a_model_of_few_shards_is_told_that_smaller_ones_would_be_quicker() -> N
     """K = 4 MB on 8 servers: 4 of them have nothing."""
     small = ["plan", "--model", "1e6", "--gpus", "8", "--link", "100Mbit", "--compute", "100ms"]
     assert "With shards of 256 KiB" in said(*small)
-    assert "With shards of" not in said(*small, "--set", "shard_bytes=32768")
+    assert "With shards of" not in said(*small, "--set", "network.shard_bytes=32768")
 
 
 def test_a_job_that_links_hold_up_is_told_to_pace_them() -> None:
     waits = ["plan", "--model", "1e7", "--gpus", "4", "--servers", "4", "--link", "100Mbit", "--compute", "3s"]
-    assert "With pace_mbit=97 4 servers would take" in said(*waits, "--set", "pacing=off")
-    assert "pace_mbit" not in said(*waits, "--set", "pace_mbit=97")
+    assert "With network.pace_mbit=97 4 servers would take" in said(*waits, "--set", "network.pacing=off")
+    assert "pace_mbit" not in said(*waits, "--set", "network.pace_mbit=97")
     assert "pace_mbit" not in said(*waits)  # as many servers as workers: by itself
-    assert said(*waits).splitlines()[-1] == said(*waits, "--set", "pace_mbit=97").splitlines()[-1]
+    assert said(*waits).splitlines()[-1] == said(*waits, "--set", "network.pace_mbit=97").splitlines()[-1]
 
 
 def test_help_teaches_with_examples() -> None:
@@ -213,7 +213,7 @@ def test_modules_come_in_the_order_of_the_forward_pass_with_their_biases() -> No
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run of 3 workers and 2 servers, in which a worker was lost; a step took 2 s."""
-    config = resolve({"replicas": 3, "steps": 40, "clip": 1.0, "shard_bytes": 65536, "down": {"type": "bf16"}})
+    config = resolve({"replicas": 3, "steps": 40, "clip": 1.0, "network.shard_bytes": 65536, "down": {"type": "bf16"}})
     with closing(Journal(str(tmp_path))) as journal:
         journal.save(ClusterState(record_of(config, build_layout(SPECS)), None, (), 0, 1, False, -1, 2))
     write_plan(Launch(worker=("python", "t.py"), folder=str(tmp_path), servers=2, replication=2))
@@ -276,7 +276,7 @@ def test_the_link_of_a_run_is_what_its_machines_have_sent_unless_it_ran_on_one(r
 
 
 def test_the_plan_of_a_run_can_be_for_other_machines(run: Path) -> None:
-    sets = ["shard_bytes=262144"]
+    sets = ["network.shard_bytes=262144"]
     asked = question_of(CostOptions(gpus="3", link="1Gbit", compute="2s", mtbf="90d", sets=sets), measured_run(run))
     assert asked.workload.compute == pytest.approx(2.0)
     assert asked.workload.shard_bytes == 256 << 10

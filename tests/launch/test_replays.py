@@ -58,7 +58,8 @@ model = torch.nn.Sequential(Block(0), torch.nn.BatchNorm1d(6), Block(1), Block(2
 gate = Path(__file__).parent / "gate"
 with rp.join() as job:
     run = job.train(
-        model, torch.utils.data.TensorDataset(x, y), replicas=4, batch=4, steps=16, shard_bytes=128, fingerprints=2,
+        model, torch.utils.data.TensorDataset(x, y), replicas=4, batch=4, steps=16, network=rp.Network(shard_bytes=128),
+        audit=rp.Audit(fingerprints=2),
         optimizer=rp.AdamW(lr=rp.cosine(1e-2, warmup=3)), clip=1.0,
     )
     @run.every(5)
@@ -168,7 +169,8 @@ def test_a_layer_that_makes_a_nan_is_named(tmp_path: Path) -> None:
 
 # Each evaluation but the first one reduces the rate
 DECIDES = SCRIPT.replace(
-    "clip=1.0,", 'clip=1.0, plateau=rp.ReduceOnPlateau("steps", patience=0, factor=0.5), keep_best="steps",'
+    "clip=1.0,", 'clip=1.0, evaluation=rp.Evaluation('
+    'plateau=rp.ReduceOnPlateau("steps", patience=0, factor=0.5), keep_best="steps"),'
 ).replace("run.every(5)", "run.every(3)").replace(
     "    for micro in run:", '    run.stop_when("steps", above=1e9, patience=9)\n    for micro in run:'
 )  # fmt: skip
@@ -242,7 +244,7 @@ class Net(torch.nn.Sequential):
         super().__init__(torch.nn.Linear(6, 30), torch.nn.Linear(30, 3))
 
 
-CONFIG = resolve({"replicas": 2, "shard_bytes": 128})
+CONFIG = resolve({"replicas": 2, "network.shard_bytes": 128})
 LAYOUT = ModelTensors(Net(), CONFIG).layout
 
 
@@ -391,7 +393,7 @@ def test_a_difference_is_printable() -> None:
 
 
 def test_reductions_of_the_rates_after_the_snapshot_are_in_the_journal(tmp_path: Path) -> None:
-    config = resolve({"replicas": 2, "shard_bytes": 128, "plateau": rp.ReduceOnPlateau("loss")})
+    config = resolve({"replicas": 2, "network.shard_bytes": 128, "evaluation.plateau": rp.ReduceOnPlateau("loss")})
     job = record_of(config, LAYOUT)
     record = msgspec.to_builtins(job, str_keys=True)
     decided = Decided(9, reductions=(3, 6, 12))

@@ -74,7 +74,7 @@ SETTINGS: dict[Feature | Play, dict[str, Any]] = {
     Feature.CLIP: {"clip": 0.5},
     Feature.SKIP: {"nonfinite": "skip"},
     Feature.AVERAGE: {"average": {"type": "ema", "decay": 0.8}},
-    Feature.DECIDES: {"plateau": {"metric": "loss", "patience": 0, "threshold": 1.0}},
+    Feature.DECIDES: {"evaluation.plateau": {"metric": "loss", "patience": 0, "threshold": 1.0}},
     Feature.MUON: {"optimizer": {"type": "muon", "lr": 0.01}},
     Feature.SUMS: {"optimizer": {"type": "sum"}},
     Feature.ACCUMULATE: {"accumulate": 2},
@@ -83,14 +83,14 @@ SETTINGS: dict[Feature | Play, dict[str, Any]] = {
     Feature.CODEC_STATE: {"codec": {"type": "int8"}},
     Feature.DOWN: {"down": {"type": "bf16"}},
     Feature.FP16: {"precision": "fp16"},
-    Feature.HOLD: {"precision": "bf16", "hold": "bf16"},
-    Feature.STREAMED: {"parameters": "streamed", "prefetch_bytes": 200},
-    Feature.FINGERPRINTS: {"fingerprints": 2},
-    Feature.AUDIT: {"audit": 0.6},
-    Feature.OWN_LOOP: {"order": "own"},
+    Feature.HOLD: {"precision": "bf16", "memory.hold": "bf16"},
+    Feature.STREAMED: {"memory.parameters": "streamed", "memory.prefetch_bytes": 200},
+    Feature.FINGERPRINTS: {"audit.fingerprints": 2},
+    Feature.AUDIT: {"audit.share": 0.6},
+    Feature.OWN_LOOP: {"reading.order": "own"},
     Feature.KEYED: {"keyed": True},
-    Feature.STREAM: {"order": "stream"},
-    Feature.PASSES: {"order": "stream", "passes": 1},
+    Feature.STREAM: {"reading.order": "stream"},
+    Feature.PASSES: {"reading.order": "stream", "reading.passes": 1},
     Play.SYNC_EVERY: {"groups": [{"match": ["last.*"], "sync_every": 2}]},
     Play.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Play.ON_DEMAND: {"steps": 80},
@@ -113,7 +113,7 @@ class CellJob:
     def settings(self) -> dict[str, Any]:
         """Of `job.train`, as data."""
         found: dict[str, Any] = {
-            "replicas": REPLICAS, "batch": 2, "steps": STEPS, "seed": 3, "shard_bytes": 128,
+            "replicas": REPLICAS, "batch": 2, "steps": STEPS, "seed": 3, "network.shard_bytes": 128,
             "optimizer": {"type": "sgd", "lr": 0.05}, "sync": copy.deepcopy(SYNCS[self.mode]),
         }  # fmt: skip
         for feature in self.features:
@@ -178,7 +178,7 @@ def items(part: int) -> Iterator[Any]:
 def data_of(cell: CellJob) -> Any:
     """What the cell trains on."""
     if cell.has(Feature.STREAM) or cell.has(Feature.PASSES):
-        return rp.Stream(items, parts=2, passes=cell.settings.get("passes"))
+        return rp.Stream(items, parts=2, passes=cell.settings.get("reading.passes"))
     return dataset()
 
 
@@ -216,7 +216,7 @@ def _train_own_loop(job: rp.Job, cell: CellJob) -> str:
     model, data, wait = Net(cell), dataset(), _gate(job, cell)
     steps_here = cell.mode is ModeName.ALL_REDUCE
     inner = torch.optim.SGD(model.parameters(), lr=0.05) if steps_here else rp.SGD(lr=0.05)
-    optimizer = wrap_in(job, model, inner, steps=STEPS, replicas=2, shard_bytes=128)
+    optimizer = wrap_in(job, model, inner, steps=STEPS, replicas=2, **{"network.shard_bytes": 128})
     for step in range(optimizer.position, STEPS):
         wait(step)
         start = 4 * step + 2 * optimizer.replica

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from rallypoint.config import record_of
+from rallypoint.config.keys import GROUPS, MOVED
 from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.job import JobRecord
@@ -55,6 +56,7 @@ def test_features_of_two_names_are_one_feature_now(kept: str) -> None:
     assert kept in feature.value
 
 
+PLACES = [(flat, *place.split(".")) for flat, place in MOVED.items()]
 GONE_UNUSED = {"alternate": [], "batch_for": "iteration", "optimizers": {}, "offload": "none", "base_batch": 0}
 
 
@@ -62,6 +64,15 @@ def test_settings_that_are_gone_and_were_not_used_are_forgotten() -> None:
     job = record(ModeName.SYNC)
     plain = msgspec.json.decode(msgspec.json.encode(job))
     plain["config"] |= {**GONE_UNUSED, "scale_lr": "none", "audit_servers": 0}
+    assert manifest(plain).job == job
+
+
+def test_settings_of_before_the_groups_are_found_in_them() -> None:
+    job = record(ModeName.SYNC)
+    plain = msgspec.json.decode(msgspec.json.encode(job))
+    for group in GROUPS:
+        del plain["config"][group]
+    plain["config"] |= {flat: job.config[group][name] for flat, group, name in PLACES}
     assert manifest(plain).job == job
 
 

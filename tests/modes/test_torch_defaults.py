@@ -163,7 +163,7 @@ def test_a_streamed_model_may_be_trained_where_it_was_built_on_the_meta_device()
             model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 3))
         found = []
         with around, EmbeddedJob() as job:
-            run = job.train(model, data, batch=4, steps=3, parameters="streamed")
+            run = job.train(model, data, batch=4, steps=3, memory=rp.Memory(parameters="streamed"))
             run.every(3)(lambda step: found.append(weights_hash(model)))
             for micro in run:
                 with micro:

@@ -136,7 +136,7 @@ class Cluster:
     def settings(self) -> dict[str, Any]:
         """Of `job.train`, as data."""
         return {
-            "replicas": REPLICAS, "batch": 4, "steps": STEPS, "shard_bytes": 512, "seed": 3,
+            "replicas": REPLICAS, "batch": 4, "steps": STEPS, "network.shard_bytes": 512, "seed": 3,
             "optimizer": {"type": "sgd", "lr": 0.05}, **self.policy.settings,
         }  # fmt: skip
 

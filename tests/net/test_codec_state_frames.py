@@ -20,7 +20,7 @@ WORDS, REPLICAS = 1024, 2
 
 
 def record() -> JobRecord:
-    config = resolve({"replicas": REPLICAS, "batch": 1, "steps": 9, "shard_bytes": 4 * WORDS, "codec": Int8()})
+    config = resolve({"replicas": REPLICAS, "batch": 1, "steps": 9, "network.shard_bytes": 4 * WORDS, "codec": Int8()})
     return record_of(config, build_layout([TensorSpec("w", (4 * WORDS, 1), "float32", 0)], 4 * WORDS))
 
 

@@ -30,7 +30,7 @@ FACTORS, INTEGERS, SPARSE, BUFFERS = 0, 2, 3, -1  # the groups, by how they are 
 def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
     caplog.set_level(logging.CRITICAL, logger="rallypoint")
     config = resolve({"replicas": 2, "batch": 1, "steps": 9, "codec": PowerSGD(rank=2), "groups": GROUPS})
-    job = Job(record_of(config, build_layout(SPECS, config.shard_bytes, ranks_of(config))))
+    job = Job(record_of(config, build_layout(SPECS, config.network.shard_bytes, ranks_of(config))))
     yield job
     job.close()
 

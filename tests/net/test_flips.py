@@ -159,7 +159,7 @@ def _work(address: str, transport: Transport) -> str | BaseException:
             data = [(torch.randn(16), torch.randn(4)) for _ in range(40)]
             training = job.train(
                 model, data, replicas=REPLICAS, batch=4, steps=STEPS, optimizer=AdamW(lr=1e-2), clip=0.5,
-                shard_bytes=1024,
+                **{"network.shard_bytes": 1024},
             )  # fmt: skip
             for micro in training:
                 with micro:

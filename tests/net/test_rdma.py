@@ -243,13 +243,13 @@ class _Agent:
     def given_back(self) -> None:
         pass
 
-    def memory(self, nbytes: int) -> rdma.Memory:
-        return rdma.Memory(nbytes)
+    def memory(self, nbytes: int) -> rdma.Region:
+        return rdma.Region(nbytes)
 
-    def release(self, memory: rdma.Memory, *, in_use: bool) -> None:
+    def release(self, memory: rdma.Region, *, in_use: bool) -> None:
         self.released.append(in_use)
 
-    def described(self, memory: rdma.Memory) -> bytes:
+    def described(self, memory: rdma.Region) -> bytes:
         return b"a description"
 
     def load(self, description: bytes) -> str:

@@ -168,7 +168,9 @@ class Job:
 
 
 def record(words: int = 4 * WORDS, sync: Mode | None = None) -> JobRecord:
-    settings = {"replicas": 2, "batch": 1, "steps": 9, "clip": 1.0, "shard_bytes": 4 * WORDS, "sync": sync or Sync()}
+    settings = {
+        "replicas": 2, "batch": 1, "steps": 9, "clip": 1.0, "network.shard_bytes": 4 * WORDS, "sync": sync or Sync()
+    }
     config = resolve(settings)
     layout = build_layout([TensorSpec("w", (words, 1), "float32", 0)], shard_bytes=4 * WORDS)
     return record_of(config, layout)

@@ -48,7 +48,7 @@ def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 def trained(**settings: Any) -> tuple[Net, list[torch.Tensor]]:
     """The model at the end, and the batches in the order in which replica 0 saw them."""
     model, batches = Net(), list[torch.Tensor]()
-    given: dict[str, Any] = {"replicas": 1, "batch": 8, "steps": STEPS, "shard_bytes": 256, "optimizer": MUON}
+    given: dict[str, Any] = {"replicas": 1, "batch": 8, "steps": STEPS, "network.shard_bytes": 256, "optimizer": MUON}
     with EmbeddedJob() as job:
         for micro in job.train(model, DATA, **{**given, **settings}):
             with micro:
@@ -84,7 +84,7 @@ def test_a_job_ends_with_the_bytes_of_torch_s_own_muon_and_adamw() -> None:
 
 
 def test_each_matrix_is_one_shard_and_the_rest_is_cut_as_ever() -> None:
-    config = resolve({"optimizer": MUON, "shard_bytes": 256})
+    config = resolve({"optimizer": MUON, "network.shard_bytes": 256})
     layout = ModelTensors(Net(), config).layout
     whole = {layout.name_at(shard.index, 0): shard.shape for shard in layout.shards if shard.columns}
     assert whole == {"wide.weight": (20, 48), "tall.weight": (60, 20)}
@@ -133,7 +133,7 @@ def test_a_matrix_that_no_frame_carries_is_refused_by_name() -> None:
     side = math.isqrt((1 << 26) // 4) + 1
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(side, side, bias=False))
-    config = resolve({"optimizer": rp.Muon(), "parameters": "streamed"})
+    config = resolve({"optimizer": rp.Muon(), "memory.parameters": "streamed"})
     with pytest.raises(ModelError, match=r'0\.weight has 64 MiB.*rp\.Muon\(adamw=\("0\.weight",\)\)'):
         ModelTensors(model, config, made={"0.weight"})
 

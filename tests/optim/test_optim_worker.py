@@ -30,7 +30,7 @@ class Net(torch.nn.Module):
 
 @pytest.mark.parametrize("spec", OPTIMIZERS, ids=lambda spec: type(spec).__name__)
 def test_a_worker_that_loads_the_state_goes_on_with_the_same_bytes(spec: Optimizer) -> None:
-    config = resolve({"optimizer": spec, "sync": rp.AllReduce(), "steps": 8, "shard_bytes": 64})
+    config = resolve({"optimizer": spec, "sync": rp.AllReduce(), "steps": 8, "network.shard_bytes": 64})
 
     def worker() -> tuple[Net, ModelTensors, WorkerOptimizer]:
         model = Net()

@@ -29,7 +29,7 @@ from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
 
 BF16 = torch.bfloat16
-HELD: dict[str, Any] = {"precision": "bf16", "hold": "bf16", "clip": None}
+HELD: dict[str, Any] = {"precision": "bf16", "memory.hold": "bf16", "clip": None}
 
 
 def test_a_bf16_job_has_the_bytes_of_plain_pytorch_with_autocast() -> None:
@@ -178,8 +178,8 @@ def test_held_parameters_halve_the_bytes_both_ways_but_for_the_last_version(monk
 
     model = build()
     parameters = 4 * sum(p.numel() for p in model.parameters())
-    ups, downs = bytes_sent(presum_bytes=0)
-    held_ups, held_downs = bytes_sent(**HELD, presum_bytes=0)
+    ups, downs = bytes_sent(**{"network.presum_bytes": 0})
+    held_ups, held_downs = bytes_sent(**HELD, **{"network.presum_bytes": 0})
     assert ups - held_ups == 4 * 4 * parameters // 2, "of four replicas in four steps"
     assert downs - held_downs == 4 * parameters // 2, "versions 0 to 3; the last one is raw"
 
@@ -196,16 +196,16 @@ def test_a_job_that_holds_bf16_goes_on_after_a_server_died() -> None:
 
 
 def test_held_parameters_travel_as_bf16_unless_the_settings_say_otherwise() -> None:
-    config = resolve({"precision": "bf16", "hold": "bf16"})
+    config = resolve({"precision": "bf16", "memory.hold": "bf16"})
     assert (config.codec, config.down) == (Bf16(), Bf16())
-    config = resolve({"precision": "bf16", "codec": Raw()}, {"hold": "bf16", "down": {"type": "raw"}})
+    config = resolve({"precision": "bf16", "codec": Raw()}, {"memory.hold": "bf16", "down": {"type": "raw"}})
     assert (config.codec, config.down) == (Raw(), Raw())
 
 
 @pytest.mark.parametrize(("settings", "sentence"), [
-    ({"hold": "bf16"}, 'add precision="bf16"'),
-    ({"precision": "bf16", "hold": "bf16", "sync": AllReduce()}, "workers step the parameters themselves"),
-    ({"precision": "bf16", "hold": "bf16", "sync": LocalSteps(4)}, "workers step the parameters themselves"),
+    ({"memory.hold": "bf16"}, 'add precision="bf16"'),
+    ({"precision": "bf16", "memory.hold": "bf16", "sync": AllReduce()}, "workers step the parameters themselves"),
+    ({"precision": "bf16", "memory.hold": "bf16", "sync": LocalSteps(4)}, "workers step the parameters themselves"),
     ({"precision": "half"}, "precision is 'half': it must be one of fp32, bf16"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(settings: dict[str, Any], sentence: str) -> None:

@@ -87,7 +87,7 @@ def test_held_parameters_are_compiled_once_in_each_type(compiled: Callable[[Mode
     with gathering(1) as cluster, _job_of(cluster) as job:
         model = build()
         fast = compiled(model)
-        for micro in job.train(model, DATA, **{**SETTINGS, "precision": "bf16", "hold": "bf16"}):
+        for micro in job.train(model, DATA, **{**SETTINGS, "precision": "bf16", "memory.hold": "bf16"}):
             with micro:
                 micro.backward(loss_of(fast, micro.batch))
     assert counters["stats"]["unique_graphs"] == 1

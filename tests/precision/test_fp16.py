@@ -154,7 +154,7 @@ def _scales_seen(seen: dict[int, set[float]]) -> list[float]:
 @pytest.mark.some("clip-2")
 @pytest.mark.parametrize("replication", [1, 2])
 @pytest.mark.parametrize("settings", [
-    {}, {"clip": None}, {"batch": 4, "accumulate": 2, "nonfinite": "skip", "presum_bytes": 0},
+    {}, {"clip": None}, {"batch": 4, "accumulate": 2, "nonfinite": "skip", "network.presum_bytes": 0},
 ], ids=["clip", "no clip", "accumulate"])  # fmt: skip
 def test_forced_overflows_give_the_steps_scales_and_bytes_of_grad_scaler(
     settings: dict[str, Any], replication: int, monkeypatch: pytest.MonkeyPatch
@@ -253,10 +253,11 @@ def test_a_snapshot_holds_the_scale_and_an_export_does_not(tmp_path: Path) -> No
     assert model_state(store, manifest).keys() == build().state_dict().keys()
 
 
-@pytest.mark.some("{'codec': Fp16(), 'presum_bytes': 0}")
+@pytest.mark.some("{'codec': Fp16(), 'network.presum_bytes': 0}")
 @pytest.mark.parametrize("settings", [
-    {"codec": Fp16(), "presum_bytes": 0}, {"down": Bf16()}, {"batch": 4, "accumulate": 2, "window": 1, "hold_bytes": 0},
-    {"shard_bytes": 64}, {"optimizer": SGD(lr=0.1, momentum=0.9)}, {"overlap": False},
+    {"codec": Fp16(), "network.presum_bytes": 0}, {"down": Bf16()},
+    {"batch": 4, "accumulate": 2, "network.window": 1, "network.hold_bytes": 0},
+    {"network.shard_bytes": 64}, {"optimizer": SGD(lr=0.1, momentum=0.9)}, {"network.overlap": False},
 ], ids=str)  # fmt: skip
 def test_with_other_settings_all_workers_end_with_the_same_bytes(settings: dict[str, Any]) -> None:
     (alone,) = _ended(1, 1, settings)

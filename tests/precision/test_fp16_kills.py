@@ -57,7 +57,7 @@ def cluster(tmp_path: Path) -> Iterator[Fp16Cluster]:
 
 def reference() -> tuple[str, list[float]]:
     """The script of `Fp16Cluster` in plain PyTorch: the weights' hash, and the scale of each step."""
-    settings = {"replicas": 3, "batch": 4, "steps": STEPS, "clip": 0.5, "shard_bytes": 256, "precision": "fp16"}
+    settings = {"replicas": 3, "batch": 4, "steps": STEPS, "clip": 0.5, "network.shard_bytes": 256, "precision": "fp16"}
     config = resolve({**settings, "optimizer": AdamW(lr=1e-2), "loss_scale": SCALING})
     torch.manual_seed(0)
     model = torch.nn.Sequential(

@@ -139,7 +139,7 @@ def test_stop_sends_nothing_of_a_replica_whose_loss_is_not_finite(
 ) -> None:
     poison = Poison()
     with gathering(2) as cluster:
-        worker = cluster.add_worker(poison.at, loss=poison, clip=None, presum_bytes=presum_bytes)
+        worker = cluster.add_worker(poison.at, loss=poison, clip=None, **{"network.presum_bytes": presum_bytes})
         with pytest.raises(NonFiniteLoss, match="loss of replica 2 at step 3 is nan: nothing of that step was applied"):
             worker.result()
     assert (STEP, REPLICA) not in pushed

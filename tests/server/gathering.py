@@ -27,7 +27,7 @@ from rallypoint.worker.tensors import weights_hash
 
 PATIENCE_S = 60.0
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 240).view(40, 6), torch.linspace(1, -1, 120).view(40, 3))
-SETTINGS: dict[str, Any] = {"replicas": 4, "batch": 5, "steps": 8, "shard_bytes": 256, "clip": 0.5}
+SETTINGS: dict[str, Any] = {"replicas": 4, "batch": 5, "steps": 8, "network.shard_bytes": 256, "clip": 0.5}
 
 torch.manual_seed(3)
 # Made before there are any threads: torch's generator is the process's, and every worker's micro-batches seed it.

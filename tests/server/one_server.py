@@ -19,7 +19,7 @@ from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer import Reducer
 
 CONFIG = resolve({"replicas": 2, "steps": 5})
-LAYOUT = build_layout([TensorSpec("w", (1000,), "float32", 0)], CONFIG.shard_bytes)
+LAYOUT = build_layout([TensorSpec("w", (1000,), "float32", 0)], CONFIG.network.shard_bytes)
 FIRST, SECOND = ViewNumber(1, 1), ViewNumber(1, 2)
 
 

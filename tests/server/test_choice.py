@@ -16,7 +16,7 @@ from rallypoint.testing.contracts.beside import until
 
 def test_a_worker_may_send_on_while_its_contributions_wait_for_the_one_that_was_chosen_first() -> None:
     """With one credit and nothing held beyond the limit it could never send replica 2's."""
-    config = resolve({"replicas": 3, "steps": 5, "clip": 1.0, "sync": Sync(quorum=2), "hold_bytes": 0})
+    config = resolve({"replicas": 3, "steps": 5, "clip": 1.0, "sync": Sync(quorum=2), "network.hold_bytes": 0})
     server = OneServer(config)
     server.adopt(FIRST)
     server.send(Kind.INITIAL, FIRST, 0.0)
@@ -46,7 +46,9 @@ def test_a_server_lost_in_the_middle_of_a_quorum_s_step_costs_no_roll_back_and_l
 
         lose = Once(4, 1, lose_server)
         for _ in range(2):
-            cluster.add_worker(lose, sync=Sync(quorum=4), hold_bytes=0)  # of 4: in the order in which they come
+            cluster.add_worker(
+                lose, sync=Sync(quorum=4), **{"network.hold_bytes": 0}
+            )  # of 4: in the order in which they come
         first, second = [worker.result() for worker in cluster.workers]
         assert lose.done
         assert first == second

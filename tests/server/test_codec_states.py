@@ -25,9 +25,9 @@ class Server:
 
     def __init__(self) -> None:
         groups = (rp.Group(match=("tail",), codec=Bf16()),)
-        config = resolve({"codec": Int8(), "groups": groups, "shard_bytes": 4096, "replicas": REPLICAS})
+        config = resolve({"codec": Int8(), "groups": groups, "network.shard_bytes": 4096, "replicas": REPLICAS})
         specs = [TensorSpec("head", (1000,), "float32", 0), TensorSpec("tail", (1000,), "float32", 2)]
-        self.layout: Layout = build_layout(specs, config.shard_bytes, ranks_of(config))
+        self.layout: Layout = build_layout(specs, config.network.shard_bytes, ranks_of(config))
         self.formats = ShardCodecStates(config)
         self.sent: list[Frame] = []
         self.codec_states = StateRelay("server0", self.formats, REPLICAS, self._send)

@@ -25,7 +25,7 @@ def _credits_are_kept_back(cluster: Gathering) -> bool:
 @pytest.mark.parametrize("presum_bytes", [0, 1 << 30])
 def test_a_worker_whose_credits_are_kept_back_takes_over_what_was_to_free_them(window: int, presum_bytes: int) -> None:
     """One worker dies before it has sent replicas 0 and 1; the other one has sent what waits for them."""
-    settings = {"hold_bytes": 0, "window": window, "presum_bytes": presum_bytes}
+    settings = {"network.hold_bytes": 0, "network.window": window, "network.presum_bytes": presum_bytes}
     with gathering(1, workers_start=2, workers_max=2) as cluster:
 
         def die(step: int, replica: int) -> None:

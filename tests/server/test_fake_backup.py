@@ -26,7 +26,9 @@ def train_slowly(job: rp.Job, folder: str) -> str:
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 32)
     data = torch.utils.data.TensorDataset(torch.randn(64, 16))
-    for micro in job.train(model, data, replicas=2, batch=4, steps=STEPS, shard_bytes=64, optimizer=rp.AdamW(lr=0.01)):
+    for micro in job.train(
+        model, data, replicas=2, batch=4, steps=STEPS, network=rp.Network(shard_bytes=64), optimizer=rp.AdamW(lr=0.01)
+    ):
         with micro:
             if micro.step == WAITS_AT:
                 Path(folder, "new").write_text(job._link._places.now()[0])

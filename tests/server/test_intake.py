@@ -19,7 +19,7 @@ from rallypoint.server.member import Views
 
 NUMBER = ViewNumber(1, 1)
 CONFIG = resolve({"replicas": 2, "steps": 9})
-LAYOUT = build_layout([TensorSpec("w", (8,), "float32", 0)], CONFIG.shard_bytes)
+LAYOUT = build_layout([TensorSpec("w", (8,), "float32", 0)], CONFIG.network.shard_bytes)
 
 
 class _Channel:

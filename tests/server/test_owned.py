@@ -66,7 +66,7 @@ def test_buffers_can_be_stored_at_the_version_before() -> None:
 
 def test_few_words_that_a_slow_worker_waits_for_keep_no_version() -> None:
     """The backlog counts the words alone."""
-    config, pool = resolve({"parameters": "streamed"}), BufferPool(WORDS)
+    config, pool = resolve({"memory.parameters": "streamed"}), BufferPool(WORDS)
     streamed = StreamedShard(SHARD, config, pool, Scratch(), pool.take())
     first = pool.take()
     first.tensor.copy_(torch.arange(WORDS))

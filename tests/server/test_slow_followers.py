@@ -29,7 +29,7 @@ MODEL = 4 * SHARDS * WORDS  # bytes
 
 
 def record(sync: Mode) -> JobRecord:
-    settings = {"replicas": 2, "batch": 1, "steps": STEPS, "shard_bytes": 4 * WORDS, "sync": sync}
+    settings = {"replicas": 2, "batch": 1, "steps": STEPS, "network.shard_bytes": 4 * WORDS, "sync": sync}
     return record_of(resolve(settings), build_layout([TensorSpec("w", (SHARDS * WORDS,), "float32", 0)], 4 * WORDS))
 
 

@@ -194,7 +194,7 @@ def test_the_best_snapshot_is_the_first_with_the_best_figure(tmp_path: Path, bes
     store = SnapshotStore(str(tmp_path))
     for at, loss in ((1, 3.0), (2, 1.0), (3, 1.0), (4, 2.0)):
         found = take(store, at, metrics={"loss": loss})
-        config = {**found.record["config"], "keep_best": "loss", "best_is": best_is}
+        config = {**found.record["config"], "evaluation": {"keep_best": "loss", "best_is": best_is}}
         store.amend(msgspec.structs.replace(found, record={**found.record, "config": config}))
     said = export_snapshot(str(tmp_path), tmp_path / "best.safetensors", best=True)
     assert f"of {snapshot_id(version, 1)} to" in said
@@ -203,7 +203,7 @@ def test_the_best_snapshot_is_the_first_with_the_best_figure(tmp_path: Path, bes
 
 def test_a_job_that_keeps_no_best_snapshot_is_told_how(tmp_path: Path) -> None:
     take(SnapshotStore(str(tmp_path)), 3)
-    with pytest.raises(SnapshotError, match="train it with --set keep_best=val_loss"):
+    with pytest.raises(SnapshotError, match=r"train it with --set evaluation\.keep_best=val_loss"):
         export_snapshot(str(tmp_path), tmp_path / "best.safetensors", best=True)
 
 

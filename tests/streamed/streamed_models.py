@@ -76,11 +76,11 @@ CASES = {
     "reads": Case(Reads, {}),
     "several": Case(Several, {"clip": 0.3}),
     "again": Case(Again, {"groups": (rp.Group(match=("last.*",), lr_scale=0.1),)}),
-    "again, blocks twice": Case(Again, {"recompute": "blocks"}),
-    "again, one parameter ahead": Case(Again, {"prefetch_bytes": 0}),
+    "again, blocks twice": Case(Again, {"memory.recompute": "blocks"}),
+    "again, one parameter ahead": Case(Again, {"memory.prefetch_bytes": 0}),
 }
 COMMON: dict[str, Any] = {
-    "replicas": 3, "batch": 4, "steps": 6, "seed": 5, "shard_bytes": 256, "prefetch_bytes": 1000,
+    "replicas": 3, "batch": 4, "steps": 6, "seed": 5, "network.shard_bytes": 256, "memory.prefetch_bytes": 1000,
     "optimizer": rp.AdamW(lr=1e-2),
 }  # fmt: skip
 DATA = torch.utils.data.TensorDataset(

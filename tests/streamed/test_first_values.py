@@ -15,7 +15,7 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.worker.sources.streamed import FirstValues, Init, prepare
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 
-CONFIG = resolve({"parameters": "streamed", "shard_bytes": 64, "seed": 5})
+CONFIG = resolve({"memory.parameters": "streamed", "network.shard_bytes": 64, "seed": 5})
 
 
 class Net(nn.Module):
@@ -129,7 +129,7 @@ def test_a_model_on_the_meta_device_is_trained() -> None:
         with EmbeddedJob() as job:
             data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(16, 6))
             settings: dict[str, Any] = {"replicas": 2, "batch": 4, "steps": 4, "optimizer": rp.SGD(lr=0.1)}
-            run = job.train(model, data, parameters="streamed", **settings)
+            run = job.train(model, data, memory=rp.Memory(parameters="streamed"), **settings)
             run.every(2)(lambda step: seen.append(weights_hash(model)))
             for micro in run:
                 with micro:

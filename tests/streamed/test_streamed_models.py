@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children imp
 
 from streamed_models import CASES, COMMON, DATA, Again, build, loss_of, train, train_case
 
-STREAMED: dict[str, Any] = {"parameters": "streamed"}
+STREAMED: dict[str, Any] = {"memory.parameters": "streamed"}
 
 
 def alone(name: str, **settings: Any) -> dict[Any, Any]:
@@ -33,7 +33,7 @@ def alone(name: str, **settings: Any) -> dict[Any, Any]:
 
 @cache
 def held(name: str) -> dict[Any, Any]:
-    return alone(name, prefetch_bytes=1000)
+    return alone(name, **{"memory.prefetch_bytes": 1000})
 
 
 @pytest.mark.some("reads")
@@ -72,7 +72,10 @@ def test_a_worker_holds_a_few_parameters_and_gradients_at_a_time(monkeypatch: py
     monkeypatch.setattr(ShardMemory, "words", claimed)
     data = torch.utils.data.TensorDataset(torch.randn(8, 32))
     with EmbeddedJob() as job:
-        run = job.train(model, data, steps=3, batch=2, shard_bytes=1024, prefetch_bytes=9000, **STREAMED)
+        run = job.train(
+            model, data, steps=3, batch=2, network=rp.Network(shard_bytes=1024), memory=rp.Memory(prefetch_bytes=9000),
+            **STREAMED
+        )
         for micro in run:
             with micro:
                 micro.backward(model(micro.batch[0]).square().mean())
@@ -150,5 +153,5 @@ def test_torchscript_is_refused() -> None:
 @pytest.mark.parametrize(("workers", "servers"), [(2, 2), (3, 1)])
 def test_any_number_of_workers_and_servers_gives_the_same(workers: int, servers: int) -> None:
     with ProcessCluster(workers=workers, servers=servers) as cluster:
-        found = cluster.run(train_case, "several", {**STREAMED, "prefetch_bytes": 1000})
+        found = cluster.run(train_case, "several", {**STREAMED, "memory.prefetch_bytes": 1000})
     assert {key: value for one in found for key, value in one.items()} == held("several")

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "worker"))
 from test_rewind import Cluster, Once, Trap, Where, loss_of
 
 SETTINGS: dict[str, Any] = {
-    "replicas": 2, "batch": 8, "steps": 6, "clip": 0.5, "shard_bytes": 256, "optimizer": rp.AdamW(lr=1e-2),
-    "prefetch_bytes": 100,
+    "replicas": 2, "batch": 8, "steps": 6, "clip": 0.5, "network.shard_bytes": 256, "optimizer": rp.AdamW(lr=1e-2),
+    "memory.prefetch_bytes": 100,
 }  # fmt: skip
-STREAMED: dict[str, Any] = {**SETTINGS, "parameters": "streamed"}
+STREAMED: dict[str, Any] = {**SETTINGS, "memory.parameters": "streamed"}
 AT = (3, 1, 0)  # step, replica, micro-batch
 
 

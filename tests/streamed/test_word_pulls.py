@@ -29,8 +29,8 @@ SPECS = [TensorSpec("w", (WORDS,), "float32", 0), TensorSpec("statistics", (4,),
 @pytest.fixture
 def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
     caplog.set_level(logging.CRITICAL, logger="rallypoint")
-    config = resolve({"replicas": 1, "batch": 1, "steps": 9, "optimizer": SGD(lr=1.0), "parameters": "streamed"})
-    job = Job(record_of(config, build_layout(SPECS, config.shard_bytes)))
+    config = resolve({"replicas": 1, "batch": 1, "steps": 9, "optimizer": SGD(lr=1.0), "memory.parameters": "streamed"})
+    job = Job(record_of(config, build_layout(SPECS, config.network.shard_bytes)))
     yield job
     job.close()
 

@@ -22,7 +22,7 @@ from rallypoint.net.frames import Header, Kind
 from rallypoint.server.rows import first_rows
 
 USERS, ITEMS, COLUMNS = 700, 50, 6
-SETTINGS: dict[str, Any] = {"replicas": 3, "batch": 12, "steps": 30, "seed": 4, "shard_bytes": 4 << 10}
+SETTINGS: dict[str, Any] = {"replicas": 3, "batch": 12, "steps": 30, "seed": 4, "network.shard_bytes": 4 << 10}
 
 
 class Clicks(torch.nn.Module):

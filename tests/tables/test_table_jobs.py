@@ -86,7 +86,7 @@ def test_rows_to_which_autograd_gives_no_gradient_stay_as_they_are() -> None:
 
 @pytest.mark.slow
 def test_the_bytes_of_a_step_follow_the_batch_and_not_the_table() -> None:
-    settings = {"optimizer": LAZY_ADAM, "shard_bytes": 1 << 20, "steps": 8}
+    settings = {"optimizer": LAZY_ADAM, "network.shard_bytes": 1 << 20, "steps": 8}
     written = []
     for rows in (3_000, 30_000):
         with ProcessCluster(workers=1, servers=2) as cluster:

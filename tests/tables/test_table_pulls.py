@@ -34,7 +34,7 @@ def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
     caplog.set_level(logging.CRITICAL, logger="rallypoint")
     config = resolve({"replicas": 1, "batch": 1, "steps": 9, "seed": SEED, "optimizer": SGD(lr=1.0)})
     specs, tables = ([TensorSpec(name, (ROWS, COLUMNS), "float32", 0)] for name in ("w", "users"))
-    job = Job(record_of(config, build_layout(specs, config.shard_bytes, None, tables)))
+    job = Job(record_of(config, build_layout(specs, config.network.shard_bytes, None, tables)))
     yield job
     job.close()
 

@@ -22,7 +22,7 @@ import pytest
 from starlette.testclient import TestClient
 from test_watch_state import PLAN, line, members, steps
 
-from rallypoint.config import JobConfig, record_of
+from rallypoint.config import Audit, JobConfig, record_of
 from rallypoint.coordinator.fingerprints import FINGERPRINTS, FingerprintLog
 from rallypoint.coordinator.journal import Journal
 from rallypoint.core.cluster.state import ClusterState
@@ -78,7 +78,7 @@ def test_all_settings_are_those_that_the_members_have_agreed_on(folder: Path) ->
 
 def test_the_hash_of_the_weights_is_that_of_the_newest_version_that_all_shards_have_told(folder: Path) -> None:
     layout = build_layout([TensorSpec("w", (32, 1), "float32", 0)], 64)
-    record = record_of(JobConfig(replicas=3, fingerprints=2), layout)
+    record = record_of(JobConfig(replicas=3, audit=Audit(fingerprints=2)), layout)
     with closing(Journal(str(folder))) as journal:
         journal.save(ClusterState(record, None, (), 0, 1, False, -1, 2))
     assert not any("hash" in name for name in resolved_of(folder)), "nothing is recorded yet"

@@ -48,7 +48,7 @@ def long(happened: Callable[[], bool], what: Callable[[], str]) -> None:
         time.sleep(0.05)
 
 
-class Reading:
+class Reader:
     """A browser that reads the page's news."""
 
     def __init__(self, address: str) -> None:
@@ -109,7 +109,7 @@ def refuses(address: str) -> bool:
 @pytest.mark.slow
 def test_a_page_shows_a_run_from_its_start_over_a_coordinator_s_death_to_its_end(run: Program, tmp_path: Path) -> None:
     address = address_of(run, tmp_path / "out")
-    browser = Reading(address)
+    browser = Reader(address)
     try:
         browser.until(lambda news: news["step"] == 5)
         os.kill(int((tmp_path / "job" / COORDINATOR_LOCK).read_text().split()[1]), signal.SIGKILL)

@@ -54,7 +54,7 @@ def gradients(net: torch.nn.Module) -> tuple[list[torch.Tensor], int]:
 def test_recomputed_blocks_keep_less_and_give_the_same_gradients() -> None:
     plain, kept = gradients(Net())
     net = Net()
-    activations = Activations(net, JobConfig(recompute="blocks"))
+    activations = Activations(net, JobConfig(memory=rp.Memory(recompute="blocks")))
     again, less = gradients(net)
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
     assert less < kept / 2
@@ -65,7 +65,7 @@ def test_recomputed_blocks_keep_less_and_give_the_same_gradients() -> None:
 
 def test_a_copy_of_the_model_recomputes_with_its_own_parameters() -> None:
     net = Net()
-    Activations(net, JobConfig(recompute="blocks"))
+    Activations(net, JobConfig(memory=rp.Memory(recompute="blocks")))
     other = copy.deepcopy(net)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -105,4 +105,4 @@ def test_a_job_with_less_memory_ends_with_the_same_bytes() -> None:
         assert all("forward" not in vars(module) for module in net.modules())
         return weights_hash(net)
 
-    assert trained(recompute="blocks") == trained()
+    assert trained(**{"memory.recompute": "blocks"}) == trained()

@@ -60,7 +60,7 @@ def _model() -> torch.nn.Module:
 def _contribution(wanted: Sequence[int] | None, accumulate: int) -> dict[int, torch.Tensor]:
     """What the replica's step sends to each shard that wants it (None: all do)."""
     model = _model()
-    config = resolve({"replicas": 1, "steps": 1, "shard_bytes": 256, "clip": CLIP})
+    config = resolve({"replicas": 1, "steps": 1, "network.shard_bytes": 256, "clip": CLIP})
     tensors = ModelTensors(model, config)
     shards = range(len(tensors.layout.shards))
     exchange = _Exchange(tensors.layout, shards if wanted is None else wanted)

@@ -25,7 +25,9 @@ from rallypoint.worker.exchange.pushes import ReplicaPushes
 from rallypoint.worker.tensors import ModelTensors
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
-SETTINGS: dict[str, Any] = {"replicas": 3, "batch": 4, "steps": 5, "shard_bytes": 64, "fingerprints": 2, "clip": 0.1}
+SETTINGS: dict[str, Any] = {
+    "replicas": 3, "batch": 4, "steps": 5, "network.shard_bytes": 64, "audit.fingerprints": 2, "clip": 0.1
+}
 
 
 def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -73,10 +75,10 @@ def not_needed_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_record_has_the_digests_of_plain_pytorch(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = SETTINGS | {"parameters": "streamed" if how == "streamed" else "local"}
+    settings = SETTINGS | {"memory.parameters": "streamed" if how == "streamed" else "local"}
     if how == "not needed":
         not_needed_at_first(monkeypatch)
-        settings["fingerprints"] = 1  # at a step that is not recorded nothing is kept beside
+        settings["audit.fingerprints"] = 1  # at a step that is not recorded nothing is kept beside
     train(tmp_path, settings)
     model = net()
     reference = _Reference(model, DATA, loss_of, resolve(SETTINGS), weight_of)
@@ -119,7 +121,7 @@ def test_nothing_is_recorded_by_default(tmp_path: Path) -> None:
 
 def test_modes_in_which_a_step_cannot_be_computed_again_refuse(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fingerprints= is not supported under rp\.Async"):
-        resolve({"sync": {"type": "async"}, "fingerprints": 1})
+        resolve({"sync": {"type": "async"}, "audit.fingerprints": 1})
 
 
 def kept_after(folder: Path, *claims: Contributed | Updated, most: int = 1 << 30) -> list[str]:

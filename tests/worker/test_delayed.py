@@ -20,7 +20,7 @@ from rallypoint.worker.tensors import ModelTensors, weights_hash
 from support.reference_local import train_local_reference
 
 SETTINGS: dict[str, Any] = {
-    "replicas": 2, "batch": 8, "steps": 16, "clip": 0.5, "shard_bytes": 256, "optimizer": rp.AdamW(lr=1e-2),
+    "replicas": 2, "batch": 8, "steps": 16, "clip": 0.5, "network.shard_bytes": 256, "optimizer": rp.AdamW(lr=1e-2),
     "sync": rp.LocalSteps(steps=6, fragments=3, delay=1),
 }  # fmt: skip
 

@@ -35,7 +35,7 @@ from rallypoint.worker.tensors import weights_hash
 
 PATIENCE_S = 60.0
 SETTINGS: dict[str, Any] = {
-    "replicas": 2, "batch": 4, "steps": 8, "shard_bytes": 128, "optimizer": rp.AdamW(lr=1e-2),
+    "replicas": 2, "batch": 4, "steps": 8, "network.shard_bytes": 128, "optimizer": rp.AdamW(lr=1e-2),
 }  # fmt: skip
 EARLY = [3, 5, 6, 7]  # at steps 0, 1, 2, 4 all values are compared, so the whole version is waited for
 
@@ -254,7 +254,7 @@ def test_whoever_reads_a_parameter_early_gets_its_new_values(hold: Hold, case: s
     make, loss, more = CASES[case]
     trained = train(build(make), loss, **more)
     assert hold.began == EARLY
-    assert trained == train(build(make), loss, overlap=False, **more)
+    assert trained == train(build(make), loss, **{"network.overlap": False}, **more)
     assert max(hold.given) <= 2 + SETTINGS["replicas"], "its memory of tasks grows from step to step"
     if case != "bfloat16":  # whose master copy on the servers is fp32
         assert trained == reference(make, loss, **more)
@@ -288,7 +288,7 @@ def test_links_keep_to_their_window_after_a_version_that_a_forward_pass_has_inst
 
 def test_nothing_begins_early_where_the_user_says_so(hold: Hold) -> None:
     make = CASES["plain"][0]
-    assert train(build(make), overlap=False) == reference(make)
+    assert train(build(make), **{"network.overlap": False}) == reference(make)
     assert hold.began == []
 
 

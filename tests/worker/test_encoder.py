@@ -30,10 +30,10 @@ def setting(
     job: CodecSpec, head: CodecSpec | None = None, tail: CodecSpec | None = None, **others: Any
 ) -> tuple[Layout, JobConfig]:
     groups = (rp.Group(match=("head",), codec=head), rp.Group(match=("tail",), codec=tail))
-    settings = {"codec": job, "groups": groups, "shard_bytes": SHARD_BYTES, "replicas": 2, "optimizer": rp.SGD(lr=0.1),
-        **others}
+    settings = {"codec": job, "groups": groups, "network.shard_bytes": SHARD_BYTES, "replicas": 2,
+        "optimizer": rp.SGD(lr=0.1), **others}
     config = resolve(settings)
-    return build_layout(SPECS, config.shard_bytes, ranks_of(config)), config
+    return build_layout(SPECS, config.network.shard_bytes, ranks_of(config)), config
 
 
 def gradient(words: int, seed: int) -> torch.Tensor:
@@ -178,9 +178,9 @@ def train(spec: CodecSpec, steps: int = 150) -> float:
     """A linear regression of two replicas through encoder and decoders: the loss at the end over that before."""
     source = torch.Generator().manual_seed(1)
     wanted = torch.randn(48, 6, generator=source) @ torch.randn(6, 64, generator=source)
-    settings: dict[str, Any] = {"codec": spec, "shard_bytes": 4096, "replicas": 2}
+    settings: dict[str, Any] = {"codec": spec, "network.shard_bytes": 4096, "replicas": 2}
     config = resolve(settings)
-    layout = build_layout([TensorSpec("w", (48, 64), "float32", 0)], config.shard_bytes, ranks_of(config))
+    layout = build_layout([TensorSpec("w", (48, 64), "float32", 0)], config.network.shard_bytes, ranks_of(config))
     encoder, decoders = Encoder(layout, config), ShardCodecs(config)
     weights = torch.zeros(48 * 64)
 

@@ -69,7 +69,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchange]:
 
     monkeypatch.setattr(module, "wait_until", only_when_told)
     context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
-    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64}), context)
+    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "network.shard_bytes": 64}), context)
     yield exchange
     exchange.finish()
     exchange.close()
@@ -145,7 +145,7 @@ def test_an_encoded_version_longer_than_any_codec_writes_is_refused(exchange: Ex
 )
 def test_a_version_that_the_job_cannot_have_is_refused(sync: dict[str, str], wrong: dict[str, int]) -> None:
     context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
-    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64, "sync": sync}), context)
+    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "network.shard_bytes": 64, "sync": sync}), context)
     _adopt(exchange, _view(1, {"w": (0,), "x": (1,)}))
     last = Header(Kind.VERSION, exchange.view.number, shard=0, length=64, step=9 if sync["type"] == "sync" else 18)
     try:
@@ -344,7 +344,7 @@ def test_a_view_without_the_servers_of_a_dead_host_is_adopted_at_once() -> None:
     """The links to them are still connecting, which takes seconds and cannot be cut short."""
     transport: Any = _Dead()
     exchange = Exchange(
-        LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64}),
+        LAYOUT, resolve({"replicas": 2, "steps": 9, "network.shard_bytes": 64}),
         ExchangeContext(credentials(), transport, Tracer("w"), lambda text: None),
     )  # fmt: skip
     dead = tuple(Member(f"s{n}", "dead", f"dead:{n}", n) for n in range(1, 5))
@@ -585,7 +585,7 @@ def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(
         waiting = False
 
     monkeypatch.setattr(module, "wait_until", many_looks)
-    settings = {"replicas": 2, "steps": 9, "shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
+    settings = {"replicas": 2, "steps": 9, "network.shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
     context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
     exchange = Exchange(LAYOUT, resolve(settings), context)
     resets: list[bool] = []
@@ -619,7 +619,7 @@ def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(
 def with_codec_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exchange, list[Header]]]:
     """The exchange of worker w, about to compute replica 0 of step 0; and what it has sent of codec states."""
     monkeypatch.setattr(module, "wait_until", lambda changed, ready, *_, **__: changed.wait_for(ready))
-    settings = {"replicas": 2, "steps": 9, "shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
+    settings = {"replicas": 2, "steps": 9, "network.shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
     context = ExchangeContext(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
     exchange = Exchange(LAYOUT, resolve(settings), context)
     frames: list[Header] = []

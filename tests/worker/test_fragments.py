@@ -25,7 +25,7 @@ from support.reference_local import train_local_reference
 
 TURNS = rp.LocalSteps(steps=6, fragments=3)
 SETTINGS: dict[str, Any] = {
-    "replicas": 2, "batch": 8, "steps": 16, "accumulate": 2, "clip": 0.5, "shard_bytes": 256,
+    "replicas": 2, "batch": 8, "steps": 16, "accumulate": 2, "clip": 0.5, "network.shard_bytes": 256,
     "optimizer": rp.AdamW(lr=1e-2), "sync": TURNS,
 }  # fmt: skip
 
@@ -199,7 +199,7 @@ def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same
     disturb = Once((9, 1, 0), cut_the_link)  # of tick 4, steps 8 and 9
     times: Counter[tuple[int, int, int]] = Counter()
     with cluster.job as job:
-        for micro in job.train(model, data, **{**SETTINGS, "replicas": 3, "presum_bytes": 0}):
+        for micro in job.train(model, data, **{**SETTINGS, "replicas": 3, "network.presum_bytes": 0}):
             disturb.where = (micro.step, micro.replica, micro.index)
             times[disturb.where] += 1
             disturb()

@@ -25,7 +25,7 @@ from rallypoint.worker.tensors import weights_hash
 from support.reference_local import train_local_reference
 
 SETTINGS: dict[str, Any] = {
-    "replicas": 2, "batch": 8, "steps": 10, "accumulate": 2, "clip": 0.5, "shard_bytes": 256,
+    "replicas": 2, "batch": 8, "steps": 10, "accumulate": 2, "clip": 0.5, "network.shard_bytes": 256,
     "optimizer": rp.AdamW(lr=1e-2),
 }  # fmt: skip
 FRESH, KEPT = rp.LocalSteps(steps=4, keep_inner=False), rp.LocalSteps(steps=4)
@@ -76,7 +76,7 @@ def test_every_replica_makes_every_step_in_order_and_evaluations_come_with_versi
 
 
 def test_what_is_told_of_a_run_is_in_steps_of_training(tmp_path: Path) -> None:
-    train(*build(), folder=tmp_path, **SETTINGS, sync=FRESH, items_per_sample=3)
+    train(*build(), folder=tmp_path, **SETTINGS, sync=FRESH, **{"reading.items_per_sample": 3})
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     done = [event for event in events if event["type"] == "StepDone"]
     assert [event["step"] for event in done] == [3, 7, 9]
@@ -135,7 +135,7 @@ def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same
     disturb = Once((5, 1, 0), cut_the_link)
     times: Counter[tuple[int, int, int]] = Counter()
     with cluster.job as job:
-        for micro in job.train(model, data, **{**SETTINGS, "replicas": 3, "presum_bytes": 0}, sync=sync):
+        for micro in job.train(model, data, **{**SETTINGS, "replicas": 3, "network.presum_bytes": 0}, sync=sync):
             disturb.where = (micro.step, micro.replica, micro.index)
             times[disturb.where] += 1
             disturb()
@@ -157,7 +157,7 @@ def plain() -> tuple[torch.nn.Module, torch.utils.data.TensorDataset]:
 
 def both_ways(**settings: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The start, and where Sync and local steps of one step each, both with plain SGD, come from there: vectors."""
-    settings = {"batch": 8, "optimizer": rp.SGD(lr=0.05), "shard_bytes": 256, **settings}
+    settings = {"batch": 8, "optimizer": rp.SGD(lr=0.05), "network.shard_bytes": 256, **settings}
     model, data = plain()
     start = flat(model)
     train_reference(model, data, loss_of, resolve(settings))

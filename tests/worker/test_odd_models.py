@@ -41,7 +41,9 @@ class Net(torch.nn.Module):
 
 def train(model: torch.nn.Module, **settings: Any) -> dict[str, torch.Tensor]:
     with EmbeddedJob() as job:
-        told: dict[str, Any] = {"batch": BATCH, "steps": STEPS, "order": "sequential", "optimizer": rp.SGD(lr=0.1)}
+        told: dict[str, Any] = {
+            "batch": BATCH, "steps": STEPS, "reading.order": "sequential", "optimizer": rp.SGD(lr=0.1)
+        }
         for micro in job.train(model, X, **{**told, **settings}):
             with micro:
                 micro.backward(model(micro.batch).square().mean())
@@ -126,7 +128,7 @@ def test_memory_that_does_no_harm_trains_as_plain_pytorch(change: Change) -> Non
 
 def test_a_view_of_a_parameter_that_gets_other_memory_is_refused() -> None:
     with pytest.raises(ModelError, match=r"shown shares memory with the parameter first\.weight"):
-        train(Net(shows_for_now), precision="bf16", hold="bf16")
+        train(Net(shows_for_now), precision="bf16", **{"memory.hold": "bf16"})
 
 
 # ---- buffers that appear late ----
@@ -147,7 +149,7 @@ def makes_a_cache(m: Any) -> None:
         m.register_buffer("seen", torch.zeros(3), persistent=False)
 
 
-@pytest.mark.parametrize("settings", [{}, {"sync": rp.AllReduce()}, {"parameters": "streamed"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"sync": rp.AllReduce()}, {"memory.parameters": "streamed"}], ids=str)
 @pytest.mark.parametrize(("forward", "name"), [(makes_a_buffer, "seen"), (makes_a_layer_with_one, r"norm\.\w+")])
 def test_a_buffer_that_the_first_forward_pass_makes_is_refused(
     forward: Change, name: str, settings: dict[str, Any]

@@ -98,7 +98,9 @@ class Worker:
 
 
 def _config() -> JobConfig:
-    return resolve({"steps": 50, "sync": rp.AllReduce(), "optimizer": rp.Adam(lr=rp.cosine(1e-2)), "shard_bytes": 192})
+    return resolve(
+        {"steps": 50, "sync": rp.AllReduce(), "optimizer": rp.Adam(lr=rp.cosine(1e-2)), "network.shard_bytes": 192}
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -28,7 +28,7 @@ from rallypoint.worker.tensors import weights_hash
 
 PATIENCE_S = 60.0
 SETTINGS: dict[str, Any] = {
-    "replicas": 2, "batch": 8, "steps": 6, "accumulate": 2, "clip": 0.5, "shard_bytes": 256,
+    "replicas": 2, "batch": 8, "steps": 6, "accumulate": 2, "clip": 0.5, "network.shard_bytes": 256,
     "optimizer": rp.AdamW(lr=1e-2),
 }  # fmt: skip
 AT = (3, 1, 0)  # step, replica, micro-batch

@@ -218,7 +218,7 @@ def test_links_share_what_may_be_in_flight_to_one_machine(monkeypatch: pytest.Mo
     monkeypatch.setattr(InprocConnection, "limit_in_flight", lambda self, nbytes: shares.append(nbytes))
     train(torch.nn.Linear(3, 2))
     assert shares == []
-    train(torch.nn.Linear(3, 2), in_flight_bytes=128 << 10)
+    train(torch.nn.Linear(3, 2), **{"network.in_flight_bytes": 128 << 10})
     assert set(shares) == {64 << 10, 128 << 10}  # the worker has two links, each server one
 
 
@@ -227,7 +227,7 @@ def test_links_share_a_machines_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InprocConnection, "pace", lambda self, rate: paces.append(rate))
     train(torch.nn.Linear(3, 2))
     assert paces == []
-    train(torch.nn.Linear(3, 2), pace_mbit=80.0)
+    train(torch.nn.Linear(3, 2), **{"network.pace_mbit": 80.0})
     assert set(paces) == {5_000_000, 10_000_000}  # the worker has two links, each server one
 
 
@@ -237,15 +237,15 @@ def test_links_share_a_measured_port_where_there_are_as_many_servers_as_workers(
     parts: list[float] = []
     monkeypatch.setattr(InprocConnection, "share_port", lambda self, part: parts.append(part))
     model = torch.nn.Sequential(torch.nn.Linear(3, 64), torch.nn.Linear(64, 2))  # 16 shards of 64 bytes, and more
-    for off in ({"pacing": "off"}, {"pace_mbit": 80.0}):
-        train(model, shard_bytes=64, **off)
+    for off in ({"network.pacing": "off"}, {"network.pace_mbit": 80.0}):
+        train(model, **{"network.shard_bytes": 64}, **off)
     train(torch.nn.Linear(3, 2))  # two shards
     assert parts == []
-    train(model, shard_bytes=64)
+    train(model, **{"network.shard_bytes": 64})
     assert parts
     assert all(0.5 <= part < 1.0 for part in parts)  # one worker, two servers
 
 
 def test_what_may_be_in_flight_is_not_negative() -> None:
     with pytest.raises(ConfigError, match="in_flight_bytes is -1: it must be a whole number of at least 0"):
-        train(torch.nn.Linear(3, 2), in_flight_bytes=-1)
+        train(torch.nn.Linear(3, 2), **{"network.in_flight_bytes": -1})

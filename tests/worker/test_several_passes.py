@@ -113,7 +113,7 @@ def more_of_what_is_streamed(micro: rp.Micro, model: nn.Module) -> None:
     (nothing_after_more, {}, "ended without micro.backward.loss.: the last backward pass has no more=True"),
     (more_after_the_last, {}, "came twice"),
     (another_weight, {}, r"its backward passes weigh 3\.0 and 1\.0: pass one to each"),
-    (more_of_what_is_streamed, {"parameters": "streamed"}, 'with parameters="streamed" is not supported'),
+    (more_of_what_is_streamed, {"memory.parameters": "streamed"}, 'with parameters="streamed" is not supported'),
 ])  # fmt: skip
 def test_passes_that_cannot_work_are_refused_with_a_sentence(
     body: Body, settings: dict[str, Any], sentence: str
@@ -141,7 +141,8 @@ def test_a_hidden_state_of_the_only_replica_may_be_a_buffer() -> None:
     model, plain = Recurrent(), Recurrent()
     with EmbeddedJob() as job:
         for micro in job.train(
-            model, DATA, batch=4, steps=6, order="sequential", optimizer=rp.SGD(lr=0.1), decay_1d=True
+            model, DATA, batch=4, steps=6, reading=rp.Reading(order="sequential"), optimizer=rp.SGD(lr=0.1),
+            decay_1d=True
         ):
             with micro:
                 micro.backward(model(micro.batch[0]).square().mean())

@@ -19,7 +19,7 @@ def counting(job: rp.Job, sync: Any, contributors: int, steps: int) -> tuple[lis
     """Each push to `w` is contributor + 1; `b` is pushed half as often. SGD(lr=1) on the mean: an exact sum."""
     store = job.store(
         {"w": torch.zeros(70), "b": (3,)}, contributors=contributors, sync=sync, optimizer=rp.SGD(lr=1.0),
-        shard_bytes=128,
+        network=rp.Network(shard_bytes=128),
     )  # fmt: skip
     store.init("b", torch.ones(3))
     for step, contributor in store.due("w", steps):

@@ -24,7 +24,7 @@ def rows_of(step: int, contributor: int) -> torch.Tensor:
 def pushing(job: rp.Job, sync: Any) -> list[list[float]]:
     store = job.store(
         {"users": torch.empty(ROWS, COLUMNS, device="meta"), "bias": torch.zeros(3)}, contributors=4, sync=sync,
-        steps=STEPS, optimizer=rp.SGD(lr=1.0), shard_bytes=1024, table_std=0.0,
+        steps=STEPS, optimizer=rp.SGD(lr=1.0), network=rp.Network(shard_bytes=1024), table_std=0.0,
     )  # fmt: skip
     for step, contributor in store.due("users", STEPS):
         rows = rows_of(step, contributor)

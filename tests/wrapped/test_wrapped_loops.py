@@ -145,7 +145,7 @@ def test_a_setting_of_the_jobs_own_loop_is_refused() -> None:
 
 def test_order_own_is_refused_in_the_jobs_own_loop() -> None:
     data = torch.utils.data.TensorDataset(torch.zeros(4, 6))
-    settings: dict[str, Any] = {"order": "own"}
+    settings: dict[str, Any] = {"reading.order": "own"}
     with EmbeddedJob() as job, pytest.raises(ConfigError, match=r"set by rp\.wrap"):  # at once: nobody is waited for
         job.train(Net(), data, batch=1, steps=1, replicas=2, **settings)
 

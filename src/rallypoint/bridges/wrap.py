@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from rallypoint.codec.spec import CodecSpec
-from rallypoint.config.tree import DownSpec, Group, rate_of
+from rallypoint.config.tree import DownSpec, Group, Network, rate_of
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.errors import ConfigError, JobAborted, UsageError, sentence_of
@@ -33,7 +33,7 @@ class WrapSettings(TypedDict, total=False):
     groups: Sequence[Group]
     codec: CodecSpec
     down: DownSpec
-    shard_bytes: int
+    network: Network
     seed: int
 
 
@@ -84,7 +84,7 @@ def wrap_in(
     job.run_type = OwnRun
     told: dict[str, Any] = {
         "sync": AllReduce() if own else Sync(), "replicas": replicas or job.started, "batch": 1, "steps": steps,
-        "items_per_sample": batch, "order": "own", "overlap": False, **settings,
+        "reading.items_per_sample": batch, "reading.order": "own", "network.overlap": False, **settings,
     }  # fmt: skip
     told |= {"own_optimizer": optimizer} if own else {"optimizer": optimizer}
     replay = None if schedule is None else Replay(schedule)

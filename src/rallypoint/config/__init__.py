@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
 from rallypoint.config.tree import (
+    Audit,
     ClusterFacts,
+    Evaluation,
     Group,
     GroupSettings,
     JobConfig,
+    Memory,
+    Network,
+    Reading,
     Settings,
     audits_of,
     cadence_of,
@@ -27,10 +32,15 @@ from rallypoint.config.tree import (
 )
 
 __all__ = [
+    "Audit",
     "ClusterFacts",
+    "Evaluation",
     "Group",
     "GroupSettings",
     "JobConfig",
+    "Memory",
+    "Network",
+    "Reading",
     "Settings",
     "audits_of",
     "cadence_of",

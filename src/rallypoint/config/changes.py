@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.config.keys import GONE
+from rallypoint.config.keys import GONE, MOVED
 from rallypoint.config.resolve import merged, parse, record_of
 from rallypoint.config.tree import JobConfig
 from rallypoint.core.job import JobRecord
@@ -17,8 +17,8 @@ _SAMPLES = "it decides which samples every step takes, and the steps before the 
 _LAYOUT = "the snapshot's shards are cut by it"
 _MODE = "a snapshot can only go on in the mode in which it was taken"
 _FIXED = {
-    "replicas": _SAMPLES, "batch": _SAMPLES, "seed": _SAMPLES, "order": _SAMPLES,
-    "shard_bytes": _LAYOUT, "groups": _LAYOUT, "decay_1d": _LAYOUT, "optimizer.adamw": _LAYOUT,
+    "replicas": _SAMPLES, "batch": _SAMPLES, "seed": _SAMPLES, "reading.order": _SAMPLES,
+    "network.shard_bytes": _LAYOUT, "groups": _LAYOUT, "decay_1d": _LAYOUT, "optimizer.adamw": _LAYOUT,
     "precision": "the loss scale of fp16 is in the snapshot, or is not",
     "loss_scale.init_scale": "it is for the first step, which the job has made",
     "codec": "what workers have not sent yet is in the snapshot, as this codec keeps it",
@@ -55,8 +55,18 @@ def kept_record(data: Mapping[str, Any], source: str) -> JobRecord:
     record, ConfigError when such an old job cannot continue: in its mode, or with a setting that is `GONE`.
     """
     record = msgspec.convert(data, JobRecord)
-    record = msgspec.structs.replace(record, config=_without_gone(record.config, source))
+    record = msgspec.structs.replace(record, config=_without_gone(_in_groups(record.config), source))
     return record if "mode" in data else _completed(record, source)
+
+
+def _in_groups(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, those that earlier versions had by themselves in their groups."""
+    tree = {name: value for name, value in config.items() if name not in MOVED or isinstance(value, Mapping)}
+    for name, value in config.items():
+        if name not in tree:
+            group, _, inner = MOVED[name].partition(".")
+            tree = merged(tree, {group: {inner: value}})
+    return tree
 
 
 def _without_gone(config: Mapping[str, Any], source: str) -> dict[str, Any]:

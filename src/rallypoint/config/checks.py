@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from rallypoint.codec.spec import DGC, CodecSpec, PowerSGD, RandomK, TopK
-from rallypoint.config.tree import Group, JobConfig, optimizers_of
+from rallypoint.config.tree import Audit, Group, JobConfig, Memory, Network, Reading, optimizers_of
 from rallypoint.core.decisions import ReduceOnPlateau
 from rallypoint.core.layout import MOST_SHARD_BYTES, Layout, carried_in
 from rallypoint.core.modes import Feature, refusal
@@ -55,7 +55,7 @@ def check(config: JobConfig) -> None:
     _check_periods(config)
     if why := refusal(config.mode.name, config.features):
         raise ConfigError(why)
-    if config.hold == "bf16" and config.precision != "bf16":
+    if config.memory.hold == "bf16" and config.precision != "bf16":
         raise ConfigError('hold="bf16" needs autocast, or layers would get two types: add precision="bf16"')
     if config.streamed and config.precision != "fp32":
         raise ConfigError(
@@ -71,7 +71,7 @@ def check(config: JobConfig) -> None:
     if not plain and any(isinstance(codec, DGC) for codec in config.codecs):
         raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
     for codec in config.codecs:
-        _check_payload(codec, config.shard_bytes)
+        _check_payload(codec, config.network.shard_bytes)
     muon = any(isinstance(optimizer, Muon) for optimizer in optimizers_of(config))
     if muon and any(isinstance(codec, PowerSGD) for codec in config.codecs):
         raise ConfigError("codec powersgd cuts matrices by rows, and rp.Muon steps whole ones: use another codec")
@@ -81,8 +81,9 @@ def _check_payload(codec: CodecSpec, shard_bytes: int) -> None:
     """Other codecs leave a shard raw that they would make larger; DGC's momentum is on the worker."""
     if isinstance(codec, DGC) and 1.5 * codec.ratio * shard_bytes > MOST_SHARD_BYTES - _SPARE_BYTES:
         raise ConfigError(
-            f"codec dgc takes 1.5 bytes for each of ratio={codec.ratio} of a shard's, and of shard_bytes={shard_bytes} "
-            f"that is more than the {MOST_SHARD_BYTES >> 20} MiB that go in one piece: give a smaller one"
+            f"codec dgc takes 1.5 bytes for each of ratio={codec.ratio} of a shard's, and of "
+            f"network.shard_bytes={shard_bytes} that is more than the {MOST_SHARD_BYTES >> 20} MiB that go in one "
+            "piece: give a smaller one"
         )
 
 
@@ -123,9 +124,9 @@ def check_ranks(config: JobConfig, *, carries: bool = False) -> None:
         raise ConfigError(
             'precision="fp16" is for a worker of one process, as other ranks do not know its loss scale: use bf16'
         )
-    if config.hold != "fp32":
+    if config.memory.hold != "fp32":
         raise ConfigError(
-            f'hold="{config.hold}" is for a worker of one process: with ranks, give fully_shard a '
+            f'hold="{config.memory.hold}" is for a worker of one process: with ranks, give fully_shard a '
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
 
@@ -196,12 +197,16 @@ _WARMED = {"peak": _FROM_0, "warmup": _FROM_0}
 
 _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
     JobConfig: {
-        **dict.fromkeys(("replicas", "batch", "steps", "accumulate", "window", "items_per_sample"), _FROM_1),
-        "mixed_shards": _FROM_1,
-        **dict.fromkeys(("table_std", "presum_bytes", "hold_bytes", "in_flight_bytes"), _FROM_0),
-        "pace_mbit": _FROM_0, "prefetch_bytes": _FROM_0, "fingerprints": _FROM_0, "audit": _SHARE_OR_0,
-        "passes": _FROM_0,
-        "clip": _ABOVE_0, "shard_bytes": _SHARD,
+        **dict.fromkeys(("replicas", "batch", "steps", "accumulate"), _FROM_1),
+        "table_std": _FROM_0,
+        "clip": _ABOVE_0,
+    },
+    Memory: {"prefetch_bytes": _FROM_0},
+    Audit: {"share": _SHARE_OR_0, "fingerprints": _FROM_0},
+    Reading: {"passes": _FROM_0, "mixed_shards": _FROM_1, "items_per_sample": _FROM_1},
+    Network: {
+        "shard_bytes": _SHARD, "window": _FROM_1,
+        **dict.fromkeys(("presum_bytes", "hold_bytes", "in_flight_bytes", "pace_mbit"), _FROM_0),
     },
     LossScaling: {
         "init_scale": _POWER, "growth_factor": _GROWTH, "backoff_factor": _BACKOFF, "growth_interval": _COUNTABLE,
@@ -244,8 +249,9 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
 
 # What follows the sentence about a wrong value of these settings
 _WHY = {
-    "tune": ". What changes a job's results (codec, sync) is never tried: set it yourself; auto tries in_flight_bytes "
-    "and pace_mbit"
+    "audit": ", such as rp.Audit(share=0.1): --set audit.share=0.1",
+    "tune": ". What changes a job's results (codec, sync) is never tried: set it yourself; auto tries "
+    "network.in_flight_bytes and network.pace_mbit"
 }
 
 
@@ -360,6 +366,7 @@ def _described(hint: Any, limit: Limit | None) -> str:
         said[-1] += f" {limit.words}"
     tags = [str(part.__struct_config__.tag) for part in parts if _is_struct(part) and part.__struct_config__.tag]
     said += [f"a part with a type ({', '.join(tags)})"] if tags else []
+    said += [f"rp.{part.__name__}(...)" for part in parts if _is_struct(part) and not part.__struct_config__.tag]
     return ", or ".join([*said, *(["none"] if NoneType in parts else [])])
 
 

@@ -9,17 +9,33 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.config.tree import JobConfig
+from rallypoint.config.tree import Audit, Evaluation, JobConfig, Memory, Network, Reading
 from rallypoint.core.typed import hints_of
 from rallypoint.errors import ConfigError, meant
 
 _SEVERAL = "models that take turns, each with its own optimizer, are keys of job.store: see examples/gan.py"
+
+
+def _moved(group: str, name: str) -> str:
+    kind = GROUPS[group].__name__
+    return f"it is {group}=rp.{kind}({name}=...) now, or --set {group}.{name}=..."
+
+
+GROUPS: dict[str, type[msgspec.Struct]] = {
+    "network": Network, "memory": Memory, "audit": Audit, "evaluation": Evaluation, "reading": Reading,
+}  # fmt: skip
+_NAMES = {"audit.share": "audit", "audit.action": "audit_action"}
+MOVED = {  # settings that earlier versions had by themselves: where each is now
+    _NAMES.get(f"{group}.{name}", name): f"{group}.{name}"
+    for group, kind in GROUPS.items() for name in kind.__struct_fields__
+}
 GONE = {  # settings that earlier versions had: what to do instead
     **dict.fromkeys(("alternate", "batch_for", "optimizers"), _SEVERAL),
     **dict.fromkeys(("scale_lr", "base_batch"), "give the rate, optimizer=rp.SGD(lr=rp.scaled_lr(0.1, 512, base=64))"),
     "audit_servers": "servers' memory is not audited any more: with --replication 2 a primary and its backup compare "
     "digests at each version; use memory with ECC",
     "offload": "wrap the forward pass in torch.autograd.graph.save_on_cpu()",
+    **{name: _moved(*place.split(".")) for name, place in MOVED.items() if name not in GROUPS},
 }
 
 
@@ -39,7 +55,7 @@ def _check(given: Mapping[str, Any], kinds: list[type[msgspec.Struct]], path: st
         for name, hint in hints_of(kind).items():
             if name in kind.__struct_fields__:
                 fields.setdefault(name, []).extend(_structs(hint))
-    known = {*fields, "type"} if path else set(fields)
+    known = {*fields, *(["type"] if any(kind.__struct_config__.tag for kind in kinds) else [])}
     for name, value in given.items():
         if not path and name in GONE:
             raise ConfigError(f"{name} is gone: {GONE[name]}")

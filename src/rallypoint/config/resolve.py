@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 from rallypoint.config.checks import check, features_with, wrong_value
-from rallypoint.config.keys import GONE
+from rallypoint.config.keys import GONE, GROUPS, check_keys
 from rallypoint.config.tree import JobConfig, cadence_of
 from rallypoint.core.job import DataIdentity, JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.modes.table import of_another_mode
 from rallypoint.core.policy import AllReduce
-from rallypoint.core.typed import written
+from rallypoint.core.typed import said, written
 from rallypoint.errors import ConfigError, meant
 
 
@@ -26,12 +26,35 @@ def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = N
 
     Raises ConfigError naming the key when one is unknown, has the wrong type, or makes no sense.
     """
-    base = msgspec.to_builtins(JobConfig()) | {key: _as_data(key, value) for key, value in settings.items()}
-    tree = merged(base, overrides or {})
-    if tree["hold"] == "bf16":
+    tree = msgspec.to_builtins(JobConfig())
+    for key, value in settings.items():
+        nested = _nested(key, value)
+        tree = merged(tree, nested) if key.partition(".")[0] in GROUPS else tree | nested
+    tree = merged(tree, overrides or {})
+    if tree["memory"]["hold"] == "bf16":
         chosen = {*settings, *(overrides or {})}
         tree |= {key: {"type": "bf16"} for key in ("codec", "down") if key not in chosen}
     return parse(tree)
+
+
+def names_of(settings: Mapping[str, Any]) -> set[str]:
+    """Return the names of the settings that are given, and of those in groups: ``network`` and ``network.window``."""
+    nested = [(key, _nested(key, value)) for key, value in settings.items()]
+    inner = {f"{group}.{name}" for _, tree in nested for group, part in tree.items() if isinstance(part, Mapping)
+             for name in part}
+    return {*(key.partition(".")[0] for key in settings), *inner}
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """A setting of a script as nested data. One of a group may be given alone, under ``network.window``; of a group
+    (``network=rp.Network(window=8)``) those count that the script has said."""
+    group, _, name = key.partition(".")
+    if name:
+        check_keys({group: {name: value}})
+        return {group: {name: _as_data(group, value)}}
+    if key in GROUPS and isinstance(value, Mapping):
+        check_keys({key: value})
+    return {key: _as_data(key, said(value) if type(value) in GROUPS.values() else value)}
 
 
 def parse(data: Mapping[str, Any]) -> JobConfig:

@@ -24,7 +24,7 @@ from rallypoint.core.optimizer import EMA, SWA, AdamW, LossScaling, Muon, Optimi
 from rallypoint.core.plan.tuning import shards_for, shards_on_one_host
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule, rate_at
-from rallypoint.core.typed import build_now
+from rallypoint.core.typed import PartType, build_now
 from rallypoint.errors import ConfigError, ModelError
 
 DownSpec = Raw | Fp16 | Bf16 | Int8
@@ -50,47 +50,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     optimizer: Optimizer | None = None
 
 
-class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """Everything that decides what a job computes.
+class Network(
+    msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
+):
+    """How what is sent is cut, held and paced: ``network=rp.Network(shard_bytes=1 << 20)``, and in `--set` and files
+    ``network.shard_bytes``.
 
     Attributes:
-        replicas: R, the logical data-parallel replicas; the global batch is `replicas` * `batch` samples (I1).
-        batch, steps: samples of one replica at one step; updates to make.
-        optimizer: the optimizer on the servers (under LocalSteps: the workers' between two synchronisations; under
-            AllReduce: every worker's, which steps with the mean gradient).
-        sync: the mode: how workers and servers synchronise.
-        accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
-        clip: global gradient norm at which to clip, or None.
-        average: rp.EMA or rp.SWA: an average of the parameters that servers keep beside them, for export; or None.
-        plateau: rp.ReduceOnPlateau: the rates are reduced when a figure of the evaluations no longer improves; or None.
-        keep_best: a figure of the evaluations: a snapshot is taken at each evaluation, and the one with the best figure
-            is kept, whatever else is deleted; "" for none.
-        best_is: whether the smallest or the largest value is the best.
-        seed: seed of the sample order and of every replica's randomness.
-        order: "shuffled": every pass over the data set has its own order; "sequential": the data set's; "windowed":
-            shards (files, row groups) are shuffled, and samples in a few at a time; "own": the script's (`rp.wrap`);
-            "stream": an iterator's (`rp.Stream`).
-        passes: of a stream: the job ends after so many passes over it; 0: `steps` counts.
-        mixed_shards: from how many shards the replicas together read at a time with ``order="windowed"``: each reads
-            from ``mixed_shards // replicas`` of them, and at least from one.
-        precision: "bf16" or "fp16" computes forward passes and evaluations in `torch.autocast`; parameters stay fp32.
-            "fp16" scales losses, and a step whose gradients overflow is skipped.
-        loss_scale: how the loss scale of "fp16" begins and changes.
-        hold: "bf16": workers hold parameters of two or more dimensions in bf16 (with ``precision="bf16"``), servers in
-            fp32. The last version is installed in fp32. `codec` and `down` are then bf16 by default.
-        recompute: "blocks": blocks of the model run their forward pass again in the backward pass, and keep less.
-        nonfinite: what a NaN or infinite loss or gradient does: "stop" the job, "skip" the step on all servers, or
-            "continue" as plain PyTorch would.
-        decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
-        groups: parameters with their own settings; the first match wins.
-        codec: how workers encode gradients; a lossy codec changes the result.
-        down: how servers encode parameters for workers (from exact values: no error accumulates). The last goes raw.
-        table_std: standard deviation of the initial values of tables (embeddings whose rows only the servers keep).
         shard_bytes: the largest shard, in bytes.
         window: contributions that may be on their way from one worker to one server.
-        parameters: "streamed": parameters stay on the servers; a worker pulls those of a module when it runs, forward
-            and backward, and frees them after use. It never holds the whole model.
-        prefetch_bytes: bytes of streamed parameters that a worker asks for before they are needed.
         presum_bytes: bytes that a worker may take to add up its replicas' gradients before it sends them, in copies of
             the model: with n copies it adds up to 2^n replicas. 0: it sends each replica's.
         overlap: a step's forward pass may begin before all of its parameters are here; each module waits for its own.
@@ -106,15 +74,132 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         pacing: "auto": where there are at least as many servers as workers, and no aggregators, each worker measures
             what its port carries and paces its links at their parts of that, unless `pace_mbit` says what; where there
             are equally many and no backups, servers do so too.
-        keyed: the job is a store (`job.store`): keys that are pushed and pulled one by one.
-        item, items_per_sample: what the progress line counts ("tokens", 128).
+    """
+
+    shard_bytes: int = SHARD_BYTES
+    window: int = 4
+    presum_bytes: int = 8 << 30
+    overlap: bool = True
+    hold_bytes: int = 256 << 20
+    in_flight_bytes: int = 0
+    pace_mbit: float = 0.0
+    pacing: Literal["auto", "off"] = "auto"
+
+
+class Memory(
+    msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
+):
+    """What workers keep of parameters and activations.
+
+    Written ``memory=rp.Memory(hold="bf16")``, and ``memory.hold`` in `--set`.
+
+    Attributes:
+        parameters: "streamed": parameters stay on the servers; a worker pulls those of a module when it runs, forward
+            and backward, and frees them after use. It never holds the whole model.
+        prefetch_bytes: bytes of streamed parameters that a worker asks for before they are needed.
+        hold: "bf16": workers hold parameters of two or more dimensions in bf16 (with ``precision="bf16"``), servers in
+            fp32. The last version is installed in fp32. `codec` and `down` are then bf16 by default.
+        recompute: "blocks": blocks of the model run their forward pass again in the backward pass, and keep less.
+    """
+
+    parameters: Literal["local", "streamed"] = "local"
+    prefetch_bytes: int = 32 << 20
+    hold: Literal["fp32", "bf16"] = "fp32"
+    recompute: Literal["none", "blocks"] = "none"
+
+
+class Audit(msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """What is computed twice or written down, so that wrong results are found.
+
+    Written ``audit=rp.Audit(share=0.1)``, and ``audit.share`` in `--set`.
+
+    Attributes:
+        share: the share of steps (0 to 1) whose contributions a second worker computes too. Servers use none of those
+            before two workers agree on its bytes.
+        action: what happens to a worker whose contribution two others have proved wrong: "drain" gives it up,
+            "stop" ends the job, "tell" only says so. None of them uses that contribution.
         fingerprints: every so many steps digests of each replica's contribution and of each parameter are kept in the
             run's folder, for `rallypoint replay`; 0: never.
-        audit: the share of steps (0 to 1) whose contributions a second worker computes too. Servers use none of those
-            before two workers agree on its bytes.
-        audit_action: what happens to a worker whose contribution two others have proved wrong: "drain" gives it up,
-            "stop" ends the job, "tell" only says so. None of them uses that contribution.
-        tune: "auto": while the job runs, values of `in_flight_bytes` and `pace_mbit` are tried, and kept where steps
+    """
+
+    share: float = 0.0
+    action: Literal["drain", "stop", "tell"] = "drain"
+    fingerprints: int = 0
+
+
+class Evaluation(
+    msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
+):
+    """What follows from the figures of evaluations.
+
+    Written ``evaluation=rp.Evaluation(keep_best="loss")``, and ``evaluation.keep_best`` in `--set`.
+
+    Attributes:
+        plateau: rp.ReduceOnPlateau: the rates are reduced when a figure of the evaluations no longer improves; or None.
+        keep_best: a figure of the evaluations: a snapshot is taken at each evaluation, and the one with the best figure
+            is kept, whatever else is deleted; "" for none.
+        best_is: whether the smallest or the largest value is the best.
+    """
+
+    plateau: ReduceOnPlateau | None = None
+    keep_best: str = ""
+    best_is: Literal["min", "max"] = "min"
+
+
+class Reading(
+    msgspec.Struct, metaclass=PartType, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True
+):
+    """In which order samples are read, and what the progress line counts.
+
+    Written ``reading=rp.Reading(order="sequential")``, and ``reading.order`` in `--set`.
+
+    Attributes:
+        order: "shuffled": every pass over the data set has its own order; "sequential": the data set's; "windowed":
+            shards (files, row groups) are shuffled, and samples in a few at a time; "own": the script's (`rp.wrap`);
+            "stream": an iterator's (`rp.Stream`).
+        passes: of a stream: the job ends after so many passes over it; 0: `steps` counts.
+        mixed_shards: from how many shards the replicas together read at a time with ``order="windowed"``: each reads
+            from ``mixed_shards // replicas`` of them, and at least from one.
+        item, items_per_sample: what the progress line counts ("tokens", 128).
+    """
+
+    order: Literal["shuffled", "sequential", "windowed", "own", "stream"] = "shuffled"
+    passes: int = 0
+    mixed_shards: int = 16
+    item: str = "samples"
+    items_per_sample: int = 1
+
+
+class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Everything that decides what a job computes.
+
+    Attributes:
+        replicas: R, the logical data-parallel replicas; the global batch is `replicas` * `batch` samples (I1).
+        batch, steps: samples of one replica at one step; updates to make.
+        optimizer: the optimizer on the servers (under LocalSteps: the workers' between two synchronisations; under
+            AllReduce: every worker's, which steps with the mean gradient).
+        sync: the mode: how workers and servers synchronise.
+        accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
+        clip: global gradient norm at which to clip, or None.
+        average: rp.EMA or rp.SWA: an average of the parameters that servers keep beside them, for export; or None.
+        seed: seed of the sample order and of every replica's randomness.
+        precision: "bf16" or "fp16" computes forward passes and evaluations in `torch.autocast`; parameters stay fp32.
+            "fp16" scales losses, and a step whose gradients overflow is skipped.
+        loss_scale: how the loss scale of "fp16" begins and changes.
+        nonfinite: what a NaN or infinite loss or gradient does: "stop" the job, "skip" the step on all servers, or
+            "continue" as plain PyTorch would.
+        decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
+        groups: parameters with their own settings; the first match wins.
+        codec: how workers encode gradients; a lossy codec changes the result.
+        down: how servers encode parameters for workers (from exact values: no error accumulates). The last goes raw.
+        table_std: standard deviation of the initial values of tables (embeddings whose rows only the servers keep).
+        memory: what workers keep of parameters and activations.
+        audit: what is computed twice or written down, so that wrong results are found.
+        evaluation: what follows from the figures of evaluations.
+        reading: in which order samples are read, and what the progress line counts.
+        network: how what is sent is cut, held and paced.
+        keyed: the job is a store (`job.store`): keys that are pushed and pulled one by one.
+        tune: "auto": while the job runs, `network`'s `in_flight_bytes` and `pace_mbit` are tried, and kept where steps
             get shorter. Where nobody says them, `shard_bytes` and how often snapshots are taken are chosen too. The
             bytes are the same.
     """
@@ -127,39 +212,21 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     accumulate: int = 1
     clip: float | None = None
     average: EMA | SWA | None = None
-    plateau: ReduceOnPlateau | None = None
-    keep_best: str = ""
-    best_is: Literal["min", "max"] = "min"
     seed: int = 0
-    order: Literal["shuffled", "sequential", "windowed", "own", "stream"] = "shuffled"
-    passes: int = 0
-    mixed_shards: int = 16
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScaling = LossScaling()
-    hold: Literal["fp32", "bf16"] = "fp32"
-    recompute: Literal["none", "blocks"] = "none"
     nonfinite: Literal["stop", "skip", "continue"] = "stop"
     decay_1d: bool = False
     groups: tuple[Group, ...] = ()
     codec: CodecSpec = Raw()
     down: DownSpec = Raw()
     table_std: float = 1.0
-    shard_bytes: int = SHARD_BYTES
-    window: int = 4
-    parameters: Literal["local", "streamed"] = "local"
-    prefetch_bytes: int = 32 << 20
-    presum_bytes: int = 8 << 30
-    overlap: bool = True
-    hold_bytes: int = 256 << 20
-    in_flight_bytes: int = 0
-    pace_mbit: float = 0.0
-    pacing: Literal["auto", "off"] = "auto"
+    memory: Memory = Memory()
+    audit: Audit = Audit()
+    evaluation: Evaluation = Evaluation()
+    reading: Reading = Reading()
+    network: Network = Network()
     keyed: bool = False
-    item: str = "samples"
-    items_per_sample: int = 1
-    fingerprints: int = 0
-    audit: float = 0.0
-    audit_action: Literal["drain", "stop", "tell"] = "drain"
     tune: Literal["off", "auto"] = "off"
 
     @cached_property
@@ -270,7 +337,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def streamed(self) -> bool:
         """True if parameters stay on the servers."""
-        return self.parameters == "streamed"
+        return self.memory.parameters == "streamed"
 
     @property
     def overlaps(self) -> bool:
@@ -281,7 +348,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         mode, states = self.mode, any(has_state(codec) for codec in self.codecs)
         gradients = mode.contribution is Contribution.GRADIENT and mode.pace is Pace.ROUNDS
-        here = self.overlap and not self.streamed  # streamed ones are pulled at a version that exists everywhere
+        here = self.network.overlap and not self.streamed  # those are pulled at a version that exists everywhere
         return here and gradients and mode.holder is StateHolder.SERVERS and not states
 
     @property
@@ -295,12 +362,12 @@ build_now(JobConfig)  # build now: every member's proposal is parsed on its conn
 
 def audits_of(config: JobConfig) -> Audits | None:
     """Return the audits of a job with these settings; None: there are none."""
-    return Audits(config.seed, config.audit, config.replicas) if config.audit > 0 else None
+    return Audits(config.seed, config.audit.share, config.replicas) if config.audit.share > 0 else None
 
 
 def paces_by_port(config: JobConfig) -> bool:
     """True if links may be paced by what ports are measured to carry: not where little is sent to few at a time."""
-    return config.pacing == "auto" and not (config.keyed or config.streamed or config.staggered)
+    return config.network.pacing == "auto" and not (config.keyed or config.streamed or config.staggered)
 
 
 def steps_plainly(config: JobConfig) -> bool:
@@ -327,7 +394,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
     """Return the features that the settings need beside the mode."""
     local, policy, groups = config.local, config.policy, config.groups
     asked = {
-        Feature.CLIP: config.clip is not None, Feature.DECIDES: config.plateau is not None,
+        Feature.CLIP: config.clip is not None, Feature.DECIDES: config.evaluation.plateau is not None,
         Feature.AVERAGE: config.average is not None,
         Feature.SKIP: config.nonfinite == "skip",
         Feature.ACCUMULATE: config.accumulate > 1,
@@ -337,18 +404,18 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.CODEC: any(codec != Raw() for codec in config.codecs),
         Feature.CODEC_STATE: any(has_state(codec) for codec in config.codecs),
         Feature.DOWN: config.down != Raw(), Feature.FP16: config.precision == "fp16",
-        Feature.HOLD: config.hold != "fp32", Feature.STREAMED: config.streamed,
+        Feature.HOLD: config.memory.hold != "fp32", Feature.STREAMED: config.streamed,
         Feature.OWN_OPTIMIZER: bool(config.own_optimizer),
-        Feature.OWN_LOOP: config.order == "own",
-        Feature.STREAM: config.order == "stream", Feature.PASSES: config.passes > 0,
+        Feature.OWN_LOOP: config.reading.order == "own",
+        Feature.STREAM: config.reading.order == "stream", Feature.PASSES: config.reading.passes > 0,
         Feature.FRESH_INNER: local is not None and not local.keep_inner,
         Feature.PARTS: (local is not None and local.fragments > 1)
         or any(group.sync_every is not None or group.sync_offset for group in groups),
         Feature.DELAY: local is not None and local.delay > 0,
         Feature.FOLD: isinstance(policy, Async) and policy.fold > 1,
         Feature.COMPENSATION: config.compensation > 0,
-        Feature.FINGERPRINTS: config.fingerprints > 0, Feature.KEYED: config.keyed,
-        Feature.AUDIT: config.audit > 0,
+        Feature.FINGERPRINTS: config.audit.fingerprints > 0, Feature.KEYED: config.keyed,
+        Feature.AUDIT: config.audit.share > 0,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 
@@ -356,7 +423,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
 def rate_of(config: JobConfig, update: int, reductions: int = 0) -> float:
     """Return the rate of the servers' update with that number, after so many reductions (`plateau`)."""
     rate = rate_at(config.applied_schedule, update, config.rounds)
-    return rate if config.plateau is None else config.plateau.reduced(rate, reductions)
+    return rate if config.evaluation.plateau is None else config.evaluation.plateau.reduced(rate, reductions)
 
 
 def schedule_of(optimizer: Optimizer) -> Schedule:
@@ -375,38 +442,20 @@ class Settings(TypedDict, total=False):
     accumulate: int
     clip: float | None
     average: EMA | SWA | None
-    plateau: ReduceOnPlateau | None
-    keep_best: str
-    best_is: Literal["min", "max"]
     seed: int
-    order: Literal["shuffled", "sequential", "windowed", "own", "stream"]
-    passes: int
-    mixed_shards: int
     precision: Literal["fp32", "bf16", "fp16"]
     loss_scale: LossScaling
-    hold: Literal["fp32", "bf16"]
-    recompute: Literal["none", "blocks"]
     nonfinite: Literal["stop", "skip", "continue"]
     decay_1d: bool
     groups: Sequence[Group]
     codec: CodecSpec
     down: DownSpec
     table_std: float
-    shard_bytes: int
-    window: int
-    parameters: Literal["local", "streamed"]
-    prefetch_bytes: int
-    presum_bytes: int
-    overlap: bool
-    hold_bytes: int
-    in_flight_bytes: int
-    pace_mbit: float
-    pacing: Literal["auto", "off"]
-    item: str
-    items_per_sample: int
-    fingerprints: int
-    audit: float
-    audit_action: Literal["drain", "stop", "tell"]
+    memory: Memory
+    audit: Audit
+    evaluation: Evaluation
+    reading: Reading
+    network: Network
     tune: Literal["off", "auto"]
 
 
@@ -516,7 +565,7 @@ def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
     if len(taking) < fragments and (fragments > 1 or not own):
         raise ConfigError(
             f"fragments={fragments}, but the parameters are only {len(taking)} shards: use fewer, or smaller shards "
-            "(shard_bytes)"
+            "(network.shard_bytes)"
         )
     every = config.local.steps // size
     for shard, fragment in zip(taking, cut_evenly([s.nbytes for s in taking], fragments), strict=True):
@@ -570,30 +619,34 @@ class ClusterFacts(NamedTuple):
 def with_start_values(
     config: JobConfig, given: Container[str], nbytes: int, cluster: ClusterFacts
 ) -> tuple[JobConfig, str]:
-    """Choose `shard_bytes` for a model of which `nbytes` are trained, if it is not among the settings that are `given`.
-    With 0 bytes nothing new is chosen.
+    """Choose `network.shard_bytes` for a model of which `nbytes` are trained, if it is not among the settings that are
+    `given`. With 0 bytes nothing new is chosen.
 
     Returns the configuration, and a sentence that says why; "": nothing was chosen. A job that has shards keeps them:
     a worker that comes later, and a run that is resumed, have the same. Every worker chooses the same.
     """
-    if "shard_bytes" in given:
+    if "network.shard_bytes" in given:
         return config, ""
     if cluster.shard_bytes >= 0:
-        return msgspec.structs.replace(config, shard_bytes=cluster.shard_bytes), ""
+        return _cut_in(config, cluster.shard_bytes), ""
     if not nbytes or not _free(config):
         return config, ""
     if cluster.one_host:
-        return msgspec.structs.replace(config, shard_bytes=shards_on_one_host(nbytes, cluster.servers)), ""
+        return _cut_in(config, shards_on_one_host(nbytes, cluster.servers)), ""
     if config.tune != "auto" or config.clip is not None:
         return config, ""
     size, why = shards_for(nbytes, cluster.workers, cluster.servers, cluster.link_mbit)
-    return msgspec.structs.replace(config, shard_bytes=size), why
+    return _cut_in(config, size), why
+
+
+def _cut_in(config: JobConfig, size: int) -> JobConfig:
+    return msgspec.structs.replace(config, network=msgspec.structs.replace(config.network, shard_bytes=size))
 
 
 def _free(config: JobConfig) -> bool:
     """True if the bytes of the result do not depend on where shards are cut: every word is treated by itself, or (for a
     norm) each 1 MiB."""
     codecs = [config.codec, config.down, *(group.codec for group in config.groups if group.codec is not None)]
-    whole = config.keyed or config.parameters == "streamed"
+    whole = config.keyed or config.memory.parameters == "streamed"
     by_word = isinstance(config.sync, Sync | AllReduce) and not isinstance(config.optimizer, Muon | Sum)
     return by_word and not whole and all(isinstance(codec, _BY_WORD) for codec in codecs)

@@ -287,12 +287,12 @@ class Announcer:
         begin(furthest, view.generation)
         self.planned = Planned(
             steps=0 if Feature.SUMS in config.features else config.steps, replicas=config.replicas,
-            item="pushes" if Feature.KEYED in config.features else config.item,
+            item="pushes" if Feature.KEYED in config.features else config.reading.item,
             words=layout.words + sum(table.numel for table in layout.tables),
             shards=len(layout.shards), workers=tuple(m.id for m in view.workers),
             servers=tuple(m.id for m in view.servers), steps_per_round=config.steps_per_round,
             items=items_of_step(config), done=config.steps_at(furthest + 1),
-            loss="never" if Feature.KEYED in config.features else "said" if config.order == "own" else "always",
+            loss="never" if Feature.KEYED in config.features else "said" if config.reading.order == "own" else "always",
         )  # fmt: skip
         members = (*view.workers, *view.servers, *view.aggregators)
         said = [*self._machine.terms.topology.nowhere(members), *self._placed(view), *of_threads(record)]
@@ -370,8 +370,8 @@ class Announcer:
             return []
         step, config = self.config.steps_at(done.step + 1) - 1, self.config
         rate = None if config.own_optimizer else rate_at(config.schedule, step, config.steps)
-        if rate is not None and config.plateau is not None:
-            rate = config.plateau.reduced(rate, reductions_at(self._machine.course.views.orders.reductions, step))
+        if rate is not None and (plateau := config.evaluation.plateau) is not None:
+            rate = plateau.reduced(rate, reductions_at(self._machine.course.views.orders.reductions, step))
         return self.announce(msgspec.structs.replace(done, step=step, lr=rate), now)
 
     def _recorded(self, member: str, claim: Fingerprint) -> list[Act]:
@@ -391,7 +391,7 @@ class Announcer:
         else:
             number, digests = claim.version, self._pieces[claim.shard] if claim.shard < len(self._pieces) else 0
             right = claim.version <= record.rounds
-        right = right and config.fingerprints > 0 and number % config.fingerprints == 0
+        right = right and config.audit.fingerprints > 0 and number % config.audit.fingerprints == 0
         if not right or len(claim.digests) != digests * DIGEST_BYTES:
             return []
         if number > self._machine.course.known + 1:

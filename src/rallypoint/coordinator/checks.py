@@ -8,6 +8,7 @@ from typing import get_args
 import msgspec
 
 from rallypoint.config import JobConfig, parse, record_of
+from rallypoint.config.keys import GROUPS
 from rallypoint.core.protocol import (
     Accounted,
     AnyOrder,
@@ -99,8 +100,14 @@ def checked(message: Message, sender: Hello) -> Message:
         raise ProtocolError(f"a wish for {message.workers} workers and {message.servers} servers")
     if isinstance(message, Propose):
         config = message.record.config
-        if missing := sorted(set(JobConfig.__struct_fields__) - config.keys()):
-            raise ProtocolError(f"a job record whose settings are not resolved: {missing[0]} is missing")
+        missing = set(JobConfig.__struct_fields__) - config.keys()
+        for group, kind in GROUPS.items():
+            part = config.get(group)
+            missing |= {
+                f"{group}.{name}" for name in kind.__struct_fields__ if not isinstance(part, dict) or name not in part
+            }
+        if missing:
+            raise ProtocolError(f"a job record whose settings are not resolved: {min(missing)} is missing")
         try:
             record = message.record
             resolved = record_of(

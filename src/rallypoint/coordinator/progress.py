@@ -132,7 +132,9 @@ def tally_for(config: JobConfig) -> StepTally:
 
 def items_of_step(config: JobConfig) -> int:
     """The items (samples, tokens) that all replicas together use in one step of training (I1)."""
-    return (config.replicas if config.quorum is None else config.quorum) * config.batch * config.items_per_sample
+    return (
+        config.replicas if config.quorum is None else config.quorum
+    ) * config.batch * config.reading.items_per_sample
 
 
 _REMEMBERED = 256

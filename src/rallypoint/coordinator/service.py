@@ -225,7 +225,8 @@ class CoordinatorService:
             about.snapshots if self._terms.snapshots or self._resume is not None else "",
             about.compression, self._terms.heartbeat, self._terms.workers_start, self._terms.servers,
             min((host.link_mbit for host in self._terms.topology.hosts.values() if host.link_mbit), default=0.0),
-            self._transport.private(self._bind), -1 if record is None else int(record.config.get("shard_bytes", -1)),
+            self._transport.private(self._bind),
+            -1 if record is None else int(record.config.get("network", {}).get("shard_bytes", -1)),
             about.threads or (0 if record is None else record.threads) or 1, living=self._terms.living,
         )  # fmt: skip
 

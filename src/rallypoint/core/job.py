@@ -73,10 +73,11 @@ class JobRecord(msgspec.Struct, frozen=True):
     @property
     def rules(self) -> Rules:
         """The rules by which evaluations decide, as the settings have them."""
-        plateau, best = self.config.get("plateau"), self.config.get("keep_best")
+        evaluation = self.config.get("evaluation", {})
+        plateau, best = evaluation.get("plateau"), evaluation.get("keep_best")
         return Rules(
             plateau=None if plateau is None else msgspec.convert(plateau, ReduceOnPlateau),
-            best=KeepBest(best, self.config.get("best_is", "min")) if best else None,
+            best=KeepBest(best, evaluation.get("best_is", "min")) if best else None,
         )
 
     @property
@@ -93,17 +94,17 @@ class JobRecord(msgspec.Struct, frozen=True):
         """True if a worker adds up its neighbouring replicas before it sends them (I3), where it has the memory."""
         alone = {Feature.CODEC, Feature.STREAMED}.intersection(self.features) or self.mode.pace is not Pace.ROUNDS
         quorum = self.config.get("sync", {}).get("quorum")
-        return not alone and quorum is None and bool(self.config.get("presum_bytes", 1))
+        return not alone and quorum is None and bool(self.config.get("network", {}).get("presum_bytes", 1))
 
     @property
     def audits(self) -> bool:
         """True if some contributions are computed by two workers: each tells what its kernels give for a probe."""
-        return bool(self.config.get("audit"))
+        return bool(self.config.get("audit", {}).get("share"))
 
     @property
     def audit_action(self) -> str:
         """What an audit's finding leads to: "drain", "stop" or "tell"."""
-        return str(self.config.get("audit_action", "drain"))
+        return str(self.config.get("audit", {}).get("action", "drain"))
 
     def refusal_of(self, terms: Set[Feature]) -> str:
         """The sentence why this job cannot run on a cluster whose terms ask for these features; "" if it can."""

@@ -88,6 +88,23 @@ class SettingsType(type(msgspec.Struct)):  # type: ignore[misc]
         return super().__call__(*values, **settings)
 
 
+class PartType(SettingsType):
+    """The type of settings of a job that belong together (`Network`): each remembers what its script has said."""
+
+    def __call__(cls, *values: Any, **settings: Any) -> Any:
+        if values:
+            raise ConfigError(f"rp.{cls.__name__} takes settings by name, such as {cls.__struct_fields__[0]}=")
+        part = super().__call__(**settings)
+        part.__dict__["said"] = settings
+        return part
+
+
+def said(part: msgspec.Struct) -> Mapping[str, Any]:
+    """The settings of a part that its script has said; all of them, where no script has made it."""
+    found: Mapping[str, Any] | None = part.__dict__.get("said")
+    return msgspec.structs.asdict(part) if found is None else found
+
+
 def written(kind: type[msgspec.Struct]) -> str:
     """How a script writes an object of this class, with what it needs: ``rp.LocalSteps(steps=16)``."""
     needed = kind.__struct_fields__[: len(kind.__struct_fields__) - len(kind.__struct_defaults__)]

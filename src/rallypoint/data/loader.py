@@ -42,14 +42,14 @@ class LastBatch:
 def _order_of(dataset: MapDataset, config: JobConfig) -> OrderAhead:
     """Return the order of a map-style data set's samples. Raises DataError as `MicroBatches`."""
     check_dataset(dataset)
-    if config.order == "stream":
-        raise DataError('order="stream" is set by rp.Stream: leave it out')
+    if config.reading.order == "stream":
+        raise DataError('reading.order="stream" is set by rp.Stream: leave it out')
     if isinstance(dataset, Lanes):
         dataset.check(config)
     order = SampleOrder(
         seed=config.seed, samples=len(dataset), replicas=config.replicas, batch=config.batch,
-        shuffled=config.order == "shuffled", mixed=config.mixed_shards,
-        shards=shard_lengths(dataset) if config.order == "windowed" else (),
+        shuffled=config.reading.order == "shuffled", mixed=config.reading.mixed_shards,
+        shards=shard_lengths(dataset) if config.reading.order == "windowed" else (),
     )  # fmt: skip
     return OrderAhead(order, config.batch)
 
@@ -118,7 +118,7 @@ class MicroBatches:
         """True if a stream has no full batch for this replica at the next step."""
         if self._stream is None or micro + 1 < self.config.accumulate:
             return False
-        looks = stream_looks_ahead(self.config.passes, step, self.config.steps)
+        looks = stream_looks_ahead(self.config.reading.passes, step, self.config.steps)
         return looks and not self._stream.continues(step + 1, replica)
 
     def on_device(self, batch: Any) -> Any:

@@ -96,7 +96,9 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
         data = Stream(data) if _only_iterable(data) else data
         if isinstance(data, Stream):
             return GivenData(data, collate, loader or Loader(), data.settings)
-        return GivenData(data, collate, loader or Loader(), {"order": "sequential"} if isinstance(data, Lanes) else {})
+        return GivenData(
+            data, collate, loader or Loader(), {"reading.order": "sequential"} if isinstance(data, Lanes) else {}
+        )
     if data.batch_size is None or not (type(data.batch_sampler) is BatchSampler or _torchdatas(data.batch_sampler)):
         raise DataError(
             "a DataLoader with a batch sampler of its own, or without batches, was given: which samples a step takes "
@@ -113,7 +115,7 @@ def given(data: Any, collate: Collate | None = None, loader: Loader | None = Non
         like = replace(like, workers=min(like.workers, 1))  # each would read all of the one part
         return GivenData(stream, collate or own, loader or like, {"batch": data.batch_size, **stream.settings})
     dataset, order = _ordered(data)
-    settings = {"batch": data.batch_size, "order": order}
+    settings = {"batch": data.batch_size, "reading.order": order}
     return GivenData(dataset, collate or own, loader or _like(data), settings)
 
 

@@ -39,7 +39,9 @@ class Stream:
             for path in shuffled(files[part::8], seed=epoch):
                 yield from open(path)
 
-        run = job.train(model, rp.Stream(lines, parts=8, transform=tokenize, passes=3), replicas=8, ...)
+        run = job.train(
+            model, rp.Stream(lines, parts=8, transform=tokenize, reading=rp.Reading(passes=3)), replicas=8, ...
+        )
 
     Arguments:
         source: a function that returns an iterable, called with those of `part`, `parts` and `epoch` (the pass) that
@@ -76,12 +78,14 @@ class Stream:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of a job that reads it."""
-        return {"order": "stream", "passes": self.passes or 0}
+        return {"reading.order": "stream", "reading.passes": self.passes or 0}
 
     def order(self, config: JobConfig) -> StreamOrder:
         """Return which items each replica reads. Raises DataError for settings that do not fit."""
-        if config.order != "stream":
-            raise DataError(f'order="{config.order}" with a stream: it has its iterator\'s order; leave order= out')
+        if config.reading.order != "stream":
+            raise DataError(
+                f'order="{config.reading.order}" with a stream: it has its iterator\'s order; leave order= out'
+            )
         try:
             return StreamOrder(self.parts, replicas=config.replicas, batch=config.batch)
         except ValueError:
@@ -110,7 +114,7 @@ class StreamItems:
 
     def __init__(self, stream: Stream, order: StreamOrder, config: JobConfig) -> None:
         self._stream, self._order = stream, order
-        self._seed, self._passes = config.seed, config.passes
+        self._seed, self._passes = config.seed, config.reading.passes
         self._keep = STEPS_KEPT * order.stride
         self._lanes = 1 if step_by_step(config) else order.sharing
         self._batch = config.batch

@@ -190,9 +190,10 @@ class Lanes:
     def check(self, config: JobConfig) -> None:
         """Raise DataError for a job in which a replica would not read on in its lanes."""
         wanted = config.replicas * config.batch
-        if config.order != "sequential":
+        if config.reading.order != "sequential":
             raise DataError(
-                f'rp.Lanes with order="{config.order}": the windows of a lane follow one another; leave order= out'
+                f'rp.Lanes with order="{config.reading.order}": the windows of a lane follow one another; '
+                "leave order= out"
             )
         if self.lanes != wanted:
             raise DataError(

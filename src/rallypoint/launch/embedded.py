@@ -213,7 +213,7 @@ class ReplayedRun(Run):
         nothing = super().every(steps)
 
         def left_out(evaluation: Evaluation) -> Evaluation:
-            if self._config.plateau is not None:
+            if self._config.evaluation.plateau is not None:
                 nothing(lambda step: None)  # the job waits for a result, from which nothing follows
             return evaluation
 

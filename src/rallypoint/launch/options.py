@@ -99,7 +99,7 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
     ), LAUNCHER] = ""  # fmt: skip
     keep_last: Annotated[int, option(
         min=1, metavar="N", panel=SNAPSHOTS,
-        help="Snapshots to keep: the last so many (and the best, with --set keep_best=loss).",
+        help="Snapshots to keep: the last so many (and the best, with --set evaluation.keep_best=loss).",
     )] = 3  # fmt: skip
     config: ConfigFile = None
     sets: Sets = None

@@ -49,7 +49,7 @@ class Remote(NamedTuple):
     address: int
 
 
-class Memory:
+class Region:
     """Bytes that an agent may write from, and that others may write into. Never moved, never unmapped by us.
 
     It is shared with children of this process (MAP_SHARED), so a fork does not make copies that the device misses.
@@ -98,17 +98,17 @@ class Agent:
         except Exception as error:  # no library, no device, no memory: the connection goes on without
             raise LinkError(f"NIXL cannot be started: {error!r}") from None
         self._lock = threading.Lock()
-        self._spare: list[Memory] = []
-        self._kept: list[Memory] = []  # registered and mapped until the agent ends
+        self._spare: list[Region] = []
+        self._kept: list[Region] = []  # registered and mapped until the agent ends
         self._peers: dict[str, int] = {}  # how many connections use each
 
-    def memory(self, nbytes: int) -> Memory:
+    def memory(self, nbytes: int) -> Region:
         """Registered memory of this size. LinkError if it cannot be registered."""
         with self._lock:
             found = next((memory for memory in self._spare if memory.nbytes == nbytes), None)
             if found is not None:
                 self._spare.remove(found)
-        memory = found or Memory(nbytes)
+        memory = found or Region(nbytes)
         try:
             memory.registered = _asked(lambda: self._nixl.register_memory([(memory.address, nbytes, 0, "")], "DRAM"))
         except LinkError:
@@ -117,7 +117,7 @@ class Agent:
             raise
         return memory
 
-    def release(self, memory: Memory, *, in_use: bool) -> None:
+    def release(self, memory: Region, *, in_use: bool) -> None:
         """Nobody may write this memory any more. `in_use`: a write of our own may still read it, so it stays."""
         if in_use:
             with self._lock:
@@ -128,7 +128,7 @@ class Agent:
         with self._lock:
             self._spare.append(memory)
 
-    def described(self, memory: Memory) -> bytes:
+    def described(self, memory: Region) -> bytes:
         """What another agent needs so that it can write this memory: its `load`."""
         return bytes(self._nixl.get_partial_agent_metadata(memory.registered, True, [_BACKEND]))
 
@@ -152,7 +152,7 @@ class Agent:
                 with contextlib.suppress(Exception):
                     self._nixl.remove_remote_agent(name)
 
-    def write(self, memory: Memory, offset: int, count: int, to: Remote, at: int) -> Write:
+    def write(self, memory: Region, offset: int, count: int, to: Remote, at: int) -> Write:
         """Begin to write `count` bytes of our memory from `offset` to the other's, `at` bytes from its beginning.
 
         LinkError if it cannot begin.
@@ -334,7 +334,7 @@ class Rings:
     """
 
     def __init__(
-        self, stream: TcpConnection, agent: Agent, memory: Memory, mine: RingLayout, there: Remote, theirs: RingLayout,
+        self, stream: TcpConnection, agent: Agent, memory: Region, mine: RingLayout, there: Remote, theirs: RingLayout,
         pause: Pause,
     ) -> None:  # fmt: skip
         self._stream, self._agent, self._memory, self._pause = stream, agent, memory, pause
@@ -526,7 +526,7 @@ class NixlConnection:
         self._lock = threading.Lock()
         self._users, self._closed = 0, False  # threads inside `send` and `recv_into`
         self._agent: Agent | None = None
-        self._memory: Memory | None = None
+        self._memory: Region | None = None
         self._remote = ""
         self._made: Rings | None = None  # to be tried
         self._rings: Rings | None = None  # the same, set last

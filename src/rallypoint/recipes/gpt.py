@@ -107,8 +107,7 @@ def train(
                 weight_decay=settings.weight_decay,
             ),
             clip=settings.clip,
-            item="tokens",
-            items_per_sample=settings.model.block,
+            reading=rp.Reading(item="tokens", items_per_sample=settings.model.block),
         )
 
         if settings.patience:

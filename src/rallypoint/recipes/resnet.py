@@ -77,8 +77,7 @@ def train(settings: ResnetSettings, *, device: torch.device, out: Path | None) -
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
             ),
-            item="images",
-            items_per_sample=1,
+            reading=rp.Reading(item="images", items_per_sample=1),
         )
 
         if settings.patience:

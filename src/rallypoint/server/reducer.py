@@ -247,7 +247,7 @@ class Reducer:
         self._owned: dict[int, HeldShard] = {}
         self._pulls = Pulls(tracer)
         self._ledger = LedgerEntries(context.say, self.shell.fence)
-        self._tickets = PayloadTickets(self.shell.fence, job.config.hold_bytes)
+        self._tickets = PayloadTickets(self.shell.fence, job.config.network.hold_bytes)
         self._followers = Followers(
             self.shell, self._owned, newest_is_enough=newest_is_enough(job.config),
             ranks=forward_ranks(job.record.layout) if job.config.overlaps else (),
@@ -271,7 +271,7 @@ class Reducer:
             decisions=StepVerdicts(self.shell, context, put),
             fingerprints=(
                 Fingerprints(job.record.layout, every, context.say, self.shell.fence)
-                if (every := job.config.fingerprints) else None
+                if (every := job.config.audit.fingerprints) else None
             ),
             audits=AuditReports(context.say, self.shell.fence), codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
@@ -347,7 +347,9 @@ class Reducer:
             self._restores.cancel()
         config = self.job.config
         measured = paces_by_port(config) and view.servers_by_port()
-        limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit), measured=measured)
+        limits = Limits.of(
+            view.in_flight(config.network.in_flight_bytes), view.paced(config.network.pace_mbit), measured=measured
+        )
         self._followers.share(limits, view.computing())
         if self._codec_states is not None:
             self._codec_states.adopt(view)

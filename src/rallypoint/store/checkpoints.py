@@ -492,7 +492,7 @@ def _refuse(record: JobRecord, config: JobConfig, step: int) -> None:
             raise ConfigError(f"a job with {feature.value} cannot begin from a checkpoint: {why}")
     if not steps_plainly(config):
         raise ConfigError("only jobs with sync=rp.Sync() or rp.AllReduce(), without a quorum, begin from a checkpoint")
-    if config.plateau is not None and step > 0:
+    if config.evaluation.plateau is not None and step > 0:
         raise ConfigError(
             f"a job with plateau= cannot begin from a checkpoint of step {step}: nothing says how often the rate was "
             "reduced before. Begin at step 0 (--step 0), or leave plateau= out"

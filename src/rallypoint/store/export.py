@@ -110,7 +110,9 @@ def best_of(store: SnapshotStore, newest: Manifest) -> tuple[Manifest, str]:
     """
     rule = newest.job.rules.best
     if rule is None:
-        raise SnapshotError(f"the job of {newest.id} keeps no best snapshot: train it with --set keep_best=val_loss")
+        raise SnapshotError(
+            f"the job of {newest.id} keeps no best snapshot: train it with --set evaluation.keep_best=val_loss"
+        )
     judged = [manifest for manifest in store.manifests() if rule.metric in manifest.metrics]
     if not judged:
         raise SnapshotError(f"no snapshot has a {rule.metric}: does an evaluation (run.every) return that figure?")

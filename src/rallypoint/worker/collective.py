@@ -378,11 +378,12 @@ class Sums:
         ended = EndedScripts()
         job.script_ended = ended.told
         settings = {
-            "replicas": world, "steps": MOST_ROUNDS, "optimizer": SumOfAll(), "nonfinite": "continue", "overlap": False,
-            "presum_bytes": 0, "batch": 1, "item": "scripts", "shard_bytes": SHARD_BYTES,
+            "replicas": world, "steps": MOST_ROUNDS, "optimizer": SumOfAll(), "nonfinite": "continue",
+            "network.overlap": False,
+            "network.presum_bytes": 0, "batch": 1, "reading.item": "scripts", "network.shard_bytes": SHARD_BYTES,
         }  # fmt: skip
         config = resolve(settings, job.welcome.overrides)
-        record = record_of(config, layout_of(under_way_bytes, config.shard_bytes))
+        record = record_of(config, layout_of(under_way_bytes, config.network.shard_bytes))
         self._exchange = job.open_exchange(record, config, early=False)
         if (count := len(self._exchange.view.workers)) != world:
             raise ConfigError(f"the cluster has {count} workers, and the script's world is {world}: start as many")

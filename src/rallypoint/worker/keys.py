@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from rallypoint.codec.base import encode_gradient, encode_ids
-from rallypoint.config import Group, JobConfig, group_of, of_group, resolve
+from rallypoint.config import Group, JobConfig, Network, group_of, of_group, resolve
 from rallypoint.core.keys import NEWEST, Effect, holder
 from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
 from rallypoint.core.optimizer import Optimizer
@@ -37,9 +37,9 @@ class KeySettings(TypedDict, total=False):
 
     `contributors` (R) push to each key; a round of ``rp.Sync()`` has one push of each. `optimizer` steps each key with
     what is pushed: one for all keys, or a dict by the part of a key's name before its first dot. `steps`: a contributor
-    pushes to a key at most so often; schedules of rates reach over so many. `shard_bytes`: a key of at most so many
-    bytes is one piece, so a push to it counts wholly or not at all. `table_std`: servers make the first rows of tables,
-    normal(0, table_std).
+    pushes to a key at most so often; schedules of rates reach over so many. `network.shard_bytes`: a key of at most so
+    many bytes is one piece, so a push to it counts wholly or not at all. `table_std`: servers make the first rows of
+    tables, normal(0, table_std).
     """
 
     contributors: int
@@ -47,7 +47,7 @@ class KeySettings(TypedDict, total=False):
     optimizer: Optimizer | Mapping[str, Optimizer]
     steps: int
     seed: int
-    shard_bytes: int
+    network: Network
     table_std: float
 
 
@@ -72,7 +72,7 @@ def declared(
     tables = [specs.pop(name) for name in names if is_table(keys[name])]
     for table in tables:
         _check_table(table, config)
-    return config, build_layout(list(specs.values()), config.shard_bytes, tables=tables)
+    return config, build_layout(list(specs.values()), config.network.shard_bytes, tables=tables)
 
 
 def _optimizers(
@@ -155,10 +155,10 @@ class DenseKey:
         vector = in_fp32(values, self.name).reshape(-1)
         return {shard: bytes_of(vector[place].clone()) for shard, place in self._ranges.items()}
 
-    def reading(self, rows: Rows) -> Reading:
+    def reading(self, rows: Rows) -> KeyReading:
         """What a pull asks for."""
         self._no_rows(rows)
-        return Reading(self.name, self.shape, self._ranges)
+        return KeyReading(self.name, self.shape, self._ranges)
 
     def _no_rows(self, rows: Rows) -> None:
         if rows is not None:
@@ -167,7 +167,7 @@ class DenseKey:
             )
 
 
-class Reading:
+class KeyReading:
     """A pull of one key: what is asked of each shard, and where its answer belongs in a tensor of `shape`.
 
     `places`: by shard, the positions of its values among all that is asked for, seen as a matrix whose rows have
@@ -328,7 +328,7 @@ class Pull:
     """A pull on its way. Any thread may ask it."""
 
     def __init__(
-        self, waiting: StoreWaits, reading: Reading, requests: Mapping[int, KeyRequest], generation: int
+        self, waiting: StoreWaits, reading: KeyReading, requests: Mapping[int, KeyRequest], generation: int
     ) -> None:
         self._waiting, self._reading, self._requests, self._generation = waiting, reading, dict(requests), generation
 
@@ -403,7 +403,7 @@ class TableKey:
             shard: encode_gradient(unique[place] // len(self._parts), sums[place]) for shard, place in split.items()
         }
 
-    def reading(self, rows: Rows) -> Reading:
+    def reading(self, rows: Rows) -> KeyReading:
         """What a pull of these rows asks for."""
         ids = self._numbers(rows)
         unique, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
@@ -434,7 +434,7 @@ class TableKey:
         return ids
 
 
-class RowsReading(Reading):
+class RowsReading(KeyReading):
     """A pull of rows. Each is asked for once, and given wherever it is named: `inverse` has its place for each name."""
 
     def __init__(

@@ -163,7 +163,7 @@ class Activations:
     """
 
     def __init__(self, model: torch.nn.Module, config: JobConfig) -> None:
-        self._blocks = list(blocks_of(model)) if config.recompute == "blocks" else []
+        self._blocks = list(blocks_of(model)) if config.memory.recompute == "blocks" else []
         for block in self._blocks:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
@@ -193,13 +193,13 @@ def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
                 inside.update(id(inner) for inner in part.modules())
     if not found:
         raise ModelError(
-            'recompute="blocks" finds no blocks in the model: they are parts of one class in a torch.nn.ModuleList or '
-            "Sequential, at least two of them"
+            'memory.recompute="blocks" finds no blocks in the model: they are parts of one class in a '
+            "torch.nn.ModuleList or Sequential, at least two of them"
         )
     for name, module in model.named_modules():
         if id(module) in inside and isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             raise ModelError(
-                f'recompute="blocks" would run {name} twice, and its statistics would move twice: use GroupNorm or '
-                "LayerNorm in blocks, or leave recompute out"
+                f'memory.recompute="blocks" would run {name} twice, and its statistics would move twice: use '
+                "GroupNorm or LayerNorm in blocks, or leave recompute out"
             )
     yield from found.values()

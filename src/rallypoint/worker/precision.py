@@ -71,7 +71,7 @@ class HeldParameters:
     """
 
     def __init__(self, config: JobConfig, tensors: ModelTensors, on_cast: Callable[[], None]) -> None:
-        held = config.hold == "bf16"
+        held = config.memory.hold == "bf16"
         self._parameters = [
             placed.tensor for placed in tensors.parameters
             if held and placed.tensor.dim() >= _LEAST_DIMENSIONS and placed.tensor.dtype == torch.float32

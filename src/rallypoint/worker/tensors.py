@@ -397,7 +397,7 @@ class ModelTensors:
         kept = model.state_dict(keep_vars=True)
         shared = {name: b for name, b in model.named_buffers() if name in kept}
         check_kept(self.frozen, shared)
-        moves = config.streamed or config.hold == "bf16"  # parameters get other memory now and then
+        moves = config.streamed or config.memory.hold == "bf16"  # parameters get other memory now and then
         views = {name: b for name, b in model.named_buffers() if moves or name in shared}
         check_apart(with_values, {**self.frozen, **views})
         device = next((p.device for p in trained.values()), torch.device("cpu"))
@@ -413,7 +413,7 @@ class ModelTensors:
         rows = [_spec(name, sharing[0].weight, group_of(config, name, 2)) for name, sharing in tables.items()]
         self.tables = list(tables.values())
         self.layout: Layout = build_layout(
-            specs, config.shard_bytes, ranks_of(config), rows, matrices_of(config, specs)
+            specs, config.network.shard_bytes, ranks_of(config), rows, matrices_of(config, specs)
         )
         by_name = {**trained, **shared}
         placed = [Placed(by_name[entry.spec.name], entry) for entry in self.layout.entries]

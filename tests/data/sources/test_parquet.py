@@ -70,7 +70,7 @@ def test_a_folder_a_pattern_and_a_list_are_the_same_rows(folder: Path) -> None:
 
 def test_rows_keep_their_types_and_make_a_batch(folder: Path) -> None:
     rows = rp.Parquet(folder, columns=["x", "id"])
-    batch = MicroBatches(rows, JobConfig(batch=3, steps=1, order="sequential"), CPU).load(0, 0, 0)
+    batch = MicroBatches(rows, JobConfig(batch=3, steps=1, reading=rp.Reading(order="sequential")), CPU).load(0, 0, 0)
     assert sorted(batch) == ["id", "x"]
     assert torch.equal(batch["x"], torch.tensor([[0.0], [1.0], [2.0]]))
     assert batch["id"].dtype == torch.int64
@@ -149,7 +149,7 @@ def test_each_row_group_leaves_the_store_once_in_a_pass(store: type[FailingStore
         data = file_of(table(5000 * number, 5000 * number + rows).append_column("noise", noise), group)
         put(f"/clicks/{number}.parquet", data)
         total += len(data)
-    config = JobConfig(replicas=4, batch=25, steps=40, order="windowed", mixed_shards=8)
+    config = JobConfig(replicas=4, batch=25, steps=40, reading=rp.Reading(order="windowed", mixed_shards=8))
     read = []
     for replicas in ((0, 1), (2, 3)):
         batches = MicroBatches(rp.Parquet("failing://clicks", cache_bytes=3 << 20), config, CPU, collate=list)
@@ -175,7 +175,7 @@ def test_a_store_that_fails_one_request_in_ten_costs_no_sample(store: type[Faili
 def test_loader_processes_read_what_the_loop_reads(store: type[FailingStore]) -> None:
     put("/clicks/0.parquet", file_of(table(0, 300, 8), 20))
     store.every = 10
-    config = JobConfig(replicas=2, batch=5, steps=6, order="windowed", mixed_shards=4, seed=3)
+    config = JobConfig(replicas=2, batch=5, steps=6, reading=rp.Reading(order="windowed", mixed_shards=4), seed=3)
 
     def batches(workers: int) -> MicroBatches:
         rows = rp.Parquet("failing://clicks/0.parquet", transform=lambda row: (row["id"], row["x"], np.random.rand()))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, Reading
 from rallypoint.config.resolve import record_of, resolve
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.layout import TensorSpec, build_layout
@@ -40,7 +40,7 @@ def test_an_attribute_of_that_name_is_no_shards() -> None:
 
 
 def batches(dataset: Any, **settings: Any) -> MicroBatches:
-    return MicroBatches(dataset, JobConfig(batch=4, steps=5, order="windowed", **settings), CPU)
+    return MicroBatches(dataset, JobConfig(batch=4, steps=5, reading=Reading(order="windowed", **settings)), CPU)
 
 
 def test_one_shard_after_the_other_is_read_where_one_is_mixed() -> None:
@@ -67,7 +67,7 @@ def test_a_data_set_that_does_not_tell_its_shards_is_refused(dataset: Any, sente
 
 def test_no_shards_cannot_be_mixed() -> None:
     with pytest.raises(ConfigError, match="mixed_shards"):
-        resolve({"mixed_shards": 0})
+        resolve({"reading.mixed_shards": 0})
 
 
 def test_workers_whose_shards_differ_are_told_so() -> None:

@@ -73,7 +73,7 @@ def test_a_pass_in_windows_reads_a_store_that_fails_about_once(store: type[Faili
     assert store.failed > 5
     assert data.shard_lengths() == [8, 8, 4, *[8] * 16, 2, *[8] * 6, 2]
     store.sent = 0
-    config = JobConfig(replicas=2, batch=5, steps=20, order="windowed", mixed_shards=4)
+    config = JobConfig(replicas=2, batch=5, steps=20, reading=rp.Reading(order="windowed", mixed_shards=4))
     batches = MicroBatches(data, config, torch.device("cpu"))
     read = [int(i) for step in range(20) for replica in range(2) for i in batches.load(step, replica, 0)]
     assert sorted(read) == list(range(200))

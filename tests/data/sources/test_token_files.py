@@ -71,7 +71,7 @@ def test_it_pickles_without_its_tokens_and_keeps_few_files_open(tmp_path: Path, 
 def test_a_job_reads_every_window_once_in_a_pass(tmp_path: Path, monkeypatch: Any, order: Any) -> None:
     monkeypatch.setattr(tokens, "SHARD_BYTES", 64)
     data = rp.TokenFiles([write(tmp_path / f"{n}.bin", range(1000 * n, 1000 * n + 161)) for n in range(3)], context=4)
-    config = JobConfig(replicas=2, batch=6, steps=10, order=order, mixed_shards=6)
+    config = JobConfig(replicas=2, batch=6, steps=10, reading=rp.Reading(order=order, mixed_shards=6))
     batches = MicroBatches(data, config, torch.device("cpu"))
     read = [int(x[0]) for step in range(10) for replica in range(2) for x in batches.load(step, replica, 0)[0]]
     assert sorted(read) == [int(x[0]) for x, _ in fetch(data, range(120))]

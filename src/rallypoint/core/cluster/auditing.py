@@ -155,7 +155,7 @@ class Auditing:
 
     @property
     def _audits(self) -> Audits | None:
-        if self.course.record is None or not (share := self.course.record.config.get("audit", 0.0)):
+        if self.course.record is None or not (share := self.course.record.config.get("audit", {}).get("share")):
             return None
         return Audits(self.course.record.config.get("seed", 0), share, self.course.replicas)
 

@@ -148,7 +148,7 @@ class Completion:
         record = self.course.record
         if record is None or self.course.views.orders.stop is not None:
             return ""
-        return stream_unread(record.config.get("passes", 0), record.config.get("steps", 0))
+        return stream_unread(record.config.get("reading", {}).get("passes", 0), record.config.get("steps", 0))
 
     def _is_the_last(self, generation: ViewNumber, version: int) -> bool:
         course = self.course

@@ -74,20 +74,21 @@ CONFLICTS = (
     *(Conflict(_F.DECIDES, other, f"{why}, or leave plateau= and run.stop_when out") for other, why in {
         _F.HOLD: "workers hold rounded versions, so none can be evaluated again; use fp32",
         _F.DOWN: "workers get rounded versions, so none can be evaluated again; leave down= out",
-        _F.STREAMED: "a version cannot be evaluated again by a worker that holds no parameters; use parameters=local",
+        _F.STREAMED: "a version cannot be evaluated again by a worker that holds no parameters; use "
+        "memory.parameters=local",
         _F.TABLES: "no worker holds its rows, so no version can be evaluated again; use sparse=False",
         _F.RANKS: "only one rank hears what is decided; use workers of one process",
     }.items()),
     *(Conflict(_F.CARRY, other, f"{why}, or leave carry= out") for other, why in {
         _F.RANKS: "the ranks of a worker share one model, and would each have a part of what a replica carries; use "
                   "workers of one process",
-        _F.STREAMED: "a worker that keeps no parameters takes no whole versions; use parameters=local",
+        _F.STREAMED: "a worker that keeps no parameters takes no whole versions; use memory.parameters=local",
         _F.DELAY: "each round would have to begin with what the one before has left; use delay=0",
     }.items()),
     *(Conflict(_F.AUDIT, other, f"{why}, or leave audit out") for other, why in {
         _F.CODEC_STATE: "what a codec remembers of a replica is on the worker that computes it, so no other sends the "
                         "same bytes; use a codec without state (error_feedback=False)",
-        _F.STREAMED: "a worker that keeps no parameters computes each replica once; use parameters=local",
+        _F.STREAMED: "a worker that keeps no parameters computes each replica once; use memory.parameters=local",
         _F.TABLES: "audits do not compare rows of tables yet; use sparse=False",
         _F.RANKS: "workers of several ranks do not audit each other yet; use workers of one process",
         _F.AGGREGATORS: "an aggregator adds contributions up before servers can compare them; leave --aggregators out",

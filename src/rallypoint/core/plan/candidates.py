@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from rallypoint.core.plan.failures import NEVER, daly_period, elastic_goodput, goodput
-from rallypoint.core.plan.peers import Memory, Ring, ddp_cost, ddp_memory, fsdp_cost, fsdp_memory, servers_memory
+from rallypoint.core.plan.peers import Footprint, Ring, ddp_cost, ddp_memory, fsdp_cost, fsdp_memory, servers_memory
 from rallypoint.core.plan.pipeline import StepCost, step_cost
 from rallypoint.core.plan.port import WINDOW_S
 from rallypoint.core.plan.site import Rates, Servers, Site, Workers, paced, paced_by_port
@@ -83,7 +83,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     step: StepCost
     goodput: float
     period: float
-    memory: Memory
+    memory: Footprint
     fits: bool
 
     @property

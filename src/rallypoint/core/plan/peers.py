@@ -112,7 +112,7 @@ def ring_bytes(nbytes: float, members: int) -> float:
 _PARAMETER, _GRADIENT, _MOMENTS = 4, 4, 8
 
 
-class Memory(msgspec.Struct, frozen=True):
+class Footprint(msgspec.Struct, frozen=True):
     """Bytes on a worker's device, in the memory of its host (for each worker), on each server; 0: nothing there."""
 
     device: float
@@ -120,23 +120,23 @@ class Memory(msgspec.Struct, frozen=True):
     server: float = 0.0
 
 
-def ddp_memory(words: float) -> Memory:
+def ddp_memory(words: float) -> Footprint:
     """DDP with `gradient_as_bucket_view`: 16 bytes a parameter on every device."""
-    return Memory((_PARAMETER + _GRADIENT + _MOMENTS) * words)
+    return Footprint((_PARAMETER + _GRADIENT + _MOMENTS) * words)
 
 
-def fsdp_memory(words: float, ranks: int, largest: float) -> Memory:
+def fsdp_memory(words: float, ranks: int, largest: float) -> Footprint:
     """FSDP2: 16 bytes over the ranks, and the largest unit (words) gathered."""
-    return Memory((_PARAMETER + _GRADIENT + _MOMENTS) * words / ranks + _PARAMETER * largest)
+    return Footprint((_PARAMETER + _GRADIENT + _MOMENTS) * words / ranks + _PARAMETER * largest)
 
 
 def servers_memory(
     words: float, servers: int, *, replication: int = 1, ranks: int = 1, largest: float = 0.0
-) -> Memory:  # fmt: skip
+) -> Footprint:  # fmt: skip
     """Through servers: parameters, a layer's gradients, a buffer on the host; there masters, moments, two versions.
 
     `ranks`: of each worker, which shards the model among them by FSDP2; its buffer is on the host of rank 0.
     """
     here = (_PARAMETER + _GRADIENT) / ranks * words if ranks > 1 else _PARAMETER * words
     there = (_PARAMETER + _MOMENTS + 2 * _PARAMETER) * replication * words / servers
-    return Memory(here + _GRADIENT * largest, _PARAMETER * words / ranks, there)
+    return Footprint(here + _GRADIENT * largest, _PARAMETER * words / ranks, there)

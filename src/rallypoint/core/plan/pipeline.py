@@ -115,7 +115,7 @@ def _shard_words(workload: Workload, servers: Sequence[Servers]) -> int:
 # A transfer stands for as many equal ones as its weights say: four workers that push at once are one transfer, with
 # weight 1 on (any) worker's link and weight 4 on the server's::
 #
-#     network = Network({"worker": 125e6, "server": 125e6})
+#     network = Flows({"worker": 125e6, "server": 125e6})
 #     network.start("push", 1e6, {"worker": 1.0, "server": 4.0})     # 1 MB each: 31.25 MB/s each
 #     network.first_end()                                            # 0.032
 
@@ -136,7 +136,7 @@ class Transfer:
     rate: float = 0.0
 
 
-class Network:
+class Flows:
     """Links with capacities (bytes a second), and the transfers under way on them."""
 
     def __init__(self, capacity: Mapping[str, float]) -> None:
@@ -277,7 +277,7 @@ class Pipeline:
 
     def __init__(self, workload: Workload, site: Site) -> None:
         self._workload, self._site, self._wiring = workload, site, Wiring(site)
-        self._network = Network(self._wiring.capacity)
+        self._network = Flows(self._wiring.capacity)
         self._bundles = bundles_of(workload, site.servers)
         self._of_layer: list[list[int]] = [[] for _ in workload.layers]
         self._made: list[list[int]] = [[] for _ in workload.layers]

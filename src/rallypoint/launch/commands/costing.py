@@ -189,8 +189,10 @@ def sizes_of(layout: Layout) -> tuple[int, ...]:
 def workload_of(config: JobConfig, layers: Sequence[Layer]) -> Workload:
     """What a job with these settings does in a step."""
     return Workload(
-        layers=tuple(layers), shard_bytes=config.shard_bytes, up=_bytes_of(config.codec), down=_bytes_of(config.down),
-        clip=config.clip is not None or config.nonfinite == "skip", steps=config.steps_per_round, early=config.overlap,
+        layers=tuple(layers), shard_bytes=config.network.shard_bytes, up=_bytes_of(config.codec),
+        down=_bytes_of(config.down),
+        clip=config.clip is not None or config.nonfinite == "skip", steps=config.steps_per_round,
+        early=config.network.overlap,
     )  # fmt: skip
 
 
@@ -317,7 +319,8 @@ def question_of(options: CostOptions, run: MeasuredRun | None = None) -> Questio
         gpus=gpus, per_host=per_host, rate=_link_of(options, run, notes),
         servers=tuple(sorted(set(options.servers or ()))),
         memory=bytes_of(options.memory, "--memory") if options.memory else 0.0,
-        paced=bool(config.pace_mbit), mtbf=_mtbf_of(options, run, notes), by_port=config.pacing == "auto",
+        paced=bool(config.network.pace_mbit), mtbf=_mtbf_of(options, run, notes),
+        by_port=config.network.pacing == "auto",
     )  # fmt: skip
     return Question(workload_of(config, layers), machines, _encodings_of(options), -(-replicas // gpus), notes)
 
@@ -562,9 +565,9 @@ def _quicker(question: Question, verdict: Judgement) -> list[str]:
     workload, machines = question.workload, question.machines
     size, pace = workload.shard_bytes // 4, round(PACED * machines.rate * 8 / 1e6)
     tried = [
-        (f"shards of {size >> 10} KiB (shard_bytes={size})", size >= _LEAST_SHARD,
+        (f"shards of {size >> 10} KiB (network.shard_bytes={size})", size >= _LEAST_SHARD,
          msgspec.structs.replace(workload, shard_bytes=size), machines),
-        (f"pace_mbit={pace}", not machines.paced, workload, msgspec.structs.replace(machines, paced=True)),
+        (f"network.pace_mbit={pace}", not machines.paced, workload, msgspec.structs.replace(machines, paced=True)),
     ]  # fmt: skip
     notes = []
     for words, possible, other, there in tried:

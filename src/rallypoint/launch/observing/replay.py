@@ -365,17 +365,17 @@ def _argv(plan: Launch, run: Path, say: Callable[[str], None], *, current: bool)
 
 def _settings(job: JobRecord) -> dict[str, Any]:
     """Settings that change no byte: everything is recorded, a loss that is not finite is looked at and ends nothing."""
-    settings: dict[str, Any] = {"fingerprints": 1, "overlap": False}
+    settings: dict[str, Any] = {"audit": {"fingerprints": 1}, "network": {"overlap": False}}
     if job.config.get("nonfinite") == "stop" and job.config.get("precision") != "fp16":
         settings["nonfinite"] = "continue"
-    if job.config.get("keep_best"):
-        settings["keep_best"] = ""
+    if job.config.get("evaluation", {}).get("keep_best"):
+        settings["evaluation"] = {"keep_best": ""}
     return settings
 
 
 def _reductions(manifest: Manifest, run: Path, state: ClusterState | None) -> tuple[int, ...]:
     """From which versions on the run has reduced its rates (`plateau`): the snapshot says it of earlier ones alone."""
-    if manifest.job.config.get("plateau") is None:
+    if manifest.job.config.get("evaluation", {}).get("plateau") is None:
         return ()
     if state is None:
         raise UsageError(f"{run} has no {JOURNAL}, which says at which steps the rates were reduced (plateau=)")

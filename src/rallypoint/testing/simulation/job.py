@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.codec.spec import CodecSpec, Raw, has_state
-from rallypoint.config import Group, JobConfig, cadence_of, record_of
+from rallypoint.config import Audit, Evaluation, Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.decisions import Rules
 from rallypoint.core.job import JobRecord
@@ -110,8 +110,10 @@ class SimulatedJob:
             precision="fp16" if self.fp16 else "fp32", loss_scale=loss_scale.SCALING,
             nonfinite="skip" if self.skip else "stop", sync=self.sync, codec=self.codec,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
-            plateau=self.rules.plateau, keep_best=self.rules.best.metric if self.rules.best else "",
-            audit=self.audits.share if self.audits else 0.0,
+            evaluation=Evaluation(
+                plateau=self.rules.plateau, keep_best=self.rules.best.metric if self.rules.best else ""
+            ),
+            audit=Audit(share=self.audits.share if self.audits else 0.0),
         )  # fmt: skip
         return msgspec.structs.replace(config, steps=self.steps * config.steps_per_round)
 

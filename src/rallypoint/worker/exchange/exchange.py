@@ -84,7 +84,7 @@ def _presum(config: JobConfig, layout: Layout) -> tuple[frozenset[int], int, int
     if not config.policy.tree or config.streamed:  # (a sum of replicas would be as large as the model)
         return frozenset(), 1, 1
     nbytes = sum(layout.shards[shard].nbytes for shard in shards)
-    copies = min(config.presum_bytes // max(1, nbytes), 32)
+    copies = min(config.network.presum_bytes // max(1, nbytes), 32)
     return (shards if copies else frozenset(), config.replicas, 1 << copies)
 
 
@@ -305,8 +305,8 @@ class Exchange:
             torch.empty(words, dtype=torch.float32, device="cpu", pin_memory=True) if pinned
             else words_of_memory(words)
         )  # fmt: skip
-        self.streamed, self.prefetch_bytes = config.streamed, config.prefetch_bytes
-        scarce = ShardMemory(layout, config.prefetch_bytes, pinned=pinned) if config.streamed else None
+        self.streamed, self.prefetch_bytes = config.streamed, config.memory.prefetch_bytes
+        scarce = ShardMemory(layout, config.memory.prefetch_bytes, pinned=pinned) if config.streamed else None
         self.memory: SlotMemory = scarce or WholeVector(layout, self.buffer)
         formats = ShardCodecStates(config)
         self._shell = shell = shell_for(context.me, worker_plan(config, layout, formats.among(layout), early=early))
@@ -329,7 +329,7 @@ class Exchange:
         locked.effects = LinkEffects(shell, self._links, self._pushes, codec_states)
         self._optimizer = optimizer_state(config)
         self.replica = ReplicaPushes(
-            layout, locked, self._pushes, self._links, Contributions(layout, config.fingerprints)
+            layout, locked, self._pushes, self._links, Contributions(layout, config.audit.fingerprints)
         )
         self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)

@@ -375,7 +375,9 @@ class Links:
         """Start to connect to these servers and aggregators of `view`. `receiver` gets what arrives."""
         config = self._config
         measured = paces_by_port(config) and view.workers_by_port()
-        limits = Limits.of(view.in_flight(config.in_flight_bytes), view.paced(config.pace_mbit), measured=measured)
+        limits = Limits.of(
+            view.in_flight(config.network.in_flight_bytes), view.paced(config.network.pace_mbit), measured=measured
+        )
         equal = limits.shared(len(view.servers))
         shares = {server: limits.shared(len(view.servers), part) for server, part in view.port_parts().items()}
         for name, link in self._links.items():
@@ -383,7 +385,7 @@ class Links:
         for server in servers:
             link = self._links[server.id] = ServerLink(
                 transport=self._context.transport, server=server, credentials=self._context.credentials,
-                window=self._config.window, receiver=receiver, view=self._view, tracer=self._context.tracer,
+                window=self._config.network.window, receiver=receiver, view=self._view, tracer=self._context.tracer,
                 role="aggregator" if server in view.aggregators else "server",
             )  # fmt: skip
             link.limit(shares.get(server.id, equal))

@@ -101,7 +101,7 @@ class ModelGuard:
         compares = parts.alone and parts.streamed is None
         if not compares:
             return NoGuard(parts.model)
-        return cls(parts.model, parts.tensors, wrapped=parts.config.order == "own")
+        return cls(parts.model, parts.tensors, wrapped=parts.config.reading.order == "own")
 
     def __init__(self, model: torch.nn.Module, tensors: ModelTensors, *, wrapped: bool) -> None:
         """`wrapped`: the loop is the script's own (`rp.wrap`)."""

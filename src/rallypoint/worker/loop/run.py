@@ -57,7 +57,7 @@ class Passes:
         self.autocast = Autocast(parts.config, parts.tensors.device)
         self._activations = Activations(parts.model, parts.config)
         self._streamed, self._carried = parts.streamed, parts.tensors.carried
-        self._own = parts.config.order == "own"
+        self._own = parts.config.reading.order == "own"
         tables = [one.weight for same in parts.tensors.tables for one in same]
         known = [*(placed.tensor for placed in parts.tensors.parameters), *tables]
         self._habits = WrappedHabits(known) if self._own else Habits(known)
@@ -317,7 +317,9 @@ class Evaluator:
         parts, periods = self._parts, self._evaluations.periods
         if not parts.leases:
             return
-        decides = bool(self._stops) or parts.config.plateau is not None or bool(parts.config.keep_best)
+        decides = bool(self._stops) or parts.config.evaluation.plateau is not None or bool(
+            parts.config.evaluation.keep_best
+        )
         if decides and self._registered:
             raise UsageError("write @run.every above the loop: what the job computes depends on its evaluations")
         self._registered = True
@@ -602,7 +604,7 @@ class Run:
             raise UsageError(f"the loop ended before the last step: {stopping.why_not}")
         if not self.left_loop.end_replica():
             return
-        own = self._config.order == "own"
+        own = self._config.reading.order == "own"
         stopping.leave(self._exchange, f"the loop was left at step {self._config.steps_at(round)}", own=own)
         while (action := self._next_action(early=False)) is not None:
             if isinstance(action, machine.Compute):
@@ -667,7 +669,7 @@ class Run:
         )
         self._parts.coordinator.send(Report(
             round, replica, loss if passes.told else math.nan, weight,
-            items=len(steps) * self._config.batch * self._config.items_per_sample,
+            items=len(steps) * self._config.batch * self._config.reading.items_per_sample,
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
             settings=optimizer.settings_digest() if optimizer is not None else "", figures=figures,
         ))  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from rallypoint.config import ClusterFacts, JobConfig, record_of, resolve, with_own_optimizer, with_start_values
+from rallypoint.config.resolve import names_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import WORD_BYTES
 from rallypoint.core.modes import Feature
@@ -167,10 +168,10 @@ class Job(MemberMessages):
         kinds = ", ".join(f"{type(one).__module__}.{type(one).__qualname__}" for one in own)
         overrides, data = self._link.welcome.overrides, given(dataset, collate_fn, loader)
         config = with_own_optimizer(resolve({**data.settings, **settings}, overrides), kinds, overrides)
-        given_keys = {*data.settings, *settings, *overrides}
+        given_keys = names_of({**data.settings, **settings}) | names_of(overrides)
         config, why_so = started(config, model, given_keys, self._link.welcome, alone=self._group is None)
-        if config.order == "own" and not self.run_type.own:
-            raise ConfigError('order="own" is set by rp.wrap: leave it out of job.train')
+        if config.reading.order == "own" and not self.run_type.own:
+            raise ConfigError('reading.order="own" is set by rp.wrap: leave it out of job.train')
         folder = self._link.welcome.folder
         lead = None if self._group is None else Lead(self._group, config, model, parallel, folder, carry)
         made = prepare(model, config, init)
@@ -185,12 +186,12 @@ class Job(MemberMessages):
             config, tensors.layout, tensors.frozen_hashes(), data=identity, tied=tensors.tied,
             threads=torch.get_num_threads(),
         )  # fmt: skip
-        whole = lead is None and config.parameters != "streamed"
+        whole = lead is None and config.memory.parameters != "streamed"
         self._first = digest_of(tensors.layout, tensors.part) if whole else b""
         self._kernels = kernels_of(tensors.device) if record.audits else b""
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
         first = self.id == min(one.id for one in exchange.view.workers)
-        reads = stream_reads(config.passes, config.steps, given="steps" in settings)
+        reads = stream_reads(config.reading.passes, config.steps, given="steps" in settings)
         for sentence in (why_so, reads):
             if sentence and first:
                 self._say(sentence)

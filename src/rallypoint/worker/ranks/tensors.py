@@ -246,7 +246,7 @@ def layout_of(spread: SpreadModel, config: JobConfig) -> Layout:
     """Return the layout of the unsharded model: the same on all ranks."""
     specs = [TensorSpec(t.name, t.shape, t.dtype, group_of(config, t.name, len(t.shape))) for t in spread.trained]
     specs += [TensorSpec(t.name, t.shape, t.dtype, -1) for t in spread.buffers]
-    return build_layout(specs, config.shard_bytes, ranks_of(config), [], matrices_of(config, specs))
+    return build_layout(specs, config.network.shard_bytes, ranks_of(config), [], matrices_of(config, specs))
 
 
 def in_order(spread: SpreadModel, layout: Layout) -> list[tuple[Entry, Spread]]:
