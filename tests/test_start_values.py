@@ -62,7 +62,7 @@ def test_on_one_host_shards_are_larger_and_each_server_has_some_of_them() -> Non
     for nbytes, size in ((4, 1), (15 << 20, 1), (16 << 20, 2), (32 << 20, 4), (1 << 33, 4)):
         assert started(nbytes, facts, tune="off", clip=1.0) == (size << 20, "")
     assert started(1 << 33, facts._replace(shard_bytes=DEFAULT)) == (DEFAULT, "")  # it has some already
-    assert started(1 << 33, facts, shard_bytes=DEFAULT) == (DEFAULT, "")
+    assert started(1 << 33, facts, **{"network.shard_bytes": DEFAULT}) == (DEFAULT, "")
     assert started(1 << 33, facts, sync=Async()) == (DEFAULT, "")
 
 

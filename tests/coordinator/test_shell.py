@@ -520,8 +520,8 @@ def test_a_server_that_has_handed_its_shards_over_hears_that_it_may_go() -> None
     play.steps(0, 1)
     play.say("s1", Leaving())
     play.say("s1", CaughtUp({shard: play.view.paired[shard] for shard in play.view.shards_of("s1")}))
-    assert play.view.handover is not None
-    done = play.say("w0", Reached(play.view.handover, play.view.generation))
+    assert play.view.orders.handover is not None
+    done = play.say("w0", Reached(play.view.orders.handover, play.view.generation))
     assert acts.SendMessage("s1", Finished()) in done
 
 

@@ -97,7 +97,7 @@ def test_a_clipped_job_has_the_same_bytes_with_shards_of_1_2_and_4_mib(optimizer
         with EmbeddedJob() as job:
             run = job.train(
                 model, [torch.linspace(0, n, 600) for n in range(8)], replicas=2, batch=2, steps=3, clip=0.01,
-                optimizer=optimizer, shard_bytes=size,
+                optimizer=optimizer, network=rp.Network(shard_bytes=size),
             )  # fmt: skip
             for micro in run:
                 with micro:
