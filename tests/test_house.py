@@ -37,7 +37,6 @@ LARGE_CLASSES = {
     "testing/simulation/job.py: SimulatedJob": "the undisturbed computation that every run is compared with",
 }
 LONG_SIGNATURES = {
-    "cli/by_hand.py: worker": "typer makes each option of the command line from an argument",
     "recipes/gpt.py: _command": "typer makes each option of the command line from an argument",
     "recipes/resnet.py: _command": "typer makes each option of the command line from an argument",
 }
@@ -48,8 +47,8 @@ BUDGETS = {
     "rows of the feature table": 34,
     "refused pairs": 48,
     "fields of View": 18,
-    "lines": 99_999,
-    "files": 357,
+    "lines": 82_794,
+    "files": 356,
     "folders": 37,
     "classes that share their name": 6,
 }  # what a stranger has to learn: whoever needs more says here why

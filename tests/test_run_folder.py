@@ -328,8 +328,6 @@ def test_where_no_folder_can_be_made_it_is_said(tmp_path: Path) -> None:
 
 def test_options_that_cannot_be_used_make_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="no --transport pigeon"):
-        RunOptions(transport="pigeon").run(["true"])
     with pytest.raises(ConfigError, match="is no compression"):
         RunOptions(compression="lead").run(["true"])
     assert list(tmp_path.iterdir()) == []

@@ -31,7 +31,7 @@ class CodecStateCluster(Cluster):
 
     def __init__(self, home: Path, codec: str) -> None:
         super().__init__(home)
-        script = SCRIPT.replace("clip=0.5, shard_bytes=256,", f"{CODECS[codec]} shard_bytes=768,")
+        script = SCRIPT.replace("clip=0.5, ", f"{CODECS[codec]} ").replace("shard_bytes=256", "shard_bytes=768")
         if codec == "dgc":
             script = script.replace("rp.AdamW(lr=1e-2)", "rp.SGD(lr=1e-2)")
         assert CODECS[codec] in script

@@ -126,13 +126,14 @@ def test_a_coordinator_that_goes_on_from_a_trial_goes_back_to_the_kept_values_an
 
 
 def test_a_given_value_is_where_tuning_begins_and_none_is_among_what_is_tried() -> None:
-    config = resolve({"replicas": 2, "steps": 1000, "tune": "auto", "pace_mbit": 70.0, "in_flight_bytes": 1000})
+    given = {"pace_mbit": 70.0, "in_flight_bytes": 1000}
+    config = resolve({"replicas": 2, "steps": 1000, "tune": "auto", "network": given})
     job = record_of(config, record("auto").layout)
-    for name, given in (("in_flight_bytes", 1000.0), ("pace_mbit", 70.0)):
+    for name, value in (("in_flight_bytes", 1000.0), ("pace_mbit", 70.0)):
         tuning = Tuning()
         until(tuning, job, lambda seen, name=name: name in seen.orders.tuned)
         assert tuning.tuner is not None
-        assert tuning.tuner.best == given
+        assert tuning.tuner.best == value
         assert 0.0 in tuning.tuner.knob.candidates
 
 

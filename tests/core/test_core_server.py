@@ -380,7 +380,7 @@ def _step(server: ServerMachine, index: int, step: int, norm: float) -> list[Eff
     effects = server.handle(index, Contribute(step, 0, 1.0, 100 + step))
     for shard, effect in _on(effects, Finish):
         if effect.measure:
-            effects += server.measured(effect.step, Measure(shard, norm))
+            effects += server.measured(effect.step, Measure(shard, (norm,)))
     return effects
 
 
@@ -394,8 +394,8 @@ def test_all_servers_scale_by_the_norm_of_all_shards() -> None:
     server = _server(plan, view, "s1")
     assert not any(isinstance(effect, Tell) for effect in _step(server, 0, 0, 2.0))
     told = [effect for effect in _step(server, 2, 0, 1.0) if isinstance(effect, Tell)]
-    assert told == [Tell(0, (Measure(0, 2.0), Measure(2, 1.0)))]
-    effects = _finish(server, server.told(0, [Measure(1, 2.0)]))
+    assert told == [Tell(0, (Measure(0, (2.0,)), Measure(2, (1.0,))))]
+    effects = _finish(server, server.told(0, [Measure(1, (2.0,))]))
     scale = 1.0 / (3.0 + 1e-6)
     assert _on(effects, Apply) == [(0, applied(0, scale)), (2, applied(0, scale))]
     assert _on(effects, Publish) == [(0, Publish(1)), (2, Publish(1))]
@@ -406,8 +406,8 @@ def test_without_decisions_nothing_is_measured_and_nothing_told() -> None:
     effects = server.handle(0, Contribute(0, 0, 1.0, 1))
     finished = Finish(0, 1.0, False, (), 1)
     assert effects == [On(0, Take(1, 1.0)), On(0, finished), On(0, applied(0, 1.0)), On(0, Publish(1))]
-    assert server.measured(0, Measure(0, 1.0)) == []
-    assert server.told(0, [Measure(0, 1.0)]) == []
+    assert server.measured(0, Measure(0, (1.0,))) == []
+    assert server.told(0, [Measure(0, (1.0,))]) == []
     assert server.peer_linked("s1") == []
 
 
@@ -427,7 +427,7 @@ def test_a_server_refuses_a_sum_that_is_not_finite_by_itself_and_says_so_again(w
     server = _server(plan, _view(1, {0: "s0", 1: "s0"}))
     assert _on(_step(server, 0, 0, 1.0), Apply) == [(0, applied(0, 1.0))]
     server.handle(1, Contribute(0, 0, 1.0, 7))
-    (report,) = server.measured(0, Measure(1, 0.0, at=word))
+    (report,) = server.measured(0, Measure(1, (0.0,), at=word))
     assert isinstance(report, TellNotFinite)
     assert (report.verdict.stops, report.verdict.gradients, report.verdict.at) == (True, (0,), (1, word))
     assert server.machine(1).version == 0  # type: ignore[union-attr]
@@ -441,7 +441,7 @@ def test_all_servers_refuse_or_skip_what_one_of_them_finds(rule: Rule) -> None:
     plan = ServerPlan(Sync(), [1, 1], frozenset({0, 1}), frozenset({0, 1}), rule)
     server = _server(plan, _view(1, {0: "s0", 1: "s1"}), "s1")
     _step(server, 0, 0, 1.0)
-    (verdict,) = [e for e in server.told(0, [Measure(1, 0.0, gradients=(2,), at=5)]) if isinstance(e, StepVerdict)]
+    (verdict,) = [e for e in server.told(0, [Measure(1, (0.0,), gradients=(2,), at=5)]) if isinstance(e, StepVerdict)]
     assert (verdict.scale, verdict.stops, verdict.at, verdict.gradients) == (None, rule.stops, (1, 5), (2,))
     assert _on(server.decided(verdict), Apply) == ([] if rule.stops else [(0, applied(0, None))])
     assert server.report_again() == ([TellNotFinite(verdict)] if rule.stops else [])
@@ -452,8 +452,8 @@ def test_what_is_known_is_told_again_when_servers_change_and_when_a_link_stands_
     view = _view(1, {0: "s0", 1: "s1", 2: "s2"})
     server = _server(_plan(3, decides=True), view, "s1")
     _step(server, 0, 0, 2.0)
-    server.told(0, [Measure(1, 2.0)])
-    known = Tell(0, (Measure(0, 2.0), Measure(1, 2.0)))
+    server.told(0, [Measure(1, (2.0,))])
+    known = Tell(0, (Measure(0, (2.0,)), Measure(1, (2.0,))))
     assert server.peer_linked("s2") == [known]
     assert known in server.adopt(_view(2, {0: "s0", 1: "s1", 2: "s1"}, incarnations={"s0": 1, "s1": 2}))
 
@@ -463,7 +463,7 @@ def test_a_shard_that_is_promoted_after_the_decision_takes_the_same_decision() -
     server = _server(_plan(2, decides=True), view, "s1")
     server.handle(1, Loaded(0))
     _step(server, 0, 0, 3.0)
-    verdict = server.told(0, [Measure(1, 4.0)])
+    verdict = server.told(0, [Measure(1, (4.0,))])
     _finish(server, verdict)  # and s1 dies before it has replicated its part of step 0
     server.adopt(_view(2, {0: "s0", 1: "s0"}, incarnations={"s0": 1}))
     effects = server.handle(1, Contribute(0, 0, 1.0, 7))  # sent again
@@ -477,7 +477,7 @@ def test_a_shard_whose_server_died_is_measured_by_its_successor() -> None:
     _step(server, 0, 0, 3.0)
     server.adopt(_view(2, {0: "s0", 1: "s0"}, incarnations={"s0": 1}))
     effects = _step(server, 1, 0, 4.0)
-    assert Tell(0, (Measure(0, 3.0), Measure(1, 4.0))) in effects
+    assert Tell(0, (Measure(0, (3.0,)), Measure(1, (4.0,)))) in effects
     assert _on(_finish(server, effects), Apply) == [
         (0, applied(0, 1.0 / (5.0 + 1e-6))), (1, applied(0, 1.0 / (5.0 + 1e-6))),
     ]  # fmt: skip
@@ -486,7 +486,7 @@ def test_a_shard_whose_server_died_is_measured_by_its_successor() -> None:
 def test_decisions_of_a_stale_generation_are_forgotten() -> None:
     server = _server(_plan(2, decides=True), _view(1, {0: "s0", 1: "s1"}), "s1")
     _step(server, 0, 0, 3.0)
-    _finish(server, server.told(0, [Measure(1, 4.0)]))
+    _finish(server, server.told(0, [Measure(1, (4.0,))]))
     view = _view(5, {0: "s0", 1: "s1"}, generation=5, origin="step-0")
     assert not any(isinstance(effect, Tell) for effect in server.adopt(view))
     server.handle(0, Loaded(0))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -17,7 +19,7 @@ from rallypoint.errors import LinkError
 from rallypoint.net import memory
 from rallypoint.net.channel import LENT_BYTES, Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.handshake import dialers_keys, token_keys
+from rallypoint.net.handshake import dialers_keys, expand, token_keys
 from rallypoint.net.memory import Arena, HostLender
 from rallypoint.net.pool import BufferPool, bytes_of, words_of_memory
 from rallypoint.net.tcp import TcpTransport
@@ -156,14 +158,80 @@ def test_a_link_that_ends_while_a_payload_is_read_gives_no_payload() -> None:
             far.lender.read(number, bytes_of(torch.empty(WORDS)))  # type: ignore[union-attr]
 
 
+def test_the_words_of_a_link_that_is_gone_say_that_nothing_is_lent() -> None:
+    """They are freed with the link's objects, and a reader may come much later: a stopped process that goes on."""
+    near, far, stack = upgraded(TcpTransport(), "127.0.0.1:0")
+    with stack:
+        lent = values(6)
+        number = near.lender.lend(bytes_of(lent))  # type: ignore[union-attr]
+        assert number is not None
+        near.lender.withdraw()  # type: ignore[union-attr]
+        near.close()
+        near = None  # type: ignore[assignment]
+        gc.collect()
+        with pytest.raises(LinkError, match="has ended the link before"):
+            far.lender.read(number, bytes_of(torch.empty(WORDS)))  # type: ignore[union-attr]
+        far.close()
+
+
+def test_what_was_read_is_said_though_much_else_is_sent_and_nothing_comes_back(pair: Pair) -> None:
+    pair.lend("read", values(7))
+    pair.receive()
+    deadline = time.monotonic() + PATIENCE_S
+    while not pair.sent:
+        assert time.monotonic() < deadline
+        pair.near.send(Header(Kind.CREDIT, replica=1))
+        pair.far.receive_header()
+
+
+def test_an_upgrade_that_fails_half_way_leaves_no_descriptor() -> None:
+    """It would keep all memory of a process that was killed meanwhile."""
+    transport = TcpTransport()
+    listener = transport.listen("127.0.0.1:0")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        near, far = transport.connect(listener.address, 5.0), listener.accept()
+        arena = memory._ARENAS.get()
+        assert arena is not None
+        said = memory._DESCRIBED.pack(os.getpid(), arena.fd, arena.token.encode(), 0)
+        memory.say(far, expand(b"2" * 32, memory.LABEL), said)
+        far.finish()
+        with pytest.raises(LinkError):
+            near.upgrade(b"1" * 32, b"2" * 32)
+        near.close()
+        far.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    listener.close()
+
+
+def test_without_memory_for_a_link_its_payloads_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(arena: Arena, nbytes: int) -> None:
+        raise OSError(27, "File too large")  # ulimit -f
+
+    monkeypatch.setattr(Arena, "allocate", none)
+    near, far, stack = upgraded(TcpTransport(), "127.0.0.1:0")
+    with stack:
+        assert near.lender is far.lender is None
+        assert words_of_memory(WORDS).numel() == WORDS
+        near.close()
+        far.close()
+
+
+def test_a_refusal_behind_a_payload_that_nobody_reads_waits_for_nothing(pair: Pair) -> None:
+    pair.lend("unread", values(8))
+    pair.near.refuse("no")
+    assert pair.near.flush(PATIENCE_S)
+
+
 def test_a_peer_that_lends_what_it_does_not_have_ends_its_link_alone(pair: Pair) -> None:
     if not isinstance(pair.near.connection.lender, HostLender):
         pytest.skip("within a process a number is a payload")
-    pair.near.connection.lender.lend = lambda payload: 1 << 50  # type: ignore[method-assign]
-    pair.lend("nothing", values(5))
-    header = pair.far.receive_header()
-    with pytest.raises(LinkError, match="lends memory that it does not have"):
-        pair.far.receive_into(bytes_of(torch.empty(header.length // 4)))
+    for number, sentence in ((1 << 50, "lends memory that it does not have"), (1 << 63, "cannot be read")):
+        pair.near.connection.lender.lend = lambda payload, number=number: number  # type: ignore[misc]
+        pair.lend("nothing", values(5))
+        header = pair.far.receive_header()
+        with pytest.raises(LinkError, match=sentence):
+            pair.far.receive_into(bytes_of(torch.empty(header.length // 4)))
 
 
 def test_a_payload_that_is_lent_on_a_link_without_memory_is_refused() -> None:

@@ -251,7 +251,7 @@ def test_a_member_is_told_its_own_secret_and_tickets_alone(job: Job) -> None:
 
 
 def test_measures_of_unknown_shards_do_not_end_the_job(job: Job) -> None:
-    data = memoryview(msgspec.msgpack.encode([(shard, 1.0, ()) for shard in range(100, 104)]))
+    data = memoryview(msgspec.msgpack.encode([(shard, (1.0,), ()) for shard in range(100, 104)]))
     peer = job.enter(job.servers[0]._gate.address, "server", "server1")
     peer.send(Header(Kind.MEASURES, job.view.number, length=len(data), step=0), data)
     assert "measures of a step or of a shard that this job does not have" in refusal(peer)
@@ -260,7 +260,7 @@ def test_measures_of_unknown_shards_do_not_end_the_job(job: Job) -> None:
 
 
 def test_measures_of_a_step_that_never_comes_do_not_decide(job: Job) -> None:
-    data = memoryview(msgspec.msgpack.encode([(shard, 1.0, ()) for shard in range(4)]))
+    data = memoryview(msgspec.msgpack.encode([(shard, (1.0,), ()) for shard in range(4)]))
     peer = job.enter(job.servers[0]._gate.address, "server", "server1")
     peer.send(Header(Kind.MEASURES, job.view.number, length=len(data), step=2**32 - 1), data)
     assert "measures of a step or of a shard that this job does not have" in refusal(peer)

@@ -198,7 +198,7 @@ def test_a_job_that_holds_bf16_goes_on_after_a_server_died() -> None:
 def test_held_parameters_travel_as_bf16_unless_the_settings_say_otherwise() -> None:
     config = resolve({"precision": "bf16", "memory.hold": "bf16"})
     assert (config.codec, config.down) == (Bf16(), Bf16())
-    config = resolve({"precision": "bf16", "codec": Raw()}, {"memory.hold": "bf16", "down": {"type": "raw"}})
+    config = resolve({"precision": "bf16", "codec": Raw()}, {"memory": {"hold": "bf16"}, "down": {"type": "raw"}})
     assert (config.codec, config.down) == (Raw(), Raw())
 
 

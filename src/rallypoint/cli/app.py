@@ -32,6 +32,7 @@ GONE = {  # commands and options ("--tensorboard" of any command, "plan --clip")
     "train finetune": "it is a script now: rallypoint run examples/finetune.py --model gpt2 --data texts",
     "train gan": "it is a script now, with job.store in place of job.train: rallypoint run examples/gan.py",
     # run, train, ...
+    "--transport": "leave it out: TCP carries all (over an InfiniBand card too); on one host payloads stay in memory",
     "--best-is": "--set evaluation.best_is=max",
     "--keep-best": "--set evaluation.keep_best=val_loss",
     "--keep-every": "--keep-last N keeps more of the last ones",

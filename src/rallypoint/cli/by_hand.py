@@ -16,7 +16,6 @@ from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.options import (
     HealthAt,
-    HowPayloadsGo,
     JobAddress,
     RunOptions,
     Tls,
@@ -46,7 +45,6 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     )] = "127.0.0.1:0"  # fmt: skip
     advertise: Advertise = ""
     health: HealthAt = ""
-    transport: HowPayloadsGo = ""
 
     @property
     def at(self) -> str:
@@ -127,7 +125,7 @@ def server(
     from rallypoint.launch.observing.health import answering, health_at
     from rallypoint.server.service import ServerService
 
-    access = access_of(token_file, "server", tls, bind=options.at, transport=options.transport)
+    access = access_of(token_file, "server", tls, bind=options.at)
     address = address_of(coordinator)
     service = ServerService(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
@@ -151,7 +149,7 @@ def worker(
     ranks: Annotated[int, typer.Option(
         min=1, metavar="N", help="Processes of this worker, which share the model (FSDP2, tensor, pipeline parallel).",
     )] = 1,
-    health: HealthAt = "", transport: HowPayloadsGo = "",
+    health: HealthAt = "",
 ) -> None:  # fmt: skip
     """Run a script, or any program that calls rallypoint.join(), as one worker of one job.
 
@@ -170,8 +168,6 @@ def worker(
     refuse_option(context, program, "script")
     if not program:
         raise UsageError("which script? rallypoint worker [options] train.py, or ... -- PROGRAM")
-    if transport:
-        os.environ[environment.TRANSPORT] = transport  # the program's
     start_worker(
         (program, *context.args), coordinator=coordinator, token_file=token_file, id=id, health=health, tls=tls,
         ranks=ranks,
@@ -196,7 +192,7 @@ def aggregator(
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
     from rallypoint.launch.observing.health import answering, health_at
 
-    access = access_of(token_file, "aggregator", tls, bind=options.at, transport=options.transport)
+    access = access_of(token_file, "aggregator", tls, bind=options.at)
     address = address_of(coordinator)
     service = AggregatorService(
         id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,

@@ -12,12 +12,10 @@ from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.net.certificates import TlsFiles
 from rallypoint.net.handshake import ROLES, check_exposure, new_token, role_token
-from rallypoint.net.rdma import NIXL, TCP, NixlTransport, chosen
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.tls import TlsTransport
 from rallypoint.net.transport import Transport
 
-_MOVE_PAYLOADS = ("worker", "server", "aggregator")
 _LONGEST = 4096  # bytes of a token file
 
 
@@ -34,39 +32,32 @@ class Access:
     transport: Transport = field(default_factory=TcpTransport)
 
 
-def access_of(
-    token_file: str = "", role: str = "", tls: str = "", *, bind: str = "", transport: str = ""
-) -> Access:
+def access_of(token_file: str = "", role: str = "", tls: str = "", *, bind: str = "") -> Access:
     """Return the access that a process was given: by this file and folder, or else by the environment. "": none.
 
     RALLYPOINT_TOKEN holds the token itself, RALLYPOINT_TOKEN_FILE names a file that does. With a `role`, its token
     follows from the job's, which is not kept then. `tls` is the folder of the role's certificate, or the one above it,
-    as in RALLYPOINT_TLS; `transport` is tcp, nixl or auto, as in RALLYPOINT_TRANSPORT. UsageError if a file that is
-    named cannot be read, or holds no token or no usable certificate, or one of another role; if there is no such
-    transport here; or if others can reach `bind`, where it will listen, and the job's token is too short: the role's,
-    which follows from it, is long, and can be guessed as easily.
+    as in RALLYPOINT_TLS. UsageError if a file that is named cannot be read, or holds no token or no usable certificate,
+    or one of another role; or if others can reach `bind`, where it will listen, and the job's token is too short: the
+    role's, which follows from it, is long, and can be guessed as easily.
     """
     token = "" if token_file else os.environ.get(environment.TOKEN, "")
     path = token_file or os.environ.get(environment.TOKEN_FILE, "")
     if not token and path:
         token = read_token(Path(path))
     folder = tls or os.environ.get(environment.TLS, "")
-    word = transport or os.environ.get(environment.TRANSPORT, "") or TCP
-    links = transport_of(folder, role, word) if role else TcpTransport()
+    links = transport_of(folder, role) if role else TcpTransport()
     access = Access(role_token(token, role) if role else token, links)
     if bind:
         check_exposure(access.transport, bind, token)
     return access
 
 
-def transport_of(tls: str, role: str, word: str = TCP) -> Transport:
+def transport_of(tls: str, role: str) -> Transport:
     """Return what links of this role are made with: TLS with the certificates in this folder; "": TCP alone.
 
-    `word`: tcp, nixl or auto, for those that move payloads (`net.rdma.chosen`). UsageError if the certificates
-    cannot be used, or are another role's, or there is no such transport here.
+    UsageError if the certificates cannot be used, or are another role's.
     """
-    if role in _MOVE_PAYLOADS and chosen(word, secure=bool(tls)) == NIXL:
-        return NixlTransport()
     return TlsTransport(TlsFiles(Path(tls), role)) if tls else TcpTransport()
 
 

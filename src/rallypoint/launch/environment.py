@@ -13,7 +13,6 @@ COORDINATOR = "RALLYPOINT_COORDINATOR"
 TOKEN = "RALLYPOINT_TOKEN"
 TOKEN_FILE = "RALLYPOINT_TOKEN_FILE"
 TLS = "RALLYPOINT_TLS"  # the folder of the certificates
-TRANSPORT = "RALLYPOINT_TRANSPORT"  # tcp, nixl or auto: see `net.rdma`
 ID = "RALLYPOINT_ID"
 WORKERS = "RALLYPOINT_WORKERS"  # how many workers the launcher starts: for a script that has a fixed world
 SUMS = "RALLYPOINT_SUMS"  # set by a script that has joined a job of sums, for its children: its process id

@@ -40,7 +40,6 @@ from rallypoint.launch.plan import (
     parse_workers,
     with_whole_paths,
 )
-from rallypoint.net.rdma import TRANSPORTS, chosen
 from rallypoint.store.snapshots import Retention
 
 _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -64,10 +63,6 @@ HealthAt = Annotated[str, typer.Option(
 Tls = Annotated[str, typer.Option(
     metavar="FOLDER", help="Use TLS, with this role's certificate in a folder of `rallypoint token --tls`; by default "
     "RALLYPOINT_TLS.",
-)]  # fmt: skip
-HowPayloadsGo = Annotated[str, typer.Option(
-    "--transport", metavar="WORD", help="How large payloads go: tcp, nixl (RDMA) or auto (nixl where a card is there); "
-    "by default RALLYPOINT_TRANSPORT, or tcp.",
 )]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
 
@@ -139,7 +134,7 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
         """Return the plan of a run with workers of this argv: see `plan`. `more_settings` come after the options'."""
         both = msgspec.structs.replace(self, sets=[*(self.sets or []), *(more_settings or [])])
         own = {
-            "script": script, **self._traced(), "tls": self._certificates(), "transport": self._transport(),
+            "script": script, **self._traced(), "tls": self._certificates(),
             "metrics": self._targets(), "watch": self._page(), "track": self._tracked(), **self._machines(),
         }  # fmt: skip
         return with_whole_paths(msgspec.structs.replace(both.plan(worker), **own))
@@ -153,14 +148,6 @@ class RunOptions(ClusterConfig, frozen=True, kw_only=True):
                 "copy them to the same place on each machine, and give --tls FOLDER"
             )
         return given if given in ("", AUTO) else str(Path(given).resolve())
-
-    def _transport(self) -> str:
-        """Return how large payloads go, for the plan. The machines of the run choose by themselves what is there."""
-        if self.transport not in TRANSPORTS:
-            raise UsageError(f"there is no --transport {self.transport}: choose of {', '.join(TRANSPORTS)}")
-        if self.engine == "local" and not self.hosts:
-            chosen(self.transport, secure=bool(self._certificates()))
-        return self.transport
 
     def _page(self) -> bool:
         """Return whether the page is served, for the plan."""

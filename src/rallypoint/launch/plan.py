@@ -104,10 +104,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         metavar="FOLDER|auto", panel=CLUSTER,
         help="Use TLS for every link, with the certificates of `rallypoint token --tls`; auto makes some for the run.",
     ), LAUNCHER, PRIVATE] = ""  # fmt: skip
-    transport: Annotated[str, option(
-        metavar="WORD", panel=CLUSTER,
-        help="How large payloads go: tcp; nixl, one-sided writes (RDMA); auto, nixl where a machine has a card for it.",
-    ), LAUNCHER] = "tcp"  # fmt: skip
     snapshot_seconds: Annotated[float | None, option(
         min=0, metavar="S", panel=SNAPSHOTS, help="Take one every so many seconds; 0: not by time. By default 60.",
     )] = None  # fmt: skip
@@ -351,8 +347,7 @@ def environment_of(name: str, address: str, plan: Launch) -> dict[str, str]:
     """Return the environment of the process `name`, without its token. `address`: the coordinator's, or ""."""
     return {
         **({environment.COORDINATOR: address} if address else {}),
-        environment.ID: name, environment.TRANSPORT: plan.transport,
-        environment.WORKERS: str(plan.workers_start),
+        environment.ID: name, environment.WORKERS: str(plan.workers_start),
         **environment.with_threads(plan.threads_at_first),
         "PYTHONUNBUFFERED": "1",
     }  # fmt: skip

@@ -272,7 +272,7 @@ class _Loans:
 
     def __init__(self, lender: Lender | None) -> None:
         """Without a lender it is empty."""
-        self.lender, self.nbytes = lender, 0
+        self.lender, self.nbytes, self.look_at = lender, 0, 0.0
         self._frames: deque[Outgoing] = deque()
         self._ended = 0
 
@@ -283,6 +283,7 @@ class _Loans:
     def end(self, *, all: bool = False) -> list[Outgoing]:
         """Those that the other side has read since the last call; with `all` the others too, which are withdrawn."""
         assert self.lender is not None
+        self.look_at = time.monotonic() + _LOOK_S
         if all:
             self.lender.withdraw()
         read = self._ended + len(self._frames) if all else self.lender.returned()
@@ -375,7 +376,11 @@ class Channel:
 
     def _refusal(self, reason: str, *, final: bool = False) -> Outgoing:
         data = encode(Refused(reason, final))
-        return Outgoing(Header(Kind.REFUSE, length=len(data)), memoryview(data), self.connection.close)
+        return Outgoing(Header(Kind.REFUSE, length=len(data)), memoryview(data), self._end_refused)
+
+    def _end_refused(self) -> None:
+        self._stop()
+        self.connection.close()
 
     def _give_up(self) -> list[Outgoing]:
         """Drop all that waits, and end the connection with a sentence. Needs the lock. Returns what is dropped."""
@@ -478,6 +483,8 @@ class Channel:
             self.connection.send(head)
         except LinkError:
             self._stop()  # then it is withdrawn
+        except Exception as fault:
+            self._fail(fault)
         return False
 
     def _send_traced(self, item: Outgoing) -> bool:
@@ -499,22 +506,23 @@ class Channel:
             self._changed.notify_all()
 
     def _next(self) -> Outgoing | None:
+        outbox, loans = self._outbox, self._loans
         while True:
+            if loans.nbytes and (loans.nbytes >= LENT_BYTES or time.monotonic() >= loans.look_at):
+                self._end_loans()  # also if the other side sends nothing, and however much there is to send here
             with self._changed:
-                outbox, loans = self._outbox, self._loans
                 while not (self._closing or (outbox.urgent if loans.nbytes >= LENT_BYTES else outbox.waiting)):
                     if not self._idle:
                         self._idle = True
                         self._changed.notify_all()  # for `flush`
                     look = None if not loans.nbytes else _LOOK_FULL_S if outbox.waiting else _LOOK_S
-                    if not self._changed.wait(look):
+                    if not self._changed.wait(look) or loans.nbytes >= LENT_BYTES:
                         break
                 else:
                     if self._closing:
                         return None
                     self._idle = False
-                    return self._outbox.pop()
-            self._end_loans()
+                    return outbox.pop()
 
     # ---- receiving: one thread only ----
 

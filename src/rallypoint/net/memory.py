@@ -66,6 +66,9 @@ class Arena:
         self._regions: list[_Region] = []
         self._freed: deque[_Region] = deque()  # not yet taken off the list; a collector may free in any thread
         self._pid = os.getpid()
+        if self._libc.fallocate(self.fd, _PUNCH_HOLE, 0, _PAGE):
+            os.close(self.fd)
+            raise OSError(ctypes.get_errno(), "the system does not take shared memory back")
 
     @property
     def name(self) -> str:
@@ -161,7 +164,9 @@ OFFER = "host/1"
 _MAC_BYTES = 32
 LABEL = b"rallypoint/host"
 _DESCRIBED = struct.Struct("<II16sQ")
-_WORD = struct.Struct("<Q")
+_WORD = struct.Struct("=Q")
+_READ, _LENDS = range(2)  # which word
+_FURTHEST = 1 << 62  # bytes: a place that a file can have
 
 
 class Described(NamedTuple):
@@ -197,31 +202,46 @@ def agreed(
     Both sides call it at the same point of the stream. The keys are made for this alone. LinkError if the stream ends.
     """
     arena = _ARENAS.get()
-    lender = None
-    if arena is None:
+    words = None if arena is None else _two_words(arena)
+    if arena is None or words is None:
         say(stream, sending, b"")
         heard(stream, receiving, _DESCRIBED.size)
+        lender = None
     else:
-        words = memoryview(arena.allocate(2 * _WORD.size)).cast("B")
-        at = arena.find(words)
+        at = arena.find(memoryview(words).cast("B"))
         assert at is not None
         say(stream, sending, _DESCRIBED.pack(os.getpid(), arena.fd, arena.token.encode(), at))
         lender = _opened(heard(stream, receiving, _DESCRIBED.size), arena, words, stream.peer, count)
-    say(stream, sending, b"no" if lender is None else b"yes")
-    if heard(stream, receiving, 3) == b"yes" and lender is not None:
-        return lender
-    if lender is not None:
-        lender.close()
-    return None
+    both = False
+    try:
+        say(stream, sending, b"no" if lender is None else b"yes")
+        both = heard(stream, receiving, 3) == b"yes" and lender is not None
+    finally:
+        if lender is not None and not both:
+            lender.close()
+    return lender if both else None
+
+
+def _two_words(arena: Arena) -> ctypes.Array[ctypes.c_uint64] | None:
+    """What a `HostLender` tells the other side. None if there is no more memory."""
+    try:
+        words = (ctypes.c_uint64 * 2).from_buffer(arena.allocate(2 * _WORD.size))
+    except OSError as error:
+        log.info("no shared memory for a link: %s", error)
+        return None
+    words[_LENDS] = 1
+    return words
 
 
 def _opened(
-    said: bytes, arena: Arena, words: memoryview, peer: str, count: Callable[[int, int], None]
+    said: bytes, arena: Arena, words: ctypes.Array[ctypes.c_uint64], peer: str, count: Callable[[int, int], None]
 ) -> HostLender | None:
     """A lender that reads the memory which a peer has described; None if it cannot be opened here."""
     if len(said) != _DESCRIBED.size:
         return None
     there = Described(*_DESCRIBED.unpack(said))
+    if there.words_at > _FURTHEST:
+        return None
     path = f"/proc/{there.pid}/fd/{there.fd}"
     try:
         # In another container the number may be another process's: its file is not opened, it could be anything.
@@ -237,12 +257,13 @@ def _opened(
 class HostLender:
     """A `Lender` between two processes of one host.
 
-    Each side has two words in its memfd, which the other one reads: how many payloads it has read, and whether it has
-    withdrawn what it lends.
+    Each side has two words in its memfd, which the other one reads: how many payloads it has read, and 1 while what it
+    lends may be read. When the words are freed they become zeros, so nothing is lent any more.
     """
 
     def __init__(
-        self, arena: Arena, words: memoryview, fd: int, words_at: int, peer: str, count: Callable[[int, int], None]
+        self, arena: Arena, words: ctypes.Array[ctypes.c_uint64], fd: int, words_at: int, peer: str,
+        count: Callable[[int, int], None],
     ) -> None:  # fmt: skip
         """`words` are this side's. `count` is told of bytes that were lent, and read."""
         self._arena, self._words, self._fd, self._words_at, self._peer = arena, words, fd, words_at, peer
@@ -266,24 +287,24 @@ class HostLender:
                     if not (got := os.preadv(self._fd, [view], number)):
                         raise LinkError(f"{self._peer} lends memory that it does not have")
                     view, number = view[got:], number + got
-                withdrawn = any(os.pread(self._fd, _WORD.size, self._words_at + _WORD.size))
-            except OSError as error:
+                lent = any(os.pread(self._fd, _WORD.size, self._words_at + _LENDS * _WORD.size))
+            except (OSError, OverflowError) as error:
                 raise LinkError(f"the memory of {self._peer} cannot be read: {error}") from None
-        if withdrawn:
+        if not lent:
             raise LinkError(f"{self._peer} has ended the link before its payload was read")
         self._read += 1
-        _WORD.pack_into(self._words, 0, self._read)
+        self._words[_READ] = self._read
         self._count(0, length)
 
     def returned(self) -> int:
         with self._lock:
             if self._fd >= 0:
-                word = os.pread(self._fd, _WORD.size, self._words_at)
+                word = os.pread(self._fd, _WORD.size, self._words_at + _READ * _WORD.size)
                 self._returned = _WORD.unpack(word)[0] if len(word) == _WORD.size else 0
             return self._returned
 
     def withdraw(self) -> None:
-        _WORD.pack_into(self._words, _WORD.size, 1)
+        self._words[_LENDS] = 0
 
     def close(self) -> None:
         """Read no more. Any thread may call it, more than once."""

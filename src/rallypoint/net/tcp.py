@@ -258,14 +258,6 @@ class TcpConnection:
         finally:
             self._leave()
 
-    def hung_up(self) -> bool:
-        """Has the other side said that it sends no more, or has the stream ended?"""
-        with contextlib.suppress(OSError, ValueError):
-            waits = select.poll()
-            waits.register(self._socket, getattr(select, "POLLRDHUP", 0))
-            return bool(waits.poll(0))
-        return True
-
     def count(self, sent: int = 0, received: int = 0) -> None:
         """Bytes of this connection that went another way are of its traffic too."""
         self._flow.sent += sent

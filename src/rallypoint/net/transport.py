@@ -14,8 +14,7 @@ from rallypoint.errors import AddressInUse, LinkClosed, LinkError
 
 # ---- The interface of a transport: reliable, ordered byte streams between addresses ----
 #
-# `tcp.py` implements it with TCP, `tls.py` with TLS over TCP, `rdma.py` with TCP and NIXL for large payloads;
-# `InprocTransport` within one process, for tests.
+# `tcp.py` implements it with TCP, `tls.py` with TLS over TCP, `InprocTransport` within one process.
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ from rallypoint.errors import AddressInUse, LinkError, UsageError, to_install
 from rallypoint.launch import environment
 from rallypoint.launch.access import read_token
 from rallypoint.launch.environment import ANSWERS_AT, HEALTH
-from rallypoint.net.rdma import NixlTransport
 from rallypoint.net.tcp import TcpTransport, both_families, family_of, split_address
 from rallypoint.net.tls import TlsTransport
 from rallypoint.net.transport import Transport
@@ -108,7 +107,7 @@ def of_process(role: str, member: str, ready: Callable[[], bool], transport: Tra
     def read() -> Iterator[Figure]:
         yield Figure("rallypoint_process_info", 1, {"role": role, "member": member})
         yield Figure("rallypoint_ready", float(ready()))
-        if isinstance(transport, TcpTransport | TlsTransport | NixlTransport):
+        if isinstance(transport, TcpTransport | TlsTransport):
             sent, received = transport.traffic.totals()
             yield Figure("rallypoint_network_sent_bytes", sent)
             yield Figure("rallypoint_network_received_bytes", received)
