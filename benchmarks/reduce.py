@@ -37,7 +37,7 @@ GOALS: tuple[tuple[Case, dict[str, Any]], ...] = (
             "network.in_flight_bytes": 256 << 10
         }
     ),
-    (Case(2, 1, None), {}),
+    (Case(2, 1, None), {"shard_bytes": 4 << 20}),  # what a job on one host takes by itself
 )
 
 

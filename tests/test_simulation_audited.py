@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from rallypoint.core.audits import AuditDuties
@@ -63,9 +64,9 @@ def test_a_coordinator_whose_view_names_no_third_worker_is_found(monkeypatch: py
     following = ViewSequence.following
 
     def names_nobody(self: ViewSequence, *args: Any, **named: Any) -> Any:
-        disputes, self.orders.disputes = self.orders.disputes, ()
+        orders, self.orders = self.orders, msgspec.structs.replace(self.orders, disputes=())
         view = following(self, *args, **named)
-        self.orders.disputes = disputes
+        self.orders = orders
         return view
 
     monkeypatch.setattr(ViewSequence, "following", names_nobody)

@@ -15,7 +15,7 @@ from rallypoint.launch.plan import LAUNCHER, PRIVATE, ClusterConfig, Launch, rea
 OTHERS: dict[str, Any] = {
     "servers": 3, "replication": 2, "heartbeat": 5.0, "hang_after": 7.0, "backup_tasks": True, "measure_links": True,
     "threads": 2, "bind": "10.0.0.7:0", "advertise": "host", "aggregators": 1, "standby": 1, "ranks": 2,
-    "engine": "ray", "address": "auto", "gpus": 1.0, "transport": "auto", "snapshot_seconds": 9.0,
+    "engine": "ray", "address": "auto", "gpus": 1.0, "snapshot_seconds": 9.0,
     "snapshot_steps": 4, "snapshots": "memory://x", "compression": "zstd", "watch": False,
 }  # fmt: skip
 

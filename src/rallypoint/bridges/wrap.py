@@ -76,7 +76,7 @@ def wrap_in(
 ) -> WrappedOptimizer:  # fmt: skip
     """`wrap` for a job that the script has joined."""
     _check_first(model, optimizer)
-    if strange := settings.keys() - WrapSettings.__annotations__.keys():
+    if strange := {name.partition(".")[0] for name in settings} - WrapSettings.__annotations__.keys():
         raise ConfigError(f"rp.wrap has no setting {min(strange)}: it is one of job.train, where the job has the loop")
     own = isinstance(optimizer, torch.optim.Optimizer)
     if not isinstance(job, Job) or job.ranks > 1:

@@ -57,7 +57,7 @@ class Network(
     ``network.shard_bytes``.
 
     Attributes:
-        shard_bytes: the largest shard, in bytes.
+        shard_bytes: the largest shard, in bytes. A job on one host that does not say it has up to 4 MiB.
         window: contributions that may be on their way from one worker to one server.
         presum_bytes: bytes that a worker may take to add up its replicas' gradients before it sends them, in copies of
             the model: with n copies it adds up to 2^n replicas. 0: it sends each replica's.
