@@ -39,9 +39,7 @@ class Stream:
             for path in shuffled(files[part::8], seed=epoch):
                 yield from open(path)
 
-        run = job.train(
-            model, rp.Stream(lines, parts=8, transform=tokenize, reading=rp.Reading(passes=3)), replicas=8, ...
-        )
+        run = job.train(model, rp.Stream(lines, parts=8, transform=tokenize, passes=3), replicas=8, ...)
 
     Arguments:
         source: a function that returns an iterable, called with those of `part`, `parts` and `epoch` (the pass) that

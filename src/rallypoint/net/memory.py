@@ -1,7 +1,7 @@
 """Memory that other processes of this host may read: between members of one host large payloads are lent, not sent.
 
 A process keeps its payloads in one memfd (`allocate`). When two members of a host have greeted each other, each says
-where its memfd is (`Described`), and the other opens it by ``/proc/PID/fd/N``: the kernel allows that to processes of
+where its memfd is, and the other opens it by ``/proc/PID/fd/N``: the kernel allows that to processes of
 the same user only. From then on a frame says where its payload lies, and the other side reads it from there
 (`channel.py`). Reading is by `preadv`, so a peer that shrinks its memfd makes an error here, and no signal.
 
@@ -11,6 +11,7 @@ change this process's memory anyway.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hmac
 import logging
@@ -163,19 +164,10 @@ def allocate(nbytes: int) -> ctypes.Array[ctypes.c_char] | None:
 OFFER = "host/1"
 _MAC_BYTES = 32
 LABEL = b"rallypoint/host"
-_DESCRIBED = struct.Struct("<II16sQ")
+_DESCRIBED = struct.Struct("<II16sQ")  # the process, its memfd, its token, and where the two words of a link are
 _WORD = struct.Struct("=Q")
 _READ, _LENDS = range(2)  # which word
 _FURTHEST = 1 << 62  # bytes: a place that a file can have
-
-
-class Described(NamedTuple):
-    """The memfd of a process, and where in it the two words of this connection are (`HostLender`)."""
-
-    pid: int
-    fd: int
-    token: bytes
-    words_at: int
 
 
 def say(stream: Connection, key: bytes, data: bytes) -> None:
@@ -239,19 +231,19 @@ def _opened(
     """A lender that reads the memory which a peer has described; None if it cannot be opened here."""
     if len(said) != _DESCRIBED.size:
         return None
-    there = Described(*_DESCRIBED.unpack(said))
-    if there.words_at > _FURTHEST:
+    pid, there, token, words_at = _DESCRIBED.unpack(said)
+    if words_at > _FURTHEST:
         return None
-    path = f"/proc/{there.pid}/fd/{there.fd}"
+    path = f"/proc/{pid}/fd/{there}"
     try:
         # In another container the number may be another process's: its file is not opened, it could be anything.
-        if os.readlink(path) != f"/memfd:rallypoint-{there.token.decode()} (deleted)":
+        if os.readlink(path) != f"/memfd:rallypoint-{token.decode()} (deleted)":
             return None
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (OSError, UnicodeDecodeError) as error:
         log.info("payloads of %s come through the socket: %s", peer, error)
         return None
-    return HostLender(arena, words, fd, there.words_at, peer, count)
+    return HostLender(arena, words, fd, words_at, peer, count)
 
 
 class HostLender:
@@ -298,9 +290,10 @@ class HostLender:
 
     def returned(self) -> int:
         with self._lock:
-            if self._fd >= 0:
-                word = os.pread(self._fd, _WORD.size, self._words_at + _READ * _WORD.size)
-                self._returned = _WORD.unpack(word)[0] if len(word) == _WORD.size else 0
+            with contextlib.suppress(OSError, struct.error):  # it cannot be read, or is there no more
+                if self._fd >= 0:
+                    word = os.pread(self._fd, _WORD.size, self._words_at + _READ * _WORD.size)
+                    (self._returned,) = _WORD.unpack(word)
             return self._returned
 
     def withdraw(self) -> None:
