@@ -289,6 +289,7 @@ class Exchange:
         end: the job's end.
         own_loop: for a script's own loop, which has no replicas and no steps.
         arrivals: the receiver that the links call with what arrives.
+        cores: taken while the script computes, if a server shares its cores.
         updates: the newest update in what was installed last: 0 if that is the first weights.
         viewed: is called with each view, on the thread of the coordinator's link.
         reaching: says which version this worker holds, if a view asks for it.
@@ -313,7 +314,8 @@ class Exchange:
         observed(shell.machine, context.me)
         if shell.states.kept:
             observed(shell.states, f"{context.me}-codec-states")
-        self._locked = locked = LockedShell(shell, context.say, scarce)
+        self._locked = locked = LockedShell(shell, context.say, scarce, context.cores)
+        self.cores = locked.cores
         self._adopting = threading.Lock()
         self.viewed: Callable[[View], None] = lambda view: None
         self.updates = 0

@@ -96,6 +96,7 @@ class Passes:
         It makes no check: `__exit__` could not swallow an error of `__enter__`.
         """
         self._early.inside = self._exchange.rows.in_micro = True
+        self._exchange.cores.take()
         if not self._own:  # else the script's optimizer is what steps, and its calls are right
             if self._parts.alone:  # else a pipeline's schedule back-propagates by itself
                 self._habits.enter(micro)
@@ -112,6 +113,7 @@ class Passes:
             self._carried.keep()
         self.autocast.leave()
         self._habits.exit()
+        self._exchange.cores.give()
         self._early.inside = self._exchange.rows.in_micro = False
 
     def backward_at(self) -> str:

@@ -39,6 +39,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD, Tracer
+from rallypoint.observe.waits import SharedCores
 from rallypoint.parallel import Parallel, RankGroup
 from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange, digest_of
@@ -104,9 +105,10 @@ class Job(MemberMessages):
 
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None, near: str = "",
-        group: RankGroup | None = None, tracer: Tracer | None = None,
+        group: RankGroup | None = None, tracer: Tracer | None = None, cores: SharedCores | None = None,
     ) -> None:  # fmt: skip
-        self.id = id
+        """`cores`: of a server of this process, which shares its cores."""
+        self.id, self._cores = id, cores
         self._group, self.rank = group, 0
         self.ranks = 1 if group is None else group.size
         self._token = token
@@ -242,8 +244,9 @@ class Job(MemberMessages):
         data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
         """
         self._propose(record)
-        context = ExchangeContext(self._link.credentials, self._transport, self._tracer, self._report_wait)
-        self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early)
+        cores = None if pinned else self._cores  # a GPU computes meanwhile
+        context = ExchangeContext(self._link.credentials, self._transport, self._tracer, self._report_wait, cores)
+        self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early and cores is None)
         self._exchange.reaching.to = lambda generation, version: self._link.send(Reached(version, generation))
         self._begin(self._exchange)
         return self._exchange
