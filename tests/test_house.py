@@ -47,7 +47,7 @@ BUDGETS = {
     "rows of the feature table": 34,
     "refused pairs": 48,
     "fields of View": 18,
-    "lines": 82_840,
+    "lines": 82_841,
     "files": 356,
     "folders": 37,
     "classes that share their name": 6,
