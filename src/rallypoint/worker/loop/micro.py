@@ -89,7 +89,7 @@ class BufferVersions:
             vector, shards = exchange.begin_install(version), exchange.installing
             if vector is None:
                 return None
-            self._held.before_install(last=version == parts.config.rounds)
+            self._held.before_install(last=version >= exchange.end.last)
             parts.source.install()
             if parts.optimizer is not None:
                 states, skipped = exchange.take_states()
