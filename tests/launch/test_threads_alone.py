@@ -10,8 +10,11 @@ import pytest
 import torch
 
 import rallypoint as rp
+from rallypoint.coordinator.service import JoinInfo
+from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.observe.usage import usable_cores
 from rallypoint.observe.waits import SharedCores
+from rallypoint.optim import ShardOptimizer
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 24).view(8, 3))
 
@@ -54,3 +57,23 @@ def test_the_server_waits_for_the_cores_only_where_the_script_takes_most_cores(
     monkeypatch.setattr("rallypoint.launch.embedded.usable_cores", lambda: 2 if spared else 1)
     assert train_alone(monkeypatch) == (1, not spared)
     assert usable_cores() >= 1
+
+
+def test_the_servers_thread_has_the_jobs_threads_whatever_another_thread_has_set_for_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Samples are loaded with one thread: what began to compute meanwhile kept that number, and added up otherwise."""
+    found: list[int] = []
+    apply = ShardOptimizer.apply
+    monkeypatch.setattr(
+        ShardOptimizer, "apply", lambda *args, **how: (found.append(torch.get_num_threads()), apply(*args, **how))
+    )
+    model = torch.nn.Linear(3, 1)
+    with EmbeddedJob(about=JoinInfo(threads=3)) as job:
+        run = job.train(model, DATA, batch=4, steps=2, optimizer=rp.SGD(lr=0.1))
+        torch.set_num_threads(1)
+        for micro in run:
+            with micro:
+                micro.backward(model(micro.batch[0]).square().mean())
+    assert found
+    assert set(found) == {3}

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from rallypoint.config import paces_by_port
 from rallypoint.core.decisions import reductions_at
 from rallypoint.core.layout import forward_ranks
@@ -339,6 +341,8 @@ class Reducer:
 
     def _viewed(self, event: inbox.ViewCame) -> None:
         view, before = event.view, self.machine.view
+        if self.job.record.threads:  # torch has a number for each thread; at first one that others may have set for now
+            torch.set_num_threads(self.job.record.threads)
         rolled_back = before is not None and before.generation != view.generation
         if self.capture is not None and before is not None and (rolled_back or before.primary != view.primary):
             self.capture.abandon()

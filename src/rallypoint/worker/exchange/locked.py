@@ -293,7 +293,7 @@ class ShardMemory:
 
     def free(self, slots: Slots) -> None:
         """Give back the memory of slots that are not in use. Needs the exchange's lock."""
-        for shard in [shard for shard in self._held if slots[shard] is Slot.FREE]:
+        for shard in [shard for shard in list(self._held) if slots[shard] is Slot.FREE]:  # hooks add to it meanwhile
             memory = self._held.pop(shard)
             if len(self._free) < self._most:
                 self._free.append(memory)

@@ -240,13 +240,15 @@ class Job(MemberMessages):
     ) -> Exchange:
         """Propose `record`, wait until the job begins (or let this worker join it), and connect to every server.
 
-        `early`: forward passes may begin before all of their version is here, if the settings allow it. This is the
-        data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
+        `early`: forward passes may begin before all of their version is here, if the settings allow it; not on a GPU
+        (`pinned`), where that takes thousands of small copies on the stream that computes. This is the data plane under
+        `train`, without a model: `benchmarks/reduce.py` measures it.
         """
         self._propose(record)
         cores = None if pinned else self._cores  # a GPU computes meanwhile
         context = ExchangeContext(self._link.credentials, self._transport, self._tracer, self._report_wait, cores)
-        self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early and cores is None)
+        early = early and not pinned and cores is None
+        self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early)
         self._exchange.reaching.to = lambda generation, version: self._link.send(Reached(version, generation))
         self._begin(self._exchange)
         return self._exchange
