@@ -12,7 +12,7 @@ from rallypoint.core.aggregator import effects as machine
 from rallypoint.core.aggregator.machine import AggregatorMachine
 from rallypoint.core.aggregator.shell import AggregatorShell
 from rallypoint.core.protocol import Hello, Say
-from rallypoint.core.shard.links import Key, PeerLinks
+from rallypoint.core.shard.shell import Key, PeerLinks
 from rallypoint.core.sums import Block
 from rallypoint.core.view import Member, View
 from rallypoint.errors import ProtocolError, RallypointError

@@ -13,8 +13,7 @@ from typing import Generic
 
 from rallypoint.core.aggregator.effects import BlockContribution, DismissWorkers, DropPayload, Effect
 from rallypoint.core.aggregator.machine import AggregatorMachine
-from rallypoint.core.shard.links import Fence
-from rallypoint.core.shard.shell import L
+from rallypoint.core.shard.shell import Fence, L
 from rallypoint.core.view import Member, View, ViewNumber
 
 
