@@ -31,7 +31,7 @@ from rich.table import Table
 
 from members_crowd import PATIENCE_S, TOKEN, Came, crowd, members_of
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.testing.scale import Size, named
+from scale_cluster import Size, named
 
 _STACK = 256 << 10
 _spawn = multiprocessing.get_context("spawn")

@@ -26,7 +26,7 @@ from rallypoint.errors import ConfigError, RallypointError, UsageError
 from rallypoint.launch.commands.costing import check_chart, count_of, rate_of, seconds_of
 from rallypoint.launch.options import with_options
 from rallypoint.launch.plan import option
-from rallypoint.testing.scale import Play, PlayOutcome, Scenario, Size
+from scale_cluster import Play, PlayOutcome, Scenario, Size
 
 _CLUSTER, _JOB, _TROUBLE, _OUTPUT = "The cluster", "The job", "What goes wrong", "Output"
 
