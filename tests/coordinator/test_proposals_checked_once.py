@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rallypoint.coordinator import checks
-from rallypoint.coordinator.checks import Checks
+from rallypoint.coordinator import connections as checks
+from rallypoint.coordinator.connections import Checks
 from rallypoint.core.protocol import Beat, Hello, Message, Propose, decode, encode
 from rallypoint.errors import ProtocolError
 
