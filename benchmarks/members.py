@@ -39,7 +39,7 @@ _spawn = multiprocessing.get_context("spawn")
 
 def coordinate(pipe: Pipe, terms: Terms, whole: bool, profile: str, switch: float) -> None:
     """The coordinator's process: says where it listens, and ends when it is told to. `whole`: without differences."""
-    from rallypoint.coordinator.joining.tickets import Tickets
+    from rallypoint.coordinator.joining import Tickets
     from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 
     if whole:

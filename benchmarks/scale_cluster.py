@@ -1,7 +1,7 @@
 """The real coordinator's machine with as many members as one likes: none of them is there, what they say is made up.
 
 `core.cluster.machine.ClusterMachine` handles each event as in a real coordinator, and the caller's clock times it; what
-goes over the network is what `coordinator.joining.tickets` and `core.protocol` make of it.
+goes over the network is what `coordinator.joining` and `core.protocol` make of it.
 
 Things happen one after the other: a machine fails, another comes in its place, a step ends. A loss is answered as in a
 real job: its machine is silent for a heartbeat, the coordinator's machine makes a view, the view goes out to everybody
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.config import JobConfig, record_of
-from rallypoint.coordinator.joining.tickets import Tickets
+from rallypoint.coordinator.joining import Tickets
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.effects import Effect, FindSnapshot, PublishView
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -38,8 +38,7 @@ from rallypoint.core.plan.site import ACKNOWLEDGED, PAYLOAD, Servers, Site, Work
 from rallypoint.core.plan.workload import Workload
 from rallypoint.core.protocol import Applied, Beat, CaughtUp, Leaving, Propose, ViewChange, encode
 from rallypoint.core.sums import blocks_of
-from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.core.view_difference import canonical, difference
+from rallypoint.core.view import Member, View, ViewNumber, canonical, difference
 
 # A step across data centres: what the links between sites carry, and how long that takes.
 #

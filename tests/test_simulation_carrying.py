@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.core.aggregator.machine import BlockSum
+from rallypoint.core.aggregator import BlockSum
 from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.core.shard.server import ServerPlan
 from rallypoint.core.worker.slots import SlotMachine

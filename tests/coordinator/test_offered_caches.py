@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from rallypoint.coordinator.joining import tickets as shared
-from rallypoint.coordinator.joining.tickets import BURST, EVERY_S, MOST_OF_ONE_CACHE, Tickets
+from rallypoint.coordinator import joining as shared
+from rallypoint.coordinator.joining import BURST, EVERY_S, MOST_OF_ONE_CACHE, Tickets
 from rallypoint.core.protocol import Caches, Holder, NewView, Offers
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.handshake import ticket_for

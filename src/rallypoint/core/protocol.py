@@ -26,8 +26,7 @@ from rallypoint.core.typed import (
     Seconds,
     printable,
 )
-from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.view_difference import ViewDifference
+from rallypoint.core.view import View, ViewDifference, ViewNumber
 from rallypoint.errors import ProtocolError
 
 # ---- The messages of the greeting (`handshake.py`), and what all messages have in common ----
