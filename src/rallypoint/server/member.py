@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 from rallypoint.config import parse
 from rallypoint.core.protocol import Aborted, Beat, Finished, Hello, Message, NewView, Prepare, Refused, Welcome
-from rallypoint.core.shard.links import Fence
+from rallypoint.core.shard.shell import Fence
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel

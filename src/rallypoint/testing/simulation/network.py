@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from rallypoint.coordinator.inbox import End
-from rallypoint.core.shard.links import Key, PeerLinks
 from rallypoint.core.shard.server import Effect
-from rallypoint.core.shard.shell import ServerShell
+from rallypoint.core.shard.shell import Key, PeerLinks, ServerShell
 from rallypoint.core.view import Member, View
 from rallypoint.observe.observed import RECORD, watched
 from rallypoint.observe.recording import Recorder

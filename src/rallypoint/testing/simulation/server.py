@@ -11,9 +11,8 @@ from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard import server as machine
 from rallypoint.core.shard.clip import Measure, StepVerdict, Tell
-from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.shard.server import ServerMachine
-from rallypoint.core.shard.shell import Answer, ServerShell
+from rallypoint.core.shard.shell import Answer, PeerLinks, ServerShell
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.server.job import plan_of
 from rallypoint.server.parts import AuditReports

@@ -24,10 +24,9 @@ from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.loop.guard import ModelGuard, NoGuard, Parts
-from rallypoint.worker.module_hooks import late_kind
 from rallypoint.worker.precision import HeldParameters
 from rallypoint.worker.ranks.followers import is_number
-from rallypoint.worker.tensors import Carry
+from rallypoint.worker.tensors import Carry, late_kind
 
 # ---- The versions of a worker's model: the first is uploaded, later ones are installed, some are stored ----
 
