@@ -31,31 +31,22 @@ def markdown_modes() -> str:
 
 
 def markdown_table() -> str:
-    """A Markdown table of what each mode supports, one row for each feature; then why not, and the conflicts."""
-    reasons = _reasons()
-    rows = [(_written(feature), *(_cell(TABLE[feature][mode], reasons) for mode in ModeName)) for feature in Feature]
-    notes = "\n".join(f"{number}. {_cause(why)}." for why, number in reasons.items())
+    """A Markdown table of what each mode supports, one row for each feature; then the conflicts.
+
+    Why not is said by the error that a user gets.
+    """
+    rows = [(_written(feature), *(_cell(TABLE[feature][mode]) for mode in ModeName)) for feature in Feature]
     conflicts = "\n".join(f"- {line}" for line in _conflicts())
     table = _table(("", *(_mode(mode) for mode in ModeName)), rows)
-    return f"{table}\n\nWhy not:\n\n{notes}\n\nNot together:\n\n{conflicts}"
+    return f"{table}\n\nNot together:\n\n{conflicts}"
 
 
-def _reasons() -> dict[str, int]:
-    """Every reason in the table, numbered in the order in which a reader meets them."""
-    reasons: dict[str, int] = {}
-    for cells in TABLE.values():
-        for cell in cells.values():
-            if isinstance(cell, No | Only):
-                reasons.setdefault(cell.why, len(reasons) + 1)
-    return reasons
-
-
-def _cell(cell: Cell, reasons: dict[str, int]) -> str:
+def _cell(cell: Cell) -> str:
     match cell:
-        case No(why=why):
-            return f"no ({reasons[why]})"
-        case Only(beside=beside, why=why):
-            return f"with `{beside.value}` ({reasons[why]})"
+        case No():
+            return "no"
+        case Only(beside=beside):
+            return f"with `{beside.value}`"
         case _:
             return "yes"
 
