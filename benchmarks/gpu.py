@@ -129,7 +129,7 @@ def streamed(lab: Lab, size: str) -> list[dict[str, float]]:
         layers = max(1, round((parameters - plan.vocabulary * width) / (12 * width * width)))
         memory = max(10 << 30, int(9 * parameters))  # with AdamW's state it would be 16 bytes for each parameter
         plan = msgspec.structs.replace(plan, layers=layers, width=width, batch=4, memory=memory)
-    return trained(lab, "streamed", size, plan, 100.0)
+    return trained(lab, "streamed", size, plan, 150.0)
 
 
 # ---- All of it -------------------------------------------------------------------------------------------------

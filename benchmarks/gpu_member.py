@@ -345,10 +345,11 @@ ROWS: dict[str, dict[str, Any]] = {
 class Phases:
     """Says how many passes the next step makes, and measures the steps of each number: `found`."""
 
-    def __init__(self, plan: Plan, round: int = 0) -> None:
-        """`round`: a number of passes is measured for exactly so many steps; 0: for its seconds, at least 3."""
+    def __init__(self, plan: Plan, round: int = 0, warm: int = 3) -> None:
+        """`round`: a number of passes is measured for exactly so many steps; 0: for its seconds, at least 3, after
+        `warm` steps."""
         self.found: list[dict[str, float]] = []
-        self._plan, self._round = plan, round
+        self._plan, self._round, self._warm = plan, round, round or warm
         self._phase = self._count = 0
         self._at = self._first = time.monotonic()
 
@@ -383,7 +384,7 @@ class Phases:
                 self._phase = len(passes)
 
     def _done(self) -> int:
-        warm = (self._round or 3) if self._phase == 0 else 0 if self._round else 1
+        warm = self._warm if self._phase == 0 else 0 if self._round else 1
         return self._count - warm
 
     def _enough(self, done: int) -> bool:
@@ -459,9 +460,8 @@ def streamed(plan: Plan) -> list[dict[str, float]]:
     if plan.device != "cpu":
         torch.cuda.set_per_process_memory_fraction(plan.memory / torch.cuda.get_device_properties(0).total_memory)
     model.register_buffer("place", torch.zeros(1, device=plan.device), persistent=False)  # says on which device
-    found = by_job(
-        model, plan, Phases(plan), steps=100_000, **{"memory.parameters": "streamed", "memory.recompute": "blocks"}
-    )
+    settings = {"memory.parameters": "streamed", "memory.recompute": "blocks"}
+    found = by_job(model, plan, Phases(plan, warm=2), steps=100_000, **settings)
     return [{**one, "parameters": sum(p.numel() for p in model.parameters()), "allowed": plan.memory} for one in found]
 
 
