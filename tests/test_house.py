@@ -59,7 +59,6 @@ UNCALLED = {
     "net/channel.py: Channel.waiting_bytes": "tests measure what a peer that does not read makes wait",
     "store/export.py: average_state": "for scripts that read snapshots, beside model_state",
     "watch/app.py: Bound.in_thread": "tests look at the page while it is served",
-    "worker/tensors.py: weights_hash": "for scripts that compare models, as docs and tests do",
 }
 RETIRED_NAMES: dict[str, str] = {}
 
