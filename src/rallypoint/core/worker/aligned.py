@@ -353,7 +353,8 @@ class WorkerMachine(SlotMachine):
 
     def _in_place(self, shard: int, target: int) -> bool:
         """True if the shard's values for version `target` are here: in the model, or in the slot."""
-        return not self._changes(shard, target) or self._versions.landed(shard, target)
+        same = self.step >= 0 and not self.cadence.changes(shard, self.step, target)  # `_changes`, without its call
+        return same or self._versions.landed(shard, target)
 
     def _needs(self, shard: int, replica: int) -> bool:
         """True if this worker still has to send the shard this replica's contribution, and can."""

@@ -70,14 +70,6 @@ class Slots(list[Slot]):
         """Free every slot that is in one of the states `kinds`."""
         self[:] = [Slot.FREE if slot in kinds else slot for slot in self]
 
-    def has_room(self, shard: int) -> bool:
-        """True if a version may land in the slot. Not over a queued gradient: its frame may be on its way.
-
-        The server does not need that gradient any more (a quorum, a backup task). But bytes that change while they are
-        sent would break the link. The version is fetched once the gradient has left.
-        """
-        return self[shard] is Slot.FREE
-
     def validate(self) -> None:
         """Raise AssertionError if two queued gradients have the same serial number."""
         queued = [self._serials[shard] for shard in self.unsent]
@@ -433,8 +425,14 @@ class Versions:
             self.asked[shard] = -1
 
     def has_room(self, shard: int, right: int) -> bool:
-        """True if version `right` can land: the slot is not in use, or holds another version."""
-        return self._slots.has_room(shard) or (self._slots[shard] is Slot.LANDED and self.held[shard] != right)
+        """True if version `right` can land: the slot is not in use, or holds another version.
+
+        Not over a queued gradient: its frame may be on its way. The server does not need that gradient any more (a
+        quorum, a backup task). But bytes that change while they are sent would break the link. The version is fetched
+        once the gradient has left.
+        """
+        slot = self._slots[shard]
+        return slot is Slot.FREE or (slot is Slot.LANDED and self.held[shard] != right)
 
     def landed(self, shard: int, target: int) -> bool:
         """True if the slot holds the shard's version of `target`."""
