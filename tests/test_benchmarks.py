@@ -143,7 +143,7 @@ def test_the_script_for_a_gpu_works_on_a_cpu_and_goes_on_where_it_was(tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     made = json.loads(path.read_text())
     assert Counter(name.partition(": ")[0] for name in made) == {"fact": 6, "check": 19, "tax": 7, "streamed": 1}
-    assert {name: part["says"] for name, part in made.items() if part["outcome"] == "error"} == {}
+    assert {name: part["says"] for name, part in made.items() if part["outcome"] != "ok"} == {}
     assert all(part["figures"] or part["says"] for part in made.values())
     there = {name: part for name, part in made.items() if part["outcome"] == "ok"}
     again = subprocess.run([*argv, "--only", "fact"], capture_output=True, text=True, timeout=240)
