@@ -77,3 +77,22 @@ def test_the_servers_thread_has_the_jobs_threads_whatever_another_thread_has_set
                 micro.backward(model(micro.batch[0]).square().mean())
     assert found
     assert set(found) == {3}
+
+
+def begin_in_vain(job: EmbeddedJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    with job:
+        run = job.train(torch.nn.Linear(3, 1), DATA, batch=4, steps=2, optimizer=rp.SGD(lr=0.1))
+        monkeypatch.setattr("rallypoint.worker.loop.run.seed_everything", lambda seed: 1 // 0)
+        for micro in run:
+            with micro:
+                raise AssertionError("it has not begun")
+
+
+def test_an_error_before_a_micro_batch_has_begun_leaves_the_cores_to_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rallypoint.launch.embedded.usable_cores", lambda: 1)
+    job = EmbeddedJob()
+    with pytest.raises(ZeroDivisionError):
+        begin_in_vain(job, monkeypatch)
+    assert not job._shared.give(), "the server would wait for each event that is left"

@@ -57,7 +57,7 @@ class EmbeddedJob(Job):
         resume: Resumed | None = None,
     ) -> None:  # fmt: skip
         """`resume`: the snapshot to begin with, which `about` says where to find. None are taken."""
-        transport, cores = InprocTransport(), SharedCores()
+        transport, self._shared = InprocTransport(), SharedCores()
         self._threads_before = torch.get_num_threads()
         self._coordinator = CoordinatorService(
             terms=Terms(servers=servers), bind="coordinator:0", transport=transport,
@@ -69,7 +69,7 @@ class EmbeddedJob(Job):
             for i in range(servers)
         ]
         for server in self._servers:
-            server.share(cores)
+            server.share(self._shared)
             server.start()
         self._console = console
         self._observer = None if console is None else CoordinatorLink(
@@ -78,7 +78,7 @@ class EmbeddedJob(Job):
         )  # fmt: skip
         if self._observer is not None:
             self._observer.start()
-        super().__init__(id="worker0", coordinator=self._coordinator.address, transport=transport, cores=cores)
+        super().__init__(id="worker0", coordinator=self._coordinator.address, transport=transport, cores=self._shared)
         if 2 * torch.get_num_threads() <= usable_cores():
             self._cores = None  # cores are left for the server
 
@@ -93,6 +93,7 @@ class EmbeddedJob(Job):
 
     def close(self) -> None:
         """End the worker, then its cluster."""
+        self._shared.give()  # an error may have left a micro-batch half begun
         super().close()
         for server in self._servers:
             server.close()

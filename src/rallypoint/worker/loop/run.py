@@ -107,13 +107,13 @@ class Passes:
 
     def exit_micro(self) -> None:
         """End ``with micro:`` (called by Micro)."""
+        self._exchange.cores.give()
         if self._streamed is not None:
             self._streamed.leave()
         if self._carried is not None:
             self._carried.keep()
         self.autocast.leave()
         self._habits.exit()
-        self._exchange.cores.give()
         self._early.inside = self._exchange.rows.in_micro = False
 
     def backward_at(self) -> str:
