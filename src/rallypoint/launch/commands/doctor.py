@@ -266,7 +266,7 @@ _SAME: tuple[tuple[str, Level, Callable[[MachineFacts], str], str], ...] = (
      "ATEN_CPU_CAPABILITY=avx2 for every process makes torch's kernels the same; BLAS may still differ by processor, "
      "so the bytes are promised only among like machines"),
     ("numbers of threads", Level.WARNING, lambda facts: facts.threads.get("OMP_NUM_THREADS", "not set"),
-     "a job decides how many it computes with (--threads); only `python train.py` alone takes OMP_NUM_THREADS (or 1)"),
+     "a job decides how many it computes with (--threads); alone `python train.py` takes OMP_NUM_THREADS or all"),
     ("kinds of GPU", Level.WARNING, lambda facts: ", ".join(sorted({gpu.name for gpu in facts.gpus})) or "none",
      "a replica's bytes depend on the kind of device that computes it: all of one kind for the same bytes"),
     ("results of the probe computation", Level.WARNING, lambda facts: facts.kernels[:12],
