@@ -46,7 +46,7 @@ class FrameChecks:
     def __init__(self, job: ServerJob) -> None:
         self._job = job
         self._shards = job.shards
-        self._nbytes = [shard.nbytes for shard in job.shards]
+        self._nbytes = [0 if shard.index in job.in_place.parameters else shard.nbytes for shard in job.shards]
         self._rounds = [job.plan.rounds_of(shard.index) for shard in job.shards]
         self._tree = job.config.policy.tree
         self._formats = ShardCodecStates(job.config)
@@ -292,7 +292,7 @@ class Intake:
         The returned header is that of a raw payload.
         """
         place = self._checks.payload(header)
-        plain = place.part is None and header.kind is not Kind.STATE
+        plain = place.part is None and header.kind is not Kind.STATE and header.length > 0
         buffer = self._job.pool.take() if plain else self._room(header, place)
         try:
             with self._tracer.span("receive", shard=header.shard, replica=header.replica, step=header.step):
