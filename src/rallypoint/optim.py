@@ -248,7 +248,8 @@ class ShardOptimizer:
         kept: dict[str, torch.Tensor] = {name: tensor.clone() for name, tensor in arrays.items()}
         if kept and isinstance(self._spec, RMSprop):  # a setting may have changed what it keeps
             tensors, _ = state_names(self._spec)[-1]
-            kept = {name: kept.get(name, torch.zeros(sum(self._sizes), device="cpu")) for name in sorted(tensors)}
+            zeros = torch.zeros(sum(self._sizes), dtype=torch.float32, device="cpu")
+            kept = {name: kept.get(name, zeros.clone()) for name in sorted(tensors)}
         cut = {name: torch.split(values, self._sizes) for name, values in kept.items()}
         self._optimizer.state.clear()
         for place, parameter in enumerate(self._parameters):
