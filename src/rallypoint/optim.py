@@ -99,7 +99,68 @@ def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
     return [after] if row.begun else [(set(), set()), after]
 
 
-# ---- torch.optim optimizers on one flat shard. The learning rate comes from the job's schedule ----
+# ---- A model whose server is in its own process: the server steps it where it lies ----
+
+
+class Pieces:
+    """The words of one shard that lie in several tensors: `parts`, each 1-D fp32, one after the other."""
+
+    def __init__(self, parts: Iterable[torch.Tensor]) -> None:
+        self.parts = list(parts)
+
+    def mul_(self, factor: float) -> Pieces:
+        """Multiply each value."""
+        torch._foreach_mul_(self.parts, factor)
+        return self
+
+    def add_(self, other: Pieces) -> Pieces:
+        """Add another shard's words, cut in the same way."""
+        torch._foreach_add_(self.parts, other.parts)
+        return self
+
+    def copy_(self, values: torch.Tensor) -> Pieces:
+        """Set the words from one vector."""
+        for part, new in zip(self.parts, torch.split(values, [part.numel() for part in self.parts]), strict=True):
+            part.copy_(new)
+        return self
+
+    def flat(self) -> torch.Tensor:
+        """The words as one vector: a copy, if there are several parts."""
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+
+
+class InPlace:
+    """What a worker and the server of its own process share where no byte has to move (`python train.py` alone).
+
+    The shard's words on the server *are* the model's parameters, and its gradient is what autograd has made. Frames
+    between the two carry no payload. The worker sends its contributions when its backward pass is over, and waits for
+    the version then: so neither reads what the other one writes. The server steps all shards together: while it still
+    waits for one, a link may break, and the worker computes the step once more from the version that the model holds.
+
+    Attributes:
+        parameters: by shard. Empty: the job's parameters are sent as between processes. Set before the job is proposed.
+        gradients: by shard, the sum over all replicas, which the server takes. Set before the frame that says so.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: dict[int, Pieces] = {}
+        self.gradients: dict[int, Pieces] = {}
+        self._updates: dict[int, Callable[[], None]] = {}  # by shard; the server's thread alone uses it
+
+    def step(self, shard: int, update: Callable[[], None]) -> None:
+        """Call `update` when each shard has one."""
+        self._updates[shard] = update
+        if len(self._updates) == len(self.parameters):
+            for one in self._updates.values():
+                one()
+            self._updates.clear()
+
+    def drop(self, shard: int) -> None:
+        """The shard's update, if there is one, is not to be made: its state is replaced."""
+        self._updates.pop(shard, None)
+
+
+# ---- torch.optim optimizers on one shard. The learning rate comes from the job's schedule ----
 
 
 def build_optimizer(
@@ -136,18 +197,25 @@ def import_for_optimizers() -> None:
 class ShardOptimizer:
     """Owns one shard's fp32 master weights (`master`, shape (words,)) and their optimizer state."""
 
-    def __init__(self, config: JobConfig, group: int, words: int, columns: int = 0) -> None:
-        """`columns`: see `core.layout.Shard`. Only Muon steps a matrix as such."""
+    def __init__(
+        self, config: JobConfig, group: int, words: int, columns: int = 0, pieces: Pieces | None = None
+    ) -> None:
+        """`columns`: see `core.layout.Shard`. Only Muon steps a matrix as such. `pieces`: what to step, in place of a
+        master of its own.
+        """
         self._config, self._spec = config, of_shard(config.applied, columns)
         self._settings = settings_applied(config, group)
-        shape = (words // columns, columns) if isinstance(self._spec, Muon) else (words,)
-        self._parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device="cpu"))
-        self._optimizer = build_optimizer(self._spec, [([self._parameter], self._settings)])
-        self.master = self._parameter.detach().view(-1)
+        if pieces is None:
+            self.master = torch.zeros(words, dtype=torch.float32, device="cpu")
+            pieces = Pieces([self.master])
+        matrix = isinstance(self._spec, Muon)
+        self._parameters = [torch.nn.Parameter(p.view(-1, columns) if matrix else p) for p in pieces.parts]
+        self._sizes = [parameter.numel() for parameter in self._parameters]
+        self._optimizer = build_optimizer(self._spec, [(self._parameters, self._settings)])
         self._schedule, self._rounds = config.applied_schedule, config.rounds
 
-    def apply(self, gradient: torch.Tensor, step: int, times: float = 1.0, reductions: int = 0) -> None:
-        """Make update number `step` (from 0) with the mean gradient (fp32, shape (words,)).
+    def apply(self, gradient: torch.Tensor | Pieces, step: int, times: float = 1.0, reductions: int = 0) -> None:
+        """Make update number `step` (from 0) with the mean gradient (fp32, shape (words,), or cut like the master).
 
         The learning rate is the schedule's, after so many `reductions`, times `times` and the group's scale.
         """
@@ -158,29 +226,37 @@ class ShardOptimizer:
             )
         )
         self._optimizer.param_groups[0]["lr"] = rate * self._settings.lr_scale
-        self._parameter.grad = gradient.view(self._parameter.shape)
+        parts = gradient.parts if isinstance(gradient, Pieces) else [gradient]
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            parameter.grad = part.view(parameter.shape)
         self._optimizer.step()
-        self._parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """The optimizer's state: tensors of shape (words,), not copied, and numbers. See `state_names`."""
-        kept = self._optimizer.state.get(self._parameter, {})
-        shape = self._parameter.shape
-        arrays = {n: t.view(-1) for n, t in kept.items() if isinstance(t, torch.Tensor) and t.shape == shape}
-        scalars = {n: float(v) for n, v in kept.items() if n not in arrays and v is not None}
-        return arrays, scalars
+        """The optimizer's state: tensors of shape (words,), not copied if the shard is in one piece, and numbers.
+
+        See `state_names`.
+        """
+        kept = [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
+        scalars = {n: float(v) for n, v in kept[0].items() if n in NUMBERS and v is not None}
+        names = [n for n, t in kept[0].items() if n not in NUMBERS and t is not None]
+        return {name: Pieces(one[name].view(-1) for one in kept).flat() for name in names}, scalars
 
     def load(self, arrays: dict[str, torch.Tensor], scalars: dict[str, float]) -> None:
         """Replace the optimizer's state, by a copy of one from another server or a snapshot."""
         kept: dict[str, torch.Tensor] = {name: tensor.clone() for name, tensor in arrays.items()}
         if kept and isinstance(self._spec, RMSprop):  # a setting may have changed what it keeps
             tensors, _ = state_names(self._spec)[-1]
-            kept = {name: kept.get(name, torch.zeros_like(self.master)) for name in sorted(tensors)}
-        kept = {name: values.view(self._parameter.shape) for name, values in kept.items()}
-        kept |= {name: number(value) for name, value in scalars.items()}
+            zeros = torch.zeros(sum(self._sizes), dtype=torch.float32, device="cpu")
+            kept = {name: kept.get(name, zeros.clone()) for name in sorted(tensors)}
+        cut = {name: torch.split(values, self._sizes) for name, values in kept.items()}
         self._optimizer.state.clear()
-        if kept:
-            self._optimizer.state[self._parameter] = kept
+        for place, parameter in enumerate(self._parameters):
+            own = {name: parts[place].view(parameter.shape) for name, parts in cut.items()}
+            own |= {name: number(value) for name, value in scalars.items()}
+            if own:
+                self._optimizer.state[parameter] = own
 
 
 # ---- torch.optim optimizers on one part of a table. An update changes only the rows of its gradient ----

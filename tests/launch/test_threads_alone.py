@@ -34,7 +34,8 @@ def train_alone(monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:
     taken = threading.Event()
     monkeypatch.setattr(SharedCores, "wait", lambda cores: None if cores._free.is_set() else taken.set())
     with rp.join() as job:
-        for micro in job.train(model, DATA, batch=4, steps=1, optimizer=rp.SGD(lr=0.1)):
+        settings = {"optimizer": rp.SGD(lr=0.1), "average": rp.EMA(decay=0.9)}  # (its server gets gradients meanwhile)
+        for micro in job.train(model, DATA, batch=4, steps=1, **settings):
             with micro:
                 micro.backward(model(micro.batch[0]).square().mean())
                 taken.wait(2.0)

@@ -32,6 +32,7 @@ from rallypoint.net.transport import InprocTransport
 from rallypoint.observe.lenient import say
 from rallypoint.observe.usage import usable_cores
 from rallypoint.observe.waits import SharedCores
+from rallypoint.optim import InPlace
 from rallypoint.parallel import Parallel
 from rallypoint.server.service import ServerService
 from rallypoint.store.checkpoints import Checkpoint, begin_from, read_checkpoint
@@ -57,7 +58,7 @@ class EmbeddedJob(Job):
         resume: Resumed | None = None,
     ) -> None:  # fmt: skip
         """`resume`: the snapshot to begin with, which `about` says where to find. None are taken."""
-        transport, self._shared = InprocTransport(), SharedCores()
+        transport, self._shared, in_place = InprocTransport(), SharedCores(), InPlace()
         self._threads_before = torch.get_num_threads()
         self._coordinator = CoordinatorService(
             terms=Terms(servers=servers), bind="coordinator:0", transport=transport,
@@ -69,7 +70,7 @@ class EmbeddedJob(Job):
             for i in range(servers)
         ]
         for server in self._servers:
-            server.share(self._shared)
+            server.share(self._shared, in_place)
             server.start()
         self._console = console
         self._observer = None if console is None else CoordinatorLink(
@@ -79,6 +80,7 @@ class EmbeddedJob(Job):
         if self._observer is not None:
             self._observer.start()
         super().__init__(id="worker0", coordinator=self._coordinator.address, transport=transport, cores=self._shared)
+        self._in_place = in_place if servers == 1 else None
         if 2 * torch.get_num_threads() <= usable_cores():
             self._cores = None  # cores are left for the server
 

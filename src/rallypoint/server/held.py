@@ -12,8 +12,9 @@ from rallypoint.core.modes import StateHolder
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
+from rallypoint.optim import InPlace
 from rallypoint.server.rows import OwnedRows
-from rallypoint.server.shard import AveragedShard, OwnedShard, StreamedShard
+from rallypoint.server.shard import AveragedShard, InPlaceShard, OwnedShard, StreamedShard
 from rallypoint.store.record import ShardRecord
 
 
@@ -112,8 +113,10 @@ def newest_is_enough(config: JobConfig) -> bool:
 class ShardFactory:
     """Allocates shards. The only place that chooses a shard's implementation."""
 
-    def __init__(self, config: JobConfig, layout: Layout, pool: BufferPool, pools: BufferPools) -> None:
-        self._config, self._layout, self._pool, self._pools = config, layout, pool, pools
+    def __init__(
+        self, config: JobConfig, layout: Layout, pool: BufferPool, pools: BufferPools, in_place: InPlace
+    ) -> None:
+        self._config, self._layout, self._pool, self._pools, self._in_place = config, layout, pool, pools, in_place
         self._parameters = _PARAMETERS[config.mode.holder]
         self._of_groups: dict[int, JobConfig] = {}
         self._nothing = pools.take(0)
@@ -123,6 +126,8 @@ class ShardFactory:
         """Allocate room for a shard."""
         place = self._layout.shards[index]
         config = self._of_groups.setdefault(place.group, of_group(self._config, place.group))
+        if index in self._in_place.parameters:
+            return InPlaceShard(place, config, self._in_place, self._nothing)
         if place.part is not None:
             return OwnedRows(place, self._layout.tables[place.part.table].name, config, self._pools)
         if place.role == "parameters" and config.streamed:

@@ -46,7 +46,7 @@ class FrameChecks:
     def __init__(self, job: ServerJob) -> None:
         self._job = job
         self._shards = job.shards
-        self._nbytes = [shard.nbytes for shard in job.shards]
+        self._nbytes = [0 if shard.index in job.in_place.parameters else shard.nbytes for shard in job.shards]
         self._rounds = [job.plan.rounds_of(shard.index) for shard in job.shards]
         self._tree = job.config.policy.tree
         self._formats = ShardCodecStates(job.config)
@@ -187,7 +187,7 @@ class Intake:
 
     def __init__(self, job: ServerJob, views: Views, put: Put, tracer: Tracer, traced: tuple[int, int]) -> None:
         self._job, self._views, self._put, self._tracer, self._traced = job, views, put, tracer, traced
-        self._checks = FrameChecks(job)
+        self._checks, self._in_place = FrameChecks(job), job.in_place.parameters
         self._decoders = threading.local()  # each connection's thread has its own codecs
         audits = job.plan.audits
         self._pushed = inbox.Pushed if audits is None else partial(_with_digest, audits)
@@ -292,7 +292,7 @@ class Intake:
         The returned header is that of a raw payload.
         """
         place = self._checks.payload(header)
-        plain = place.part is None and header.kind is not Kind.STATE
+        plain = place.part is None and header.kind is not Kind.STATE and header.shard not in self._in_place
         buffer = self._job.pool.take() if plain else self._room(header, place)
         try:
             with self._tracer.span("receive", shard=header.shard, replica=header.replica, step=header.step):

@@ -16,6 +16,7 @@ from rallypoint.core.policy import Sync
 from rallypoint.core.shard.clip import Rule
 from rallypoint.core.shard.server import ServerPlan
 from rallypoint.net.pool import BufferPool, BufferPools
+from rallypoint.optim import InPlace
 
 # ---- What a server's machine needs to know of a job ----
 
@@ -79,6 +80,7 @@ class ServerJob:
 
     record: JobRecord
     config: JobConfig
+    in_place: InPlace = field(default_factory=InPlace)  # what a worker of this process shares with it
     pools: BufferPools = field(default_factory=BufferPools)  # for tables, whose payloads have any length
 
     @cached_property

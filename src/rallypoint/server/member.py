@@ -29,6 +29,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import SharedCores, wait_heeding_signals
+from rallypoint.optim import InPlace
 from rallypoint.server import inbox
 from rallypoint.server.job import ServerJob
 
@@ -220,6 +221,7 @@ class ListeningMember(ABC):
         self._views = Views()
         self._owner = OwnerThread(self.failed)
         self._links: ServerLinks | None = None  # the job's, once it is known
+        self._in_place = InPlace()
         self._joined = threading.Event()
 
     # ---- what the roles differ in ----
@@ -246,9 +248,11 @@ class ListeningMember(ABC):
 
     # ---- from the start to the end ----
 
-    def share(self, cores: SharedCores) -> None:
-        """Before `start`: handle events only while the script of this process does not compute."""
+    def share(self, cores: SharedCores, in_place: InPlace) -> None:
+        """Before `start`: handle events only while the script of this process does not compute, and step its model
+        where it lies if that may be."""
         self._owner.share(cores)
+        self._in_place = in_place
 
     def start(self) -> None:
         """Listen, then join the coordinator.
@@ -318,7 +322,7 @@ class ListeningMember(ABC):
         match message:
             case Prepare(record=record):
                 if self._links is None:  # else it is repeated, because this member joined again
-                    job = ServerJob(record, parse(record.config))
+                    job = ServerJob(record, parse(record.config), self._in_place)
                     self._gate.backlog.allow(*job.most_waiting)
                     self._links = self._begin(job)
             case NewView(view=view):

@@ -268,7 +268,8 @@ class Reducer:
         self._restores = Restores(me, snapshots_url, put, lambda text: context.say(Say(text)))
         self._parts = ReducerParts(
             job=job, shell=self.shell, owned=self._owned, tickets=self._tickets, ledger=self._ledger,
-            factory=ShardFactory(job.config, job.record.layout, job.pool, job.pools), followers=self._followers,
+            factory=ShardFactory(job.config, job.record.layout, job.pool, job.pools, job.in_place),
+            followers=self._followers,
             replication=self._replication, context=context, tracer=tracer, restores=self._restores,
             decisions=StepVerdicts(self.shell, context, put),
             fingerprints=(

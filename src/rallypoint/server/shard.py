@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from rallypoint.core.order import derive_seed
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool
-from rallypoint.optim import ShardOptimizer, state_names
+from rallypoint.optim import InPlace, Pieces, ShardOptimizer, state_names
 from rallypoint.store.record import AVERAGE, AVERAGED, ShardRecord, encode_record
 
 # ---- The sum in progress of one dense shard, and whether values are finite ----
@@ -77,7 +78,7 @@ class GradientSum:
 
     def norms(self) -> tuple[float, ...]:
         """The 2-norms of the sum's pieces of 1 MiB (after `mean`: of the mean's)."""
-        return tuple(map(norm_of, torch.split(self.values, SHARD_BYTES // WORD_BYTES)))
+        return norms_of(self.values)
 
     def first_not_finite(self) -> int:
         """The first word that is not finite; -1 if all are."""
@@ -94,6 +95,11 @@ class GradientSum:
 
     def _values(self, at: int) -> torch.Tensor:
         return self._parts[at].tensor[: self._words]
+
+
+def norms_of(values: torch.Tensor) -> tuple[float, ...]:
+    """The 2-norms of each MiB of a shard (1-D fp32)."""
+    return tuple(map(norm_of, torch.split(values, SHARD_BYTES // WORD_BYTES)))
 
 
 def norm_of(values: torch.Tensor) -> float:
@@ -610,3 +616,123 @@ class StreamedShard(OwnedShard):
         copy = BufferPool(count, keeps=False).take()
         copy.bytes[:] = words
         return copy, copy.bytes
+
+
+# A dense shard of a model in the same process: see `optim.InPlace`.
+
+
+class InPlaceShard:
+    """The model's own parameters, and their optimizer's state. Each contribution is of all replicas; nothing is sent.
+
+    A version is what the parameters are now: no other one is kept.
+    """
+
+    measured = True
+    loss_scale = 0.0
+
+    def __init__(self, shard: Shard, config: JobConfig, model: InPlace, nothing: Buffer) -> None:
+        """`nothing` is an empty buffer."""
+        self.shard, self._model, self._nothing = shard, model, nothing
+        self._words = model.parameters[shard.index]
+        self._optimizer = ShardOptimizer(config, shard.group, shard.words, pieces=self._words)
+        self._gradient = Pieces(())
+        self._version = -1
+
+    def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
+        """Set the first version's number: the model has its values."""
+        payload.release()
+        self._version = version
+
+    def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
+        """Make the model's gradient, times `weight`, the sum."""
+        payload.release()
+        self._gradient = self._model.gradients.pop(self.shard.index)
+        if weight != 1.0:
+            self._gradient.mul_(weight)
+
+    def merge(self, left: int, right: int) -> None:
+        """AssertionError: there is one contribution. So do `discard` and `add`."""
+        raise AssertionError(f"shard {self.shard.index}: all replicas contribute at once")
+
+    def discard(self, at: int) -> None:
+        self.merge(at, at)
+
+    def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
+        self.merge(0, 0)
+
+    def mean(self, total_weight: float) -> None:
+        """Multiply the sum by 1 / `total_weight`."""
+        if total_weight != 1.0:
+            self._gradient.mul_(1.0 / total_weight)
+
+    def norms(self) -> tuple[float, ...]:
+        """As `GradientSum.norms`."""
+        return norms_of(self._gradient.flat())
+
+    def first_not_finite(self) -> int:
+        """The first word of the gradient that is not finite; -1 if all are."""
+        at = 0
+        for part in self._gradient.parts:
+            if (found := first_not_finite(part)) >= 0:
+                return at + found
+            at += part.numel()
+        return -1
+
+    def apply(self, update: Apply) -> tuple[Buffer, int] | None:
+        """Update the parameters, with the other shards'. Always returns None."""
+        assert not update.replicate, f"shard {self.shard.index} has a backup"
+        self._model.step(self.shard.index, partial(self._step, self._gradient, update))
+        self.abandon()
+        self._version = update.version
+        return None
+
+    def _step(self, gradient: Pieces, update: Apply) -> None:
+        if update.scale is None:
+            return
+        if update.scale != 1.0:
+            gradient.mul_(update.scale)
+        self._optimizer.apply(gradient, update.step, update.rate, update.reductions)
+
+    def abandon(self) -> None:
+        """Discard the sum."""
+        self._gradient = Pieces(())
+
+    def release(self) -> None:
+        """The shard is not held any more."""
+        self.abandon()
+        self._version = -1
+
+    def keeps(self, version: int) -> bool:
+        """Is it what the parameters are now?"""
+        return version == self._version
+
+    def raw(self, version: int) -> tuple[int, Buffer, int]:
+        """An empty payload: the worker only hears that the version exists."""
+        return 0, self._nothing, 0
+
+    encoded = raw
+
+    def named(self, header: Header) -> Header:
+        """The header of a version's frame: unchanged."""
+        return header
+
+    def digest(self, before: bytes) -> bytes:
+        """AssertionError: there are no backups."""
+        raise AssertionError(f"shard {self.shard.index}: it has no backup")
+
+    def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
+        """The whole state: see `OwnedShard.state`."""
+        moments, scalars = self._optimizer.state()
+        arrays = {"master": self._words.flat(), **moments}
+        return ShardRecord(self.shard.index, version, {n: a.numpy() for n, a in arrays.items()}, scalars, tuple(clocks))
+
+    def load(self, record: ShardRecord) -> None:
+        """Replace the whole state by that of a snapshot's record."""
+        self.abandon()
+        self._model.drop(self.shard.index)
+        arrays = {name: torch.from_numpy(array) for name, array in record.arrays.items()}
+        self._words.copy_(arrays.pop("master"))
+        self._optimizer.load({n: a for n, a in arrays.items() if n != AVERAGE}, {
+            n: s for n, s in record.scalars.items() if n != AVERAGED
+        })  # fmt: skip
+        self._version = record.version

@@ -18,7 +18,7 @@ from rallypoint.core.layout import DTYPE_BYTES, Entry, Layout, Shard, TensorSpec
 from rallypoint.core.modes import Feature, why_not
 from rallypoint.core.optimizer import ENTRY
 from rallypoint.errors import ConfigError, ModelError, UsageError
-from rallypoint.optim import refusal
+from rallypoint.optim import Pieces, refusal
 
 # ---- What a model must be before a job trains it: each sentence names the tensor, and says what to do ----
 
@@ -371,6 +371,11 @@ class Placed:
         return raw.view(self.tensor.dtype).view(self.entry.spec.shape)
 
 
+_NOT_IN_PLACE = {
+    Feature.AVERAGE, Feature.MUON, Feature.CODEC, Feature.FINGERPRINTS, Feature.AUDIT, Feature.SUMS, Feature.OWN_LOOP,
+}  # fmt: skip
+
+
 class ModelTensors:
     """The trainable parameters (tied ones once), the shared buffers and the frozen parameters of a model.
 
@@ -464,6 +469,27 @@ class ModelTensors:
         if any(shard.role == "buffers" for shard in shards):  # the buffers' shards always arrive together
             for placed in self.buffers:
                 placed.tensor.copy_(placed.of(vector))
+
+    def in_place(self, config: JobConfig) -> dict[int, Pieces]:
+        """The shards of parameters that a server of this process may step where they lie: all of them, or none.
+
+        Not parameters that servers keep in another form, and no job whose servers need a shard's words in one piece, or
+        contributions that are not the sum of all replicas. Fused kernels would give other bytes.
+        """
+        if _NOT_IN_PLACE & config.features or not config.policy.tree or getattr(config.optimizer, "fused", False):
+            return {}
+        for placed in self.parameters:
+            tensor = placed.tensor
+            plain = type(tensor) is torch.nn.Parameter and tensor.dtype is torch.float32 and tensor.is_contiguous()
+            if not plain or tensor.device.type != "cpu":
+                return {}
+        return {
+            shard.index: Pieces(
+                placed.words()[start - placed.entry.start : stop - placed.entry.start]
+                for placed, start, stop in self.parts_in(shard) if start < stop
+            )
+            for shard in self.layout.shards if shard.role == "parameters"
+        }  # fmt: skip
 
     def parts_in(self, shard: Shard) -> list[tuple[Placed, int, int]]:
         """The parameters in a shard, each with its first word and the word after its last (words of the vector)."""

@@ -568,7 +568,8 @@ class Arrivals:
         self._codec_states, self._optimizer = codec_states, optimizer
         self._begins = frozenset(shard.index for shard in layout.shards if optimizer.starts(shard))
         self._rows, self._words = pulls
-        self._streamed = config.streamed
+        streamed = {s.index for s in layout.shards if config.streamed and s.role == "parameters"}
+        self._empty = pushes.in_place | streamed  # the shards whose versions have no bytes
         self.landed = locked.landed
 
     # ---- versions ----
@@ -576,7 +577,7 @@ class Arrivals:
     def arriving(self, header: Header, server: str) -> memoryview | None:
         shard, nbytes = self._shard(header), header.length
         whole = shard.slot_bytes
-        skips = (header.flags and self._optimizer.skips(header)) or (self._streamed and shard.role == "parameters")
+        skips = (header.flags and self._optimizer.skips(header)) or shard.index in self._empty
         if header.codec == 0 and nbytes != (0 if skips else whole):  # a version that is skipped has no bytes
             raise ProtocolError(f"a version of {nbytes} bytes for shard {shard.index}, which has {whole}")
         if nbytes > 2 * whole + _CODEC_HEAD:

@@ -33,11 +33,19 @@ from rallypoint.errors import RallypointError
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.pool import bytes_of, pinned_words, words_of_memory
 from rallypoint.observe.observed import observed
+from rallypoint.optim import InPlace
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.worker.exchange.arrivals import Arrivals, LeasedPull, RowPulls, WordPulls, optimizer_state
 from rallypoint.worker.exchange.arrivals import States as Records
 from rallypoint.worker.exchange.links import ExchangeContext, Links
-from rallypoint.worker.exchange.locked import LockedShell, Rewound, ShardMemory, SlotMemory, WholeVector
+from rallypoint.worker.exchange.locked import (
+    InPlaceMemory,
+    LockedShell,
+    Rewound,
+    ShardMemory,
+    SlotMemory,
+    WholeVector,
+)
 from rallypoint.worker.exchange.pushes import (
     CodecStates,
     Contributions,
@@ -53,17 +61,20 @@ from rallypoint.worker.exchange.pushes import (
 
 
 def worker_plan(
-    config: JobConfig, layout: Layout, codec_state_shards: tuple[int, ...] = (), *, early: bool = True
-) -> WorkerPlan:
+    config: JobConfig, layout: Layout, codec_state_shards: tuple[int, ...] = (), *, early: bool = True,
+    in_place: bool = False,
+) -> WorkerPlan:  # fmt: skip
     """Return the plan for `shell_for`. `codec_state_shards` are the shards whose codec has a state for each replica.
 
-    `early`: a forward pass may begin before all of its version is here, if the settings allow it.
+    `early`: a forward pass may begin before all of its version is here, if the settings allow it. `in_place`: see
+    `optim.InPlace`.
     """
     shards = layout.shards
     return WorkerPlan(
         shards=len(shards), rounds=config.rounds, mode=config.mode,
         buffer_shards=frozenset(shard.index for shard in shards if config.contributors(shard.role) == 1),
-        cadence=cadence_of(config, shards), codec_state_shards=codec_state_shards, presum=_presum(config, layout),
+        cadence=cadence_of(config, shards), codec_state_shards=codec_state_shards,
+        presum=_presum(config, layout, all_here=in_place),
         # Rows of tables are pulled at a version that exists everywhere
         overlaps=early and config.overlaps and not layout.tables, audits=audits_of(config),
         carried=carried_in(shards),
@@ -71,8 +82,10 @@ def worker_plan(
     )  # fmt: skip
 
 
-def _presum(config: JobConfig, layout: Layout) -> tuple[frozenset[int], int, int]:
+def _presum(config: JobConfig, layout: Layout, *, all_here: bool) -> tuple[frozenset[int], int, int]:
     """The shards whose contributions a worker adds up, how many replicas contribute, and the most to add up.
+
+    `all_here`: the server takes the sum of all replicas alone (`optim.InPlace`).
 
     A lossy codec encodes each replica by itself, so that the bytes do not depend on the cluster. Rows of tables differ
     from replica to replica: their sum would be hardly smaller.
@@ -84,7 +97,7 @@ def _presum(config: JobConfig, layout: Layout) -> tuple[frozenset[int], int, int
     if not config.policy.tree or config.streamed:  # (a sum of replicas would be as large as the model)
         return frozenset(), 1, 1
     nbytes = sum(layout.shards[shard].nbytes for shard in shards)
-    copies = min(config.network.presum_bytes // max(1, nbytes), 32)
+    copies = 32 if all_here else min(config.network.presum_bytes // max(1, nbytes), 32)
     return (shards if copies else frozenset(), config.replicas, 1 << copies)
 
 
@@ -127,14 +140,15 @@ def push_initial(
                 return
         if (now := view()) is None:
             return
-        header = Header(Kind.INITIAL, now.number, shard=shard.index, step=version, length=shard.slot_bytes)
+        header = Header(Kind.INITIAL, now.number, shard=shard.index, step=version)
         if (link := links.get(now.primary[shard.index])) is None:
             room.release()
         elif state is not None and shard.role == "parameters":
             data = memoryview(encode_record(state(shard), "none"))
             link.push(header._replace(kind=Kind.STATE, length=len(data)), data, sent=room.release)
         else:
-            link.push(header, bytes_of(words(shard.start, shard.stop)), sent=room.release)
+            data = bytes_of(words(shard.start, shard.stop))
+            link.push(header._replace(length=len(data)), data, sent=room.release)
 
 
 # ---- What an exchange is for a script that has a loop of its own, and asks for sums from it ----
@@ -279,6 +293,7 @@ class Exchange:
     Attributes:
         buffer: the exchange buffer, 1-D fp32; empty where parameters are streamed.
         memory: where the slots' bytes are.
+        in_place: the model's shards that a server of this process steps where they lie; mostly none.
         streamed: parameters stay on the servers.
         prefetch_bytes: bytes of streamed parameters to ask for ahead.
         replica: the replica that is being computed.
@@ -297,17 +312,25 @@ class Exchange:
     """
 
     def __init__(
-        self, layout: Layout, config: JobConfig, context: ExchangeContext, *, pinned: bool = False, early: bool = True
-    ) -> None:
+        self, layout: Layout, config: JobConfig, context: ExchangeContext, *, pinned: bool = False, early: bool = True,
+        in_place: InPlace | None = None,
+    ) -> None:  # fmt: skip
         """`pinned`: the buffer is for a GPU. `early`: a forward pass may begin before all of its version is here."""
         self.layout, self.me = layout, context.me
+        self.in_place = in_place or InPlace()
         words = 0 if config.streamed else layout.words
         self.buffer = pinned_words(words) if pinned else words_of_memory(words)
         self.streamed, self.prefetch_bytes = config.streamed, config.memory.prefetch_bytes
         scarce = ShardMemory(layout, config.memory.prefetch_bytes, pinned=pinned) if config.streamed else None
-        self.memory: SlotMemory = scarce or WholeVector(layout, self.buffer)
+        self.memory: SlotMemory = scarce or (
+            InPlaceMemory(layout, self.buffer, self.in_place) if self.in_place.parameters
+            else WholeVector(layout, self.buffer)
+        )  # fmt: skip
         formats = ShardCodecStates(config)
-        self._shell = shell = shell_for(context.me, worker_plan(config, layout, formats.among(layout), early=early))
+        plan = worker_plan(
+            config, layout, formats.among(layout), early=early, in_place=bool(self.in_place.parameters)
+        )  # fmt: skip
+        self._shell = shell = shell_for(context.me, plan)
         observed(shell.machine, context.me)
         if shell.states.kept:
             observed(shell.states, f"{context.me}-codec-states")

@@ -6,7 +6,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +16,7 @@ from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import Arriving, CodecEffect, Effect, Event, Land, Landed, Sent, Slot, Slots
 from rallypoint.net.pool import bytes_of
 from rallypoint.observe.waits import Progress, SharedCores, wait_until
+from rallypoint.optim import InPlace
 
 # ---- The worker's shell under its lock, for the threads that change it and those that wait for a change ----
 #
@@ -224,7 +225,12 @@ _MAPPED_BYTES = 128 << 10
 
 
 class SlotMemory(Protocol):
-    """Where the slots' bytes are. See `core/worker/slots.py` for who may touch which slot when."""
+    """Where the slots' bytes are. See `core/worker/slots.py` for who may touch which slot when.
+
+    `in_place`: the shards that a server of this process steps where they lie (`optim.InPlace`). Their slots are empty.
+    """
+
+    in_place: frozenset[int]
 
     def part(self, shard: int) -> tuple[torch.Tensor, int]:
         """A vector that holds the shard's slot (1-D fp32), and the word of the flat vector at which it begins."""
@@ -238,6 +244,8 @@ class SlotMemory(Protocol):
 
 class WholeVector:
     """One vector: every slot has memory of its own all the time."""
+
+    in_place: frozenset[int] = frozenset()
 
     def __init__(self, layout: Layout, buffer: torch.Tensor) -> None:
         self._shards, self._buffer, self._bytes = layout.shards, buffer, bytes_of(buffer)
@@ -254,12 +262,28 @@ class WholeVector:
         return self._bytes[place.start * 4 : place.stop * 4]
 
 
+class InPlaceMemory(WholeVector):
+    """Like `WholeVector`; where a server steps a shard in place, nothing is written, so the system gives no memory."""
+
+    def __init__(self, layout: Layout, buffer: torch.Tensor, model: InPlace) -> None:
+        super().__init__(layout, buffer)
+        self._model, self.in_place = model, frozenset(model.parameters)
+
+    def words(self, shard: int) -> Any:
+        return self._model.gradients[shard] if shard in self.in_place else super().words(shard)
+
+    def slot(self, shard: int) -> memoryview:
+        return memoryview(b"") if shard in self.in_place else super().slot(shard)
+
+
 class ShardMemory:
     """Memory for the shards of parameters whose gradient is being written or sent, and for all shards of buffers.
 
     Gradients of about `most` bytes may wait to be sent; beyond that the main thread waits. Memory that is free is kept
     for the next gradients, up to as much.
     """
+
+    in_place: frozenset[int] = frozenset()
 
     def __init__(self, layout: Layout, most: int, *, pinned: bool) -> None:
         self._shards, self._pinned = layout.shards, pinned

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -37,6 +38,7 @@ from rallypoint.errors import ProtocolError
 from rallypoint.net.channel import Rank
 from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header, Kind, wants
 from rallypoint.net.pool import Buffer, BufferPool
+from rallypoint.optim import Pieces
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell, Rewound, SlotMemory
 
@@ -211,6 +213,16 @@ def _pools(layout: Layout, codecs: ShardCodecs) -> list[BufferPool | None]:
 # The memory of a worker that adds up its replicas before it sends them (core/sums/presum.py decides what).
 
 
+class Addends(Protocol):
+    """A gradient that can be weighed and added to another one: a tensor, or `Pieces` of several."""
+
+    def mul_(self, factor: float, /) -> Any: ...
+    def add_(self, other: Any, /) -> Any: ...
+
+
+V = TypeVar("V", bound=Addends)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockTally:
     """The total weight of a block, and its replicas with a loss, or a gradient, that is not finite."""
@@ -220,16 +232,18 @@ class BlockTally:
     gradients: frozenset[int]  # the replicas whose loss is finite, and whose gradient is not
 
 
-class Partials:
-    """Weighted sums of blocks, by shard and first replica. Only the thread that fills slots calls it, but for `sum`."""
+class Partials(Generic[V]):
+    """Weighted sums of blocks, by shard and first replica. Only the thread that fills slots calls it, but for `sum`.
+
+    This one is of gradients that may be kept as they are: each is new memory.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor, BlockTally]] = {}  # fp32, 1-D
-        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._kept: dict[tuple[int, int], tuple[V, BlockTally]] = {}
         self._sums: dict[int, BlockTally] = {}
 
     @torch.no_grad()
-    def add_up(self, shard: int, part: Part, slot: torch.Tensor, leaf: BlockTally) -> None:
+    def add_up(self, shard: int, part: Part, slot: V, leaf: BlockTally) -> None:
         """Weigh the slot, which holds one replica's contribution, and add to it, or keep it, as `part` says.
 
         `leaf` is what is known of that replica. Each addition is a node of the tree (I3): one rounding, of two
@@ -242,9 +256,9 @@ class Partials:
             values, kept = self._kept.pop((shard, at))
             slot.add_(values)
             found = BlockTally(kept.weight + found.weight, kept.losses | found.losses, kept.gradients | found.gradients)
-            self._free[shard].append(values)
+            self._free(shard, values)
         if part.keep:
-            self._keep((shard, part.block.start), (self._room(shard, slot).copy_(slot), found))
+            self._keep((shard, part.block.start), (self._to_keep(shard, slot), found))
         else:
             self._sums[shard] = found
 
@@ -253,20 +267,38 @@ class Partials:
         return self._sums.pop(shard)
 
     def clear(self) -> None:
-        """Another step begins: what is kept is not needed. The memory is used again."""
+        """Another step begins: what is kept is not needed."""
         for (shard, _), (values, _) in self._kept.items():
-            self._free[shard].append(values)
+            self._free(shard, values)
         self._kept.clear()
         self._sums.clear()
 
-    def _keep(self, key: tuple[int, int], kept: tuple[torch.Tensor, BlockTally]) -> None:
+    def _keep(self, key: tuple[int, int], kept: tuple[V, BlockTally]) -> None:
         if key in self._kept:
-            self._free[key[0]].append(self._kept[key][0])
+            self._free(key[0], self._kept[key][0])
         self._kept[key] = kept
 
-    def _room(self, shard: int, slot: torch.Tensor) -> torch.Tensor:
-        free = self._free[shard]
-        return free.pop() if free else torch.empty_like(slot, device="cpu", pin_memory=False)
+    def _to_keep(self, shard: int, slot: V) -> V:
+        return slot
+
+    def _free(self, shard: int, values: V) -> None:
+        """These values are not needed any more."""
+
+
+class SlotPartials(Partials[torch.Tensor]):
+    """The same of slots (fp32, 1-D), which are written again: what is kept is a copy. Its memory is used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def _to_keep(self, shard: int, slot: torch.Tensor) -> torch.Tensor:
+        rooms = self._rooms[shard]
+        room = rooms.pop() if rooms else torch.empty_like(slot, device="cpu", pin_memory=False)
+        return room.copy_(slot)
+
+    def _free(self, shard: int, values: torch.Tensor) -> None:
+        self._rooms[shard].append(values)
 
 
 Sent = Callable[[int, int], None]
@@ -285,13 +317,14 @@ class Pushes:
         self, layout: Layout, memory: SlotMemory, encoder: Encoder, links: Links, *, sent: Sent, queued: Queued,
         lock: threading.Condition, examines: bool = False,
     ) -> None:  # fmt: skip
-        self._layout, self._nbytes = layout, [shard.nbytes for shard in layout.shards]
+        self._layout, self.in_place = layout, memory.in_place
+        self._nbytes = [0 if shard.index in self.in_place else shard.nbytes for shard in layout.shards]
         self.slot, self.words = memory.slot, memory.words
         self._encoder, self._links = encoder, links
         self._sent, self._queued, self._lock = sent, queued, lock
         self._rows: dict[int, memoryview] = {}  # shard -> the contribution to that part of a table
         self.weight, self._finite = 1.0, True
-        self.partials = Partials()
+        self.partials: Partials[Any] = Partials() if self.in_place else SlotPartials()
         self._examines = examines
         self.ranks: Sequence[int] = ()  # of each shard: the forward pass needs those of a low rank first; (): in order
 
@@ -323,7 +356,7 @@ class Pushes:
         raw = send.shard in self._encoder.raw
         payload = None if raw else self._encoder.encode(send.shard, send.step, send.replica, values)
         parameters = place.role == "parameters"  # buffers hold numbers of any type
-        whole = not (self._examines and parameters) or all_finite(values)
+        whole = not parameters or self._whole(values)
         weight = self.weight if parameters else 1.0
         if payload is None:
             self._push_slot(send, self._header(send, self._nbytes[send.shard], weight, whole=whole))
@@ -367,8 +400,8 @@ class Pushes:
             link.push(self._header(send, len(gradient), self.weight, whole=whole), gradient, sent=_nothing)
         self._sent(send.shard, send.serial)  # the slot is not used: it is free at once
 
-    def _whole(self, values: torch.Tensor) -> bool:
-        return not self._examines or all_finite(values)
+    def _whole(self, values: torch.Tensor | Pieces) -> bool:
+        return not self._examines or all(map(all_finite, values.parts if isinstance(values, Pieces) else (values,)))
 
     def _header(self, send: machine.Send, nbytes: int, weight: float, *, whole: bool) -> Header:
         return Header(

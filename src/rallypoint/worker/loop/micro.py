@@ -26,7 +26,7 @@ from rallypoint.worker.exchange.locked import Rewound
 from rallypoint.worker.loop.guard import ModelGuard, NoGuard, Parts
 from rallypoint.worker.precision import HeldParameters
 from rallypoint.worker.ranks.followers import is_number
-from rallypoint.worker.tensors import Carry, late_kind
+from rallypoint.worker.tensors import Carry, ModelTensors, late_kind
 
 # ---- The versions of a worker's model: the first is uploaded, later ones are installed, some are stored ----
 
@@ -58,7 +58,8 @@ class BufferVersions:
         if optimizer is None:
             if self._updates >= 0:
                 self._go_back_to_the_first()
-            exchange.initialise(tensors.part)
+            first = _only_buffers(tensors) if exchange.in_place.parameters else tensors.part
+            exchange.initialise(first)
             return
         if optimizer.version < 0:
             optimizer.version = exchange.holds = 0
@@ -96,6 +97,9 @@ class BufferVersions:
                 exchange.holds = version
             elif parts.streamed is not None:
                 parts.streamed.install()
+            elif exchange.in_place.parameters:
+                changed = exchange.layout.shards if shards is None else shards
+                parts.tensors.read_shards_from(vector, [shard for shard in changed if shard.role == "buffers"])
             elif shards is None or not parts.alone:
                 parts.followers.install(version)
                 parts.tensors.read_from(vector)
@@ -156,6 +160,12 @@ class BufferVersions:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _only_buffers(tensors: ModelTensors) -> Callable[[int, int], torch.Tensor]:
+    """`ModelTensors.part`; of parameters, which the server has, nothing."""
+    start = min((placed.entry.start for placed in tensors.buffers), default=tensors.layout.words)
+    return lambda first, stop: tensors.part(first, stop if first >= start else first)
 
 
 def check_last(version: int, rounds: int) -> None:

@@ -40,6 +40,7 @@ from rallypoint.net.transport import Transport
 from rallypoint.observe.lenient import say
 from rallypoint.observe.trace import LOAD, Tracer
 from rallypoint.observe.waits import SharedCores
+from rallypoint.optim import InPlace
 from rallypoint.parallel import Parallel, RankGroup
 from rallypoint.worker.evaluations import EvaluationReports
 from rallypoint.worker.exchange.exchange import Exchange, digest_of
@@ -102,6 +103,7 @@ class Job(MemberMessages):
     """
 
     run_type: type[Run] = Run
+    _in_place: InPlace | None = None  # what the server shares that is alone with this worker in its process
 
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None, near: str = "",
@@ -191,6 +193,8 @@ class Job(MemberMessages):
         whole = lead is None and config.memory.parameters != "streamed"
         self._first = digest_of(tensors.layout, tensors.part) if whole else b""
         self._kernels = kernels_of(tensors.device) if record.audits else b""
+        if self._in_place is not None and record.leases:
+            self._in_place.parameters = tensors.in_place(config)
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
         first = self.id == min(one.id for one in exchange.view.workers)
         reads = stream_reads(config.reading.passes, config.steps, given="steps" in settings)
@@ -247,8 +251,9 @@ class Job(MemberMessages):
         self._propose(record)
         cores = None if pinned else self._cores  # a GPU computes meanwhile
         context = ExchangeContext(self._link.credentials, self._transport, self._tracer, self._report_wait, cores)
-        early = early and not pinned and cores is None
-        self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early)
+        in_place = self._in_place or InPlace()
+        early = early and not pinned and cores is None and not in_place.parameters
+        self._exchange = Exchange(record.layout, config, context, pinned=pinned, early=early, in_place=in_place)
         self._exchange.reaching.to = lambda generation, version: self._link.send(Reached(version, generation))
         self._begin(self._exchange)
         return self._exchange

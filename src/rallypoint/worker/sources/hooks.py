@@ -16,6 +16,7 @@ from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ModelError, UsageError
+from rallypoint.optim import Pieces
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.tensors import ModelTensors, Placed
 
@@ -430,10 +431,7 @@ class GradientHooks(WaitsForVersions):
         for index, placed in enumerate(self._tensors.parameters):
             if index not in self._done:
                 self._finish_unused(index, placed)
-        if self._kept is not None:
-            self._send(self._kept)
-        if self._clip is not None:
-            self._clip_and_send(self._clip)
+        self._send_last()
         self._staging.drain()  # what follows is sent from this thread, after the losses are known
         self._exchange.check(stale=False)
         send_buffers(self._tensors, self._exchange, replica)
@@ -499,10 +497,13 @@ class GradientHooks(WaitsForVersions):
                 f"parameter {placed.entry.spec.name} got a gradient twice in one backward (reentrant checkpointing?): "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
-        for slot, part in self._pieces(index, placed, gradient):
-            self._staging.write(slot, part, add=index in self._touched)
+        self._store(index, placed, gradient)
         self._touched.add(index)
         parameter.grad = None  # it is in its slot now: free the memory for the rest of the backward
+
+    def _store(self, index: int, placed: Placed, gradient: torch.Tensor) -> None:
+        for slot, part in self._pieces(index, placed, gradient):
+            self._staging.write(slot, part, add=index in self._touched)
 
     def _pieces(
         self, index: int, placed: Placed, gradient: torch.Tensor
@@ -557,6 +558,13 @@ class GradientHooks(WaitsForVersions):
     def _send(self, shard: int) -> None:
         self._staging.then(partial(self._exchange.replica.filled, shard))
 
+    def _send_last(self) -> None:
+        """Send what may leave only when the backward pass is over."""
+        if self._kept is not None:
+            self._send(self._kept)
+        if self._clip is not None:
+            self._clip_and_send(self._clip)
+
     def _clip_and_send(self, limit: float) -> None:
         """Scale the slots by the norm of the whole gradient, then send them."""
         self._staging.drain()
@@ -583,6 +591,44 @@ class GradientHooks(WaitsForVersions):
 def _got_nothing(parameter: torch.Tensor) -> bool:
     """Of a parameter without a gradient: an operation gave it none, and torch called its hooks all the same."""
     return len(parameter._post_accumulate_grad_hooks or ()) == 1  # ours: nobody took it
+
+
+# ---- Gradients that a server of this process takes where they are ----
+
+
+class InPlaceGradients(GradientHooks):
+    """Like `GradientHooks`; a gradient stays in the memory that autograd has made, and nothing leaves during backward,
+    which reads what the server will change.
+    """
+
+    def _store(self, index: int, placed: Placed, gradient: torch.Tensor) -> None:
+        self._own[index] = self._own[index].add_(gradient) if index in self._touched else gradient
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._own: dict[int, torch.Tensor] = {}  # this replica's gradients, by parameter
+
+    def _release(self, index: int) -> None:
+        self._done.add(index)
+
+    def _finish_unused(self, index: int, placed: Placed) -> None:
+        if placed.tensor.grad is None and index not in self._touched:
+            placed.tensor.grad = torch.zeros_like(placed.tensor)
+        super()._finish_unused(index, placed)
+
+    def _send_last(self) -> None:
+        flat = [self._own[index].reshape(-1) for index in range(len(self._tensors.parameters))]
+        self._own.clear()
+        parts: dict[int, list[torch.Tensor]] = {shard: [] for shard in self._exchange.in_place.parameters}
+        for values, placed, shards in zip(flat, self._tensors.parameters, self._shards_of, strict=True):
+            for shard in shards:
+                place, entry = self._exchange.layout.shards[shard], placed.entry
+                start, stop = max(entry.start, place.start), min(entry.stop, place.stop)
+                parts[shard].append(values[start - entry.start : stop - entry.start])
+        for shard, gradient in parts.items():
+            if self._claim(shard):
+                self._exchange.in_place.gradients[shard] = Pieces(gradient)
+                self._exchange.replica.filled(shard)
 
 
 # ---- Gradients of streamed parameters: each shard's memory is there while its gradient is written and sent ----

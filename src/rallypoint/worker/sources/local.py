@@ -20,6 +20,7 @@ from rallypoint.worker.precision import Losses
 from rallypoint.worker.sources.hooks import (
     DeltaSource,
     GradientHooks,
+    InPlaceGradients,
     Staging,
     StreamedGradients,
     WaitsForVersions,
@@ -374,6 +375,8 @@ def source_for(
     """
     if config.streamed:
         return StreamedGradients(tensors, exchange, staging)
+    if exchange.in_place.parameters:
+        return InPlaceGradients(tensors, exchange, staging)
     if config.local is None:
         return GradientHooks(
             tensors, exchange, staging, clip=None if config.clips_on_servers else config.clip
