@@ -1,4 +1,4 @@
-"""Writes the table of modes into docs/modes.md: ``python tests/modes/write_docs.py``."""
+"""Writes the table of modes into docs/mode-table.md: ``python tests/modes/write_docs.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rallypoint.core.modes.conflicts import ALONE, CONFLICTS
 from rallypoint.core.modes.table import TABLE, Cell, No, Only
 from rallypoint.core.modes.traits import MODES, Feature, ModeName
 
-DOCS = Path(__file__).parents[2] / "docs" / "modes.md"
+DOCS = Path(__file__).parents[2] / "docs" / "mode-table.md"
 
 
 def markdown_modes() -> str:
