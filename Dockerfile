@@ -10,7 +10,7 @@
 #   FROM me/rallypoint
 #   COPY train.py .
 #
-# The roles, each in a container of its own (their options: docs/usage.md, "A cluster by hand"):
+# The roles, each in a container of its own (their options: docs/by-hand.md):
 #
 #   docker run --init me/rallypoint coordinator --bind 0.0.0.0:4700 --advertise HOST:4700 --token-file FILE
 #   docker run --init me/rallypoint server --coordinator HOST:4700 --bind 0.0.0.0:4701 --advertise HOST2 --token-file FILE

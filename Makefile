@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test test-all quick simulate chaos check format bench docs dist clean
+.PHONY: help setup train test test-all quick simulate chaos check format bench docs dist release clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -73,6 +73,10 @@ docs: setup ## Build the site in docs/_build/html; a warning is an error, and so
 dist: setup ## Build the wheel and the source distribution in dist/
 	@rm -rf dist
 	@$(BIN)/python -m build $(ARGS)
+
+release: setup ## Build and check all of a release (a dry run); TAG=1 makes the tag if nothing is missing
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs,release]'
+	@$(BIN)/python .ci/release.py $(if $(TAG),--tag) $(ARGS)
 
 clean: ## Remove the environment and caches, not the runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/_build docs/reference

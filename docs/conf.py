@@ -6,8 +6,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import write_reference
-from pygments.lexers.special import TextLexer
-from sphinx.application import Sphinx
 
 write_reference.main()
 
@@ -19,11 +17,11 @@ exclude_patterns = ["_build"]
 myst_heading_anchors = 6  # a link to a heading that is not there is a warning, and `make docs` makes warnings errors
 myst_enable_extensions = ["colon_fence"]
 smartquotes = False  # or --option becomes a dash and "option"
+highlight_language = "text"  # of blocks that name none: commands, output, drawings
 html_theme = "furo"
 html_title = "Rallypoint"
 html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
-
-def setup(app: Sphinx) -> None:
-    app.add_lexer("mermaid", TextLexer)  # GitHub draws these; here their source is shown

@@ -24,22 +24,24 @@ def api() -> Iterator[str]:
         if not inspect.isclass(thing):
             continue
         for member, value in vars(thing).items():
+            if member.startswith("_"):
+                continue
             if isinstance(value, property):
                 yield f"### `{name}.{member}`\n\n{_text(value)}"
-            elif inspect.isfunction(inspect.unwrap(value)) and not member.startswith("_"):
+            elif inspect.isfunction(inspect.unwrap(value)):
                 yield f"### `{name}.{member}()`"
                 yield from _described(member, value)
 
 
 def _described(name: str, thing: Any) -> Iterator[str]:
     try:
-        signature = str(inspect.signature(thing)).replace("rallypoint.", "")
+        signature = re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", str(inspect.signature(thing)))  # without modules
     except (TypeError, ValueError):
         signature = "(...)"
     signature = re.sub(r" at 0x\w+", "", signature)
-    if len(signature) > 100:
+    if len(signature) > 80:
         signature = re.sub(r", (?=\*{0,2}\w+[:,=)]|\*)", ",\n    ", signature)
-    yield f"```text\n{name}{signature}\n```"
+    yield f"```{{code-block}} text\n:class: signature\n\n{name}{signature}\n```"
     yield _text(thing)
 
 

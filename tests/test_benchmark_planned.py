@@ -61,7 +61,7 @@ def test_the_summary_counts_steps_within_ten_percent() -> None:
 
 @pytest.mark.slow
 def test_the_model_is_as_near_to_the_measured_cases_as_the_documents_say() -> None:
-    """`benchmarks/planned.jsonl`: what docs/planning.md and docs/scale.md say of the cases with odd numbers: they were
+    """`benchmarks/planned.jsonl`: what docs/performance.md says of the cases with odd numbers: they were
     not used for fitting, and from 61 on they were measured after it. It tells whether a change is for the better."""
     found = [one for one in kept(MEASURED) if one.case.number % 2 == 1]
     assert len(found) == 50

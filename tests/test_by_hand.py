@@ -1,4 +1,4 @@
-"""A cluster whose processes are started one by one, with the commands of docs/usage.md."""
+"""A cluster whose processes are started one by one, with the commands of docs/by-hand.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.programs import run_program
 
 pytestmark = pytest.mark.programs
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "usage.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "by-hand.md"
 SCRIPT = """
 import torch, rallypoint as rp
 torch.manual_seed(0)

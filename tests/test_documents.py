@@ -1,11 +1,18 @@
-"""The documents: every link leads somewhere, and they stay short."""
+"""The documents: links lead somewhere, commands and names exist, and they stay short."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+import rallypoint
+from rallypoint.cli import app
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -44,3 +51,51 @@ def test_the_documents_are_short() -> None:
     words = {page.name: len(page.read_text().split()) for page in [README, *DOCS] if page.stem != "index"}
     assert words["README.md"] <= MOST_README
     assert sum(words.values()) <= MOST_TOGETHER
+
+
+RECIPES = ("gpt", "resnet", "digits")
+OPTIONS_OF_RUN = ("slurm", "k8s", "train", "chaos", "resume", "import")  # commands that hand them on
+
+
+def options_of(command: Any) -> set[str]:
+    return {name for param in command.params for name in (*param.opts, *param.secondary_opts) if name.startswith("-")}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each `rallypoint` command that a page has, without what another program gets."""
+    text = page.read_text().replace("\\|", "|")
+    lines = re.findall(r"^\s*(?:\$ )?(?:\w+=\S+ )*(rallypoint .*)$", text, re.MULTILINE)
+    lines += re.findall(r"`(?:\w+=\S+ )*(rallypoint [^`\n]*)`", text)
+    for line in lines:
+        try:
+            yield shlex.split(re.split(r" [|>;&#]|\.\.\.", line)[0])[1:]
+        except ValueError:  # prose with an apostrophe
+            continue
+
+
+@pytest.mark.parametrize("page", [README, *DOCS], ids=lambda page: page.stem)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    root: Any = typer.main.get_command(app)
+    unknown = []
+    for words in commands(page):
+        command, path = root, []
+        while words and words[0] in getattr(command, "commands", {}):
+            path.append(words.pop(0))
+            command = command.commands[path[-1]]
+        known = options_of(command) | {"--help"}
+        if path and path[0] in OPTIONS_OF_RUN:
+            known |= options_of(root.commands["run"])
+        if not path and words and words[0].isalpha() and words[0].islower():
+            unknown.append(words[0])
+        for word in words:
+            if word.endswith(".py") or word == "--" or word in RECIPES:
+                break  # what follows is the script's
+            if word.startswith("--") and path and word.partition("=")[0] not in known:
+                unknown.append(" ".join([*path, word]))
+    assert not unknown
+
+
+@pytest.mark.parametrize("page", [README, *DOCS], ids=lambda page: page.stem)
+def test_names_of_the_package_exist(page: Path) -> None:
+    names = set(re.findall(r"\brp\.([A-Za-z_]\w*)", page.read_text()))
+    assert not [name for name in names if not hasattr(rallypoint, name)]

@@ -18,7 +18,7 @@ from rallypoint.cli import app
 from rallypoint.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/clusters.md").read_text()
+PAGE = (ROOT / "docs/kubernetes.md").read_text()
 COMMANDS = re.findall(r"^    rallypoint (k8s render .*) > (examples/kubernetes/\S+)$", PAGE, re.MULTILINE)
 
 
@@ -26,7 +26,7 @@ COMMANDS = re.findall(r"^    rallypoint (k8s render .*) > (examples/kubernetes/\
 def test_an_example_is_what_its_command_prints(command: str, file: str) -> None:
     result = CliRunner().invoke(app, shlex.split(command), catch_exceptions=False)
     assert result.exit_code == 0
-    assert result.stdout == (ROOT / file).read_text(), f"{file} is old: run the command in docs/clusters.md"
+    assert result.stdout == (ROOT / file).read_text(), f"{file} is old: run the command in docs/kubernetes.md"
     assert [manifest["kind"] for manifest in yaml.safe_load_all(result.stdout)]
 
 

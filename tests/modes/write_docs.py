@@ -1,4 +1,4 @@
-"""Writes the table of modes into docs/modes.md: ``python tests/modes/write_docs.py``."""
+"""Writes the table of modes into docs/mode-table.md: ``python tests/modes/write_docs.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rallypoint.core.modes.conflicts import ALONE, CONFLICTS
 from rallypoint.core.modes.table import TABLE, Cell, No, Only
 from rallypoint.core.modes.traits import MODES, Feature, ModeName
 
-DOCS = Path(__file__).parents[2] / "docs" / "modes.md"
+DOCS = Path(__file__).parents[2] / "docs" / "mode-table.md"
 
 
 def markdown_modes() -> str:
@@ -36,9 +36,9 @@ def markdown_table() -> str:
     Why not is said by the error that a user gets.
     """
     rows = [(_written(feature), *(_cell(TABLE[feature][mode]) for mode in ModeName)) for feature in Feature]
-    conflicts = "\n".join(f"- {line}" for line in _conflicts())
-    table = _table(("", *(_mode(mode) for mode in ModeName)), rows)
-    return f"{table}\n\nNot together:\n\n{conflicts}"
+    table = _table(("feature", *(_mode(mode) for mode in ModeName)), rows)
+    conflicts = _table(("feature", "not with", "because"), list(_conflicts()))
+    return f"{table}\n\n## What does not work together\n\n{conflicts}"
 
 
 def _cell(cell: Cell) -> str:
@@ -51,19 +51,18 @@ def _cell(cell: Cell) -> str:
             return "yes"
 
 
-def _conflicts() -> Iterator[str]:
-    """One line for each feature that is named first: the others with which it is refused, and why."""
-    found: dict[str, dict[str, list[str]]] = {}
+def _conflicts() -> Iterator[tuple[str, str, str]]:
+    """A feature, the others with which it is refused for one reason, and the reason."""
+    found: dict[tuple[str, str], list[str]] = {}
     for conflict in CONFLICTS:
         where = ", ".join(_mode(mode) for mode in ModeName if mode in conflict.modes)
         only = "" if conflict.modes == frozenset(ModeName) else f" (under {where})"
-        others = found.setdefault(_short(conflict.first), {}).setdefault(_cause(conflict.why), [])
-        others.append(f"{_short(conflict.second)}{only}")
-    for first, reasons in found.items():
-        yield f"{first} with " + "; with ".join(f"{' or '.join(them)}: {why}" for why, them in reasons.items()) + "."
+        found.setdefault((_short(conflict.first), _cause(conflict.why)), []).append(f"{_short(conflict.second)}{only}")
+    for (first, why), others in found.items():
+        yield first, " or ".join(others), why
     for alone in ALONE:
         takes = " or ".join(_short(feature) for feature in Feature if feature in alone.takes)
-        yield f"{_short(alone.feature)} with anything but {takes}: {_cause(alone.why)}."
+        yield _short(alone.feature), f"anything but {takes}", _cause(alone.why)
 
 
 def _cause(why: str) -> str:

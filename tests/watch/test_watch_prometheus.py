@@ -100,7 +100,7 @@ def test_each_alert_is_played(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_the_docs_name_what_is_measured(name: str) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "prometheus.md").read_text()
     total = "_total" * (MEASURES[name].kind == "counter")
     assert re.search(rf"`{name.removeprefix('rallypoint_')}{total}\b", text)
 

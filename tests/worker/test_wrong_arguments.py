@@ -108,7 +108,7 @@ def _expanded() -> torch.nn.Module:
         ({"epochs": 4}, "unknown field `epochs`: give steps="),
         ({"alternate": ("a", "b")}, "alternate is gone: models that take turns, .* are keys of job.store"),
         ({"base_batch": 64}, r"base_batch is gone: give the rate, .*rp\.scaled_lr"),
-        ({"callback": print}, "unknown field `callback`: docs/usage.md has a table of its settings"),
+        ({"callback": print}, "unknown field `callback`: docs/settings.md has a table of its settings"),
         ({"clip": print}, "clip is a builtins.builtin_function_or_method: settings are data"),
     ],
     ids=[

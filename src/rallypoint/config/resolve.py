@@ -181,7 +181,7 @@ def _as_data(key: str, value: Any) -> Any:
 
 def _nearest(key: str) -> str:
     close = meant(key, JobConfig.__struct_fields__).removeprefix(": ")
-    return close or "docs/usage.md has a table of its settings"
+    return close or "docs/settings.md has a table of its settings"
 
 
 def _not_data(key: str, value: Any) -> str:

@@ -153,7 +153,7 @@ def dialers_keys(keys: TokenKeys, transcript: bytes) -> LinkKeys:
 # A proof is an HMAC-SHA256 over every byte of the greeting before it, in both directions, frame headers included. The
 # two sides prove with different keys. So a proof is good for one connection, one direction, these two
 # members and these settings. Whoever stands between two members can only pass a greeting on unchanged. The frames that
-# follow carry tags under keys derived from this greeting and the proofs' keys. `docs/security.md` has the state
+# follow carry tags under keys derived from this greeting and the proofs' keys. `docs/protocol.md` has the state
 # diagram.
 #
 # The proofs' keys depend on who connects, and to whom:

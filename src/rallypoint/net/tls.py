@@ -26,7 +26,7 @@ from rallypoint.observe.usage import Traffic
 #         tag      16 bytes, of the length and the data
 #
 # TLS's own records have at most 16 KiB, so a payload of 1 MiB is 64 calls of OpenSSL: that took five times as long
-# (docs/security.md). The keys are TLS's work all the same: inside TLS both sides have sent each other a secret
+# (docs/protocol.md). The keys are TLS's work all the same: inside TLS both sides have sent each other a secret
 # (`TlsConnection`), and nobody else has it.
 #
 # Each direction has a key of its own, and a record's nonce is its number, so no nonce is used twice with one key, and a

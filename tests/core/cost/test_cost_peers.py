@@ -26,7 +26,7 @@ def test_a_ring_moves_nearly_twice_k() -> None:
 
 
 def test_with_nothing_to_compute_ddp_takes_what_its_ring_takes() -> None:
-    """And that is what Gloo took in docs/performance.md: 1.258 s for K = 100 MB at 1 Gbit/s."""
+    """And that is what Gloo took (docs/performance.md): 1.258 s for K = 100 MB at 1 Gbit/s."""
     work = Workload(layers=(Layer(25_000_000),))
     cost = ddp_cost(work, WORKERS, RING, STILL)
     assert cost.seconds == pytest.approx(ring_seconds(work.nbytes, 4, PAYLOAD * RATE))

@@ -225,7 +225,7 @@ def test_a_large_model_is_moved_in_few_bundles_and_costs_the_same() -> None:
 def test_one_synchronisation_takes_what_was_measured(
     workers: int, servers: int, mbit: float, megabytes: int, seconds: float
 ) -> None:
-    """docs/planning.md, "How near it comes": shards of 512 KiB. None of these was used for fitting."""
+    """Measured with shards of 512 KiB (`benchmarks/reduce.py`). None of these was used for fitting."""
     work = Workload(layers=(Layer(megabytes * 250_000),), shard_bytes=512 << 10)
     got = step_cost(work, site(workers, servers, mbit, queue=max(NETLAB_QUEUE, 0.010 * mbit * MBIT))).seconds
     assert got == pytest.approx(seconds, rel=0.09)
@@ -233,7 +233,7 @@ def test_one_synchronisation_takes_what_was_measured(
 
 @pytest.mark.parametrize(("kib", "seconds"), [(512, 1.163), (256, 1.133), (128, 1.134)])
 def test_a_paced_synchronisation_takes_what_was_measured(kib: int, seconds: float) -> None:
-    """The same page: 25 MB, 4 + 4 at 200 Mbit/s with `--pace 194`."""
+    """The same: 25 MB, 4 + 4 at 200 Mbit/s with `--pace 194`."""
     work = Workload(layers=(Layer(6_250_000),), shard_bytes=kib << 10)
     got = step_cost(work, paced(site(4, 4, 200.0, queue=NETLAB_QUEUE))).seconds
     assert got == pytest.approx(seconds, rel=0.04)
@@ -304,7 +304,7 @@ def test_ports_lose_something_for_each_further_sender_up_to_three() -> None:
     ("mbit", "kib", "seconds"), [(250.0, 1024, 3.975), (500.0, 1024, 2.05), (500.0, 256, 1.92)],
 )  # fmt: skip
 def test_a_step_beside_an_accelerator_takes_what_was_measured(mbit: float, kib: int, seconds: float) -> None:
-    """docs/performance.md, "Where an accelerator computes", `--ratio 1`; not used for fitting. That at 1 Gbit/s is left
+    """Measured by `benchmarks/train.py --ratio 1`; not used for fitting. What it takes at 1 Gbit/s is left
     out, because there the two cores are what binds."""
     got = step_cost(gpt(mbit, 1.0, kib=kib), site(4, 4, mbit, queue=NETLAB_QUEUE)).seconds
     assert got == pytest.approx(seconds, rel=0.07)

@@ -100,7 +100,7 @@ CONFLICTS = (
     ),
     Conflict(
         _F.PASSES, _F.BACKUP_TASKS,
-        "the end of the stream may be seen by who is not waited for; leave --backup-tasks or passes out",
+        "a worker that the others do not wait for may see the stream's end; leave --backup-tasks or passes out",
     ),
     Conflict(
         _F.FOLD, _F.REPLICATION,
@@ -113,7 +113,7 @@ CONFLICTS = (
     ),
     Conflict(
         _F.TABLES, _F.AVERAGE,
-        "every row of it would have to be averaged at every step, also those that nobody uses; use sparse=False, or "
+        "every row of it would have to be averaged at every step, also rows that are not used; use sparse=False, or "
         "leave average out",
     ),
     Conflict(
@@ -127,7 +127,7 @@ CONFLICTS = (
     ),
     Conflict(
         _F.BUFFERS, _F.DELAY,
-        "each round would have to begin with those of the one before; use delay=0, or GroupNorm and the like",
+        "each round would have to begin with the buffers of the round before; use delay=0, or GroupNorm and the like",
     ),
 )  # fmt: skip
 
@@ -144,7 +144,7 @@ class StandsAlone:
 ALONE = (
     StandsAlone(
         _F.KEYED, frozenset({_F.SKIP, _F.TABLES, _F.REPLICATION}),
-        "a store has no steps: it takes raw pushes to keys, one by one, each an update of its own; leave it out, do it "
+        "a store has no steps: each push to a key is an update of its own; leave it out, do it "
         "before you push, or use job.train",
     ),
     StandsAlone(

@@ -1,6 +1,6 @@
 """FEATURE x MODE: what works in which mode, and why the rest does not. Only `conflicts.py` beside it decides more.
 
-`config` refuses from it, the coordinator refuses a cluster's terms from it, `docs/modes.md` prints it, and
+`config` refuses from it, the coordinator refuses a cluster's terms from it, `docs/mode-table.md` prints it, and
 `tests/modes` runs a job for every cell that is supported.
 """
 

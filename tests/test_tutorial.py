@@ -1,0 +1,59 @@
+"""The tutorial is played as it stands: its files are saved, and its commands run in one shell, in their order."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.programs, pytest.mark.slow, pytest.mark.timeout(600)]
+PAGE = Path(__file__).parent.parent / "docs" / "tutorial.md"
+
+
+def played() -> str:
+    """All of the page as one script. It tells the pids of what it has started when it ends."""
+    text = PAGE.read_text()
+    files = dict(re.findall(r"^Save this as `([\w.]+)`.*?^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert sorted(files) == ["train.py", "use.py"]
+    for name, code in files.items():
+        Path(name).write_text(code)
+    commands = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return "set -eu\n" + "".join(commands).replace("RUN=$!\n", "RUN=$!\necho $RUN >> started\n")
+
+
+def end_what_is_left(home: Path) -> None:
+    started = home / "started"
+    for pid in map(int, started.read_text().split()) if started.exists() else []:
+        try:
+            launcher = psutil.Process(pid)
+            left = [launcher, *launcher.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+        for process in left:
+            process.send_signal(signal.SIGKILL)
+
+
+def test_the_tutorial_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    programs = Path(sys.executable).parent
+    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "COLUMNS": "120"}
+    script, printed = tmp_path / "script.sh", tmp_path / "printed"
+    script.write_text(played())
+    try:
+        with printed.open("w") as to:
+            done = subprocess.run(["bash", script], env=env, stdout=to, stderr=subprocess.STDOUT, timeout=540)
+    finally:
+        end_what_is_left(tmp_path)
+    output = printed.read_text()
+    assert done.returncode == 0, output
+    log = (tmp_path / "run1.log").read_text()
+    for name in ("worker0", "server0", "coordinator"):
+        assert f"{name} was killed (SIGKILL): starting another" in log
+    assert "going on from step " in output
+    assert output.endswith("the same bytes\n")
